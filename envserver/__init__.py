@@ -1,0 +1,86 @@
+"""envserver hosts environments in which language-model agents are trained and their data is made.
+
+These names are public; everything below the package may change. They are imported when first used,
+so that `import envserver` (and `envserver --help`) costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Environment": "environment",
+    "EnvironmentConfig": "config",
+    "Reply": "environment",
+    "Rollout": "environment",
+    "Isolation": "environment",
+    "Task": "records",
+    "PublicTask": "records",
+    "Result": "records",
+    "Score": "records",
+    "Sequence": "records",
+    "Trajectory": "records",
+    "Group": "records",
+    "Message": "records",
+    "Split": "records",
+    "pack": "records",
+    "unpack": "records",
+    "EnvserverError": "errors",
+    "Failure": "errors",
+    "ConfigError": "errors",
+    "ConflictError": "errors",
+    "InputError": "errors",
+    "NotFoundError": "errors",
+    "StoreError": "errors",
+    "LimitReached": "errors",
+    "AgentError": "errors",
+    "EngineError": "errors",
+    "ScorerError": "errors",
+    "main": "cli",
+}
+
+if TYPE_CHECKING:
+    from .cli import main
+    from .config import EnvironmentConfig
+    from .environment import Environment, Isolation, Reply, Rollout
+    from .errors import (
+        AgentError,
+        ConfigError,
+        ConflictError,
+        EngineError,
+        EnvserverError,
+        Failure,
+        InputError,
+        LimitReached,
+        NotFoundError,
+        ScorerError,
+        StoreError,
+    )
+    from .records import (
+        Group,
+        Message,
+        PublicTask,
+        Result,
+        Score,
+        Sequence,
+        Split,
+        Task,
+        Trajectory,
+        pack,
+        unpack,
+    )
+
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        home = _HOMES[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,174 @@
+"""The tree of settings: what a person may set, its meaning and its default.
+
+Each field's docstring is its help text. The same names serve flags (`--env.group_size 8`), YAML files
+and environment variables (`ENVSERVER_ENV__GROUP_SIZE`); `envserver.cli.settings` reads those and turns
+every mistake into a ConfigError that names flag, variable or line.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, SecretStr
+
+from .records import Split
+
+
+class Section(BaseModel):
+    """Base of every part of the tree: unknown names are errors, docstrings are descriptions."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        populate_by_name=True,
+        protected_namespaces=(),
+    )
+
+
+class EnvironmentConfig(Section):
+    """Base of every environment's `Config`; its fields are `--env.*`."""
+
+    group_size: int = Field(default=4, ge=1)
+    """Rollouts of one task that are compared with each other."""
+    total_steps: int | None = Field(default=None, ge=1)
+    """Groups to write or deliver before stopping; unset: every task once in `process`, no end in `serve`."""
+    split: Split = "train"
+    """Which tasks: train, validation or test."""
+    seed: int = 0
+    """Seed of everything random in the choice and order of tasks."""
+    data_path_to_save_groups: Path | None = None
+    """JSONL file for the groups; unset: data/<environment>.jsonl."""
+    include_messages: bool = True
+    """Write the conversations beside the tokens."""
+    ensure_scores_are_not_same: bool | None = None
+    """Drop groups whose rewards are all equal; unset: yes in `serve`, no in `process`."""
+    max_token_length: int = Field(default=8192, ge=1)
+    """Longest training sequence in tokens; a group with a longer one is dropped and counted."""
+    max_turns: int = Field(default=8, ge=1)
+    """Model calls per rollout."""
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """Tokens sampled per rollout, over all calls; unset: no such limit."""
+    worker_timeout: float = Field(default=240.0, gt=0)
+    """Seconds of wall clock per rollout, from start to result."""
+    score_range: Literal["unit", "pm1"] = "unit"
+    """Rewards in Atropos groups as [0, 1] (unit) or mapped to [-1, 1] (pm1)."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of rollouts when several environments run at once."""
+    min_batch_allocation: float | None = Field(default=None, ge=0, le=1)
+    """Smallest share of each trainer batch when several environments run at once."""
+
+
+class OpenAIConfig(Section):
+    """The engine: an OpenAI-compatible server, or several replicas of one."""
+
+    base_url: str | list[str] = "http://localhost:8000/v1"
+    """Address or addresses (repeat the flag, or separate with commas) of the engine."""
+    model_name: str = "default"
+    """Name of the model as the engine serves it; "default": the first that it lists."""
+    api_key: SecretStr = SecretStr("")
+    """Key of the engine; never logged or written."""
+    timeout: float = Field(default=1200.0, gt=0)
+    """Seconds for one model call."""
+    num_max_requests_at_once: int = Field(default=512, ge=1)
+    """Calls in flight per replica."""
+    server_type: Literal["vllm", "openai"] = "vllm"
+    """vllm: ask for token ids and logprobs; openai: text only, not fit for RL."""
+
+
+class SimConfig(Section):
+    """The simulated engine (`--model sim`): for tests, load and demos; it is no language model."""
+
+    seed: int = 0
+    """Same seed, same requests: same answers."""
+    solve_probability: float = Field(default=0.6, ge=0, le=1)
+    """Chance that a rollout's task is answered right."""
+    latency_seconds: float = Field(default=0.02, ge=0)
+    """Seconds until the first token."""
+    seconds_per_token: float = Field(default=0.0, ge=0)
+    """Seconds between tokens."""
+    error_rate: float = Field(default=0.0, ge=0, le=1)
+    """Chance that a call answers HTTP 500."""
+    truncate_rate: float = Field(default=0.0, ge=0, le=1)
+    """Chance that an answer ends by length before its end."""
+    disconnect_rate: float = Field(default=0.0, ge=0, le=1)
+    """Chance that the connection breaks in the middle of an answer (over HTTP)."""
+
+
+class SamplingConfig(Section):
+    """How every call is sampled, whatever the agent asks for."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; 1: off."""
+    max_tokens: int = Field(default=1024, ge=1)
+    """Longest single answer in tokens; an agent may ask for less."""
+
+
+class WorkersConfig(Section):
+    """The isolated processes in which agents run."""
+
+    processes: int = Field(default=2, ge=1)
+    """Warm processes of the `pooled` level."""
+    rollouts_per_process: int = Field(default=32, ge=1)
+    """Rollouts at a time in one `pooled` process."""
+    dedicated: int = Field(default=8, ge=1)
+    """Rollouts at a time at the `dedicated` level, each in a process of its own."""
+    heartbeat_seconds: float = Field(default=1.0, gt=0)
+    """A worker that says nothing for this long is killed and replaced."""
+    kill_grace_seconds: float = Field(default=2.0, ge=0)
+    """Between a rollout's deadline, when it is cancelled, and the kill of its process tree."""
+
+
+class RolloutsConfig(Section):
+    """Which rollouts run when."""
+
+    max_concurrent: int = Field(default=64, ge=1)
+    """Rollouts in flight."""
+    max_attempts: int = Field(default=3, ge=1)
+    """Tries per rollout when a failure is not the model's fault."""
+    min_group_size: int | None = Field(default=None, ge=1)
+    """Smallest group worth delivering when rollouts were lost; unset: only whole groups."""
+    group_timeout_seconds: float = Field(default=1800.0, gt=0)
+    """Seconds from a group's first rollout; then its stragglers are cancelled."""
+    stop_after_failed_groups: int = Field(default=8, ge=1)
+    """Groups that fail in a row, without one success, before the run stops with an error."""
+    scorer_processes: int = Field(default=1, ge=1)
+    """Processes that score."""
+    max_queued_groups: int = Field(default=256, ge=1)
+    """`serve`: groups waiting for a trainer before new rollouts wait too."""
+    max_batches_offpolicy: int = Field(default=3, ge=1)
+    """`serve`: batches (of the registered trainer) waiting before new rollouts wait too."""
+
+
+class ServerConfig(Section):
+    """The HTTP server for trainers and people."""
+
+    host: str = Field(default="127.0.0.1")
+    """Address to listen at; only loopback until access tokens exist."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port; 0 takes a free one."""
+    max_body_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
+    """Largest request body, after inflating."""
+    lease_seconds: float = Field(default=600.0, gt=0)
+    """A leased batch that is not acknowledged for this long is delivered again."""
+
+
+class Settings(Section):
+    """Everything that can be set for one command. `env` is replaced by the environment's own Config."""
+
+    env: EnvironmentConfig = EnvironmentConfig()
+    openai: OpenAIConfig = OpenAIConfig()
+    model: str | None = Field(default=None, validation_alias=AliasChoices("model"))
+    """"sim" for the simulated engine; unset: the engine at `openai.base_url`."""
+    sim: SimConfig = SimConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    workers: WorkersConfig = WorkersConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
+    server: ServerConfig = ServerConfig()
+    store: str = "data/envserver.db"
+    """Where groups are kept: a file (SQLite) or a database URL."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least serious event that is logged."""

@@ -1,0 +1,192 @@
+"""Every way envserver can fail: what happened, whose fault it is, what becomes of the rollout.
+
+    EnvserverError
+    ├── UsageError               the caller's fault; nothing was changed              HTTP 4xx, exit 2
+    │   ├── ConfigError          a setting is unknown, ill-typed or contradictory
+    │   ├── InputError           a request or a file holds something unusable (its place is named)
+    │   ├── TooLargeError        a body, an inflated body or a nesting is over its limit
+    │   ├── NotFoundError        no such environment, run, lease, group, key
+    │   └── ConflictError        the thing exists but is in a state that forbids this
+    ├── RolloutError             a rollout did not end with a result
+    │   ├── LimitReached         the model's fault: turns, tokens or time used up     scored as it stands
+    │   ├── AgentError           the environment's code raised                         retried, then dropped
+    │   ├── WorkerError          the process that ran the agent is gone
+    │   │   ├── WorkerDied       it exited, was killed, ran out of memory              retried, then dropped
+    │   │   ├── WorkerHung       no heartbeat, or past its deadline                    retried, then dropped
+    │   │   └── WorkerGarbage    it sent what the protocol does not allow              retried, then dropped
+    │   ├── EngineError          the model's server failed
+    │   │   ├── EngineUnavailable   no replica answers                                 retried, then dropped
+    │   │   ├── EngineTimeout       no answer within the call's time                   retried, then dropped
+    │   │   ├── EngineRefused       it refused the request (HTTP 4xx)                  dropped, not retried
+    │   │   └── EngineGarbage       its answer breaks the protocol                     retried, then dropped
+    │   ├── ScorerError          scoring raised, died or ran out of time               retried, then dropped
+    │   └── TokensError          the recorded tokens break an invariant                dropped, never delivered
+    ├── StoreError               the durable store failed; nothing was accepted       HTTP 503, 507 when full
+    │   └── StoreFull            no space left
+    └── AllFailed                every rollout failed; the run was stopped             exit 1
+
+An infrastructure failure is never a reward of 0: only what is scored reaches a trainer.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+
+class Blame(enum.StrEnum):
+    """Whose fault a failure is."""
+
+    MODEL = "model"
+    ENVIRONMENT = "environment"
+    ENGINE = "engine"
+    SERVER = "server"
+    USER = "user"
+
+
+class Outcome(enum.StrEnum):
+    """What becomes of the rollout that failed."""
+
+    SCORE = "score"
+    RETRY = "retry"
+    DROP = "drop"
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A failure as data: what is stored, sent and counted. `kind` is the snake_case class name."""
+
+    kind: str
+    blame: Blame
+    outcome: Outcome
+    message: str
+    hint: str = ""
+    detail: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class EnvserverError(Exception):
+    """Base of all. `message` says what happened, `hint` what to do, `detail` holds small facts."""
+
+    kind = "error"
+    blame = Blame.SERVER
+    outcome = Outcome.DROP
+    status = 500
+
+    def __init__(self, message: str, *, hint: str = "", **detail: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}" if self.hint else self.message
+
+    def failure(self) -> Failure:
+        """This error as data."""
+        return Failure(
+            kind=self.kind,
+            blame=self.blame,
+            outcome=self.outcome,
+            message=self.message,
+            hint=self.hint,
+            detail=self.detail,
+        )
+
+
+class UsageError(EnvserverError):
+    kind, blame, status = "usage", Blame.USER, 400
+
+
+class ConfigError(UsageError):
+    kind = "config"
+
+
+class InputError(UsageError):
+    """`detail["place"]` says where: a line number, a JSON path, a field."""
+
+    kind, status = "input", 422
+
+
+class TooLargeError(UsageError):
+    kind, status = "too_large", 413
+
+
+class NotFoundError(UsageError):
+    kind, status = "not_found", 404
+
+
+class ConflictError(UsageError):
+    kind, status = "conflict", 409
+
+
+class RolloutError(EnvserverError):
+    kind = "rollout"
+
+
+class LimitReached(RolloutError):
+    """`detail["limit"]` is turns, tokens or time."""
+
+    kind, blame, outcome, status = "limit_reached", Blame.MODEL, Outcome.SCORE, 429
+
+
+class AgentError(RolloutError):
+    kind, blame, outcome = "agent_error", Blame.ENVIRONMENT, Outcome.RETRY
+
+
+class WorkerError(RolloutError):
+    kind, outcome = "worker_error", Outcome.RETRY
+
+
+class WorkerDied(WorkerError):
+    kind = "worker_died"
+
+
+class WorkerHung(WorkerError):
+    kind, blame = "worker_hung", Blame.ENVIRONMENT
+
+
+class WorkerGarbage(WorkerError):
+    kind = "worker_garbage"
+
+
+class EngineError(RolloutError):
+    kind, blame, outcome, status = "engine_error", Blame.ENGINE, Outcome.RETRY, 502
+
+
+class EngineUnavailable(EngineError):
+    kind, status = "engine_unavailable", 503
+
+
+class EngineTimeout(EngineError):
+    kind, status = "engine_timeout", 504
+
+
+class EngineRefused(EngineError):
+    """`detail["status"]` is the engine's HTTP status; its own words are in the message."""
+
+    kind, outcome, status = "engine_refused", Outcome.DROP, 400
+
+
+class EngineGarbage(EngineError):
+    kind = "engine_garbage"
+
+
+class ScorerError(RolloutError):
+    kind, blame, outcome = "scorer_error", Blame.ENVIRONMENT, Outcome.RETRY
+
+
+class TokensError(RolloutError):
+    kind, blame, outcome = "tokens_error", Blame.SERVER, Outcome.DROP
+
+
+class StoreError(EnvserverError):
+    kind, status = "store_error", 503
+
+
+class StoreFull(StoreError):
+    kind, status = "store_full", 507
+
+
+class AllFailed(EnvserverError):
+    kind = "all_failed"

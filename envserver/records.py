@@ -1,0 +1,261 @@
+"""The data that flows through the server, in the order in which it comes to be.
+
+Task -> (rollout) -> Call* -> Sequence* -> Trajectory -> Group. Everything is a msgspec struct; token
+data are numpy arrays from the moment they arrive and stay so. `pack`/`unpack` turn any of these into
+MessagePack and back, arrays as raw little-endian bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import Failure
+
+T = TypeVar("T")
+
+Split = Literal["train", "validation", "test"]
+Message = dict[str, Any]
+"""One chat message in OpenAI's shape."""
+
+Tokens = NDArray[np.int32]
+Mask = NDArray[np.uint8]
+Logprobs = NDArray[np.float32]
+
+
+class PublicTask(msgspec.Struct, frozen=True):
+    """The part of a task that the worker gets. `public` holds what running the rollout needs."""
+
+    id: str
+    public: dict[str, Any]
+
+
+class Task(msgspec.Struct, frozen=True):
+    """One thing to solve.
+
+    Args:
+        id: unique and stable within its environment and split.
+        public: JSON-like; goes to the worker (the model sees only what the agent puts before it).
+        hidden: JSON-like; only the server and the scorer ever hold it (answers, tests).
+    """
+
+    id: str
+    public: dict[str, Any]
+    hidden: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    def without_hidden(self) -> PublicTask:
+        """The part that may leave the server process."""
+        return PublicTask(self.id, self.public)
+
+
+class Score(msgspec.Struct, kw_only=True):
+    """What a scorer says of one rollout.
+
+    Args:
+        reward: in [0, 1]; None means not scorable: dropped, never trained on.
+        components: named parts of the reward, for people.
+        metrics: anything else worth averaging (numbers).
+        error: set when scoring failed by our fault; then `reward` is ignored and the rollout is
+            retried, then dropped.
+    """
+
+    reward: float | None
+    components: dict[str, float] = msgspec.field(default_factory=dict)
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    error: str | None = None
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """What the scorer sees of one finished rollout.
+
+    Args:
+        output: what the environment's `rollout` returned (JSON-like).
+        messages: the conversation as the agent sent it last, plus the model's last answer.
+        finish_reason: of the last call ("length" means cut off), None without a call.
+        truncated: the model was cut off: its last call ended by length, or a limit was reached.
+        limit: which limit ended the rollout: "turns", "tokens", "time", or None.
+        turns: model calls made.
+        completion_tokens: tokens sampled over all calls.
+        metrics: numbers the agent logged with `run.log_metric`.
+    """
+
+    output: Any = None
+    messages: list[Message] = msgspec.field(default_factory=list)
+    finish_reason: str | None = None
+    truncated: bool = False
+    limit: str | None = None
+    turns: int = 0
+    completion_tokens: int = 0
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [start, end) of a completion were sampled by policy `version` (-1: unknown)."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Call(msgspec.Struct, kw_only=True):
+    """One exchange with the model, as recorded by the proxy.
+
+    Args:
+        index: order of commit within the attempt, from 0.
+        agent: name of the agent of the rollout that called, None for the only one.
+        choice: which of `n` answers; each choice is its own Call.
+        prompt_ids: int32[P], as the engine echoed them; empty when it did not.
+        completion_ids: int32[C], with the end-of-turn token where it was sampled.
+        logprobs: float32[C], as the engine returned them.
+        versions: partition of [0, C).
+        exact: ids and logprobs are all there; only exact calls become training tokens.
+        message: the assistant message as returned to the agent.
+        messages, tools: what the agent sent.
+        sampling: the sampling fields that were sent to the engine.
+        flags: see `tokens.flags`.
+    """
+
+    index: int
+    model: str
+    prompt_ids: Tokens
+    completion_ids: Tokens
+    logprobs: Logprobs
+    versions: list[VersionSpan]
+    exact: bool
+    finish_reason: str
+    message: Message
+    messages: list[Message]
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    sampling: dict[str, Any] = msgspec.field(default_factory=dict)
+    agent: str | None = None
+    choice: int = 0
+    stop_reason: int | str | None = None
+    streamed: bool = False
+    delivered: bool = True
+    started_at: float = 0.0
+    seconds: float = 0.0
+    flags: list[str] = msgspec.field(default_factory=list)
+
+
+class Sequence(msgspec.Struct, kw_only=True):
+    """One training row. All arrays have length T.
+
+    Args:
+        tokens: int32[T], what the model saw and sampled, in order.
+        mask: uint8[T], 1 where the token was sampled by the policy and is first trained here.
+        logprobs: float32[T], the sampled token's logprob where mask is 1, else 0.
+        calls: int32[T], index of the call that sampled the token, -1 for context.
+        versions: int32[T], policy version that sampled the token, -1 for context or unknown.
+        path: indices of the calls along this branch, root first.
+        agent: see Call.
+        flags: union over the path.
+    """
+
+    tokens: Tokens
+    mask: Mask
+    logprobs: Logprobs
+    calls: Tokens
+    versions: Tokens
+    path: list[int]
+    agent: str | None = None
+    flags: list[str] = msgspec.field(default_factory=list)
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Resources of one rollout. Seconds are wall clock."""
+
+    seconds: float = 0.0
+    model_seconds: float = 0.0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Trajectory(msgspec.Struct, kw_only=True):
+    """A finished and scored rollout."""
+
+    rollout_id: str
+    attempt: int
+    task_id: str
+    env: str
+    sequences: list[Sequence]
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    output: Any
+    score: Score
+    finish_reason: str | None
+    truncated: bool
+    limit: str | None
+    turns: int
+    usage: Usage
+    flags: list[str] = msgspec.field(default_factory=list)
+
+
+class Group(msgspec.Struct, kw_only=True):
+    """The trajectories of one task that are compared with each other; the unit of delivery.
+
+    Args:
+        group_id: stable: the same task index of the same run gives the same id, so that a group that
+            is produced or posted twice is stored once.
+        index: position in the run's stream of tasks, from 0.
+        policy_version: the lowest version that sampled any of its tokens (-1: unknown).
+        failures: of the rollouts that are missing or were retried.
+        generation_params: the sampling settings that all rollouts shared.
+    """
+
+    group_id: str
+    index: int
+    env: str
+    task_id: str
+    split: Split
+    trajectories: list[Trajectory]
+    policy_version: int = -1
+    generation_params: dict[str, Any] = msgspec.field(default_factory=dict)
+    failures: list[Failure] = msgspec.field(default_factory=list)
+    created_at: float = 0.0
+    seed: int = 0
+
+
+_DTYPES = {"i4": np.int32, "f4": np.float32, "u1": np.uint8}
+
+
+def _encode_array(value: object) -> object:
+    if isinstance(value, np.ndarray):
+        array = np.ascontiguousarray(value)
+        code = array.dtype.str[1:]
+        if code not in _DTYPES or array.dtype.byteorder == ">":
+            raise TypeError(f"arrays of {array.dtype} do not travel; use int32, float32 or uint8")
+        return [code, array.data.cast("B") if array.size else b""]
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is no record")
+
+
+def _decode_array(kind: type, value: Any) -> Any:
+    code, raw = value
+    return np.frombuffer(raw, dtype=_DTYPES[code])
+
+
+def _decode_hook(kind: type, value: Any) -> Any:
+    if getattr(kind, "__origin__", kind) is np.ndarray:
+        return _decode_array(kind, value)
+    raise TypeError(f"no decoder for {kind}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+
+
+def pack(record: Any) -> bytes:
+    """`record` (a struct of this module, or a list of them) as MessagePack; arrays as [dtype, bytes]."""
+    return _encoder.encode(record)
+
+
+def unpack(data: bytes | memoryview, kind: type[T]) -> T:
+    """The inverse of `pack`. Arrays are read-only views of `data`.
+
+    Raises:
+        msgspec.DecodeError: `data` is no `kind`.
+    """
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_hook)

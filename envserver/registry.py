@@ -1,0 +1,128 @@
+"""Finds environments: by the name of a built-in, of an entry point, or by a path to a .py file.
+
+An entry point of the group `envserver.environments` names an Environment subclass. A built-in is a
+package of `environments/` with an `env.py`. A .py file must define exactly one Environment subclass of
+its own, or be followed by `:ClassName`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+
+from .environment import Environment
+from .errors import ConfigError, NotFoundError
+
+ENTRY_POINT_GROUP = "envserver.environments"
+
+
+def builtin_names() -> list[str]:
+    """Names of the environments that ship with envserver, sorted."""
+    package = importlib.import_module("environments")
+    return sorted(
+        info.name
+        for path in package.__path__
+        for info in pkgutil.iter_modules([path])
+        if info.ispkg and (Path(path) / info.name / "env.py").is_file()
+    )
+
+
+def entry_point_names() -> dict[str, EntryPoint]:
+    """Environments that other installed packages offer."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def find(reference: str) -> type[Environment]:
+    """The environment class that `reference` names.
+
+    Args:
+        reference: a built-in's name, an entry point's name, or `path/to/file.py[:ClassName]`.
+
+    Raises:
+        NotFoundError: nothing has that name; the message holds the nearest one.
+        ConfigError: the file cannot be imported, or it does not say which class is meant.
+    """
+    path, _, class_name = reference.partition(":")
+    if path.endswith(".py"):
+        return _only_environment(_import_file(Path(path)), class_name, reference)
+    if reference in builtin_names():
+        module = importlib.import_module(f"environments.{reference}.env")
+        return _only_environment(module, "", reference)
+    points = entry_point_names()
+    if reference in points:
+        return _load_entry_point(points[reference])
+    names = [*builtin_names(), *points]
+    near = difflib.get_close_matches(reference, names, n=1)
+    raise NotFoundError(
+        f"There is no environment {reference!r}.",
+        hint=f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(names)}, or a .py file.",
+    )
+
+
+def absolute(reference: str) -> str:
+    """`reference` in a form that another process, in another folder, understands."""
+    path, colon, class_name = reference.partition(":")
+    return f"{Path(path).resolve()}{colon}{class_name}" if path.endswith(".py") else reference
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise NotFoundError(f"There is no file {str(path)!r}.")
+    digest = hashlib.sha1(str(path.resolve()).encode(), usedforsecurity=False).hexdigest()[:12]
+    name = f"envserver_file_{path.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is no Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _only_environment(module: ModuleType, class_name: str, reference: str) -> type[Environment]:
+    found = {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isclass(value)
+        and issubclass(value, Environment)
+        and value.__module__ == module.__name__
+    }
+    if class_name:
+        if class_name not in found:
+            raise ConfigError(
+                f"{reference}: no environment class {class_name!r}.",
+                hint=f"It has: {', '.join(found)}.",
+            )
+        return found[class_name]
+    if len(found) != 1:
+        raise ConfigError(
+            f"{reference} defines {len(found)} environments, one is needed.",
+            hint=f"Name one: {reference}:ClassName" if found else "Subclass envserver.Environment.",
+        )
+    return next(iter(found.values()))
+
+
+def _load_entry_point(point: EntryPoint) -> type[Environment]:
+    try:
+        loaded = point.load()
+    except Exception as error:
+        raise ConfigError(
+            f"Entry point {point.name!r} ({point.value}) cannot be imported: {error}"
+        ) from error
+    if not (inspect.isclass(loaded) and issubclass(loaded, Environment)):
+        raise ConfigError(f"Entry point {point.name!r} ({point.value}) is no Environment subclass.")
+    return loaded
