@@ -73,7 +73,37 @@ if TYPE_CHECKING:
         unpack,
     )
 
-__all__ = [*_HOMES, "__version__"]
+__all__ = [
+    "__version__",
+    "Environment",
+    "EnvironmentConfig",
+    "Reply",
+    "Rollout",
+    "Isolation",
+    "Task",
+    "PublicTask",
+    "Result",
+    "Score",
+    "Sequence",
+    "Trajectory",
+    "Group",
+    "Message",
+    "Split",
+    "pack",
+    "unpack",
+    "EnvserverError",
+    "Failure",
+    "ConfigError",
+    "ConflictError",
+    "InputError",
+    "NotFoundError",
+    "StoreError",
+    "LimitReached",
+    "AgentError",
+    "EngineError",
+    "ScorerError",
+    "main",
+]
 
 
 def __getattr__(name: str) -> Any:

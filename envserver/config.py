@@ -1,8 +1,8 @@
 """The tree of settings: what a person may set, its meaning and its default.
 
-Each field's docstring is its help text. The same names serve flags (`--env.group_size 8`), YAML files
-and environment variables (`ENVSERVER_ENV__GROUP_SIZE`); `envserver.cli.settings` reads those and turns
-every mistake into a ConfigError that names flag, variable or line.
+Each field's docstring is its help text. The same names serve flags (`--env.group_size 8`), YAML
+files and environment variables (`ENVSERVER_ENV__GROUP_SIZE`); `envserver.cli.settings` reads those
+and turns every mistake into a ConfigError that names flag, variable or line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class EnvironmentConfig(Section):
     group_size: int = Field(default=4, ge=1)
     """Rollouts of one task that are compared with each other."""
     total_steps: int | None = Field(default=None, ge=1)
-    """Groups to write or deliver before stopping; unset: every task once in `process`, no end in `serve`."""
+    """Groups before stopping; unset: every task once in `process`, no end in `serve`."""
     split: Split = "train"
     """Which tasks: train, validation or test."""
     seed: int = 0
@@ -157,7 +157,7 @@ class ServerConfig(Section):
 
 
 class Settings(Section):
-    """Everything that can be set for one command. `env` is replaced by the environment's own Config."""
+    """All that can be set for one command; `env` has the type of the environment's own Config."""
 
     env: EnvironmentConfig = EnvironmentConfig()
     openai: OpenAIConfig = OpenAIConfig()

@@ -44,7 +44,7 @@ class Reply(msgspec.Struct, frozen=True):
 
     Args:
         content: its text ("" when it only called tools).
-        tool_calls: in OpenAI's shape: `{"id", "type", "function": {"name", "arguments": "<JSON>"}}`.
+        tool_calls: in OpenAI's shape: `{"id", "type", "function": {"name", "arguments": "JSON"}}`.
         finish_reason: "stop", "tool_calls" or "length".
         message: the whole assistant message, to append to the history as it is.
     """
@@ -145,7 +145,7 @@ class Environment(abc.ABC):
 
     @abc.abstractmethod
     def rollout(self, task: PublicTask, run: Rollout) -> Awaitable[Any] | Any:
-        """One attempt at `task`, in a worker; may be `async def` or a plain `def` (run in a thread).
+        """One attempt at `task`, in a worker; `async def` or a plain `def` (run in a thread).
 
         Returns:
             Anything JSON-like; the scorer gets it as `result.output`.
@@ -159,10 +159,10 @@ class Environment(abc.ABC):
         """Last word on a group, for relative rewards; same length and order as `scores`."""
         return scores
 
-    async def setup(self) -> None:
+    async def setup(self) -> None:  # noqa: B027 - a hook, empty by default
         """Once per worker process, before its first rollout."""
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027 - a hook, empty by default
         """Once per worker process, at its end."""
 
     def demonstration(self, task: Task) -> list[Message] | None:

@@ -1,29 +1,29 @@
 """Every way envserver can fail: what happened, whose fault it is, what becomes of the rollout.
 
     EnvserverError
-    ├── UsageError               the caller's fault; nothing was changed              HTTP 4xx, exit 2
-    │   ├── ConfigError          a setting is unknown, ill-typed or contradictory
-    │   ├── InputError           a request or a file holds something unusable (its place is named)
-    │   ├── TooLargeError        a body, an inflated body or a nesting is over its limit
-    │   ├── NotFoundError        no such environment, run, lease, group, key
-    │   └── ConflictError        the thing exists but is in a state that forbids this
-    ├── RolloutError             a rollout did not end with a result
-    │   ├── LimitReached         the model's fault: turns, tokens or time used up     scored as it stands
-    │   ├── AgentError           the environment's code raised                         retried, then dropped
-    │   ├── WorkerError          the process that ran the agent is gone
-    │   │   ├── WorkerDied       it exited, was killed, ran out of memory              retried, then dropped
-    │   │   ├── WorkerHung       no heartbeat, or past its deadline                    retried, then dropped
-    │   │   └── WorkerGarbage    it sent what the protocol does not allow              retried, then dropped
-    │   ├── EngineError          the model's server failed
-    │   │   ├── EngineUnavailable   no replica answers                                 retried, then dropped
-    │   │   ├── EngineTimeout       no answer within the call's time                   retried, then dropped
-    │   │   ├── EngineRefused       it refused the request (HTTP 4xx)                  dropped, not retried
-    │   │   └── EngineGarbage       its answer breaks the protocol                     retried, then dropped
-    │   ├── ScorerError          scoring raised, died or ran out of time               retried, then dropped
-    │   └── TokensError          the recorded tokens break an invariant                dropped, never delivered
-    ├── StoreError               the durable store failed; nothing was accepted       HTTP 503, 507 when full
-    │   └── StoreFull            no space left
-    └── AllFailed                every rollout failed; the run was stopped             exit 1
+    ├── UsageError             the caller's fault; nothing was changed            HTTP 4xx, exit 2
+    │   ├── ConfigError        a setting is unknown, ill-typed or contradictory
+    │   ├── InputError         a request or file holds something unusable (its place is named)
+    │   ├── TooLargeError      a body, an inflated body or a nesting is over its limit
+    │   ├── NotFoundError      no such environment, run, lease, group, key
+    │   └── ConflictError      the thing exists but is in a state that forbids this
+    ├── RolloutError           a rollout did not end with a result
+    │   ├── LimitReached       the model's fault: turns, tokens or time are up    scored as it is
+    │   ├── AgentError         the environment's code raised                      retry, then drop
+    │   ├── WorkerError        the process that ran the agent is gone
+    │   │   ├── WorkerDied     it exited, was killed, ran out of memory           retry, then drop
+    │   │   ├── WorkerHung     no heartbeat, or past its deadline                 retry, then drop
+    │   │   └── WorkerGarbage  it sent what the protocol does not allow           retry, then drop
+    │   ├── EngineError        the model's server failed
+    │   │   ├── EngineUnavailable  no replica answers                             retry, then drop
+    │   │   ├── EngineTimeout  no answer within the call's time                   retry, then drop
+    │   │   ├── EngineRefused  it refused the request (HTTP 4xx)                  drop at once
+    │   │   └── EngineGarbage  its answer breaks the protocol                     retry, then drop
+    │   ├── ScorerError        scoring raised, died or ran out of time            retry, then drop
+    │   └── TokensError        the recorded tokens break an invariant             never delivered
+    ├── StoreError             the durable store failed; nothing was accepted     HTTP 503
+    │   └── StoreFull          no space left                                      HTTP 507
+    └── AllFailed              every rollout failed; the run was stopped          exit 1
 
 An infrastructure failure is never a reward of 0: only what is scored reaches a trainer.
 """

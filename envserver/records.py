@@ -1,8 +1,8 @@
 """The data that flows through the server, in the order in which it comes to be.
 
-Task -> (rollout) -> Call* -> Sequence* -> Trajectory -> Group. Everything is a msgspec struct; token
-data are numpy arrays from the moment they arrive and stay so. `pack`/`unpack` turn any of these into
-MessagePack and back, arrays as raw little-endian bytes.
+Task -> (rollout) -> Call* -> Sequence* -> Trajectory -> Group. Everything is a msgspec struct;
+token data are numpy arrays from the moment they arrive and stay so. `pack`/`unpack` turn any of
+these into MessagePack and back, arrays as raw little-endian bytes.
 """
 
 from __future__ import annotations
@@ -197,8 +197,8 @@ class Group(msgspec.Struct, kw_only=True):
     """The trajectories of one task that are compared with each other; the unit of delivery.
 
     Args:
-        group_id: stable: the same task index of the same run gives the same id, so that a group that
-            is produced or posted twice is stored once.
+        group_id: stable: the same task index of the same run gives the same id, so that a group
+            that is produced or posted twice is stored once.
         index: position in the run's stream of tasks, from 0.
         policy_version: the lowest version that sampled any of its tokens (-1: unknown).
         failures: of the rollouts that are missing or were retried.
@@ -248,7 +248,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 
 
 def pack(record: Any) -> bytes:
-    """`record` (a struct of this module, or a list of them) as MessagePack; arrays as [dtype, bytes]."""
+    """`record` (a struct of this module, or a list of them) as MessagePack."""
     return _encoder.encode(record)
 
 

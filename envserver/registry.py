@@ -1,8 +1,8 @@
 """Finds environments: by the name of a built-in, of an entry point, or by a path to a .py file.
 
 An entry point of the group `envserver.environments` names an Environment subclass. A built-in is a
-package of `environments/` with an `env.py`. A .py file must define exactly one Environment subclass of
-its own, or be followed by `:ClassName`.
+package of `environments/` with an `env.py`. A .py file must define exactly one Environment subclass
+of its own, or be followed by `:ClassName`.
 """
 
 from __future__ import annotations
