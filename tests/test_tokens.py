@@ -37,7 +37,7 @@ tokens = st.lists(st.integers(0, 3), max_size=4)
 
 @st.composite
 def forests(draw: st.DrawFn) -> list[Call]:
-    """Calls that extend earlier ones, repeat them or begin anew; few tokens, so that they collide."""
+    """Calls that extend earlier ones, repeat them or begin anew; of few tokens, to collide."""
     calls: list[Call] = []
     for index in range(draw(st.integers(0, 8))):
         prompt = draw(tokens)

@@ -1,6 +1,6 @@
 """What may be odd about a call, a sequence or a trajectory, and what is done about it by default.
 
-One table. `train`: harmless to training, kept and counted. `mask`: the call's tokens stay as context
+One table. `train`: harmless, kept and counted. `mask`: the call's tokens stay as context
 but are not trained. `drop`: the rollout is not delivered.
 """
 

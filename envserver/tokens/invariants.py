@@ -1,6 +1,6 @@
 """What holds of every trajectory's tokens. Checked on each one before it may be delivered.
 
-By number: 1 every sampled token is trained exactly once, in order; 2 its logprob with it, finite and
+By number: 1 every sampled token is trained once, in order; 2 its logprob with it, finite and
 not positive; 3 the arrays of a row have one length, and what is trained was sampled; 4 what the
 model saw stands in some row; 6 as many logprobs as ids; 7 version spans are a partition.
 """
