@@ -7,10 +7,12 @@ and turns every mistake into a ConfigError that names flag, variable or line.
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from .records import Split
 
@@ -76,6 +78,36 @@ class OpenAIConfig(Section):
     server_type: Literal["vllm", "openai"] = "vllm"
     """vllm: ask for token ids and logprobs; openai: text only, not fit for RL."""
 
+    @field_validator("base_url")
+    @classmethod
+    def _addresses(cls, value: str | list[str]) -> str | list[str]:
+        parts = [value] if isinstance(value, str) else value
+        urls = [url.strip().rstrip("/") for part in parts for url in part.split(",") if url.strip()]
+        if not urls:
+            raise ValueError("an address is needed, such as http://localhost:8000/v1")
+        for url in urls:
+            _check_url(url)
+        if len(set(urls)) != len(urls):
+            raise ValueError("the same address twice")
+        return urls[0] if len(urls) == 1 else urls
+
+    @property
+    def base_urls(self) -> list[str]:
+        """Every replica's address, without a trailing slash; at least one."""
+        return [self.base_url] if isinstance(self.base_url, str) else self.base_url
+
+
+def _check_url(url: str) -> None:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("an address must look like http://host:port/v1")
+    try:
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError("the port must be a number from 0 to 65535") from error
+    if parts.query or parts.fragment:
+        raise ValueError("an address must not have a query or a fragment")
+
 
 class SimConfig(Section):
     """The simulated engine (`--model sim`): for tests, load and demos; it is no language model."""
@@ -134,7 +166,9 @@ class RolloutsConfig(Section):
     group_timeout_seconds: float = Field(default=1800.0, gt=0)
     """Seconds from a group's first rollout; then its stragglers are cancelled."""
     stop_after_failed_groups: int = Field(default=8, ge=1)
-    """Groups that fail in a row, without one success, before the run stops with an error."""
+    """Groups that fail in a row before `process` stops with an error (`serve` waits instead)."""
+    stop_after_dropped_groups: int = Field(default=200, ge=1)
+    """Groups in a row that were filtered or failed before `process` stops with an error."""
     scorer_processes: int = Field(default=1, ge=1)
     """Processes that score."""
     max_queued_groups: int = Field(default=256, ge=1)
@@ -155,13 +189,31 @@ class ServerConfig(Section):
     lease_seconds: float = Field(default=600.0, gt=0)
     """A leased batch that is not acknowledged for this long is delivered again."""
 
+    @field_validator("host")
+    @classmethod
+    def _only_loopback(cls, host: str) -> str:
+        if host == "localhost":
+            return host
+        try:
+            loopback = ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            loopback = False
+        if not loopback:
+            raise ValueError(
+                "must be a loopback address (127.0.0.1, ::1 or localhost): "
+                "there are no access tokens yet, so nobody else may reach the server"
+            )
+        return host
+
 
 class Settings(Section):
     """All that can be set for one command; `env` has the type of the environment's own Config."""
 
+    environment: str | None = None
+    """A built-in's name, an entry point's, or path/to/file.py[:Class]; as a flag `--env NAME`."""
     env: EnvironmentConfig = EnvironmentConfig()
     openai: OpenAIConfig = OpenAIConfig()
-    model: str | None = Field(default=None, validation_alias=AliasChoices("model"))
+    model: Literal["sim"] | None = None
     """"sim" for the simulated engine; unset: the engine at `openai.base_url`."""
     sim: SimConfig = SimConfig()
     sampling: SamplingConfig = SamplingConfig()

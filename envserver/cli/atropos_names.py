@@ -1,0 +1,53 @@
+"""Names of Atropos' command line that mean something else, or nothing, here.
+
+Command lines and YAML files written for Atropos are to work: a name in `RENAMED` is taken under its
+new name, one in `IGNORED` is accepted with a line that says what does its work here, one in
+`REFUSED` is an error unless it is switched off. A setting of the environment goes before all three.
+(The fields of `BaseEnvConfig`, `APIServerConfig` and `ServerManagerConfig` of atroposlib 0.4.0.)
+"""
+
+from __future__ import annotations
+
+RENAMED: dict[str, str] = {
+    "env.max_batches_offpolicy": "rollouts.max_batches_offpolicy",
+}
+
+_METRICS = "numbers are served at /metrics and shown while a command runs"
+_PROMPTS = "prompts belong to the environment; see its own --env.* settings"
+_EVALUATION = "training and evaluation are separate commands"
+_EXACT = "token ids come from the engine, so that no tokenizer is needed"
+
+IGNORED: dict[str, str] = {
+    "env.use_wandb": _METRICS,
+    "env.wandb_name": _METRICS,
+    "env.num_rollouts_to_keep": _METRICS,
+    "env.num_rollouts_per_group_for_logging": _METRICS,
+    "env.min_items_sent_before_logging": _METRICS,
+    "env.tokenizer_name": _EXACT,
+    "env.rollout_server_url": "`envserver serve` is the server itself; see --server.port",
+    "env.batch_size": "the trainer's batch size counts, set when it registers",
+    "env.inference_weight": "see --env.weight",
+    "env.max_num_workers": "see --rollouts.max_concurrent",
+    "env.max_num_workers_per_node": "see --rollouts.max_concurrent",
+    "env.max_eval_workers": _EVALUATION,
+    "env.steps_per_eval": _EVALUATION,
+    "env.eval_handling": _EVALUATION,
+    "env.eval_limit_ratio": _EVALUATION,
+    "env.data_dir_to_save_evals": _EVALUATION,
+    "env.thinking_mode": _PROMPTS,
+    "env.reasoning_effort": _PROMPTS,
+    "env.max_reasoning_tokens": _PROMPTS,
+    "env.custom_thinking_prompt": _PROMPTS,
+    "openai.num_requests_for_eval": _EVALUATION,
+    "openai.rolling_buffer_length": "it was never used",
+    "openai.tokenizer_name": _EXACT,
+    "openai.n_kwarg_is_ignored": "every rollout asks for one answer at a time",
+    "openai.health_check": "an engine is watched by the answers it gives",
+    "max_n_completions": "every rollout asks for one answer at a time",
+    "proxy_url": "the recording proxy is part of the server",
+}
+
+REFUSED: dict[str, str] = {
+    "slurm": "Give the engines' addresses: --openai.base_url http://a:8000/v1,http://b:8000/v1",
+    "testing": "Use the simulated engine: --model sim",
+}

@@ -1,0 +1,53 @@
+"""`envserver list`: the environments that can be named, one a line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+from ..environment import Environment
+from ..errors import EnvserverError, UsageError
+from ..registry import builtin_names, entry_point_names, find
+
+HELP = """Usage: envserver list
+
+Shows every environment that --env can name: its name, its isolation, where it comes from and the
+first line of its docstring. A path/to/file.py[:Class] can be named too."""
+
+
+def run(argv: list[str]) -> int:
+    """Prints the table.
+
+    Raises:
+        UsageError: an argument other than --help.
+    """
+    if argv in (["--help"], ["-h"]):
+        print(HELP)
+        return 0
+    if argv:
+        raise UsageError("`envserver list` takes no arguments.")
+    rows = [("NAME", "ISOLATION", "FROM", "WHAT"), *_rows()]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        print("  ".join([*cells, row[3]]).rstrip())
+    return 0
+
+
+def _rows() -> Iterator[tuple[str, str, str, str]]:
+    for name in builtin_names():
+        yield _row(name, "built in")
+    for name, point in sorted(entry_point_names().items()):
+        yield _row(name, point.dist.name if point.dist else point.value)
+
+
+def _row(name: str, origin: str) -> tuple[str, str, str, str]:
+    try:
+        environment = find(name)
+    except (EnvserverError, ImportError) as error:
+        return (name, "?", origin, f"cannot be loaded: {error}")
+    return (name, environment.isolation, origin, _first_line(environment))
+
+
+def _first_line(environment: type[Environment]) -> str:
+    return (inspect.getdoc(environment) or "").partition("\n")[0]

@@ -1,0 +1,257 @@
+"""The tree of settings as a flat table: dotted path -> Option.
+
+In: a pydantic model of sections. Out: one Option per leaf, in the order of the fields. `parse`
+turns the text of a flag or a variable into what pydantic then checks. Pure; a section is never a
+leaf.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, SecretBytes, SecretStr
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+_LISTS = (list, tuple, set, frozenset)
+_PLAIN = {int: "int", float: "float", str: "text", bool: "true|false", Path: "path", dict: "JSON"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting.
+
+    Args:
+        path: dotted name, such as `env.group_size`.
+        annotation: its type.
+        default: its default; `...` where a value must be given.
+        description: its docstring.
+        secret: its value must never be shown.
+    """
+
+    path: str
+    annotation: Any
+    default: Any
+    description: str
+    secret: bool
+
+    @property
+    def group(self) -> str:
+        """The section it stands in; "" at the top."""
+        return self.path.rpartition(".")[0]
+
+    @property
+    def is_bool(self) -> bool:
+        return bool in _members(self.annotation)
+
+    @property
+    def is_list(self) -> bool:
+        return any(_origin(member) in _LISTS for member in _members(self.annotation))
+
+    @property
+    def allows_none(self) -> bool:
+        return type(None) in _members(self.annotation) or self.annotation is Any
+
+    @property
+    def type_name(self) -> str:
+        """Its type in words, for people."""
+        names = [_type_name(member) for member in _members(self.annotation)]
+        return "|".join(dict.fromkeys(names))
+
+    @property
+    def default_text(self) -> str:
+        """Its default in the form in which it can be typed."""
+        if self.default is ...:
+            return "needed"
+        if self.secret or self.default is None or self.default == "":
+            return "unset"
+        if isinstance(self.default, bool):
+            return str(self.default).lower()
+        if isinstance(self.default, (list, tuple, set, frozenset)):
+            return ",".join(map(str, self.default)) or "none"
+        return str(self.default)
+
+
+def options_of(model: type[BaseModel]) -> dict[str, Option]:
+    """Every leaf of `model`, sections entered, by dotted path."""
+    options = _leaves(model, "")
+    for path, value in preset(model).items():
+        options[path] = replace(options[path], default=value)
+    return options
+
+
+def _leaves(model: type[BaseModel], prefix: str) -> dict[str, Option]:
+    found: dict[str, Option] = {}
+    for name, field in model.model_fields.items():
+        path = f"{prefix}{name}"
+        if _is_section(field.annotation):
+            found |= _leaves(typing.cast(type[BaseModel], field.annotation), f"{path}.")
+        else:
+            found[path] = Option(
+                path=path,
+                annotation=field.annotation,
+                default=_default(field),
+                description=inspect.cleandoc(field.description or ""),
+                secret=_is_secret(field.annotation),
+            )
+    return found
+
+
+def sections_of(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
+    """The first line of each section's docstring, by dotted path."""
+    found: dict[str, str] = {}
+    for name, field in model.model_fields.items():
+        if _is_section(field.annotation):
+            section = typing.cast(type[BaseModel], field.annotation)
+            found[f"{prefix}{name}"] = inspect.cleandoc(section.__doc__ or "").partition("\n")[0]
+            found |= sections_of(section, f"{prefix}{name}.")
+    return found
+
+
+def preset(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+    """What the default instances of `model`'s sections set apart from their classes' defaults."""
+    found: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        default = _default(field)
+        if isinstance(default, BaseModel):
+            found |= _set_in(default, f"{prefix}{name}.")
+        elif _is_section(field.annotation):
+            found |= preset(typing.cast(type[BaseModel], field.annotation), f"{prefix}{name}.")
+    return found
+
+
+def _set_in(section: BaseModel, prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            found |= _set_in(value, f"{prefix}{name}.")
+        elif name in section.model_fields_set:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def flatten(
+    tree: Mapping[str, Any], options: Mapping[str, Option], prefix: str = ""
+) -> dict[str, Any]:
+    """Nested dicts as dotted paths; what stands at an option's path is its value, dict or not."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping) and path not in options:
+            flat |= flatten(value, options, f"{path}.")
+        else:
+            flat[path] = value
+    return flat
+
+
+def nest(flat: dict[str, Any]) -> dict[str, Any]:
+    """Dotted paths as nested dicts."""
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        *sections, name = path.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return tree
+
+
+def parse(option: Option, text: str) -> Any:
+    """The text of a flag or variable as a value that pydantic can check.
+
+    "none" is None where that is allowed, lists may be JSON or separated by commas, dicts are JSON.
+
+    Raises:
+        ValueError: the text is no JSON where JSON is needed; says so without the text.
+    """
+    if text.lower() in ("none", "null") and option.allows_none:
+        return None
+    members = [member for member in _members(option.annotation) if member is not type(None)]
+    if option.is_list and text.lstrip().startswith("["):
+        return _json(text)
+    if option.is_list and str not in members:
+        return [part.strip() for part in text.split(",") if part.strip()]
+    if any(_needs_json(member) for member in members):
+        return _json(text)
+    for value in (v for m in members if _origin(m) is typing.Literal for v in typing.get_args(m)):
+        if not isinstance(value, str) and str(value).lower() == text.lower():
+            return value
+    return text
+
+
+def nearest(path: str, known: Iterable[str]) -> str | None:
+    """The known path that `path` most likely means, or None."""
+    paths = list(known)
+    if near := difflib.get_close_matches(path, paths, n=1, cutoff=0.75):
+        return near[0]
+    names: dict[str, str] = {}
+    for candidate in paths:
+        names.setdefault(candidate.rpartition(".")[2], candidate)
+    by_name = difflib.get_close_matches(path.rpartition(".")[2], names, n=1, cutoff=0.75)
+    if by_name:
+        return names[by_name[0]]
+    near = difflib.get_close_matches(path, paths, n=1, cutoff=0.6)
+    return near[0] if near else None
+
+
+def _json(text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"must be JSON: {error.msg} at character {error.pos + 1}") from None
+
+
+def _needs_json(annotation: Any) -> bool:
+    origin = _origin(annotation)
+    return origin in (dict, typing.Any) or _is_section(annotation)
+
+
+def _is_section(annotation: Any) -> bool:
+    return inspect.isclass(annotation) and issubclass(annotation, BaseModel)
+
+
+def _is_secret(annotation: Any) -> bool:
+    if annotation in (SecretStr, SecretBytes):
+        return True
+    return any(_is_secret(argument) for argument in typing.get_args(annotation))
+
+
+def _default(field: FieldInfo) -> Any:
+    value = field.get_default(call_default_factory=True, validated_data={})
+    return ... if value is PydanticUndefined else value
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _members(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return tuple(m for arg in typing.get_args(annotation) for m in _members(arg))
+    return (annotation,)
+
+
+def _origin(annotation: Any) -> Any:
+    return typing.get_origin(annotation) or annotation
+
+
+def _type_name(annotation: Any) -> str:
+    origin = _origin(annotation)
+    if annotation is type(None):
+        return "none"
+    if origin is typing.Literal:
+        return "|".join(map(str, typing.get_args(annotation)))
+    if origin in _LISTS:
+        inner = [_type_name(item) for item in typing.get_args(annotation) if item is not ...]
+        return f"list of {inner[0] if inner else 'text'}"
+    if _is_secret(annotation):
+        return "secret"
+    name = getattr(origin, "__name__", str(origin))
+    return _PLAIN.get(origin, name.lower())

@@ -1,0 +1,300 @@
+"""From flags, variables and files to checked settings.
+
+Sources, from the weakest: defaults, `--config run.yaml`, `.env`, environment variables, flags. In
+the result `env` has the type of the environment's own `Config` and `environment` its reference.
+Every mistake becomes a line of one ConfigError that names flag, variable or file:line, and the
+nearest right name; the values of secrets are never in it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError, create_model
+
+from ..config import EnvironmentConfig, Section, Settings
+from ..errors import ConfigError
+from ..registry import find
+from .atropos_names import IGNORED, REFUSED, RENAMED
+from .options import Option, flatten, nearest, nest, options_of, parse, preset
+from .sources import VARIABLE_PREFIX, Given, YamlFile, read_dotenv, read_flags, read_variables
+
+S = TypeVar("S", bound=Section)
+
+_ALIASES = {"env": "environment"}
+_LONGEST_VALUE_SHOWN = 80
+
+
+def to_stderr(line: str) -> None:
+    """Shows a warning."""
+    print(f"envserver: {line}", file=sys.stderr)
+
+
+def load_settings(
+    command_line: Sequence[str],
+    *,
+    settings_class: type[S] = Settings,  # type: ignore[assignment]
+    config_class: type[EnvironmentConfig] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    warn: Callable[[str], None] = to_stderr,
+) -> S:
+    """The settings of one command.
+
+    Args:
+        command_line: the words after the command.
+        settings_class: `Settings`, or a subclass with the command's own flags as further fields, or
+            any Section with fewer of them (then what files and variables say of others is skipped).
+        config_class: the environment's Config; unset: that of the environment that is named.
+        defaults: a tree of values that are weaker than every source.
+        aliases: short flags -> dotted paths, such as `{"port": "server.port"}`.
+        environ: environment variables; unset: those of the process.
+        folder: where `.env` lies; unset: the working directory.
+        warn: gets one line for each name that is accepted but means nothing here.
+
+    Raises:
+        ConfigError: a name, a value or the form of a source is wrong.
+        NotFoundError: there is no such environment or file.
+    """
+    flags, file, variables = _sources(command_line, aliases or {}, environ, folder or Path())
+    model = settings_class
+    if "env" in settings_class.model_fields:
+        basic = options_of(Settings) | options_of(settings_class)
+        reference = _environment([*file.read(basic), *variables, *flags])
+        if config_class is not None or reference is not None:
+            model = with_environment(settings_class, reference or "", config_class)
+    options = options_of(model)
+    from_file = file.read(options_of(Settings) | options)
+
+    problems = _Problems()
+    chosen = _choose([*from_file, *variables, *flags], options, settings_class, warn, problems)
+    values = preset(model) | flatten(defaults or {}, options)
+    values |= _parsed(chosen, options, problems)
+    problems.raise_if_any()
+    return _validated(model, values, chosen, options)
+
+
+def named_environment(command_line: Sequence[str]) -> str | None:
+    """The environment that the sources name, for `--help`; nothing else in them is checked."""
+    flags, file, variables = _sources(command_line, {}, None, Path())
+    return _environment([*file.read(options_of(Settings)), *variables, *flags])
+
+
+def with_environment(
+    settings_class: type[S], reference: str, config_class: type[EnvironmentConfig] | None = None
+) -> type[S]:
+    """`settings_class` whose `env` has the type of the environment's own Config.
+
+    Raises:
+        NotFoundError, ConfigError: `reference` names no environment, and no class is given.
+    """
+    fields: dict[str, Any] = {"env": (config_class or find(reference).Config, ...)}
+    return create_model(settings_class.__name__, __base__=settings_class, **fields)
+
+
+class _Problems:
+    """Mistakes, gathered so that all are told at once."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def add(self, line: str) -> None:
+        if line not in self._lines:
+            self._lines.append(line)
+
+    def raise_if_any(self) -> None:
+        if self._lines:
+            raise ConfigError("\n".join(self._lines), problems=self._lines)
+
+
+def _sources(
+    command_line: Sequence[str],
+    aliases: Mapping[str, str],
+    environ: Mapping[str, str] | None,
+    folder: Path,
+) -> tuple[list[Given], YamlFile, list[Given]]:
+    """Flags (without --config), the file that --config names, and variables."""
+    flags = read_flags(command_line, {**_ALIASES, **aliases})
+    named = [given for given in flags if given.path == "config"]
+    if len(named) > 1:
+        raise ConfigError("--config is given twice.", hint="Put everything into one file.")
+    if named and not named[0].value:
+        raise ConfigError("--config needs a value: the path of a YAML file.")
+    file = YamlFile(Path(named[0].value) if named else None)
+    variables = read_dotenv(folder / ".env")
+    variables += read_variables(os.environ if environ is None else environ)
+    return [given for given in flags if given.path != "config"], file, variables
+
+
+def _environment(given: Iterable[Given]) -> str | None:
+    named = [one for one in given if one.path == "environment"]
+    flags = [one for one in named if one.kind == "flag"]
+    if len(flags) > 1:
+        values = " and ".join(str(one.value) for one in flags)
+        raise ConfigError(
+            f"--env is given twice ({values}).", hint="One environment at a time, for now."
+        )
+    if not named:
+        return None
+    last = named[-1]
+    if not isinstance(last.value, str) or not last.value:
+        raise ConfigError(
+            f"{last.origin} needs a value: the name of an environment or a .py file.",
+            hint="`envserver list` shows the names.",
+        )
+    return last.value
+
+
+def _choose(
+    all_given: Iterable[Given],
+    options: Mapping[str, Option],
+    settings_class: type[BaseModel],
+    warn: Callable[[str], None],
+    problems: _Problems,
+) -> dict[str, list[Given]]:
+    """For each option what its strongest source says; several only where a flag is repeated."""
+    elsewhere = options_of(Settings)
+    chosen: dict[str, list[Given]] = {}
+    for given in all_given:
+        path = given.path if given.path in options else RENAMED.get(given.path, given.path)
+        if path in options:
+            before = chosen.get(path, [])
+            repeated = given.kind == "flag" and bool(before) and before[0].kind == "flag"
+            chosen[path] = [*before, given] if repeated else [given]
+        elif path in REFUSED:
+            if str(given.value).lower() not in ("false", "0", "no", "off"):
+                problems.add(f"{given.origin} is not supported. {REFUSED[path]}")
+        elif path in IGNORED:
+            warn(f"{given.origin} has no effect here: {IGNORED[path]}.")
+        elif given.kind == "flag" or not _is_for_another(path, elsewhere, settings_class):
+            problems.add(_unknown(given, path, options, elsewhere))
+    return chosen
+
+
+def _is_for_another(
+    path: str, elsewhere: Mapping[str, Option], settings_class: type[BaseModel]
+) -> bool:
+    """Whether a file or variable that several commands share means another command's setting."""
+    if path.startswith("env.") and "env" not in settings_class.model_fields:
+        return True
+    return path in elsewhere
+
+
+def _unknown(
+    given: Given, path: str, options: Mapping[str, Option], elsewhere: Mapping[str, Option]
+) -> str:
+    members = [known for known in options if known.startswith(f"{path}.")]
+    if members:
+        return f"{given.origin} is a group of settings: try {_spelled(members[0], given)}."
+    if path in elsewhere:
+        return f"{given.origin} has no meaning for this command."
+    near = nearest(path, options)
+    tail = f" Did you mean {_spelled(near, given)}?" if near else " --help shows all."
+    what = f"{given.origin}: {path!r}" if given.kind == "file" else given.origin
+    return f"{what}: there is no such setting.{tail}"
+
+
+def _spelled(path: str, like: Given) -> str:
+    """`path` as it is written in the source that `like` comes from."""
+    if like.kind == "flag":
+        return f"--{'env' if path == 'environment' else path}"
+    if like.kind == "variable":
+        return VARIABLE_PREFIX + path.replace(".", "__").upper()
+    return path
+
+
+def _parsed(
+    chosen: Mapping[str, list[Given]], options: Mapping[str, Option], problems: _Problems
+) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for path, given in chosen.items():
+        option = options[path]
+        try:
+            parsed = [_parsed_one(one, option) for one in given]
+        except ValueError as error:
+            problems.add(f"{given[-1].origin}: {error}.")
+            continue
+        if option.is_list and len(parsed) > 1:
+            values[path] = [item for one in parsed for item in _as_list(one)]
+        else:
+            values[path] = parsed[-1]
+    return values
+
+
+def _parsed_one(given: Given, option: Option) -> Any:
+    if not given.is_text:
+        return given.value
+    if given.value is None:
+        if option.is_bool:
+            return True
+        raise ValueError(f"a value is needed ({option.type_name})")
+    return parse(option, given.value)
+
+
+def _validated(
+    model: type[S],
+    values: dict[str, Any],
+    chosen: Mapping[str, list[Given]],
+    options: Mapping[str, Option],
+) -> S:
+    tree = nest(values)
+    for name, field in model.model_fields.items():
+        if field.is_required() and isinstance(field.annotation, type):
+            tree.setdefault(name, {})
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        problems = _Problems()
+        for one in error.errors(include_url=False, include_context=False):
+            problems.add(_explained(one["type"], one["loc"], one["msg"], values, chosen, options))
+        problems.raise_if_any()
+        raise
+
+
+def _explained(
+    kind: str,
+    location: Sequence[int | str],
+    message: str,
+    values: Mapping[str, Any],
+    chosen: Mapping[str, list[Given]],
+    options: Mapping[str, Option],
+) -> str:
+    path = _path_of(location, options)
+    option = options.get(path)
+    if kind == "missing":
+        about = f" ({option.description.rstrip('.')})" if option and option.description else ""
+        return f"--{path} is needed{about}."
+    message = re.sub(r"^Value error, ", "", message)
+    message = re.sub(r"^Input should be (a valid )?", r"must be ", message)
+    message = message.rstrip(".").replace(", unable to parse string as", ", not")
+    origin = chosen[path][-1].origin if path in chosen else f"--{path}"
+    if origin != f"--{path}" and path not in origin and option and chosen[path][-1].kind == "file":
+        origin = f"{origin}: {path}"
+    shown = _shown(values[path]) if path in values and option and not option.secret else ""
+    return f"{origin}: {message}{shown}."
+
+
+def _path_of(location: Sequence[int | str], options: Mapping[str, Option]) -> str:
+    """The option that pydantic's location means; the section where it is about several."""
+    parts: list[str] = []
+    for part in location:
+        parts.append(str(part))
+        if ".".join(parts) in options:
+            break
+    return ".".join(parts)
+
+
+def _shown(value: Any) -> str:
+    text = re.sub(r"//[^/@\s]*@", "//***@", str(value))
+    return f" (given: {text[:_LONGEST_VALUE_SHOWN]})"
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,0 +1,210 @@
+"""Where settings come from: flags, environment variables, a `.env` file, a YAML file.
+
+Each reader gives `Given`s: a dotted path, a value and its origin in words (`--env.seed`,
+`run.yaml:12`). Text of flags and variables is parsed later, when the type is known; nothing is
+checked here but the form of the source itself.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from dotenv.parser import parse_stream
+
+from ..errors import ConfigError, NotFoundError
+from .options import Option
+
+VARIABLE_PREFIX = "ENVSERVER_"
+
+
+@dataclass(frozen=True)
+class Given:
+    """One value that somebody set.
+
+    Args:
+        path: dotted name.
+        value: text, or for a YAML file the parsed value; None also for a flag without a value.
+        origin: the flag, variable or `file:line` to name in errors.
+        kind: flag, variable or file.
+        is_text: whether `value` is still to be parsed by the option's type.
+    """
+
+    path: str
+    value: Any
+    origin: str
+    kind: str
+    is_text: bool = True
+
+
+def read_flags(command_line: Sequence[str], aliases: Mapping[str, str]) -> list[Given]:
+    """Flags `--name value`, `--name=value` and bare `--name` (value None), in order.
+
+    Args:
+        command_line: the words after the command.
+        aliases: short names of flags -> dotted paths (`{"port": "server.port"}`).
+
+    Raises:
+        ConfigError: a word that belongs to no flag.
+    """
+    given: list[Given] = []
+    words = list(command_line)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--") or word == "--":
+            # After a flag the word may be half of a secret: it is not repeated.
+            what = f"after {given[-1].origin} and its value" if given else repr(word)
+            raise ConfigError(f"Unexpected argument {what}.", hint="Settings: --name value.")
+        name, equals, text = word[2:].partition("=")
+        value: str | None = text if equals else None
+        if not equals and words and not words[0].startswith("--"):
+            value = words.pop(0)
+        path = name.replace("-", "_")
+        given.append(Given(aliases.get(path, path), value, f"--{name}", "flag"))
+    return given
+
+
+def read_variables(environ: Mapping[str, str]) -> list[Given]:
+    """Variables such as `ENVSERVER_ENV__GROUP_SIZE`; others are not ours."""
+    return [
+        Given(_variable_path(name), value, name, "variable")
+        for name, value in sorted(environ.items())
+        if name.upper().startswith(VARIABLE_PREFIX)
+    ]
+
+
+def read_dotenv(path: Path) -> list[Given]:
+    """The same from a `.env` file; no such file is no settings.
+
+    Raises:
+        ConfigError: a line that seems to be meant for us cannot be read.
+    """
+    if not path.is_file():
+        return []
+    given = []
+    for binding in parse_stream(io.StringIO(_read_text(path))):
+        origin = f"{path.name}:{binding.original.line}"
+        if binding.error and VARIABLE_PREFIX in binding.original.string.upper():
+            raise ConfigError(f"{origin}: cannot be read.", hint="Lines look like NAME=value.")
+        if binding.key is None or not binding.key.upper().startswith(VARIABLE_PREFIX):
+            continue
+        given.append(Given(_variable_path(binding.key), binding.value or "", origin, "variable"))
+    return given
+
+
+class YamlFile:
+    """A YAML file whose values know their lines; path None is an empty one.
+
+    Raises:
+        NotFoundError: there is no such file.
+        ConfigError: it is no YAML, or not a mapping at its top.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._root: yaml.Node | None = None
+        if path is None:
+            return
+        if not path.is_file():
+            raise NotFoundError(f"--config: there is no file {str(path)!r}.")
+        self._loader = yaml.SafeLoader(_read_text(path))
+        try:
+            self._root = self._loader.get_single_node()
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            line = mark.line + 1 if mark else 1
+            raise ConfigError(f"{path}:{line}: no YAML: {error.problem}.") from None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path}: no YAML: {error}.") from None
+
+    def read(self, options: Mapping[str, Option]) -> list[Given]:
+        """Every value, sections entered as far as `options` says that they are sections."""
+        if self._root is None:
+            return []
+        return self._walk(self._root, "", options)
+
+    def _walk(self, node: yaml.Node, prefix: str, options: Mapping[str, Option]) -> list[Given]:
+        given: list[Given] = []
+        for name, child in self._items(node, prefix):
+            path = f"{prefix}{name}"
+            if prefix == "" and name == "env" and isinstance(child, yaml.ScalarNode):
+                path = "environment" if self._value(child) is not None else path
+            if path == "openai" and isinstance(child, yaml.SequenceNode):
+                given += self._replicas(child, options)
+            elif path in options or not _is_prefix(path, options):
+                given.append(self._given(path, child))
+            elif self._is_null(child):
+                continue
+            else:
+                given += self._walk(child, f"{path}.", options)
+        return given
+
+    def _replicas(self, node: yaml.SequenceNode, options: Mapping[str, Option]) -> list[Given]:
+        """A list of engines, as Atropos writes them: one engine with several addresses."""
+        merged: dict[str, Given] = {}
+        for child in node.value:
+            for given in self._walk(child, "openai.", options):
+                first = merged.get(given.path)
+                if first is None:
+                    merged[given.path] = given
+                elif given.path == "openai.base_url":
+                    urls = [*_as_list(first.value), *_as_list(given.value)]
+                    merged[given.path] = Given(first.path, urls, first.origin, "file", False)
+                elif given.value != first.value:
+                    raise ConfigError(
+                        f"{given.origin}: {given.path} differs from {first.origin}.",
+                        hint="Several engines must serve the same model in the same way.",
+                    )
+        return list(merged.values())
+
+    def _items(self, node: yaml.Node, prefix: str) -> list[tuple[str, yaml.Node]]:
+        if not isinstance(node, yaml.MappingNode):
+            what = prefix.rstrip(".") or "the file"
+            raise ConfigError(f"{self._place(node)}: {what} must be a mapping of names to values.")
+        seen: dict[str, str] = {}
+        for key, _ in node.value:
+            if key.value in seen:
+                place = self._place(key)
+                raise ConfigError(f"{place}: {key.value!r} stands there twice ({seen[key.value]}).")
+            seen[str(key.value)] = self._place(key)
+        self._loader.flatten_mapping(node)
+        return [(str(key.value), child) for key, child in node.value]
+
+    def _given(self, path: str, node: yaml.Node) -> Given:
+        return Given(path, self._value(node), self._place(node), "file", is_text=False)
+
+    def _value(self, node: yaml.Node) -> Any:
+        try:
+            return self._loader.construct_object(node, deep=True)
+        except (yaml.YAMLError, ValueError) as error:
+            problem = getattr(error, "problem", None) or str(error)
+            raise ConfigError(f"{self._place(node)}: {problem}.") from None
+
+    def _is_null(self, node: yaml.Node) -> bool:
+        return isinstance(node, yaml.ScalarNode) and self._value(node) is None
+
+    def _place(self, node: yaml.Node) -> str:
+        return f"{self._path}:{node.start_mark.line + 1}"
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from None
+
+
+def _variable_path(name: str) -> str:
+    return name[len(VARIABLE_PREFIX) :].lower().replace("__", ".")
+
+
+def _is_prefix(path: str, options: Mapping[str, Option]) -> bool:
+    return any(known.startswith(f"{path}.") for known in options)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list) else [value]
