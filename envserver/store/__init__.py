@@ -1,1 +1,35 @@
-"""TBD"""
+"""Durable groups, leases, runs and small values: what a producer was told is stored, stays.
+
+Groups go in as opaque bytes with the few numbers that batching needs, and come out under leases.
+These names are public; the database library is imported when `Store` or `open_store` is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .rows import GroupPut, GroupRow, Lease, Run
+from .states import GroupState, RunState
+
+if TYPE_CHECKING:
+    from .sql import Store, open_store
+
+__all__ = [
+    "GroupPut",
+    "GroupRow",
+    "GroupState",
+    "Lease",
+    "Run",
+    "RunState",
+    "Store",
+    "open_store",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("Store", "open_store"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(".sql", __name__), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,233 @@
+"""Opens the database: where it is, who may have it, which version its tables have.
+
+In: a path or a URL. Out: two SQLAlchemy engines on the same database, one with the single
+connection that writes, one that reads. While they are open no other process can open the store:
+SQLite's file has a lock file beside it whose lock ends with the process however it ends, PostgreSQL
+an advisory lock that ends with the connection.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from sqlalchemy import URL, event, insert, inspect, make_url, select, text
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from ..errors import ConfigError, ConflictError
+from .failures import typed_failures
+from .schema import SCHEMA_VERSION, metadata, schema_version
+
+_READERS: Final = 4
+_BUSY_TIMEOUT_MS: Final = 10_000
+"""How long a statement waits for another program that has the file open."""
+_PAGE_BYTES: Final = 16_384
+_CHECKPOINT_PAGES: Final = 1_024
+_ADVISORY_KEY: Final = 0x656E7673657276  # "envserv"
+
+
+@dataclass(frozen=True)
+class Database:
+    """An open database. `writer` has one connection; `reader` commits each statement by itself."""
+
+    name: str
+    writer: AsyncEngine
+    reader: AsyncEngine
+
+
+@asynccontextmanager
+async def open_database(where: str | Path) -> AsyncIterator[Database]:
+    """Opens, and creates where missing, the database at `where` and holds it for this process.
+
+    Args:
+        where: a path, `sqlite:///path` or `postgresql://user@host/name`.
+
+    Raises:
+        ConfigError: no such kind of database, no database of ours, or one of a newer version.
+        ConflictError: another process has it open.
+        StoreError: it cannot be reached.
+    """
+    url = _locate(where)
+    async with AsyncExitStack() as stack:
+        if url.get_backend_name() == "sqlite":
+            path = Path(url.database or "")
+            _make_folder(path)
+            stack.enter_context(_locked_file(path))
+            database = _sqlite(url)
+        else:
+            database = _postgresql(url)
+        stack.push_async_callback(database.reader.dispose)
+        stack.push_async_callback(database.writer.dispose)
+        with typed_failures():
+            if url.get_backend_name() == "postgresql":
+                await stack.enter_async_context(_advisory_lock(database))
+            await _prepare_tables(database)
+        yield database
+
+
+def _locate(where: str | Path) -> URL:
+    """`where` as a URL with a driver; SQLite paths are absolute and links are followed."""
+    if isinstance(where, Path) or "://" not in where:
+        return _sqlite_url(str(where))
+    try:
+        url = make_url(where)
+    except ArgumentError:
+        raise ConfigError("The store's URL cannot be read.", hint=_FORMS) from None
+    backend = url.get_backend_name()
+    if backend == "sqlite":
+        return _sqlite_url(url.database or "")
+    if backend not in ("postgresql", "postgres"):
+        raise ConfigError(f"A store cannot be kept in {backend!r}.", hint=_FORMS)
+    if importlib.util.find_spec("asyncpg") is None:
+        raise ConfigError(
+            "A store in PostgreSQL needs asyncpg, which is not installed.",
+            hint="Install it with: pip install 'envserver[postgres]'",
+        )
+    return url.set(drivername="postgresql+asyncpg")
+
+
+_FORMS: Final = "Give a path, sqlite:///path or postgresql://user@host/name."
+
+
+def _sqlite_url(path: str) -> URL:
+    if path in ("", ":memory:"):
+        raise ConfigError("A store needs a file: what is in memory is lost.", hint=_FORMS)
+    return URL.create("sqlite+aiosqlite", database=str(Path(path).expanduser().resolve()))
+
+
+def _make_folder(path: Path) -> None:
+    if path.is_dir():
+        raise ConfigError(f"The store {path} is a folder.", hint="Name a file in it.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise ConfigError(f"The folder of the store {path} cannot be made ({error}).") from error
+
+
+@contextmanager
+def _locked_file(path: Path) -> Iterator[None]:
+    """Holds the lock file beside `path`. It is left behind: removing it would let two hold it."""
+    lock_path = path.with_name(path.name + ".lock")
+    try:
+        descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except PermissionError as error:
+        raise ConfigError(f"The store {path} cannot be opened for writing ({error}).") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+            raise ConflictError(
+                f"The store {path} is open in another process ({holder or 'unknown'}).",
+                hint="Stop that one first, or name another --store.",
+                path=str(path),
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"pid {os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@asynccontextmanager
+async def _advisory_lock(database: Database) -> AsyncIterator[None]:
+    async with database.reader.connect() as connection:
+        held = await connection.scalar(
+            text("SELECT pg_try_advisory_lock(:key)"), {"key": _ADVISORY_KEY}
+        )
+        if not held:
+            raise ConflictError(
+                f"The store {database.name} is open in another process.",
+                hint="Stop that one first, or name another --store.",
+            )
+        yield
+
+
+def _sqlite(url: URL) -> Database:
+    writer = create_async_engine(url, pool_size=1, max_overflow=0, hide_parameters=True)
+    reader = create_async_engine(
+        url,
+        pool_size=_READERS,
+        max_overflow=0,
+        hide_parameters=True,
+        isolation_level="AUTOCOMMIT",
+    )
+
+    @event.listens_for(writer.sync_engine, "connect")
+    def set_up_writer(connection: Any, record: object) -> None:
+        # The driver's own implicit BEGIN is deferred and could fail halfway; ours comes below.
+        connection.isolation_level = None
+        _pragmas(
+            connection,
+            f"busy_timeout={_BUSY_TIMEOUT_MS}",
+            f"page_size={_PAGE_BYTES}",
+            "journal_mode=WAL",
+            "synchronous=FULL",
+            f"wal_autocheckpoint={_CHECKPOINT_PAGES}",
+        )
+
+    @event.listens_for(reader.sync_engine, "connect")
+    def set_up_reader(connection: Any, record: object) -> None:
+        _pragmas(connection, f"busy_timeout={_BUSY_TIMEOUT_MS}", "query_only=ON")
+
+    @event.listens_for(writer.sync_engine, "begin")
+    def begin(connection: Any) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    return Database(url.database or "", writer, reader)
+
+
+def _pragmas(connection: Any, *settings: str) -> None:
+    cursor = connection.cursor()
+    for setting in settings:
+        cursor.execute(f"PRAGMA {setting}")
+    cursor.close()
+
+
+def _postgresql(url: URL) -> Database:
+    shared: dict[str, Any] = {"max_overflow": 0, "hide_parameters": True, "pool_pre_ping": True}
+    return Database(
+        url.render_as_string(hide_password=True),
+        create_async_engine(url, pool_size=1, **shared),
+        # One more than for SQLite: the connection that holds the lock.
+        create_async_engine(url, pool_size=_READERS + 1, isolation_level="AUTOCOMMIT", **shared),
+    )
+
+
+async def _prepare_tables(database: Database) -> None:
+    """Creates the tables in an empty database; refuses one that is not ours, unchanged."""
+    async with database.reader.connect() as connection:
+        names = set(await connection.run_sync(lambda sync: inspect(sync).get_table_names()))
+        if schema_version.name in names:
+            _check_version(database.name, await connection.scalar(select(schema_version.c.version)))
+            return
+    # A file belongs to one program; a PostgreSQL database may hold tables of others too.
+    is_file = database.reader.dialect.name == "sqlite"
+    foreign = names if is_file else names & set(metadata.tables)
+    if foreign:
+        raise ConfigError(
+            f"{database.name} is a database of another program (it has a table {min(foreign)}).",
+            hint="Name another --store.",
+        )
+    async with database.writer.begin() as connection:
+        await connection.run_sync(metadata.create_all)
+        await connection.execute(insert(schema_version).values(version=SCHEMA_VERSION))
+
+
+def _check_version(name: str, version: int | None) -> None:
+    if version == SCHEMA_VERSION:
+        return
+    if version is not None and version > SCHEMA_VERSION:
+        raise ConfigError(
+            f"The store {name} was written by a newer envserver (its tables have version {version},"
+            f" this one knows {SCHEMA_VERSION}).",
+            hint="Upgrade envserver, or name another --store.",
+        )
+    raise ConfigError(f"The store {name} has tables of an unknown version ({version}).")

@@ -1,0 +1,76 @@
+"""What the database, its driver or the file system raised, as an error of ours."""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from sqlalchemy.exc import SQLAlchemyError, StatementError
+from zstandard import ZstdError
+
+from ..errors import ConfigError, EnvserverError, InputError, StoreError, StoreFull
+
+_FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_FULL_SQLSTATES: Final = frozenset({"53100"})  # PostgreSQL: disk_full
+_FULL_SQLITE: Final = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})
+_SQLITE_PRIMARY: Final = 0xFF
+"""The low byte of SQLite's extended codes says what kind of failure it is."""
+
+
+def typed(error: Exception) -> Exception:
+    """`error` as StoreFull, InputError, ConfigError or StoreError; unchanged if none of these.
+
+    The text names no SQL and no values: a body may be in there.
+    """
+    cause = (error.orig or error) if isinstance(error, StatementError) else error
+    if isinstance(cause, EnvserverError):
+        return cause
+    if _is_full(cause):
+        return StoreFull(f"The store has no space left ({cause}).", hint="Free space, then go on.")
+    if _sqlite_code(cause) & _SQLITE_PRIMARY == sqlite3.SQLITE_NOTADB:
+        return ConfigError("The store's file is no SQLite database.", hint="Name another --store.")
+    if _is_bad_value(cause):
+        return InputError(f"A value cannot be stored ({cause}).", place="value")
+    if isinstance(cause, ZstdError):
+        return StoreError(f"A stored body is damaged ({cause}).")
+    if isinstance(error, SQLAlchemyError | OSError):
+        return StoreError(f"The store failed ({type(cause).__name__}: {cause}).")
+    return error
+
+
+@contextmanager
+def typed_failures() -> Iterator[None]:
+    """Lets out only what `typed` makes of an exception."""
+    try:
+        yield
+    except Exception as error:
+        better = typed(error)
+        if better is error:
+            raise
+        raise better from error
+
+
+def _sqlite_code(cause: object) -> int:
+    return getattr(cause, "sqlite_errorcode", 0)
+
+
+def _is_full(cause: object) -> bool:
+    if isinstance(cause, OSError) and cause.errno in _FULL_ERRNOS:
+        return True
+    code = _sqlite_code(cause)
+    return (
+        code in _FULL_SQLITE
+        or code & _SQLITE_PRIMARY == sqlite3.SQLITE_FULL
+        or getattr(cause, "sqlstate", None) in _FULL_SQLSTATES
+    )
+
+
+def _is_bad_value(cause: object) -> bool:
+    """Text that is no UTF-8, an integer beyond 64 bits, a value too big for the database."""
+    sqlstate = getattr(cause, "sqlstate", None) or ""
+    return (
+        isinstance(cause, UnicodeError | OverflowError | sqlite3.DataError) or sqlstate[:2] == "22"
+    )

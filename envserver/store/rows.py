@@ -1,0 +1,90 @@
+"""What goes into the store and what comes out. Times are `time.time()` seconds."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from .states import GroupState, RunState
+
+Format = Literal["group", "atropos"]
+"""How a body is to be read: a packed `records.Group`, or a post of the Atropos wire."""
+
+
+class GroupPut(msgspec.Struct, frozen=True, kw_only=True):
+    """One group to be stored.
+
+    Args:
+        group_id: unique in the store; the second put of an id changes nothing.
+        env: name of the environment that made it.
+        format: how `body` is to be read.
+        body: opaque bytes.
+        size: logical group size: trajectories, or rows for posts of the Atropos wire.
+        tokens: training tokens over all sequences.
+        max_length: tokens of the longest sequence.
+        policy_version: the lowest version that sampled any of it (-1: unknown).
+        env_id: number of a registered foreign environment.
+        state: queued (may be leased at once) or buffered (waits for `move`).
+    """
+
+    group_id: str
+    env: str
+    format: Format
+    body: bytes
+    size: int
+    tokens: int
+    max_length: int
+    policy_version: int = -1
+    env_id: int | None = None
+    state: Literal["queued", "buffered"] = "queued"
+
+
+class GroupRow(msgspec.Struct, frozen=True):
+    """What is known of a stored group without its body. Fields as in `GroupPut`, and:
+
+    Args:
+        seq: order of arrival; grows, never used twice.
+        lease_id: the lease it is in or, after that expired, was in last.
+        created_at: when it was accepted.
+    """
+
+    seq: int
+    group_id: str
+    env: str
+    format: Format
+    size: int
+    tokens: int
+    max_length: int
+    policy_version: int
+    env_id: int | None
+    state: GroupState
+    lease_id: str | None
+    created_at: float
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """Groups handed to one run, to be acked before `expires_at`, else they are delivered again."""
+
+    lease_id: str
+    run: str
+    expires_at: float
+    groups: list[GroupRow]
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One trainer's (or one export's) subscription.
+
+    Args:
+        batch_size: what it asks for at a time, in its own unit.
+        settings: JSON-like.
+        policy_version: the last one that it published (-1: none yet).
+        state: a closed run leases no more.
+    """
+
+    name: str
+    created_at: float
+    batch_size: int
+    settings: dict[str, Any]
+    policy_version: int
+    state: RunState
