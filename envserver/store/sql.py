@@ -23,6 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from sqlalchemy.ext.asyncio import AsyncConnection
+
 from ..errors import InputError
 from . import compression, groups, leases, runs
 from .database import Database, open_database
@@ -105,15 +107,13 @@ class Store:
 
     async def pending(self) -> list[GroupRow]:
         """Queued and buffered groups, oldest first."""
-        with typed_failures():
-            async with self._reader.connect() as connection:
-                return await groups.pending(connection)
+        async with self._reading() as connection:
+            return await groups.pending(connection)
 
     async def existing(self, group_ids: Sequence[str]) -> set[str]:
         """Those of these ids that were ever stored, whatever became of them."""
-        with typed_failures():
-            async with self._reader.connect() as connection:
-                return set(await groups.seqs_of(connection, list(set(group_ids))))
+        async with self._reading() as connection:
+            return set(await groups.seqs_of(connection, list(set(group_ids))))
 
     async def bodies(self, group_ids: Sequence[str]) -> list[bytes]:
         """The bodies of these groups, in this order.
@@ -121,9 +121,9 @@ class Store:
         Raises:
             NotFoundError: one does not exist.
         """
+        async with self._reading() as connection:
+            stored = await groups.stored_bodies(connection, group_ids)
         with typed_failures():
-            async with self._reader.connect() as connection:
-                stored = await groups.stored_bodies(connection, group_ids)
             return await self._in_thread(_decode_all, stored)
 
     async def move(self, group_ids: Sequence[str], to: GroupState) -> None:
@@ -214,15 +214,13 @@ class Store:
 
     async def get_run(self, name: str) -> Run:
         """Raises NotFoundError: there is none."""
-        with typed_failures():
-            async with self._reader.connect() as connection:
-                return await runs.get_run(connection, name)
+        async with self._reading() as connection:
+            return await runs.get_run(connection, name)
 
     async def list_runs(self) -> list[Run]:
         """All runs, oldest first."""
-        with typed_failures():
-            async with self._reader.connect() as connection:
-                return await runs.list_runs(connection)
+        async with self._reading() as connection:
+            return await runs.list_runs(connection)
 
     async def set_run(
         self,
@@ -245,16 +243,23 @@ class Store:
 
     async def get_value(self, key: str) -> Any:
         """The JSON-like value of `key`; None when it was never set."""
-        with typed_failures():
-            async with self._reader.connect() as connection:
-                return await runs.get_value(connection, key)
+        async with self._reading() as connection:
+            return await runs.get_value(connection, key)
 
     async def set_value(self, key: str, json_value: Any) -> None:
         """Raises InputError: it is not JSON-like."""
         text = runs.to_json(json_value, "value")
         await self._writer.do(partial(runs.set_value, key=key, value=text))
 
+    @asynccontextmanager
+    async def _reading(self) -> AsyncIterator[AsyncConnection]:
+        self._writer.check_open()
+        with typed_failures():
+            async with self._reader.connect() as connection:
+                yield connection
+
     async def _in_thread(self, function: Callable[[A], T], argument: A) -> T:
+        self._writer.check_open()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, function, argument)
 

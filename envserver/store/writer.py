@@ -63,10 +63,14 @@ class Writer:
         return cast(T, await self._submit(_Entry(operation)))
 
     async def _submit(self, entry: _Entry) -> Any:
-        if self._closed:
-            raise StoreError("The store is closed.")
+        self.check_open()
         self._queue.put_nowait(entry)
         return await entry.answer
+
+    def check_open(self) -> None:
+        """Raises StoreError: it is closed, or its task has ended."""
+        if self._closed:
+            raise StoreError("The store is closed.")
 
     def close(self) -> None:
         """Takes nothing more; `run` ends when all that was taken is done."""
