@@ -1,1 +1,15 @@
-"""TBD"""
+"""The endpoint that agents talk to.
+
+In flow requests under the unguessable key of one attempt, out flow answers in the agent's own
+dialect, and beside them the Calls: the only source of training tokens. What always holds: a call
+is recorded before the last byte of its answer leaves; an attempt never gets more turns, tokens or
+time than its limits; nothing is recorded after an attempt is sealed; no answer holds the engine's
+key, the hidden part of a task, or a field that only we asked the engine for.
+"""
+
+from __future__ import annotations
+
+from .attempts import Attempt, AttemptSpec, Limits
+from .server import Proxy
+
+__all__ = ["Attempt", "AttemptSpec", "Limits", "Proxy"]

@@ -1,0 +1,68 @@
+"""Server-sent events, as bytes that arrive cut anywhere -> the data of each event.
+
+Follows the event-stream grammar of the HTML standard: lines end in LF, CRLF or CR, several `data`
+lines are joined by LF, comments and other fields are ignored. How the bytes are cut never changes
+what comes out.
+"""
+
+from __future__ import annotations
+
+from ..errors import EngineGarbage
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class SseParser:
+    """Feed it chunks; it gives the data of the events that are complete.
+
+    Args:
+        max_event_bytes: a longer line or event raises EngineGarbage.
+    """
+
+    def __init__(self, max_event_bytes: int = 64 * 1024 * 1024) -> None:
+        self._max_event_bytes = max_event_bytes
+        self._rest = b""
+        self._data: list[bytes] = []
+        self._data_bytes = 0
+        self._at_start = True
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The data of every event that `chunk` completes.
+
+        Raises:
+            EngineGarbage: a line or an event is over the limit.
+        """
+        text = self._rest + chunk
+        if self._at_start:
+            if len(text) < 3 and _BYTE_ORDER_MARK.startswith(text):
+                self._rest = text
+                return []
+            self._at_start = False
+            text = text.removeprefix(_BYTE_ORDER_MARK)
+        # A CR at the very end may be the first half of a CRLF: it waits for the next chunk.
+        held = b"\r" if text.endswith(b"\r") else b""
+        if b"\r" in text:
+            text = text.removesuffix(held).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, rest = text.split(b"\n")
+        self._rest = rest + held
+        events = [event for line in lines if (event := self._line(line)) is not None]
+        if len(self._rest) + self._data_bytes > self._max_event_bytes:
+            raise EngineGarbage(f"The engine sent an event of over {self._max_event_bytes} bytes.")
+        return events
+
+    def close(self) -> list[bytes]:
+        """The last event, when the stream ended without the empty line behind it."""
+        return [event for event in (self._line(self._rest.rstrip(b"\r")), self._line(b"")) if event]
+
+    def _line(self, line: bytes) -> bytes | None:
+        if not line:
+            if not self._data:
+                return None
+            event = b"\n".join(self._data)
+            self._data, self._data_bytes = [], 0
+            return event
+        field, _, value = line.partition(b":")
+        if field == b"data":
+            self._data.append(value.removeprefix(b" "))
+            self._data_bytes += len(value)
+        return None

@@ -1,0 +1,229 @@
+"""The little of ASGI that the proxy needs, without a framework: bodies in, answers out.
+
+The hot route pays for what it uses: a body is read once, bounded as sent and as inflated, and
+parsed once; an answer is two messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any, Literal
+
+import orjson
+
+from ..errors import EnvserverError, InputError, TooLargeError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_INFLATE_ON_LOOP_BYTES = 64 * 1024
+"""Larger compressed bodies are inflated in a thread."""
+
+
+class ClientGone(Exception):
+    """The client hung up while its request was read."""
+
+
+def header(scope: Scope, name: bytes) -> str:
+    """The value of the header `name` (lower case), "" without one."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value).decode("latin-1")
+    return ""
+
+
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """The whole body, inflated.
+
+    Raises:
+        TooLargeError: it is over `max_bytes`, as sent or inflated.
+        InputError: it is not what its content-encoding says.
+        ClientGone: it ended early.
+    """
+    declared = header(scope, b"content-length")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        size += len(part)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        parts.append(part)
+        if not message.get("more_body", False):
+            break
+    body = parts[0] if len(parts) == 1 else b"".join(parts)
+    encoding = header(scope, b"content-encoding").strip().lower()
+    if encoding in ("", "identity"):
+        return body
+    if encoding not in ("gzip", "x-gzip"):
+        raise InputError(f"Bodies may be compressed with gzip, not with {encoding[:40]!r}.")
+    if len(body) > _INFLATE_ON_LOOP_BYTES:
+        return await asyncio.to_thread(inflate, body, max_bytes)
+    return inflate(body, max_bytes)
+
+
+def inflate(body: bytes, max_bytes: int) -> bytes:
+    """Gzip data (of one or more members), inflated.
+
+    Raises:
+        TooLargeError: more than `max_bytes` would come out; no more are ever held.
+        InputError: no whole gzip data.
+    """
+    parts: list[bytes] = []
+    left = max_bytes
+    while body:
+        member = zlib.decompressobj(wbits=31)
+        try:
+            part = member.decompress(body, left + 1)
+        except zlib.error:
+            raise InputError("The body is not the gzip data that its header says.") from None
+        left -= len(part)
+        if left < 0:
+            raise _too_large(max_bytes)
+        if not member.eof:
+            raise InputError("The gzip data of the body is cut off.")
+        parts.append(part)
+        body = member.unused_data
+    return b"".join(parts)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """`body` as a JSON object.
+
+    Raises:
+        InputError: it is none; says where.
+    """
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InputError(f"The body is no JSON: {error}.", place=f"byte {error.pos}") from None
+    if not isinstance(parsed, dict):
+        raise InputError("The body is no JSON object.", place="$")
+    return parsed
+
+
+def _too_large(max_bytes: int) -> TooLargeError:
+    return TooLargeError(f"The body is over {max_bytes} bytes.")
+
+
+async def send_json(
+    send: Send, status: int, body: Any, headers: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
+    """One whole answer."""
+    await send_bytes(send, status, orjson.dumps(body), b"application/json", headers)
+
+
+async def send_bytes(
+    send: Send,
+    status: int,
+    body: bytes,
+    content_type: bytes,
+    headers: Iterable[tuple[bytes, bytes]] = (),
+) -> None:
+    """One whole answer."""
+    head = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_nothing(send: Send) -> None:
+    """204."""
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def start_events(send: Send) -> None:
+    """The head of a stream of server-sent events; `send_events` and `end_events` follow."""
+    head = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+
+
+async def send_events(send: Send, events: bytes) -> None:
+    await send({"type": "http.response.body", "body": events, "more_body": True})
+
+
+async def end_events(send: Send, events: bytes = b"") -> None:
+    await send({"type": "http.response.body", "body": events})
+
+
+def event(data: Any) -> bytes:
+    """`data` as one server-sent event."""
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def error_body(error: EnvserverError, code: str | None = None) -> dict[str, Any]:
+    """`error` in OpenAI's shape."""
+    kind = "invalid_request_error" if error.status < 500 else "engine_error"
+    facts = {"message": str(error), "type": kind, "param": None, "code": code or error.kind}
+    return {"error": facts}
+
+
+Reason = Literal["gone", "sealed", "time"]
+
+
+class Interrupted(Exception):
+    """The work for a request ended early, for `reason`."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason: Reason = reason
+
+
+class Interrupts:
+    """`async with` it around the work for a request: ends it when nobody needs it any more.
+
+    That is when the client hangs up ("gone"), after `seconds` ("time"), or when somebody calls
+    `interrupt`. The block is then cancelled, and `Interrupted` leaves it.
+    """
+
+    def __init__(self, receive: Receive, seconds: float | None) -> None:
+        self._receive = receive
+        self._timeout = asyncio.timeout(seconds)
+        self._watcher: asyncio.Task[None] | None = None
+        self._reason: Reason | None = None
+        self._open = False
+
+    async def __aenter__(self) -> Interrupts:
+        await self._timeout.__aenter__()
+        self._watcher = asyncio.create_task(self._watch())
+        self._open = True
+        return self
+
+    async def __aexit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self._open = False
+        self.last_words()
+        try:
+            await self._timeout.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            raise Interrupted(self._reason or "time") from None
+        if kind is None and self._reason is not None:
+            raise Interrupted(self._reason)
+
+    def interrupt(self, reason: Reason) -> None:
+        """End the block now; the first reason counts."""
+        if self._open and self._reason is None and not self._timeout.expired():
+            self._reason = reason
+            self._timeout.reschedule(asyncio.get_running_loop().time())
+
+    def last_words(self) -> None:
+        """Call it before the end of the answer is sent: servers report that end as a hang-up."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            continue
+        self.interrupt("gone")

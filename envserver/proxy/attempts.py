@@ -1,0 +1,176 @@
+"""One attempt at a task, live: its limits, its recorded calls, what its worker posted.
+
+Requests of one attempt may run at the same time. A turn is counted when a request is admitted and
+its tokens are reserved until it ends, so that no interleaving exceeds a limit; a request for which
+only reserved tokens are left waits for their return.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ..errors import ConflictError, Failure, LimitReached
+from ..records import Call, PublicTask
+from .asgi import Interrupts
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What one attempt may use. `max_completion_tokens` None: no such limit."""
+
+    max_turns: int
+    max_completion_tokens: int | None
+
+
+class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What an attempt is about.
+
+    Args:
+        env_reference: from which a worker loads the environment.
+        deadline: `time.time()` in seconds.
+        sampling: `temperature`, `top_p` (both forced) and `max_tokens` (a cap).
+    """
+
+    rollout_id: str
+    attempt: int
+    env: str
+    env_reference: str
+    env_config: dict[str, Any]
+    task: PublicTask
+    model: str
+    deadline: float
+    limits: Limits
+    sampling: dict[str, Any]
+
+
+@dataclass(eq=False)
+class Attempt:
+    """The live record of one attempt.
+
+    Args:
+        calls: in order of commit.
+        limit: "turns", "tokens" or "time" once a call was refused for it.
+        engine_failure: the last failure of the engine that the agent saw.
+        output, metrics, posted, failure: what the worker posted.
+    """
+
+    key: str
+    spec: AttemptSpec
+    calls: list[Call] = field(default_factory=list)
+    sealed: bool = False
+    limit: str | None = None
+    engine_failure: Failure | None = None
+    output: Any = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    posted: bool = False
+    failure: Failure | None = None
+    _turns: int = 0
+    _spent_tokens: int = 0
+    _reserved_tokens: int = 0
+    _returned: asyncio.Event = field(default_factory=asyncio.Event)
+    _in_flight: set[Interrupts] = field(default_factory=set)
+
+    @property
+    def seconds_left(self) -> float:
+        return self.spec.deadline - time.time()
+
+    def take_turn(self) -> None:
+        """Counts one turn.
+
+        Raises:
+            LimitReached: turns or time are used up.
+        """
+        self.check_time()
+        if self._turns >= self.spec.limits.max_turns:
+            raise self._reached("turns", f"All {self._turns} turns of this rollout are used up.")
+        self._turns += 1
+
+    def check_time(self, nearly: bool = False) -> None:
+        """
+        Args:
+            nearly: what is left is no more than the error between two clocks.
+
+        Raises:
+            LimitReached: time is used up.
+        """
+        if self.seconds_left <= (0.05 if nearly else 0.0):
+            raise self._reached("time", "The time of this rollout is used up.")
+
+    async def reserve(self, wanted: int | None, choices: int) -> Grant:
+        """Reserves completion tokens for a request with `choices` answers of up to `wanted` each.
+
+        Raises:
+            LimitReached: none are left.
+        """
+        cap = self.spec.sampling.get("max_tokens")
+        each = min((n for n in (wanted, cap) if n is not None), default=None)
+        limit = self.spec.limits.max_completion_tokens
+        if limit is None:
+            return Grant(self, each, 0)
+        while (left := limit - self._spent_tokens - self._reserved_tokens) < choices:
+            if not self._reserved_tokens:
+                raise self._reached("tokens", f"All {limit} tokens of this rollout are used up.")
+            self._returned.clear()
+            await self._returned.wait()
+        each = left // choices if each is None else min(each, left // choices)
+        self._reserved_tokens += each * choices
+        return Grant(self, each, each * choices)
+
+    def settle(self, reserved: int, spent: int) -> None:
+        """Returns a reservation of which `spent` tokens were used."""
+        self._reserved_tokens -= reserved
+        self._spent_tokens += spent
+        self._returned.set()
+
+    def commit(self, calls: list[Call]) -> None:
+        """Records `calls`, and numbers them.
+
+        Raises:
+            ConflictError: the attempt is sealed; nothing was recorded.
+        """
+        if self.sealed:
+            raise ConflictError("This attempt has ended.")
+        for call in calls:
+            call.index = len(self.calls)
+            self.calls.append(call)
+
+    def working(self, interrupts: Interrupts) -> None:
+        """`interrupts` is interrupted when the attempt is sealed."""
+        self._in_flight.add(interrupts)
+
+    def done(self, interrupts: Interrupts) -> None:
+        self._in_flight.discard(interrupts)
+
+    def seal(self) -> None:
+        """Nothing is recorded any more; requests in flight end."""
+        self.sealed = True
+        for interrupts in self._in_flight:
+            interrupts.interrupt("sealed")
+
+    def _reached(self, limit: str, message: str) -> LimitReached:
+        self.limit = limit
+        return LimitReached(message, limit=limit)
+
+
+class Grant:
+    """Completion tokens reserved for one request; a context manager that returns what is unused.
+
+    Args:
+        max_tokens: for each choice; None where nothing limits them.
+    """
+
+    def __init__(self, attempt: Attempt, max_tokens: int | None, reserved: int) -> None:
+        self.max_tokens = max_tokens
+        self.spent = 0
+        self._attempt = attempt
+        self._reserved = reserved
+
+    def __enter__(self) -> Grant:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._attempt.settle(self._reserved, self.spent)

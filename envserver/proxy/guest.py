@@ -1,0 +1,160 @@
+"""Model calls of foreign environments (such as Atropos's), which do their own recording.
+
+Chat and text completions pass through as they are, under the engine's own name for the model. With
+that, `/generate` speaks the dialect of the server that Atropos's `server_type=vllm` expects: token
+ids in, token ids with logprobs out. Nothing is limited and nothing is recorded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import EngineGarbage, EngineRefused, EnvserverError, InputError
+from ..models.engine import Engine
+from .asgi import (
+    DONE,
+    Interrupts,
+    Receive,
+    Send,
+    end_events,
+    error_body,
+    event,
+    parse_object,
+    send_events,
+    send_json,
+    start_events,
+)
+
+_TIMEOUT_SECONDS = 3600.0
+"""Upper bound; the engine's own timeout is usually shorter."""
+
+
+async def pass_through(
+    engine: Engine, key: str, path: str, body: bytes, receive: Receive, send: Send
+) -> None:
+    """Answers one request by passing it to the engine's `path`.
+
+    Raises:
+        EnvserverError: to be told to the client; nothing of an answer has left yet.
+        Interrupted: the client hung up.
+    """
+    request = parse_object(body)
+    request["model"] = await engine.model_name()
+    async with Interrupts(receive, _TIMEOUT_SECONDS) as interrupts:
+        if not request.get("stream"):
+            answer = await engine.post(
+                path, request, rollout_id=key, timeout_seconds=_TIMEOUT_SECONDS
+            )
+            interrupts.last_words()
+            await send_json(send, 200, answer)
+            return
+        await _relay(engine, key, path, request, interrupts, send)
+
+
+async def _relay(
+    engine: Engine,
+    key: str,
+    path: str,
+    request: dict[str, Any],
+    interrupts: Interrupts,
+    send: Send,
+) -> None:
+    end = DONE
+    streaming = engine.stream(path, request, rollout_id=key, timeout_seconds=_TIMEOUT_SECONDS)
+    async with streaming as chunks:
+        await start_events(send)
+        try:
+            async for chunk in chunks:
+                await send_events(send, event(chunk))
+        except EnvserverError as error:
+            end = event(error_body(error))
+    interrupts.last_words()
+    await end_events(send, end)
+
+
+async def generate(engine: Engine, key: str, body: bytes, receive: Receive, send: Send) -> None:
+    """Answers one `/generate`.
+
+    Raises:
+        EnvserverError: to be told to the client.
+        Interrupted: the client hung up.
+    """
+    if not engine.exact:
+        raise EngineRefused("This engine returns no token ids.", hint="Use a vLLM server.")
+    request = parse_object(body)
+    upstream = {**_generate_body(request), "model": await engine.model_name()}
+    async with Interrupts(receive, _TIMEOUT_SECONDS) as interrupts:
+        answer = await engine.post(
+            "/v1/completions", upstream, rollout_id=key, timeout_seconds=_TIMEOUT_SECONDS
+        )
+        told = generate_answer(answer, request)
+        interrupts.last_words()
+        await send_json(send, 200, told)
+
+
+def _generate_body(request: dict[str, Any]) -> dict[str, Any]:
+    if request.get("stream"):
+        raise InputError("/generate does not stream.", place="stream")
+    body = {name: value for name, value in request.items() if name not in ("stream", "model")}
+    body["prompt"] = _prompt(request.get("prompt"))
+    body["return_token_ids"] = True
+    body["logprobs"] = 0
+    return body
+
+
+def _prompt(prompt: Any) -> str | list[int]:
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+    if isinstance(ids, str) and ids:
+        return ids
+    if isinstance(ids, list) and ids and all(type(token) is int and token >= 0 for token in ids):
+        return ids
+    raise InputError(
+        'prompt must be a text or {"prompt_token_ids": [ids]}, and not empty.', place="prompt"
+    )
+
+
+def generate_answer(answer: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+    """An engine's answer to a text completion in the form of `/generate`.
+
+    Returns:
+        `text`, `finish_reasons`, `token_ids` per choice; `logprobs` as [choice][position] lists of
+        one {token id: logprob}; `prompt` (the text that was sent, "" for ids), `prompt_token_ids`
+        and, where they were asked for, `prompt_logprobs` as [choice][position].
+
+    Raises:
+        EngineGarbage: ids and logprobs are not there, or do not agree.
+    """
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or not choices:
+        raise EngineGarbage("The engine's answer holds no choices.")
+    prompt = request.get("prompt")
+    told: dict[str, Any] = {
+        "text": [choice.get("text", "") for choice in choices],
+        "prompt": prompt if isinstance(prompt, str) else "",
+        "prompt_token_ids": choices[0].get("prompt_token_ids"),
+        "token_ids": [choice.get("token_ids") for choice in choices],
+        "logprobs": [_positions(choice) for choice in choices],
+        "finish_reasons": [choice.get("finish_reason") for choice in choices],
+    }
+    if request.get("prompt_logprobs") is not None:
+        told["prompt_logprobs"] = [_prompt_positions(choice) for choice in choices]
+    return told
+
+
+def _positions(choice: dict[str, Any]) -> list[list[dict[str, float]]]:
+    ids = choice.get("token_ids")
+    logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+    if not isinstance(ids, list) or not isinstance(logprobs, list) or len(ids) != len(logprobs):
+        raise EngineGarbage("The engine's answer lacks token ids or logprobs.")
+    return [[{str(token): logprob}] for token, logprob in zip(ids, logprobs, strict=True)]
+
+
+def _prompt_positions(choice: dict[str, Any]) -> list[list[dict[str, float]] | None]:
+    """The engine gives {token id: {"logprob": number, ...}} per position, None for the first."""
+    positions = choice.get("prompt_logprobs")
+    if not isinstance(positions, list):
+        raise EngineGarbage("The engine's answer lacks the prompt's logprobs.")
+    return [
+        position and [{token: entry["logprob"]} for token, entry in position.items()]
+        for position in positions
+    ]

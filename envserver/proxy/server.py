@@ -1,0 +1,247 @@
+"""The proxy as an ASGI application: who may ask, which route answers, how errors look.
+
+`/r/{key}/...` for one attempt or one guest; `/r/{key}/a/{agent}/v1/...` names the agent of an
+attempt that has several (so does the header `x-agent`). The path may stand behind any prefix.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+
+import structlog
+
+from ..errors import ConflictError, EnvserverError, LimitReached, NotFoundError, UsageError
+from ..models.engine import Engine
+from .asgi import (
+    AsgiApp,
+    ClientGone,
+    Interrupted,
+    Receive,
+    Scope,
+    Send,
+    error_body,
+    header,
+    read_body,
+    send_json,
+    send_nothing,
+)
+from .attempts import Attempt, AttemptSpec
+from .chat import ChatRequest
+from .guest import generate, pass_through
+from .worker import rollout_body, take_log, take_result
+
+_REMEMBER_SEALED_SECONDS = 60.0
+_HEALTH_SECONDS = 1.0
+_NO_RETRY = ((b"x-should-retry", b"false"),)
+_MAX_AGENT_NAME = 80
+
+_log = structlog.get_logger("envserver.proxy")
+
+
+class _WrongKey(UsageError):
+    kind, status = "wrong_key", 401
+
+
+class _WrongMethod(UsageError):
+    kind, status = "method_not_allowed", 405
+
+
+class Proxy:
+    """The endpoint of all attempts in flight.
+
+    Args:
+        engine: open as long as the proxy is used; the proxy neither opens nor closes it.
+        max_body_bytes: of a request, as sent and inflated.
+        clock: seconds; only for how long sealed keys are remembered.
+    """
+
+    policy_version: int = -1
+    """The version that the engine serves now, as its trainer says; -1: unknown."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_body_bytes: int = 64 * 1024 * 1024,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._max_body_bytes = max_body_bytes
+        self._clock = clock
+        self._attempts: dict[str, Attempt] = {}
+        self._guests: set[str] = set()
+        self._sealed: set[str] = set()
+        self._sealed_at: deque[tuple[float, str]] = deque()
+        self._health = (-_HEALTH_SECONDS, False)
+
+    def open(self, spec: AttemptSpec) -> Attempt:
+        """A new attempt, under a key that cannot be guessed."""
+        attempt = Attempt(secrets.token_urlsafe(24), spec)
+        self._attempts[attempt.key] = attempt
+        return attempt
+
+    def seal(self, attempt: Attempt) -> None:
+        """Ends an attempt: requests in flight end, later ones get 409 (after a minute 404)."""
+        attempt.seal()
+        if self._attempts.pop(attempt.key, None) is not None:
+            self._sealed.add(attempt.key)
+            self._sealed_at.append((self._clock(), attempt.key))
+        self._forget()
+
+    def open_guest(self) -> str:
+        """A key for a foreign environment: no limits, nothing recorded."""
+        key = secrets.token_urlsafe(24)
+        self._guests.add(key)
+        return key
+
+    def asgi(self) -> AsgiApp:
+        """The application, for `/r/`."""
+
+        # A plain function: uvicorn takes a bound method for an application of the old ASGI 2.
+        async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._app(scope, receive, send)
+
+        return proxy
+
+    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        try:
+            await self._route(scope, receive, send)
+        except (ClientGone, Interrupted):
+            return
+        except EnvserverError as error:
+            # The limit of a rollout is no rate limit: clients must not wait and try again.
+            limited = isinstance(error, LimitReached)
+            status = 400 if limited else error.status
+            await send_json(send, status, error_body(error), _NO_RETRY)
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key, _, path = scope["path"].partition("/r/")[2].partition("/")
+        attempt = self._attempts.get(key)
+        if attempt is None and key not in self._guests:
+            self._forget()
+            if key in self._sealed:
+                raise ConflictError("This attempt has ended.")
+            raise NotFoundError("There is nothing under this address.")
+        _check_bearer(scope, key)
+        if attempt is None:
+            await self._guest_route(scope, key, path, receive, send)
+        else:
+            await self._attempt_route(scope, attempt, path, receive, send)
+
+    async def _attempt_route(
+        self, scope: Scope, attempt: Attempt, path: str, receive: Receive, send: Send
+    ) -> None:
+        agent = header(scope, b"x-agent") or None
+        if path.startswith("a/"):
+            agent, _, path = path[2:].partition("/")
+        method = scope["method"]
+        match path:
+            case "v1/chat/completions":
+                _require(method, "POST")
+                body = await read_body(scope, receive, self._max_body_bytes)
+                request = ChatRequest(
+                    self._engine,
+                    attempt,
+                    agent and agent[:_MAX_AGENT_NAME],
+                    lambda: self.policy_version,
+                    receive,
+                    send,
+                )
+                await request.answer(body)
+            case "v1/models":
+                _require(method, "GET")
+                await send_json(send, 200, _models(attempt.spec.model))
+            case "health":
+                _require(method, "GET")
+                await self._send_health(send)
+            case "rollout":
+                _require(method, "GET")
+                await send_json(send, 200, rollout_body(attempt))
+            case "result":
+                _require(method, "POST")
+                take_result(attempt, await read_body(scope, receive, self._max_body_bytes))
+                await send_nothing(send)
+            case "log":
+                _require(method, "POST")
+                take_log(attempt, await read_body(scope, receive, self._max_body_bytes))
+                await send_nothing(send)
+            case _:
+                # An endpoint that is not recorded must not give tokens to an attempt.
+                _log.warning("foreign_endpoint", rollout_id=attempt.spec.rollout_id, path=path)
+                raise NotFoundError(f"/{path[:80]} is not offered here.")
+
+    async def _guest_route(
+        self, scope: Scope, key: str, path: str, receive: Receive, send: Send
+    ) -> None:
+        method = scope["method"]
+        match path:
+            case "v1/chat/completions" | "v1/completions":
+                _require(method, "POST")
+                body = await read_body(scope, receive, self._max_body_bytes)
+                await pass_through(self._engine, key, f"/{path}", body, receive, send)
+            case "generate":
+                _require(method, "POST")
+                body = await read_body(scope, receive, self._max_body_bytes)
+                await generate(self._engine, key, body, receive, send)
+            case "v1/models":
+                _require(method, "GET")
+                await send_json(send, 200, _models(await self._engine.model_name()))
+            case "health":
+                _require(method, "GET")
+                await self._send_health(send)
+            case _:
+                raise NotFoundError(f"/{path[:80]} is not offered here.")
+
+    async def _send_health(self, send: Send) -> None:
+        """200 when some replica answers. Asked at most once a second: clients poll this."""
+        asked_at, healthy = self._health
+        if self._clock() - asked_at >= _HEALTH_SECONDS:
+            healthy = any(replica.healthy for replica in await self._engine.health())
+            self._health = (self._clock(), healthy)
+        await send_json(send, 200 if healthy else 503, {"healthy": healthy})
+
+    def _forget(self) -> None:
+        """Forgets the keys that were sealed a minute ago."""
+        oldest = self._clock() - _REMEMBER_SEALED_SECONDS
+        while self._sealed_at and self._sealed_at[0][0] <= oldest:
+            self._sealed.discard(self._sealed_at.popleft()[1])
+
+
+def _check_bearer(scope: Scope, key: str) -> None:
+    """
+    Raises:
+        _WrongKey: the client sends a key, and it is not that of the path.
+    """
+    scheme, _, token = header(scope, b"authorization").partition(" ")
+    bearer = token.strip() if scheme.lower() == "bearer" else scheme
+    for sent in (bearer, header(scope, b"x-api-key")):
+        if sent and not hmac.compare_digest(sent.encode(), key.encode()):
+            raise _WrongKey("The key that was sent does not belong to this address.")
+
+
+def _require(method: str, wanted: str) -> None:
+    if method != wanted:
+        raise _WrongMethod(f"Use {wanted} here, not {method[:20]}.")
+
+
+def _models(name: str) -> dict[str, object]:
+    model = {"id": name, "object": "model", "created": 0, "owned_by": "envserver"}
+    return {"object": "list", "data": [model]}
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

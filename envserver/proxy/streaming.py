@@ -1,0 +1,186 @@
+"""Chunks of a streamed chat answer: collected for the record, cleaned for the agent, or made.
+
+Pure. With tools the engine is asked for a whole answer and the chunks are made from it, since what
+an engine parses from a stream may differ from what it parses from the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .plan import ChatPlan
+from .recording import Choice, Exchange, completion_tokens_of, logprobs_of
+
+_REASONING = ("reasoning", "reasoning_content")
+_TEXTS = ("content", "refusal", *_REASONING)
+
+
+class Collector:
+    """Puts the chunks of one stream together again. Chunks are those of the engine, uncleaned."""
+
+    def __init__(self, plan: ChatPlan) -> None:
+        self._wants_reasoning = plan.wants_reasoning
+        self._choices: dict[int, Choice] = {}
+        self._texts: dict[int, dict[str, list[str]]] = {}
+        self._prompt_ids: list[Any] | None = None
+        self._completion_tokens: int | None = None
+
+    def add(self, chunk: dict[str, Any]) -> None:
+        """Takes in one chunk."""
+        count = completion_tokens_of(chunk)
+        if count is not None:
+            self._completion_tokens = count
+        self._take_prompt(chunk)
+        for part in _choices(chunk):
+            self._take_prompt(part)
+            self._add_choice(part)
+
+    def exchange(self) -> Exchange:
+        """All that was taken in."""
+        for index, choice in self._choices.items():
+            texts = self._texts[index]
+            choice.message = {
+                "role": "assistant",
+                "content": "".join(texts.get("content", ())),
+                **{k: "".join(v) for k, v in texts.items() if k != "content" and any(v)},
+            }
+        return Exchange(
+            choices=[self._choices[index] for index in sorted(self._choices)],
+            prompt_ids=self._prompt_ids,
+            completion_tokens=self._completion_tokens,
+        )
+
+    def _take_prompt(self, holder: dict[str, Any]) -> None:
+        ids = holder.get("prompt_token_ids")
+        if isinstance(ids, list) and self._prompt_ids is None:
+            self._prompt_ids = ids
+
+    def _add_choice(self, part: dict[str, Any]) -> None:
+        index = part.get("index")
+        if not isinstance(index, int):
+            index = 0
+        choice = self._choices.setdefault(index, Choice(index=index, message={}))
+        texts = self._texts.setdefault(index, {})
+        delta = part.get("delta")
+        for name in _TEXTS:
+            text = delta.get(name) if isinstance(delta, dict) else None
+            if isinstance(text, str) and (self._wants_reasoning or name not in _REASONING):
+                texts.setdefault(name, []).append(text)
+        ids = part.get("token_ids")
+        if isinstance(ids, list):
+            choice.ids = _extended(choice.ids, ids)
+        logprobs = logprobs_of(part)
+        if logprobs is not None:
+            choice.logprobs = _extended(choice.logprobs, logprobs)
+        if isinstance(part.get("finish_reason"), str):
+            choice.finish_reason = part["finish_reason"]
+        if isinstance(part.get("stop_reason"), int | str):
+            choice.stop_reason = part["stop_reason"]
+
+
+def _extended(held: list[Any] | None, more: list[Any]) -> list[Any]:
+    """`held` with `more` behind it, in place: a stream has thousands of chunks."""
+    if held is None:
+        return [*more]
+    held.extend(more)
+    return held
+
+
+def clean_answer(answer: dict[str, Any], plan: ChatPlan) -> None:
+    """Takes out of a whole answer what only we asked for."""
+    if not plan.wants_token_ids:
+        answer.pop("prompt_token_ids", None)
+    for choice in answer["choices"]:
+        _clean_choice(choice, plan)
+        if not plan.wants_reasoning:
+            _drop_reasoning(choice["message"])
+
+
+def clean_chunk(chunk: dict[str, Any], plan: ChatPlan) -> bool:
+    """Takes out of a chunk what only we asked for; False when nothing is left to send."""
+    if not plan.wants_token_ids:
+        chunk.pop("prompt_token_ids", None)
+    if plan.wants_usage:
+        chunk.setdefault("usage", None)
+    else:
+        chunk.pop("usage", None)
+    parts = _choices(chunk)
+    for part in parts:
+        _clean_choice(part, plan)
+        if not plan.wants_reasoning and isinstance(part.get("delta"), dict):
+            _drop_reasoning(part["delta"])
+    if not parts:
+        return plan.wants_usage
+    return plan.wants_logprobs or plan.wants_token_ids or any(_says_something(p) for p in parts)
+
+
+def is_last(chunk: dict[str, Any]) -> bool:
+    """Whether some choice ends with this chunk, or all have ended (usage)."""
+    parts = _choices(chunk)
+    return not parts or any(part.get("finish_reason") is not None for part in parts)
+
+
+def chunks_of(answer: dict[str, Any], plan: ChatPlan) -> Iterator[dict[str, Any]]:
+    """A cleaned whole answer as chunks: role, texts, whole tool calls, end; then the usage."""
+    head = {
+        "id": answer.get("id", ""),
+        "object": "chat.completion.chunk",
+        "created": answer.get("created", 0),
+        "model": answer.get("model", ""),
+    }
+    if plan.wants_usage:
+        head["usage"] = None
+    for choice in answer["choices"]:
+        for delta, rest in _parts_of(choice):
+            part = {"index": choice.get("index", 0), "delta": delta, "finish_reason": None, **rest}
+            yield {**head, "choices": [part]}
+    if plan.wants_usage:
+        yield {**head, "choices": [], "usage": answer.get("usage")}
+
+
+def _parts_of(choice: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    message = choice["message"]
+    yield {"role": "assistant", "content": ""}, {}
+    for name in _REASONING:
+        if message.get(name):
+            yield {name: message[name]}, {}
+    told = {"logprobs": choice["logprobs"]} if choice.get("logprobs") else {}
+    if "token_ids" in choice:
+        told["token_ids"] = choice["token_ids"]
+    texts = {name: message[name] for name in ("content", "refusal") if message.get(name)}
+    if texts or told:
+        yield texts, told
+    calls = message.get("tool_calls") or []
+    for index, call in enumerate(calls):
+        yield {"tool_calls": [{**call, "index": index}]}, {}
+    if message.get("function_call"):
+        yield {"function_call": message["function_call"]}, {}
+    end = {"finish_reason": choice.get("finish_reason")}
+    if "stop_reason" in choice:
+        end["stop_reason"] = choice["stop_reason"]
+    yield {}, end
+
+
+def _clean_choice(choice: dict[str, Any], plan: ChatPlan) -> None:
+    if not plan.wants_token_ids:
+        choice.pop("token_ids", None)
+    if not plan.wants_logprobs and "logprobs" in choice:
+        choice["logprobs"] = None
+
+
+def _drop_reasoning(holder: dict[str, Any]) -> None:
+    for name in _REASONING:
+        holder.pop(name, None)
+
+
+def _says_something(part: dict[str, Any]) -> bool:
+    delta = part.get("delta")
+    return part.get("finish_reason") is not None or (
+        isinstance(delta, dict) and any(delta.values())
+    )
+
+
+def _choices(chunk: dict[str, Any]) -> list[dict[str, Any]]:
+    parts = chunk.get("choices")
+    return [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []

@@ -1,0 +1,160 @@
+"""What a worker asks and posts about its attempt, beside the model calls.
+
+`GET rollout` gives what running it needs (never a hidden part, no key), `POST result` takes its end
+once, `POST log` writes a line. A result that has not the agreed form is a WorkerGarbage of the
+attempt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import structlog
+
+from ..errors import (
+    AgentError,
+    ConflictError,
+    EngineError,
+    Failure,
+    InputError,
+    LimitReached,
+    RolloutError,
+    TooLargeError,
+    WorkerError,
+    WorkerGarbage,
+)
+from .attempts import Attempt
+
+_MAX_LOG_BYTES = 64 * 1024
+_MAX_MESSAGE = 4000
+
+_log = structlog.get_logger("envserver.worker")
+
+
+def _kinds(base: type[RolloutError]) -> dict[str, type[RolloutError]]:
+    found = {base.kind: base}
+    for kind in base.__subclasses__():
+        found |= _kinds(kind)
+    return found
+
+
+_FAILURES = {
+    kind: error
+    for kind, error in _kinds(RolloutError).items()
+    if issubclass(error, LimitReached | AgentError | WorkerError | EngineError)
+}
+"""The kinds that a worker may post, and what they mean."""
+
+
+class _Posted(msgspec.Struct):
+    kind: str
+    message: str
+    detail: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class _Ended(msgspec.Struct, forbid_unknown_fields=True):
+    output: Any
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class _Failed(msgspec.Struct, forbid_unknown_fields=True):
+    failure: _Posted
+
+
+class _Line(msgspec.Struct):
+    event: str
+    facts: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+_ended = msgspec.json.Decoder(_Ended)
+_failed = msgspec.json.Decoder(_Failed)
+_line = msgspec.json.Decoder(_Line)
+_UNDECODABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+
+
+def rollout_body(attempt: Attempt) -> dict[str, Any]:
+    """The answer to `GET rollout`."""
+    spec = attempt.spec
+    return {
+        "rollout_id": spec.rollout_id,
+        "attempt": spec.attempt,
+        "env": spec.env,
+        "env_reference": spec.env_reference,
+        "env_config": spec.env_config,
+        "task": {"id": spec.task.id, "public": spec.task.public},
+        "model": spec.model,
+        "deadline": spec.deadline,
+        "max_turns": spec.limits.max_turns,
+    }
+
+
+def take_result(attempt: Attempt, body: bytes) -> None:
+    """`POST result`: sets `output` and `metrics`, or `failure`, of the attempt; once.
+
+    Raises:
+        ConflictError: it was posted before, or the attempt is sealed.
+        InputError: it has neither form; the attempt then has failed with WorkerGarbage.
+    """
+    if attempt.sealed or attempt.posted:
+        raise ConflictError("The result of this attempt was posted before, or it has ended.")
+    try:
+        ended, failure = _parse(body)
+    except _UNDECODABLE as error:
+        raise _garbage(attempt, str(error)) from None
+    attempt.posted = True
+    if failure is not None:
+        attempt.failure = failure
+    elif ended is not None:
+        attempt.output, attempt.metrics = ended.output, ended.metrics
+
+
+def take_log(attempt: Attempt, body: bytes) -> None:
+    """`POST log`: one line in the server's log, with the ids of the attempt.
+
+    Raises:
+        ConflictError: the attempt is sealed.
+        InputError, TooLargeError: it is no such line.
+    """
+    if attempt.sealed:
+        raise ConflictError("This attempt has ended.")
+    if len(body) > _MAX_LOG_BYTES:
+        raise TooLargeError(f"A log line is over {_MAX_LOG_BYTES} bytes.")
+    try:
+        line = _line.decode(body)
+    except _UNDECODABLE as error:
+        raise InputError(f"This is no log line: {error}.") from None
+    _log.info(
+        line.event,
+        rollout_id=attempt.spec.rollout_id,
+        attempt=attempt.spec.attempt,
+        env=attempt.spec.env,
+        facts=line.facts,
+    )
+
+
+def _parse(body: bytes) -> tuple[_Ended | None, Failure | None]:
+    try:
+        return _ended.decode(body), None
+    except msgspec.ValidationError:
+        if b'"failure"' not in body:
+            raise
+    posted = _failed.decode(body).failure
+    known = _FAILURES.get(posted.kind)
+    if known is None:
+        raise msgspec.ValidationError(f"{posted.kind[:80]!r} is no kind of failure")
+    return None, Failure(
+        kind=known.kind,
+        blame=known.blame,
+        outcome=known.outcome,
+        message=posted.message[:_MAX_MESSAGE],
+        detail=posted.detail,
+    )
+
+
+def _garbage(attempt: Attempt, reason: str) -> InputError:
+    attempt.posted = True
+    attempt.failure = WorkerGarbage(
+        f"The worker's result has not the agreed form: {reason}."
+    ).failure()
+    return InputError(attempt.failure.message)
