@@ -1,1 +1,1 @@
-"""TBD"""
+"""The environments that ship with envserver; each is a package with an `env.py`."""

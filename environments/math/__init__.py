@@ -1,1 +1,1 @@
-"""TBD"""
+"""Mathematics with a checkable answer: word problems, competition problems, multiple choice."""

@@ -1,0 +1,204 @@
+"""The environment `math`: problems with a checkable answer, with or without a calculator.
+
+Tasks: `public` holds what the model may see (`question`, `options`, and `data_set`), `hidden` the
+answer and how it is compared (`kind`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import field_validator
+
+from envserver import (
+    ConfigError,
+    Environment,
+    InputError,
+    Message,
+    PublicTask,
+    Result,
+    Rollout,
+    Score,
+    Split,
+    Task,
+)
+
+from . import loading, procedural
+from .agent import Mode, solve
+from .data_sets import Problem, read_problem, why_unusable
+from .demonstrations import demonstrate
+from .scoring import Rules, said_last, score_rollout
+
+DataSetName = Literal[
+    "sample", "gsm8k", "math", "math500", "svamp", "mawps", "mathqa", "aqua", "aime", "deepmath",
+    "mathx", "procedural",
+]  # fmt: skip
+
+MAX_UNUSABLE_ROWS = 1000
+"""Unusable rows at the start of a data set, before it is taken for the wrong one."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Math(Environment):
+    """Solve mathematics problems, with a calculator or without tools."""
+
+    name = "math"
+    score_timeout_seconds = 20.0
+
+    class Config(Environment.Config):
+        """Which problems, how they are solved, and what counts as right."""
+
+        data_set: DataSetName | list[DataSetName] = "sample"
+        """Data set or sets (repeat the flag, or separate with commas); `sample`: 48 own tasks."""
+        data_path: Path | None = None
+        """Local .jsonl, .json or .parquet file, or folder with one per split, not the hub."""
+        mode: Mode = "tools"
+        """tools: calculator and finish; single: one answer, no tools; seed0: fenced commands."""
+        literal: Literal["auto"] | bool = "auto"
+        """Must a right number be written out? auto: where the data set's answers are numbers."""
+        lenient: bool = False
+        """Accept malformed LaTeX (such as \\frac12) and plain expressions."""
+        procedural: list[str] = list(procedural.ALLOWED)
+        """Generators that the data set `procedural` draws from."""
+        partial_credit: bool = False
+        """Pass on the generators' scores between 0 and 1."""
+        tool_error_penalty: float = 0.0
+        """Taken off the reward per failed tool call, down to 0."""
+
+        @field_validator("data_set", "procedural", mode="before")
+        @classmethod
+        def _several(cls, value: object) -> object:
+            return value.split(",") if isinstance(value, str) and "," in value else value
+
+    def __init__(self, config: Config | None = None) -> None:
+        super().__init__(config)
+        self.dropped: Counter[str] = Counter()
+        """Rows that were dropped by `tasks`, by reason."""
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        chosen = self.config.data_set
+        names = [chosen] if isinstance(chosen, str) else list(dict.fromkeys(chosen))
+        streams = [self._tasks_of(name, split) for name in names]
+        return streams[0] if len(streams) == 1 else self._mixed(streams, split)
+
+    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+        return await solve(task, run, self.config.mode)
+
+    def score(self, task: Task, result: Result) -> Score:
+        literal = None if self.config.literal == "auto" else bool(self.config.literal)
+        rules = Rules(
+            literal=literal,
+            lenient=self.config.lenient,
+            tool_error_penalty=self.config.tool_error_penalty,
+            partial_credit=self.config.partial_credit,
+        )
+        return score_rollout(task, result, rules)
+
+    def demonstration(self, task: Task) -> list[Message]:
+        return demonstrate(task, self.config.mode)
+
+    def task_from_row(self, row: dict[str, Any]) -> Task:
+        text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
+        task_id = f"row-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        if procedural.is_entry(row):
+            return _generated_task(task_id, *procedural.entry_from_row(row))
+        return _task(task_id, read_problem(row))
+
+    def response_from_row(self, response: str, messages: list[Message]) -> Result:
+        words = said_last(messages)
+        output = {"answer": words.finish if messages else None, "text": response}
+        return Result(output=output, messages=messages)
+
+    def _tasks_of(self, name: DataSetName, split: Split) -> Iterator[Task]:
+        seed = self.config.seed
+        if name == "procedural":
+            for entry_id, entry in procedural.entries(self.config.procedural, split, seed):
+                generator = entry["metadata"]["source_dataset"]
+                yield _generated_task(f"{name}-{entry_id}", generator, entry)
+            return
+        # A row of the sample or of a file may say itself which data set it is of.
+        shape = None if name == "sample" else name
+        if self.config.data_path is not None:
+            rows = loading.file_rows(self.config.data_path, split, seed)
+        elif name == "sample":
+            rows = loading.sample_rows(split, seed)
+        else:
+            rows = loading.hub_rows(loading.HUBS[name], split, seed)
+        yield from self._usable_tasks(name, shape, rows)
+
+    def _usable_tasks(
+        self, name: str, shape: str | None, rows: Iterator[loading.NumberedRow]
+    ) -> Iterator[Task]:
+        used = unusable = 0
+        for number, row in rows:
+            reason, problem = _read(row, shape)
+            if problem is not None:
+                used += 1
+                yield _task(_row_id(name, number, row), problem)
+                continue
+            unusable += 1
+            self.dropped[reason] += 1
+            if not used and unusable >= MAX_UNUSABLE_ROWS:
+                break
+        if unusable:
+            _logger.warning("%s: %d rows dropped: %s", name, unusable, dict(self.dropped))
+        if not used:
+            raise ConfigError(
+                f"The data set {name!r} has no usable row: {dict(self.dropped) or 'it is empty'}.",
+                hint="Do data_set and data_path fit together?",
+            )
+
+    def _mixed(self, streams: list[Iterator[Task]], split: Split) -> Iterator[Task]:
+        """All of them, drawn with equal chances until each is at its end."""
+        rng = random.Random(f"mix-{self.config.seed}-{split}")
+        while streams:
+            stream = rng.choice(streams)
+            task = next(stream, None)
+            if task is None:
+                streams.remove(stream)
+            else:
+                yield task
+
+
+def _read(row: dict[str, Any] | None, shape: str | None) -> tuple[str, Problem | None]:
+    if row is None:
+        return "no JSON object", None
+    try:
+        problem = read_problem(row, shape)
+    except InputError as error:
+        return error.message, None
+    reason = why_unusable(problem)
+    return reason or "", None if reason else problem
+
+
+def _row_id(name: str, number: int, row: dict[str, Any] | None) -> str:
+    """The sample's rows carry ids of ours; others are known by their place."""
+    return str(row["id"]) if name == "sample" and row and "id" in row else f"{name}-{number}"
+
+
+def _task(task_id: str, problem: Problem) -> Task:
+    return Task(
+        task_id,
+        {
+            "question": problem.question,
+            "options": problem.options,
+            "data_set": problem.data_set,
+        },
+        {"answer": problem.answer, "kind": problem.kind, "expression": problem.expression},
+    )
+
+
+def _generated_task(task_id: str, generator: str, entry: dict[str, Any]) -> Task:
+    return Task(
+        task_id,
+        {"question": entry["question"], "options": [], "data_set": "procedural"},
+        {"answer": entry["answer"], "kind": "procedural", "generator": generator, "entry": entry},
+    )

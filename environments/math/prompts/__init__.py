@@ -1,0 +1,23 @@
+"""The texts that the model gets; each system prompt is a file beside this one."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+_LETTER_RULE = "Answer with the letter of the right option."
+
+
+@functools.cache
+def system_prompt(mode: str) -> str:
+    """The system prompt of a mode."""
+    return (Path(__file__).parent / f"{mode}.txt").read_text(encoding="utf-8").strip()
+
+
+def question(public: dict[str, Any]) -> str:
+    """The user message for a task: its question, and its options with their letters."""
+    if not public["options"]:
+        return str(public["question"])
+    options = [f"{chr(ord('A') + i)}) {option}" for i, option in enumerate(public["options"])]
+    return "\n".join([public["question"], *options, _LETTER_RULE])

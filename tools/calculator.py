@@ -1,0 +1,191 @@
+"""A calculator that is safe to hand to a model: arithmetic in, a string out, never an exception.
+
+An expression is parsed as Python, its tree is walked over a white list, and nothing is ever
+evaluated by the interpreter. What would be too large is refused before it is computed, so that the
+longest call takes well under a millisecond.
+
+    >>> calculate("(1500 - 300) * 12%7")
+    '6'
+    >>> calculate("1/0")
+    'error: division_by_zero'
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+MAX_CHARACTERS = 200
+MAX_NODES = 200
+MAX_INTEGER_BITS = 4096
+MAX_COUNT = 500
+"""Largest argument of factorial, comb and perm, and largest number of digits for round."""
+
+CALCULATE: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "calculate",
+        "description": (
+            "Evaluates an arithmetic expression: + - * / // % ** and parentheses, pi, e, sqrt, "
+            "abs, round, min, max, floor, ceil, gcd, lcm, factorial, comb, perm, log, log2, log10, "
+            "exp, sin, cos, tan, asin, acos, atan (angles in radians)."
+        ),
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "maxLength": MAX_CHARACTERS}},
+            "required": ["expression"],
+            "additionalProperties": False,
+        },
+    },
+}
+"""The calculator as an OpenAI function tool."""
+
+Number = int | float
+
+
+class _Refused(Exception):
+    """The expression is refused; the only argument is the class of the error."""
+
+
+def calculate(expression: str) -> str:
+    """The value of `expression`.
+
+    Args:
+        expression: at most 200 characters of arithmetic; `^` means power, and × ÷ − are understood.
+
+    Returns:
+        Integers exactly, other numbers with 12 significant digits, whole ones without a point; or
+        "error: " and one of syntax, too_long, too_large, operator, call, name, type, math,
+        division_by_zero.
+    """
+    try:
+        return _text(_value(_parse(expression)))
+    except _Refused as refusal:
+        return f"error: {refusal}"
+    except ZeroDivisionError:
+        return "error: division_by_zero"
+    except OverflowError:
+        return "error: too_large"
+
+
+def _parse(expression: str) -> ast.expr:
+    if len(expression) > MAX_CHARACTERS:
+        _refuse("too_long")
+    source = expression.translate(_SPELLINGS).strip()
+    try:
+        tree = ast.parse(source, mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        _refuse("syntax")
+    if sum(1 for _ in ast.walk(tree)) > MAX_NODES:
+        _refuse("too_long")
+    return tree.body
+
+
+_SPELLINGS = str.maketrans({"^": "**", "×": "*", "÷": "/", "−": "-"})
+
+
+def _refuse(error_class: str) -> NoReturn:
+    raise _Refused(error_class)
+
+
+def _value(node: ast.expr) -> Number:
+    match node:
+        case ast.Constant(value=value):
+            return _checked(value)
+        case ast.Name(id=name):
+            return _CONSTANTS[name] if name in _CONSTANTS else _refuse("name")
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            return _power(_value(left), _value(right))
+        case ast.BinOp(left=left, op=op, right=right):
+            compute = _OPERATORS.get(type(op)) or _refuse("operator")
+            return _checked(compute(_value(left), _value(right)))
+        case ast.UnaryOp():
+            _refuse("operator")
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
+            return _call(name, [_value(argument) for argument in arguments])
+        case ast.Call():
+            _refuse("call")
+        case _:
+            _refuse("syntax")
+
+
+def _checked(value: object) -> Number:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        _refuse("type")
+    if isinstance(value, int):
+        if value.bit_length() > MAX_INTEGER_BITS:
+            _refuse("too_large")
+    elif math.isnan(value):
+        _refuse("math")
+    elif math.isinf(value):
+        _refuse("too_large")
+    return value
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    both_integers = isinstance(base, int) and isinstance(exponent, int)
+    if both_integers and int(base).bit_length() * int(exponent) > MAX_INTEGER_BITS:
+        _refuse("too_large")
+    return _checked(base**exponent)
+
+
+def _call(name: str, arguments: list[Number]) -> Number:
+    counts = arguments if name in _COUNTING else arguments[1:] if name == "round" else []
+    if any(abs(count) > MAX_COUNT for count in counts):
+        _refuse("too_large")
+    try:
+        return _checked(_FUNCTIONS[name](*arguments))
+    except (TypeError, ValueError):
+        _refuse("math")
+
+
+def _text(value: Number) -> str:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(value) if isinstance(value, int) else f"{value:.12g}"
+
+
+_CONSTANTS: dict[str, float] = {"pi": math.pi, "e": math.e}
+
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "abs": abs,
+    "round": round,
+    "min": min,
+    "max": max,
+    "sqrt": math.sqrt,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "gcd": math.gcd,
+    "lcm": math.lcm,
+    "factorial": math.factorial,
+    "comb": math.comb,
+    "perm": math.perm,
+    "log": math.log,
+    "log2": math.log2,
+    "log10": math.log10,
+    "exp": math.exp,
+    "sin": math.sin,
+    "cos": math.cos,
+    "tan": math.tan,
+    "asin": math.asin,
+    "acos": math.acos,
+    "atan": math.atan,
+}
+
+_COUNTING = frozenset({"factorial", "comb", "perm"})
