@@ -1,0 +1,346 @@
+"""The answers of the endpoints, field by field where vLLM 0.32 puts them.
+
+Token ids: `prompt_token_ids` stands at the top of a chat answer and of its first chunk, but inside
+the choice in completions; `token_ids` always stands in the choice. The end-of-turn token is among
+the ids and logprobs and has no text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import Any
+
+import msgspec
+
+from .completion import Completion
+from .requests import Body, ChatBody, CompletionBody, GenerateBody
+from .tokenizer import Prompt, SimTokenizer, call_spans, parsed
+
+MODEL = "sim"
+FINGERPRINT = "envserver-sim"
+
+Json = dict[str, Any]
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """A prompt with its answers, one for each of `n`."""
+
+    prompt: Prompt
+    completions: list[Completion]
+
+
+class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """One chat request, answered. `choice` is how tools may be used (see requests.check_chat)."""
+
+    tokenizer: SimTokenizer
+    body: ChatBody
+    choice: str
+    sampled: Sampled
+    created: int
+
+    def whole(self) -> Json:
+        """The answer at once."""
+        prompt = self.sampled.prompt
+        scored = _prompt_logprobs(self.tokenizer, prompt, self.body.prompt_logprobs)
+        return {
+            **self._head("chat.completion"),
+            "choices": [
+                self._choice(index, completion)
+                for index, completion in enumerate(self.sampled.completions)
+            ],
+            "usage": usage([self.sampled]),
+            "prompt_logprobs": scored,
+            "prompt_token_ids": prompt.ids if self.body.return_token_ids else None,
+        }
+
+    def chunks(self) -> Iterator[Json]:
+        """The answer token by token; of several choices one token each in turn."""
+        head = self._head("chat.completion.chunk")
+        for index in range(len(self.sampled.completions)):
+            delta = {"role": "assistant", "content": ""}
+            first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            ids = {"prompt_token_ids": self.sampled.prompt.ids}
+            yield {**head, "choices": [first], **(ids if self.body.return_token_ids else {})}
+        for choices in zip_longest(*map(self._steps, range(len(self.sampled.completions)))):
+            yield from ({**head, "choices": [choice]} for choice in choices if choice is not None)
+        if self.body.stream_options and self.body.stream_options.include_usage:
+            yield {**head, "choices": [], "usage": usage([self.sampled])}
+
+    def _head(self, kind: str) -> Json:
+        return {
+            "id": f"chatcmpl-{self.sampled.completions[0].key}",
+            "object": kind,
+            "created": self.created,
+            "model": MODEL,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+    def _parsed(self, completion: Completion) -> tuple[str | None, list[Json]]:
+        """Content and calls; without tools in the request nothing is read as a call."""
+        if self.choice == "none":
+            return completion.text, []
+        content, calls = parsed(completion.text)
+        return content, [
+            {
+                "id": f"call_{_digest(f'{completion.key}-{place}', 12)}",
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for place, (name, arguments) in enumerate(calls)
+        ]
+
+    def _finish(self, completion: Completion, calls: list[Json]) -> str:
+        named = self.choice not in ("none", "auto", "required")
+        return "tool_calls" if calls and not named else completion.finish
+
+    def _choice(self, index: int, completion: Completion) -> Json:
+        content, calls = self._parsed(completion)
+        message: Json = {"role": "assistant", "content": content}
+        if calls:
+            message["tool_calls"] = calls
+        choice = {
+            "index": index,
+            "message": message,
+            "logprobs": {"content": self._logprobs(completion)} if self.body.logprobs else None,
+            "finish_reason": self._finish(completion, calls),
+            "stop_reason": completion.stop_reason,
+        }
+        return choice | ({"token_ids": completion.ids} if self.body.return_token_ids else {})
+
+    def _logprobs(self, completion: Completion) -> list[Json]:
+        top = self.body.top_logprobs or 0
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+
+        def entry(index: int, logprob: float) -> Json:
+            token = _name(self.tokenizer, index, as_ids)
+            return {
+                "token": token,
+                "logprob": logprob,
+                "bytes": list(self.tokenizer.bytes_of[index]),
+            }
+
+        rows = _ranked(self.tokenizer, self.sampled.prompt, completion, top)
+        return [
+            {**entry(*row[0]), "top_logprobs": [entry(*pair) for pair in row[:top]]} for row in rows
+        ]
+
+    def _steps(self, number: int) -> Iterator[Json]:
+        """The choices of the chunks of one completion, one a token."""
+        completion = self.sampled.completions[number]
+        _, calls = self._parsed(completion)
+        scored = self._logprobs(completion) if self.body.logprobs else None
+        last = len(completion.ids) - 1
+        for place, delta in enumerate(_deltas(self.tokenizer, completion, calls)):
+            choice = {
+                "index": number,
+                "delta": delta,
+                "logprobs": {"content": [scored[place]]} if scored else None,
+                "finish_reason": None if place < last else self._finish(completion, calls),
+            }
+            if place == last:
+                choice["stop_reason"] = completion.stop_reason
+            if self.body.return_token_ids:
+                choice["token_ids"] = [completion.ids[place]]
+            yield choice
+
+
+class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """One request to completions, answered: its prompts in order, each with `n` choices."""
+
+    tokenizer: SimTokenizer
+    body: CompletionBody
+    sampled: list[Sampled]
+    created: int
+
+    def whole(self) -> Json:
+        """The answer at once."""
+        choices = [self._choice(prompt, completion) for prompt, completion in self._pairs()]
+        for index, choice in enumerate(choices):
+            choice["index"] = index
+        return {**self._head(), "choices": choices, "usage": usage(self.sampled)}
+
+    def chunks(self) -> Iterator[Json]:
+        """The answer token by token; of several choices one token each in turn."""
+        head = self._head()
+        steps = [self._steps(index, *pair) for index, pair in enumerate(self._pairs())]
+        for choices in zip_longest(*steps):
+            yield from ({**head, "choices": [choice]} for choice in choices if choice is not None)
+        if self.body.stream_options and self.body.stream_options.include_usage:
+            yield {**head, "choices": [], "usage": usage(self.sampled)}
+
+    def _pairs(self) -> list[tuple[Prompt, Completion]]:
+        return [(one.prompt, completion) for one in self.sampled for completion in one.completions]
+
+    def _head(self) -> Json:
+        return {
+            "id": f"cmpl-{self.sampled[0].completions[0].key}",
+            "object": "text_completion",
+            "created": self.created,
+            "model": MODEL,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+    def _choice(self, prompt: Prompt, completion: Completion) -> Json:
+        scored = _prompt_logprobs(self.tokenizer, prompt, self.body.prompt_logprobs)
+        return {
+            "index": 0,
+            "text": completion.text,
+            "logprobs": self._logprobs(prompt, completion),
+            "finish_reason": completion.finish,
+            "stop_reason": completion.stop_reason,
+            "prompt_logprobs": scored,
+            "prompt_token_ids": prompt.ids if self.body.return_token_ids else None,
+            "token_ids": completion.ids if self.body.return_token_ids else None,
+        }
+
+    def _logprobs(self, prompt: Prompt, completion: Completion) -> Json | None:
+        if self.body.logprobs is None or self.body.logprobs is False:
+            return None
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        rows = _ranked(self.tokenizer, prompt, completion, int(self.body.logprobs))
+        tokens = [_name(self.tokenizer, index, as_ids) for index in completion.ids]
+        offsets, end = [], 0
+        for token in tokens:
+            offsets.append(end)
+            end += len(token)
+        return {
+            "text_offset": offsets,
+            "token_logprobs": completion.logprobs,
+            "tokens": tokens,
+            "top_logprobs": [_by_name(self.tokenizer, row, as_ids) for row in rows],
+        }
+
+    def _steps(self, number: int, prompt: Prompt, completion: Completion) -> Iterator[Json]:
+        logprobs = self._logprobs(prompt, completion)
+        last = len(completion.ids) - 1
+        for place, delta in enumerate(_deltas(self.tokenizer, completion, [])):
+            here = slice(place, place + 1)
+            choice: Json = {
+                "index": number,
+                "text": delta.get("content", ""),
+                "logprobs": logprobs and {name: values[here] for name, values in logprobs.items()},
+                "finish_reason": completion.finish if place == last else None,
+                "stop_reason": completion.stop_reason if place == last else None,
+            }
+            if self.body.return_token_ids:
+                choice["prompt_token_ids"] = prompt.ids if place == 0 else None
+                choice["token_ids"] = completion.ids[here]
+            yield choice
+
+
+class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """One request to Atropos's `/generate`, answered; it has no chunks."""
+
+    tokenizer: SimTokenizer
+    body: GenerateBody
+    sampled: Sampled
+
+    def whole(self) -> Json:
+        """The answer at once; each position of `logprobs` is a list of one `{id: logprob}`."""
+        completions = self.sampled.completions
+        answer: Json = {
+            "text": [completion.text for completion in completions],
+            "prompt": self.sampled.prompt.text,
+            "finish_reasons": [completion.finish for completion in completions],
+            "prompt_token_ids": self.sampled.prompt.ids,
+            "token_ids": [completion.ids for completion in completions],
+        }
+        if self.body.logprobs is not None and self.body.logprobs is not False:
+            answer["logprobs"] = [
+                [
+                    [{str(index): logprob for index, logprob in row}]
+                    for row in _ranked(
+                        self.tokenizer, self.sampled.prompt, completion, int(self.body.logprobs)
+                    )
+                ]
+                for completion in completions
+            ]
+        return answer
+
+
+def usage(sampled: list[Sampled]) -> Json:
+    """Tokens of all prompts and all answers."""
+    asked = sum(len(one.prompt.ids) for one in sampled)
+    said = sum(len(completion.ids) for one in sampled for completion in one.completions)
+    return {"prompt_tokens": asked, "total_tokens": asked + said, "completion_tokens": said}
+
+
+def wants_stream(body: Body) -> bool:
+    """Whether the answer is to be sent in chunks."""
+    return bool(body.stream) and not isinstance(body, GenerateBody)
+
+
+def _ranked(
+    tokenizer: SimTokenizer, prompt: Prompt, completion: Completion, top: int
+) -> list[list[tuple[int, float]]]:
+    """Per token its id and logprob, then those of likely others: `top` in all, at least one."""
+    sampled = list(zip(completion.ids, completion.logprobs, strict=True))
+    if top < 2:
+        return [[pair] for pair in sampled]
+    others = tokenizer.logits.alternatives(prompt.fold, len(prompt.ids), completion.ids, top - 1)
+    return [[pair, *rest] for pair, rest in zip(sampled, others, strict=True)]
+
+
+def _prompt_logprobs(
+    tokenizer: SimTokenizer, prompt: Prompt, top: int | None
+) -> list[Json | None] | None:
+    if top is None:
+        return None
+    scores = tokenizer.logits.score(0, 0, prompt.ids).tolist()
+    others: list[list[tuple[int, float]]] = [[] for _ in prompt.ids]
+    if top > 1:
+        others = tokenizer.logits.alternatives(0, 0, prompt.ids, top - 1)
+    rows: list[Json | None] = [
+        {
+            str(index): {"logprob": value, "rank": rank, "decoded_token": tokenizer.strings[index]}
+            for rank, (index, value) in enumerate([(token, score), *rest], start=1)
+        }
+        for token, score, rest in zip(prompt.ids, scores, others, strict=True)
+    ]
+    return [None, *rows[1:]]
+
+
+def _deltas(tokenizer: SimTokenizer, completion: Completion, calls: list[Json]) -> Iterator[Json]:
+    """What each token adds to the message; the marks around calls add nothing."""
+    text = completion.text
+    _, ends = tokenizer.offsets(completion.ids)
+    spans = call_spans(text, [call["function"] for call in calls])
+    content_end = spans[0].opens if spans else len(text)
+    before = 0
+    for place, end in enumerate(ends):
+        now = len(text) if place == len(ends) - 1 else min(end, len(text))
+        delta: Json = {}
+        if not calls or before < content_end:
+            delta["content"] = text[before : min(now, content_end)]
+        pieces = []
+        for number, (span, call) in enumerate(zip(spans, calls, strict=True)):
+            piece: Json = {}
+            if before < span.start <= now:
+                name = call["function"]["name"]
+                piece = {"id": call["id"], "type": "function", "function": {"name": name}}
+            arguments = text[max(before, span.start) : min(now, span.end)]
+            if piece or arguments:
+                function = {**piece.get("function", {}), "arguments": arguments}
+                pieces.append({"index": number, **piece, "function": function})
+        if pieces:
+            delta["tool_calls"] = pieces
+        yield delta
+        before = now
+
+
+def _name(tokenizer: SimTokenizer, index: int, as_ids: bool) -> str:
+    return f"token_id:{index}" if as_ids else tokenizer.strings[index]
+
+
+def _by_name(tokenizer: SimTokenizer, row: list[tuple[int, float]], as_ids: bool) -> Json:
+    """Logprobs by token; of tokens that are written alike (broken UTF-8) the likelier counts."""
+    named: Json = {}
+    for index, value in row:
+        named.setdefault(_name(tokenizer, index, as_ids), value)
+    return named
+
+
+def _digest(text: str, size: int) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()

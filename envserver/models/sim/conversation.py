@@ -1,0 +1,142 @@
+"""What is being talked about, from the messages of a chat request or from the text of a prompt.
+
+Both ways lead to the same conversation, so that the policy says the same whether an agent sends
+messages or a proxy sends the ids of the rendered prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from ...errors import EngineRefused
+from ...records import Message
+from .tokenizer import IM_END, IM_START, canonical_arguments, parsed
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """Messages with text contents, and the tools in OpenAI's shape that were offered with them."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+
+    def turn(self) -> int:
+        """How many turns the assistant has had."""
+        return sum(message["role"] == "assistant" for message in self.messages)
+
+
+def refusal(message: str, *, param: str | None = None, status: int = 400) -> EngineRefused:
+    """HTTP 4xx as the engine's client sees it."""
+    return EngineRefused(message, status=status, param=param)
+
+
+def plain_messages(messages: list[dict[str, Any]]) -> list[Message]:
+    """The messages with contents as text and the arguments of calls as canonical JSON.
+
+    Raises:
+        EngineRefused: a role is missing, a content is neither text nor parts of text, a call has
+            no function name.
+    """
+    if not messages:
+        raise refusal("There must be at least one message.", param="messages")
+    return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def checked_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """The tools of a request.
+
+    Raises:
+        EngineRefused: there are none in the list, or one is no function with a name.
+    """
+    if tools is not None and not tools:
+        raise refusal("`tools` must not be empty; leave it out instead.", param="tools")
+    for index, tool in enumerate(tools or []):
+        if not _is_tool(tool):
+            raise refusal("A tool needs type 'function' and a name.", param=f"tools[{index}]")
+    return tools or []
+
+
+def conversation_of_text(text: str) -> Conversation:
+    """The conversation that a rendered prompt shows; a text without ChatML is a user's message."""
+    blocks = text.split(IM_START)[1:]
+    messages: list[Message] = []
+    for block in blocks:
+        role, _, content = block.partition("\n")
+        content, closed, _ = content.rpartition(IM_END)
+        if closed:
+            messages.append(_read_back(role, content))
+    if not messages:
+        return Conversation([{"role": "user", "content": text}], [])
+    return Conversation(messages, _offered(messages))
+
+
+def _plain(message: dict[str, Any], place: str) -> Message:
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise refusal("A message needs a role.", param=f"{place}.role")
+    plain: Message = {"role": role, "content": _text(message.get("content"), f"{place}.content")}
+    calls = message.get("tool_calls")
+    if calls:
+        if not isinstance(calls, list):
+            raise refusal("`tool_calls` must be a list.", param=f"{place}.tool_calls")
+        plain["tool_calls"] = [
+            _plain_call(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(calls)
+        ]
+    return plain
+
+
+def _text(content: Any, place: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+            return "".join(str(text) for text in texts)
+    raise refusal("The simulated engine reads text only.", param=place)
+
+
+def _plain_call(call: Any, place: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise refusal("A tool call needs a function with a name.", param=place)
+    arguments = function.get("arguments") or "{}"
+    try:
+        arguments = canonical_arguments(arguments)
+    except ValueError:
+        # Another model may have written them: what cannot be read is shown as it is.
+        if not isinstance(arguments, str):
+            raise refusal("The arguments of a call must be JSON.", param=place) from None
+    return {"function": {"name": function["name"], "arguments": arguments}}
+
+
+def _is_tool(tool: Any) -> bool:
+    if not isinstance(tool, dict) or tool.get("type", "function") != "function":
+        return False
+    function = tool.get("function")
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _read_back(role: str, content: str) -> Message:
+    if role == "tool":
+        content = content.removeprefix("<tool_response>\n").removesuffix("\n</tool_response>")
+    if role != "assistant":
+        return {"role": role, "content": content}
+    said, calls = parsed(content)
+    message: Message = {"role": role, "content": said or ""}
+    if calls:
+        message["tool_calls"] = [{"function": {"name": n, "arguments": a}} for n, a in calls]
+    return message
+
+
+def _offered(messages: list[Message]) -> list[dict[str, Any]]:
+    first = messages[0]
+    if first["role"] != "system" or "\n<tools>\n" not in first["content"]:
+        return []
+    listing = first["content"].rpartition("\n<tools>\n")[2].partition("\n</tools>\n")[0]
+    try:
+        tools = [json.loads(line) for line in listing.splitlines()]
+    except ValueError:
+        return []
+    return [tool for tool in tools if _is_tool(tool)]

@@ -1,0 +1,235 @@
+"""What the simulated model says next: a script with chance in it, no language model.
+
+In flow the conversation and what the request allows, out flows the text of the next assistant turn.
+What always holds: the same seed, key and conversation give the same text; calls name a tool of the
+request and have canonical arguments; the text holds no special token.
+
+With a demonstration the policy plays it turn by turn, in words of its own around it, and answers
+right with the configured probability; else the last turn's answer is spoiled. Without one it
+babbles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from typing import Any
+
+import msgspec
+
+from ...errors import EngineRefused
+from ...records import Message
+from .conversation import Conversation, refusal
+from .schema_values import drawn_value
+from .solver import Solver
+from .spoil import spoiled_arguments, spoiled_text
+from .tokenizer import END_OF_TEXT, IM_END, IM_START, assistant_text, canonical_arguments
+from .wording import CLOSERS, NOUNS, OPENERS, VERBS
+
+_BABBLED_TURNS = 6
+"""After so many turns without a demonstration the policy calls no more tools."""
+_NOT_PROSE = ("{", "[", "<")
+"""Answers that begin so are read by programs: nothing is put before them."""
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One assistant message: text, and calls as name and canonical JSON arguments."""
+
+    content: str
+    calls: tuple[tuple[str, str], ...] = ()
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer must obey.
+
+    Args:
+        rollout_id: "" where there is none.
+        choice: "none", "auto", "required" or the name of a tool that must be called.
+        parallel: whether several calls in one turn are allowed.
+        response_format: OpenAI's field.
+    """
+
+    rollout_id: str = ""
+    choice: str = "none"
+    parallel: bool = True
+    response_format: dict[str, Any] | None = None
+
+
+class Policy:
+    """See the module. `solve_probability` is in [0, 1]."""
+
+    def __init__(self, seed: int, solve_probability: float, solver: Solver | None) -> None:
+        self._seed = seed
+        self._solve_probability = solve_probability
+        self._solver = solver
+
+    def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> str:
+        """The text of the next assistant turn.
+
+        Args:
+            fate: decides whether the task is solved; equal for all turns of a rollout.
+            key: decides the words.
+
+        Raises:
+            EngineRefused: the demonstration or the schema of a tool cannot be used.
+        """
+        rng = generator(self._seed, "words", key)
+        tools = _callable_tools(conversation, wish)
+        script = self._script(conversation, wish, tools)
+        if script:
+            turn = self._played(script, conversation.turn(), wish, fate, rng)
+        else:
+            turn = _babble(conversation.turn(), tools, wish, rng)
+        if wish.choice not in ("none", "auto") and not turn.calls:
+            turn = Turn(turn.content, (_drawn_call(tools, rng),))
+        if not wish.parallel:
+            turn = Turn(turn.content, turn.calls[:1])
+        return without_specials(assistant_text(_message(turn)))
+
+    def _script(self, conversation: Conversation, wish: Wish, tools: dict[str, Any]) -> list[Turn]:
+        if self._solver is None:
+            return []
+        turns = self._solver.solve(conversation.messages, wish.rollout_id)
+        return playable([_turn(message) for message in turns], set(tools)) if turns else []
+
+    def _played(
+        self, script: list[Turn], index: int, wish: Wish, fate: str, rng: random.Random
+    ) -> Turn:
+        last = len(script) - 1
+        turn = script[min(index, last)]
+        if index >= last and not self._solves(fate):
+            turn = spoiled(turn, generator(self._seed, "spoil", fate))
+        if index > last:
+            return Turn(f"{rng.choice(CLOSERS)}\n{as_text(turn)}")
+        return turn if wish.response_format else worded(turn, rng)
+
+    def _solves(self, fate: str) -> bool:
+        return generator(self._seed, "solve", fate).random() < self._solve_probability
+
+
+def generator(seed: int, purpose: str, key: str) -> random.Random:
+    """Chance that is the same on every machine for the same arguments."""
+    digest = hashlib.blake2b(f"{seed}|{purpose}|{key}".encode(), digest_size=8).digest()
+    return random.Random(int.from_bytes(digest, "little"))
+
+
+def playable(turns: list[Turn], names: set[str]) -> list[Turn]:
+    """The turns that can be played with these tools.
+
+    A turn that calls another tool is left out, but for the last, which then says its answer.
+    """
+    kept = [turn for turn in turns[:-1] if _callable(turn, names)]
+    final = turns[-1]
+    return [*kept, final if _callable(final, names) else Turn(as_text(final))]
+
+
+def as_text(turn: Turn) -> str:
+    """A turn without calls: `finish(answer=...)` becomes `\\boxed{...}`."""
+    if not turn.calls or "\\boxed{" in turn.content:
+        return turn.content
+    arguments = json.loads(turn.calls[-1][1])
+    if isinstance(arguments, dict) and "answer" in arguments:
+        answer = f"\\boxed{{{arguments['answer']}}}"
+        return f"{turn.content}\n{answer}" if turn.content else answer
+    return turn.content or json.dumps(arguments, ensure_ascii=False)
+
+
+def spoiled(turn: Turn, rng: random.Random) -> Turn:
+    """The turn with its answer made wrong: that of the last call, else that of the text."""
+    if not turn.calls:
+        return Turn(spoiled_text(turn.content, rng))
+    *others, (name, arguments) = turn.calls
+    wrong = canonical_arguments(spoiled_arguments(json.loads(arguments), rng))
+    content = spoiled_text(turn.content, rng) if "\\boxed{" in turn.content else turn.content
+    return Turn(content, (*others, (name, wrong)))
+
+
+def worded(turn: Turn, rng: random.Random) -> Turn:
+    """The turn with up to three sentences before it, on a line of their own."""
+    if turn.content.startswith(_NOT_PROSE):
+        return turn
+    openers = rng.sample(OPENERS, rng.choice((0, 1, 1, 2, 2, 3)))
+    lines = [" ".join(openers), turn.content]
+    return Turn("\n".join(line for line in lines if line), turn.calls)
+
+
+def without_specials(text: str) -> str:
+    """`text` without anything that would become a special token."""
+    while any(special in text for special in (END_OF_TEXT, IM_START, IM_END)):
+        for special in (END_OF_TEXT, IM_START, IM_END):
+            text = text.replace(special, "")
+    return text
+
+
+def _turn(message: Message) -> Turn:
+    try:
+        calls = tuple(
+            (call["function"]["name"], canonical_arguments(call["function"]["arguments"]))
+            for call in message.get("tool_calls") or ()
+        )
+        text = f"{message.get('content') or ''}"
+        "".join([text, *(part for call in calls for part in call)]).encode()
+        return Turn(text, calls)
+    except (ValueError, KeyError, TypeError) as error:
+        raise refusal(
+            f"The demonstration holds a message that cannot be played: {error}"
+        ) from error
+
+
+def _message(turn: Turn) -> Message:
+    calls = [{"function": {"name": name, "arguments": text}} for name, text in turn.calls]
+    return {"role": "assistant", "content": turn.content, "tool_calls": calls}
+
+
+def _callable(turn: Turn, names: set[str]) -> bool:
+    return all(name in names for name, _ in turn.calls)
+
+
+def _callable_tools(conversation: Conversation, wish: Wish) -> dict[str, Any]:
+    """Schemas of the tools that may be called, by name."""
+    if wish.choice == "none":
+        return {}
+    schemas = {
+        tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"}
+        for tool in conversation.tools
+    }
+    if wish.choice in schemas:
+        return {wish.choice: schemas[wish.choice]}
+    return schemas
+
+
+def _babble(index: int, tools: dict[str, Any], wish: Wish, rng: random.Random) -> Turn:
+    if wish.response_format and wish.response_format.get("type", "text") != "text":
+        return Turn(_json_babble(wish.response_format, rng))
+    sentences = [
+        f"The {rng.choice(NOUNS)} {rng.choice(VERBS)} the {rng.choice(NOUNS)}."
+        for _ in range(rng.randint(1, 5))
+    ]
+    calls = []
+    if tools and index < _BABBLED_TURNS and rng.random() < 0.5:
+        calls = [_drawn_call(tools, rng) for _ in range(2 if rng.random() < 0.15 else 1)]
+        sentences = sentences[: rng.randint(0, 2)]
+    return Turn(" ".join(sentences), tuple(calls))
+
+
+def _json_babble(response_format: dict[str, Any], rng: random.Random) -> str:
+    described = response_format.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    return json.dumps(
+        _drawn(schema or {"type": "object"}, rng, "response_format"), ensure_ascii=False
+    )
+
+
+def _drawn_call(tools: dict[str, Any], rng: random.Random) -> tuple[str, str]:
+    name = rng.choice(list(tools))
+    return name, canonical_arguments(_drawn(tools[name], rng, f"tools: {name}"))
+
+
+def _drawn(schema: Any, rng: random.Random, place: str) -> Any:
+    try:
+        return drawn_value(schema, rng)
+    except EngineRefused:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        raise refusal(f"This is no usable JSON schema: {error}", param=place) from error

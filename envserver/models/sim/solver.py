@@ -1,0 +1,98 @@
+"""Where the simulated policy gets right answers from: an environment's demonstrations."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Protocol
+
+from ...records import Message
+
+_REMEMBERED_TEXTS = 4096
+
+
+class Solver(Protocol):
+    """Finds the demonstration of the task that a conversation is about."""
+
+    def solve(self, messages: list[Message], rollout_id: str) -> list[Message] | None:
+        """The assistant's messages that solve it, one a turn, or None where none is known.
+
+        `rollout_id` is "" where requests come from outside. Called for every request, on the event
+        loop: it must be quick.
+        """
+
+
+class RolloutSolver:
+    """Demonstrations by rollout, told by whoever starts the rollouts."""
+
+    def __init__(self) -> None:
+        self._turns: dict[str, list[Message]] = {}
+
+    def assign(self, rollout_id: str, turns: list[Message] | None) -> None:
+        """What solves the task of `rollout_id`; None: nothing does."""
+        if turns:
+            self._turns[rollout_id] = turns
+        else:
+            self.forget(rollout_id)
+
+    def forget(self, rollout_id: str) -> None:
+        """The rollout is over; unknown ones are no error."""
+        self._turns.pop(rollout_id, None)
+
+    def solve(self, messages: list[Message], rollout_id: str) -> list[Message] | None:
+        """See Solver."""
+        return self._turns.get(rollout_id)
+
+
+class TextSolver:
+    """Demonstrations by the question's text, which must occur in a user's message.
+
+    The last user message with a known question decides, and in it the question that ends last (a
+    prompt may show others as examples), the longer of two that end together.
+
+    Args:
+        tasks: question and demonstration; of equal questions the last counts, empty ones do not.
+    """
+
+    def __init__(self, tasks: Iterable[tuple[str, list[Message]]]) -> None:
+        self._turns = {text.strip(): turns for text, turns in tasks if text.strip()}
+        # Questions by their last characters, so that a message is searched for all of them at once.
+        self._by_ending: dict[int, dict[str, list[str]]] = {}
+        for question in sorted(self._turns, key=len, reverse=True):
+            length = min(len(question), 24)
+            endings = self._by_ending.setdefault(length, {})
+            endings.setdefault(question[-length:], []).append(question)
+        self._found: OrderedDict[str, list[Message] | None] = OrderedDict()
+
+    def solve(self, messages: list[Message], rollout_id: str) -> list[Message] | None:
+        """See Solver."""
+        for message in reversed(messages):
+            if message.get("role") == "user":
+                turns = self._remembered(str(message.get("content") or ""))
+                if turns is not None:
+                    return turns
+        return None
+
+    def _remembered(self, text: str) -> list[Message] | None:
+        if text in self._found:
+            self._found.move_to_end(text)
+            return self._found[text]
+        question = self._last_question(text)
+        turns = None if question is None else self._turns[question]
+        self._found[text] = turns
+        if len(self._found) > _REMEMBERED_TEXTS:
+            self._found.popitem(last=False)
+        return turns
+
+    def _last_question(self, text: str) -> str | None:
+        for end in range(len(text), 0, -1):
+            here = [
+                question
+                for length, endings in self._by_ending.items()
+                if length <= end
+                for question in endings.get(text[end - length : end], ())
+                if text.endswith(question, 0, end)
+            ]
+            if here:
+                return max(here, key=len)
+        return None

@@ -1,0 +1,97 @@
+"""A wrong answer from a right one: one digit or letter becomes another, the shape stays."""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+from typing import Any
+
+_OPPOSITES = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
+_WORD = re.compile(r"[^\W\d_]+")
+_COMMAND_OR_WORD = re.compile(r"\\[a-zA-Z]+|[^\W\d_]+")
+_BOXED = "\\boxed{"
+
+
+def spoiled_text(text: str, rng: random.Random) -> str:
+    """`text` with its last `\\boxed{}` made wrong, else its last number, else its last word."""
+    span = _last_boxed(text)
+    if span is None:
+        span = _last_answer(text)
+    start, end = span
+    return text[:start] + spoiled_answer(text[start:end], rng) + text[end:]
+
+
+def spoiled_answer(answer: str, rng: random.Random) -> str:
+    """An answer of the same shape that is never equal to `answer`, nor to it as a number."""
+    lower = answer.strip().lower()
+    if lower in _OPPOSITES:
+        return _OPPOSITES[lower]
+    digits = [match.start() for match in re.finditer("[0-9]", answer)]
+    if digits:
+        return _with_other_digit(answer, digits[0], rng)
+    words = [m for m in _COMMAND_OR_WORD.finditer(answer) if not m.group().startswith("\\")]
+    if words:
+        return _with_other_letter(answer, words[0], rng)
+    return f"{answer}{rng.choice('123456789')}"
+
+
+def spoiled_arguments(arguments: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """The arguments of the last call with `answer`, or else the longest value, made wrong."""
+    if not arguments:
+        return arguments
+    name = (
+        "answer"
+        if "answer" in arguments
+        else max(arguments, key=lambda key: len(str(arguments[key])))
+    )
+    return {**arguments, name: _spoiled_value(arguments[name], rng)}
+
+
+def _spoiled_value(value: Any, rng: random.Random) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + rng.randint(1, 9)
+    if isinstance(value, str):
+        return spoiled_answer(value, rng)
+    if isinstance(value, list) and value:
+        return [_spoiled_value(value[0], rng), *value[1:]]
+    if isinstance(value, dict):
+        return spoiled_arguments(value, rng)
+    return value
+
+
+def _with_other_digit(answer: str, place: int, rng: random.Random) -> str:
+    old = answer[place]
+    # A leading digit that became 0 would change how the number is written, not only its value.
+    new = rng.choice([digit for digit in "123456789" if digit != old])
+    return answer[:place] + new + answer[place + 1 :]
+
+
+def _with_other_letter(answer: str, word: re.Match[str], rng: random.Random) -> str:
+    old = word.group()[0]
+    option = len(answer.strip()) == 1 and old.upper() in "ABCDE"
+    letters = "ABCDE" if option else string.ascii_uppercase
+    new = rng.choice([letter for letter in letters if letter != old.upper()])
+    place = word.start()
+    return answer[:place] + (new if old.isupper() else new.lower()) + answer[place + 1 :]
+
+
+def _last_boxed(text: str) -> tuple[int, int] | None:
+    """Where the inside of the last balanced `\\boxed{}` stands."""
+    start = text.rfind(_BOXED)
+    while start >= 0:
+        depth = 0
+        for place in range(start + len(_BOXED) - 1, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[place], 0)
+            if depth == 0:
+                return start + len(_BOXED), place
+        start = text.rfind(_BOXED, 0, start)
+    return None
+
+
+def _last_answer(text: str) -> tuple[int, int]:
+    numbers = list(re.finditer(r"[0-9][0-9.,/]*", text))
+    found = numbers or list(_WORD.finditer(text))
+    return found[-1].span() if found else (len(text), len(text))

@@ -1,0 +1,254 @@
+"""Text to token ids and back, and messages to the prompt's text and back.
+
+What always holds:
+- the ids of a text are the ids of its lines and special tokens put one after the other, so a prompt
+  followed by a completion has the ids of the one followed by the ids of the other;
+- `parsed(text)` gives the message that `assistant_text` turns into exactly `text` again.
+Together: a conversation to which the returned message is appended unchanged has a prompt that
+begins with the ids of the earlier prompt and completion.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from ...records import Message
+from .logprobs import Logits
+
+ASSETS = Path(__file__).parent / "assets"
+"""The folder with tokenizer.json and tokenizer_config.json."""
+END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+MAX_MODEL_LEN = 32_768
+"""Tokens of prompt and completion together."""
+
+_CALL_OPENS, _CALL_CLOSES = "<tool_call>\n", "\n</tool_call>"
+_CACHED_BLOCKS = 4096
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """What the engine continues: its ids, the fold of the ids (see logprobs.py) and its text."""
+
+    ids: list[int]
+    fold: int
+    text: str
+
+
+class SimTokenizer:
+    """The shipped byte-level BPE with its ChatML template; loads in some milliseconds."""
+
+    def __init__(self) -> None:
+        self._bpe = Tokenizer.from_file(str(ASSETS / "tokenizer.json"))
+        self.size: int = self._bpe.get_vocab_size()
+        self.logits = Logits(self.size, MAX_MODEL_LEN)
+        specials = self._bpe.get_added_tokens_decoder()
+        self.special_ids = frozenset(specials)
+        self.im_end: int = next(i for i, token in specials.items() if token.content == IM_END)
+        self.bytes_of = [self._bytes(index) for index in range(self.size)]
+        self.strings = [piece.decode("utf-8", "replace") for piece in self.bytes_of]
+        self._block = lru_cache(maxsize=_CACHED_BLOCKS)(self._encoded_block)
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.filters["tojson"] = _to_json
+        source = (ASSETS / "chat_template.jinja").read_text(encoding="utf-8")
+        self._template = environment.from_string(source)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`; special tokens written out in it become special ids.
+
+        Raises:
+            UnicodeEncodeError: `text` holds unpaired surrogates.
+        """
+        text.encode()
+        ids: list[int] = self._bpe.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def prompt(self, text: str) -> Prompt:
+        """`encode`, quick for a text that shares its messages with earlier ones."""
+        text.encode()
+        head, *rest = text.split(IM_START)
+        ids: list[int] = []
+        fold = 0
+        for block in [head, *(IM_START + block for block in rest)]:
+            if block:
+                block_ids, block_fold = self._block(block)
+                if len(ids) + len(block_ids) > MAX_MODEL_LEN:
+                    return Prompt(self.encode(text), 0, text)
+                fold = self.logits.joined(fold, len(ids), block_fold)
+                ids += block_ids
+        return Prompt(ids, fold, text)
+
+    def prompt_of_ids(self, ids: list[int]) -> Prompt:
+        """A prompt that came as ids, each below `size`."""
+        fold = self.logits.fold(ids) if len(ids) <= MAX_MODEL_LEN else 0
+        return Prompt(ids, fold, self.decode(ids, special=True))
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of `ids`: broken UTF-8 becomes U+FFFD; special tokens only if asked for."""
+        skipped = () if special else self.special_ids
+        pieces = [self.bytes_of[index] for index in ids if index not in skipped]
+        return b"".join(pieces).decode("utf-8", "replace")
+
+    def offsets(self, ids: Sequence[int]) -> tuple[str, list[int]]:
+        """The text of `ids` without special tokens, and how long it is after each of them.
+
+        A character counts from the token that completes it; one that none completes is left out.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        pieces = [
+            "" if index in self.special_ids else decoder.decode(self.bytes_of[index])
+            for index in ids
+        ]
+        ends, end = [], 0
+        for piece in pieces:
+            end += len(piece)
+            ends.append(end)
+        return "".join(pieces), ends
+
+    def render(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt's text; contents are texts, arguments of calls JSON text or objects."""
+        return self._template.render(
+            messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt
+        )
+
+    def _bytes(self, index: int) -> bytes:
+        token = self._bpe.id_to_token(index) or ""
+        if index in self.special_ids:
+            return token.encode()
+        return bytes(_BYTE_OF[character] for character in token)
+
+    def _encoded_block(self, block: str) -> tuple[list[int], int]:
+        ids: list[int] = self._bpe.encode(block, add_special_tokens=False).ids
+        return ids, self.logits.fold(ids) if len(ids) <= MAX_MODEL_LEN else 0
+
+
+@lru_cache(maxsize=1)
+def shared_tokenizer() -> SimTokenizer:
+    """One tokenizer for all engines of this process; it never changes."""
+    return SimTokenizer()
+
+
+def canonical_arguments(arguments: Any) -> str:
+    """Arguments of a call, JSON text or an object, in the one form that is written and returned.
+
+    Raises:
+        ValueError: they are no JSON, or nested too deep.
+    """
+    try:
+        text = arguments if isinstance(arguments, str) else _to_json(arguments)
+        return _to_json(_DECODER.decode(text))
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"arguments are no JSON: {error}") from error
+
+
+def assistant_text(message: Message) -> str:
+    """What the model writes for `message`; arguments of calls must be canonical JSON text."""
+    content = message.get("content") or ""
+    calls = [
+        f'{_CALL_OPENS}{{"name": {_to_json(call["function"]["name"])}, '
+        f'"arguments": {call["function"]["arguments"]}}}{_CALL_CLOSES}'
+        for call in message.get("tool_calls") or ()
+    ]
+    return "\n".join([content, *calls] if content else calls)
+
+
+def parsed(text: str) -> tuple[str | None, list[tuple[str, str]]]:
+    """The content and the calls (name, arguments as JSON text) that `text` stands for.
+
+    What is not exactly in the form of `assistant_text` is content.
+    """
+    start = text.find(_CALL_OPENS)
+    while start >= 0:
+        calls = _calls(text, start)
+        if calls and (start == 0 or (start > 1 and text[start - 1] == "\n")):
+            return text[: start - 1] if start else None, calls
+        start = text.find(_CALL_OPENS, start + 1)
+    return text, []
+
+
+class CallSpan(msgspec.Struct, frozen=True):
+    """Where a call begins to show in the text (`opens`) and where its arguments stand."""
+
+    opens: int
+    start: int
+    end: int
+
+
+def call_spans(text: str, functions: list[dict[str, str]]) -> list[CallSpan]:
+    """The spans of the calls that `parsed(text)` found, in order."""
+    spans: list[CallSpan] = []
+    for function in reversed(functions):
+        # From the end: what stands before the first call is content and may hold anything.
+        end = (spans[-1].opens if spans else len(text)) - len(f"}}{_CALL_CLOSES}")
+        start = end - len(function["arguments"])
+        head = f'{_CALL_OPENS}{{"name": {_to_json(function["name"])}, "arguments": '
+        opens = start - len(head)
+        spans.append(CallSpan(max(opens - 1, 0), start, end))
+    return spans[::-1]
+
+
+def _calls(text: str, start: int) -> list[tuple[str, str]]:
+    """The calls that stand one after the other from `start` to the end, or none."""
+    calls = []
+    while True:
+        if not text.startswith(_CALL_OPENS, start):
+            return []
+        begin = start + len(_CALL_OPENS)
+        try:
+            value, end = _DECODER.raw_decode(text, begin)
+        except (ValueError, RecursionError):
+            return []
+        if not text.startswith(_CALL_CLOSES, end) or not _is_call(value):
+            return []
+        if text[begin:end] != _to_json(value):
+            return []
+        calls.append((value["name"], _to_json(value["arguments"])))
+        start = end + len(_CALL_CLOSES)
+        if start == len(text):
+            return calls
+        if text[start] != "\n":
+            return []
+        start += 1
+
+
+def _is_call(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and list(value) == ["name", "arguments"]
+        and isinstance(value["name"], str)
+        and isinstance(value["arguments"], dict)
+    )
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _byte_characters() -> dict[str, int]:
+    """The printable stand-ins of byte-level BPE (GPT-2's table) and the bytes they stand for."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(plain)]
+    return {chr(byte): byte for byte in plain} | {
+        chr(256 + index): byte for index, byte in enumerate(others)
+    }
+
+
+_BYTE_OF = _byte_characters()
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
