@@ -1,0 +1,118 @@
+"""The FastAPI application over one open store: native routes, the Atropos wire, health.
+
+The app owns what must run beside requests (expiry of leases) for as long as its lifespan; the store
+is the caller's, open before the first request and after the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Final, Literal
+
+import structlog
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from .. import __version__
+from ..config import ServerConfig
+from ..errors import StoreError
+from ..store import Store
+from . import problems
+from .atropos.routes import atropos_routes
+from .atropos.service import AtroposService
+from .native import PolicyVersion, native_routes
+from .transfer import CompressedAnswers, RequestBodies
+
+log = structlog.get_logger(__name__)
+
+_EXPIRY_SECONDS: Final = 0.5
+
+
+def create_api(
+    store: Store,
+    *,
+    settings: ServerConfig,
+    status: Callable[[], dict[str, Any]] | None = None,
+    on_policy_version: Callable[[int], None] | None = None,
+    include_messages: bool = True,
+    score_range: Literal["unit", "pm1"] = "unit",
+    silent_after_seconds: float = 30.0,
+) -> FastAPI:
+    """The application.
+
+    Args:
+        store: open for as long as the app runs.
+        settings: body limit and lease time.
+        status: JSON-like facts for `GET /v1/status`; called on the event loop, so it must be quick.
+        on_policy_version: called with each version that a trainer publishes, and at the start with
+            the stored one.
+        include_messages, score_range: how groups of our own environments go to Atropos trainers.
+        silent_after_seconds: a foreign environment that says nothing for so long no longer holds up
+            batches with its minimum share.
+    """
+    atropos = AtroposService(
+        store,
+        lease_seconds=settings.lease_seconds,
+        include_messages=include_messages,
+        score_range=score_range,
+        silent_after_seconds=silent_after_seconds,
+    )
+    policy = PolicyVersion(store, on_policy_version)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await atropos.load()
+        await policy.load()
+        expiry = asyncio.create_task(_expire_leases(store, atropos), name="lease-expiry")
+        try:
+            yield
+        finally:
+            expiry.cancel()
+            with suppress(asyncio.CancelledError):
+                await expiry
+
+    app = FastAPI(title="envserver", version=__version__, lifespan=lifespan)
+    problems.install(app)
+    app.include_router(native_routes(store, atropos, policy, settings=settings, status=status))
+    wire = atropos_routes(atropos)
+    app.include_router(wire)
+    app.add_middleware(RequestBodies, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(CompressedAnswers)
+    app.add_middleware(_WireCors, paths={str(getattr(route, "path", "")) for route in wire.routes})
+    return app
+
+
+async def _expire_leases(store: Store, atropos: AtroposService) -> None:
+    """Queues overdue leases again, until cancelled; a store that fails is asked again."""
+    while True:
+        await asyncio.sleep(_EXPIRY_SECONDS)
+        try:
+            expired = await store.expire()
+        except StoreError as error:
+            log.error("expiry_failed", error=str(error))
+            continue
+        if expired:
+            log.warning("leases_expired", leases=expired)
+            atropos.store_changed()
+
+
+class _WireCors:
+    """Browsers may read the Atropos wire from any page, as they always could; nothing else."""
+
+    def __init__(self, app: ASGIApp, paths: set[str]) -> None:
+        self._plain = app
+        self._paths = paths
+        self._open = CORSMiddleware(
+            app,
+            allow_origins=["*"],
+            allow_credentials=True,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        wire = scope["type"] == "http" and scope["path"] in self._paths
+        await (self._open if wire else self._plain)(scope, receive, send)

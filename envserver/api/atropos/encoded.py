@@ -1,0 +1,78 @@
+"""Groups as the JSON bytes that go into an answer, made once and kept while there is room.
+
+In: ids and how their bodies are stored. Out: one JSON object each. What others posted is stored as
+the very bytes that are sent; groups of ours are converted in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final, Literal
+
+import orjson
+
+from ...records import Group, unpack
+from ...store import Store
+from .batching import Waiting
+from .convert import group_to_atropos
+
+_MOST_BYTES: Final = 64 * 1024 * 1024
+
+
+class EncodedGroups:
+    """Reads bodies through a cache of `most_bytes`, least recently used out first."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        include_messages: bool,
+        score_range: Literal["unit", "pm1"],
+        most_bytes: int = _MOST_BYTES,
+    ) -> None:
+        self._store = store
+        self._include_messages = include_messages
+        self._score_range: Literal["unit", "pm1"] = score_range
+        self._most_bytes = most_bytes
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._bytes = 0
+
+    def keep(self, group_id: str, encoded: bytes) -> None:
+        """Remembers what is known already, as long as there is room."""
+        self.forget(group_id)
+        if len(encoded) > self._most_bytes:
+            return
+        self._kept[group_id] = encoded
+        self._bytes += len(encoded)
+        while self._bytes > self._most_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self._bytes -= len(oldest)
+
+    def forget(self, group_id: str) -> None:
+        """Frees the room of a group that was delivered."""
+        self._bytes -= len(self._kept.pop(group_id, b""))
+
+    async def get(self, groups: Sequence[Waiting]) -> list[bytes]:
+        """One JSON object for each group, in this order.
+
+        Raises:
+            NotFoundError: one is not in the store. StoreError: it cannot be read.
+        """
+        found = {g.group_id: self._kept[g.group_id] for g in groups if g.group_id in self._kept}
+        missing = [group for group in groups if group.group_id not in found]
+        if missing:
+            bodies = await self._store.bodies([group.group_id for group in missing])
+            for group, body in zip(missing, bodies, strict=True):
+                encoded = await asyncio.to_thread(self._encode, body) if group.native else body
+                found[group.group_id] = encoded
+                self.keep(group.group_id, encoded)
+        return [found[group.group_id] for group in groups]
+
+    def _encode(self, body: bytes) -> bytes:
+        group = unpack(body, Group)
+        wire = group_to_atropos(
+            group, include_messages=self._include_messages, score_range=self._score_range
+        )
+        return orjson.dumps(wire)

@@ -1,0 +1,195 @@
+"""The bodies of the Atropos wire: what is accepted, what is refused and where, what is kept.
+
+In: raw JSON. Out: validated models, or `Refused` with errors in FastAPI's shape. Types are lax as
+on the original wire (1.0, "7" and true are token ids); beyond it, NaN, infinities, lengths that do
+not fit together and groups without a token are refused, each with its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..bodies import Refused, refusal
+
+_MOST_ERRORS: Final = 100
+_INT64: Final = 2**63 - 1
+
+Whole = Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)]
+Share = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class WireModel(BaseModel):
+    """Unknown fields are ignored; numbers are finite."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+class Registration(WireModel):
+    """A trainer presents itself."""
+
+    wandb_group: str
+    wandb_project: str
+    batch_size: Whole
+    max_token_len: Whole
+    checkpoint_dir: str
+    save_checkpoint_interval: Whole
+    starting_step: Whole
+    num_steps: Whole
+
+
+class EnvironmentRegistration(WireModel):
+    """An environment presents itself."""
+
+    max_token_length: Whole
+    desired_name: str
+    weight: Share
+    group_size: Whole
+    min_batch_allocation: Share | None = None
+
+
+class EnvironmentIdentifier(WireModel):
+    env_id: int
+
+
+class LeaseIdentifier(WireModel):
+    lease_id: str
+
+
+class ScoredData(WireModel):
+    """One group of scored sequences. Its fields, in this order, are the keys of every answer."""
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    advantages: list[list[float]] | None = None
+    ref_logprobs: list[list[float]] | None = None
+    messages: list[list[dict[str, Any]]] | None = None
+    generation_params: dict[str, Any] | None = None
+    inference_logprobs: list[list[float]] | None = None
+    overrides: list[dict[str, Any]] | None = None
+    group_overrides: dict[str, Any] | None = None
+    images: Any = None
+    env_id: int | None = None
+    distill_token_ids: list[list[list[int]]] | None = None
+    distill_logprobs: list[list[list[float]]] | None = None
+
+
+GROUP_KEYS: Final = tuple(ScoredData.model_fields)
+
+_FREE_FIELDS: Final = ("messages", "generation_params", "overrides", "group_overrides", "images")
+_PER_TOKEN: Final = ("advantages", "ref_logprobs", "inference_logprobs")
+_PER_ROW: Final = ("messages", "distill_token_ids", "distill_logprobs")
+
+
+def check_groups(groups: Sequence[ScoredData], *, listed: bool) -> None:
+    """Refuses what has the right types and is still unusable.
+
+    Args:
+        listed: the groups came as a list, so places start with an index.
+
+    Raises:
+        Refused: with up to 100 errors.
+    """
+    errors: list[dict[str, Any]] = []
+    for index, group in enumerate(groups):
+        place: tuple[str | int, ...] = (index,) if listed else ()
+        for error in _faults(group):
+            errors.append({**error, "loc": ["body", *place, *error["loc"]]})
+            if len(errors) == _MOST_ERRORS:
+                raise Refused(errors)
+    if errors:
+        raise Refused(errors)
+
+
+def _faults(group: ScoredData) -> Iterator[dict[str, Any]]:
+    rows = len(group.tokens)
+    if rows == 0:
+        yield refusal("empty_group", ["tokens"], "A group needs at least one sequence", [])
+    for index, row in enumerate(group.tokens):
+        if not row:
+            yield refusal("empty_group", ["tokens", index], "A sequence needs a token", [])
+    lengths = [len(row) for row in group.tokens]
+    yield from _unlike_tokens("masks", group.masks, lengths)
+    yield from _row_count("scores", len(group.scores), rows)
+    for field in _PER_TOKEN:
+        # Environments send an empty list for "none".
+        if column := getattr(group, field):
+            yield from _unlike_tokens(field, column, lengths)
+    for field in _PER_ROW:
+        if column := getattr(group, field):
+            yield from _row_count(field, len(column), rows)
+    if group.overrides and len(group.overrides) > rows:
+        yield from _row_count("overrides", len(group.overrides), rows)
+    yield from _unlike_distillation(group)
+    yield from _bad_messages(group)
+    for field in _FREE_FIELDS:
+        yield from _not_finite(field, getattr(group, field))
+
+
+def _row_count(field: str, found: int, rows: int) -> Iterator[dict[str, Any]]:
+    if found != rows:
+        yield refusal("ragged", [field], f"{found} rows, but tokens has {rows}", found)
+
+
+def _unlike_tokens(
+    field: str, column: Sequence[Sequence[object]], lengths: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    yield from _row_count(field, len(column), len(lengths))
+    for index, (row, length) in enumerate(zip(column, lengths, strict=False)):
+        if len(row) != length:
+            message = f"{len(row)} values, but tokens has {length} in this row"
+            yield refusal("ragged", [field, index], message, len(row))
+
+
+def _unlike_distillation(group: ScoredData) -> Iterator[dict[str, Any]]:
+    ids, logprobs = group.distill_token_ids, group.distill_logprobs
+    if not ids or not logprobs:
+        return
+    for row, (row_ids, row_logprobs) in enumerate(zip(ids, logprobs, strict=False)):
+        if [len(place) for place in row_ids] != [len(place) for place in row_logprobs]:
+            message = "its shape differs from that of distill_token_ids in this row"
+            yield refusal("ragged", ["distill_logprobs", row], message, len(row_logprobs))
+
+
+def _bad_messages(group: ScoredData) -> Iterator[dict[str, Any]]:
+    for row, conversation in enumerate(group.messages or ()):
+        for index, message in enumerate(conversation):
+            if "role" not in message or "content" not in message:
+                place: list[str | int] = ["messages", row, index]
+                text = "Message must have 'role' and 'content' fields"
+                yield refusal("value_error", place, text, message)
+
+
+def _not_finite(field: str, value: Any) -> Iterator[dict[str, Any]]:
+    """Numbers that JSON cannot carry, anywhere inside a field of free form."""
+    if _all_finite(value):
+        return
+    stack: list[tuple[list[str | int], Any]] = [([field], value)]
+    while stack:
+        place, item = stack.pop()
+        if isinstance(item, float):
+            if not math.isfinite(item):
+                yield refusal("finite_number", place, "Input should be a finite number", item)
+        elif isinstance(item, Mapping):
+            stack.extend(([*place, key], inner) for key, inner in item.items())
+        elif isinstance(item, list):
+            stack.extend(([*place, index], inner) for index, inner in enumerate(item))
+
+
+def _all_finite(value: Any) -> bool:
+    """The same look without keeping places, for the many that are fine."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, float):
+            if not math.isfinite(item):
+                return False
+        elif isinstance(item, Mapping):
+            stack.extend(item.values())
+        elif isinstance(item, list):
+            stack.extend(item)
+    return True

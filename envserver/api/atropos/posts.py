@@ -1,0 +1,161 @@
+"""Posted groups on their way to disk and into the view.
+
+In: validated groups. Out: stored groups, queued or, where a group came in parts, buffered until
+parts make a whole. What holds: a group is in the view only when it is on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Sequence
+from typing import Final
+
+import structlog
+from pydantic import TypeAdapter
+
+from ...errors import StoreError
+from ...store import GroupPut, Store
+from .batching import Waiting
+from .encoded import EncodedGroups
+from .models import ScoredData
+from .state import WireState
+from .view import View
+
+log = structlog.get_logger(__name__)
+
+_INT64: Final = 2**63
+_GROUP: Final = TypeAdapter(ScoredData)
+
+
+class Posts:
+    """Stores posts; `under_way` holds the ids of those that are being stored right now."""
+
+    def __init__(self, store: Store, view: View, encoded: EncodedGroups) -> None:
+        self._store = store
+        self._view = view
+        self._encoded = encoded
+        self.under_way: set[str] = set()
+
+    def any_part(self, groups: Sequence[ScoredData], state: WireState) -> bool:
+        """Whether one of them is not a whole group of its environment."""
+        return any(_is_part(group, state) for group in groups)
+
+    async def whole(
+        self, groups: Sequence[ScoredData], key: str | None, state: WireState
+    ) -> list[int | None]:
+        """Stores and queues groups. Any number of calls may be under way: they share commits."""
+        puts = [_as_put(g, _group_id(key, i), state) for i, g in enumerate(groups)]
+        for put in await self._put_new(puts):
+            self._view.enqueue(self._waiting(put))
+        return [None] * len(puts)
+
+    async def parts(
+        self, groups: Sequence[ScoredData], key: str | None, state: WireState
+    ) -> tuple[list[int | None], bool]:
+        """Stores groups some of which are parts. The caller keeps other such calls out.
+
+        Returns:
+            The answers, as for `whole`, and whether all that became whole could be queued.
+        """
+        puts = [_as_put(g, _group_id(key, i), state) for i, g in enumerate(groups)]
+        new = {put.group_id for put in await self._put_new(puts)}
+        flushed: list[Waiting] = []
+        answers: list[int | None] = []
+        for put in puts:
+            env_id = put.env_id
+            if put.state == "queued" or env_id is None:
+                if put.group_id in new:
+                    self._view.enqueue(self._waiting(put))
+                answers.append(None)
+                continue
+            if put.group_id in new:
+                self._view.buffer(env_id, self._waiting(put))
+                flushed += self._view.fitting(env_id, state.environments[env_id].group_size)
+            answers.append(self._view.buffered_sequences(env_id))
+        return answers, await self._flush(flushed)
+
+    async def flush_all(self, state: WireState) -> bool:
+        """Queues every whole group that the buffers hold; whether that worked."""
+        flushed: list[Waiting] = []
+        for env_id in list(self._view.buffers):
+            if state.knows(env_id):
+                size = state.environments[env_id].group_size
+                while fitting := self._view.fitting(env_id, size):
+                    flushed += fitting
+        return await self._flush(flushed)
+
+    async def _flush(self, groups: Sequence[Waiting]) -> bool:
+        if not groups:
+            return True
+        ids = [group.group_id for group in groups]
+        try:
+            await self._store.move(ids, "queued")
+        except StoreError as error:
+            # They are accepted and stay buffered on disk; looking again queues them.
+            log.error("flush_failed", groups=len(ids), error=str(error))
+            return False
+        for group in groups:
+            self._view.enqueue(
+                Waiting(
+                    group_id=group.group_id,
+                    size=group.size,
+                    env_id=group.env_id,
+                    lane=group.lane,
+                    order=self._view.next_order(),
+                )
+            )
+        return True
+
+    async def _put_new(self, puts: Sequence[GroupPut]) -> list[GroupPut]:
+        """Those that were not stored before, now on disk."""
+        mine = {put.group_id for put in puts}
+        self.under_way |= mine
+        try:
+            stored = await self._store.put(puts)
+        finally:
+            self.under_way -= mine
+        new = [put for put, is_new in zip(puts, stored, strict=True) if is_new]
+        for put in new:
+            self._encoded.keep(put.group_id, put.body)
+        return new
+
+    def _waiting(self, put: GroupPut) -> Waiting:
+        return Waiting(
+            group_id=put.group_id,
+            size=put.size,
+            env_id=put.env_id,
+            lane=put.env_id,
+            order=self._view.next_order(),
+        )
+
+
+def _is_part(group: ScoredData, state: WireState) -> bool:
+    env_id = group.env_id
+    if env_id is None or not state.knows(env_id):
+        return False
+    return len(group.tokens) != state.environments[env_id].group_size
+
+
+def _group_id(key: str | None, index: int) -> str:
+    if key is None:
+        return f"atropos-{uuid.uuid4().hex}"
+    digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+    return f"atropos-{digest[:40]}-{index}"
+
+
+def _as_put(group: ScoredData, group_id: str, state: WireState) -> GroupPut:
+    env_id = group.env_id
+    lengths = [len(row) for row in group.tokens]
+    known = env_id is not None and state.knows(env_id)
+    return GroupPut(
+        group_id=group_id,
+        env=state.environments[env_id].real_name if known and env_id is not None else "atropos",
+        format="atropos",
+        body=_GROUP.dump_json(group),
+        size=len(lengths),
+        tokens=sum(lengths),
+        max_length=max(lengths),
+        env_id=env_id if env_id is not None and -_INT64 <= env_id < _INT64 else None,
+        state="buffered" if _is_part(group, state) else "queued",
+    )

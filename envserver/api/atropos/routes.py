@@ -1,0 +1,207 @@
+"""The Atropos wire as HTTP routes at the root. The rules are in `service`; here is only their HTTP.
+
+Trainers that know leases send `X-Envserver-Ack: lease` with `GET /batch`, find `X-Envserver-Lease`
+in the answer and acknowledge with `POST /ack {"lease_id": ...}`; a batch that is not acknowledged
+in time is delivered again. A `null` batch says why in `X-Envserver-Reason`. Posters that may repeat
+themselves send an `Idempotency-Key`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+import msgspec
+import orjson
+from fastapi import APIRouter
+from pydantic import TypeAdapter
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from ..bodies import Refused, Unreadable, read_body, request_body
+from .models import (
+    EnvironmentIdentifier,
+    EnvironmentRegistration,
+    LeaseIdentifier,
+    Registration,
+    ScoredData,
+    check_groups,
+)
+from .service import AtroposService
+
+_REGISTRATION: Final = TypeAdapter(Registration)
+_ENVIRONMENT: Final = TypeAdapter(EnvironmentRegistration)
+_IDENTIFIER: Final = TypeAdapter(EnvironmentIdentifier)
+_LEASE: Final = TypeAdapter(LeaseIdentifier)
+_GROUP: Final = TypeAdapter(ScoredData)
+_GROUPS: Final = TypeAdapter(list[ScoredData])
+
+_NO_EXAMPLE: Final = (
+    "tokens",
+    "masks",
+    "scores",
+    "advantages",
+    "ref_logprobs",
+    "generation_params",
+    "inference_logprobs",
+    "messages",
+    "images",
+)
+
+
+def atropos_routes(service: AtroposService) -> APIRouter:
+    """All routes of the wire, answering from `service`."""
+    router = APIRouter(tags=["atropos"])
+    _add_trainer_routes(router, service)
+    _add_environment_routes(router, service)
+    _add_group_routes(router, service)
+    return router
+
+
+def _add_trainer_routes(router: APIRouter, service: AtroposService) -> None:
+    @router.get("/")
+    async def root() -> Response:
+        return _json({"message": "AtroposLib API"})
+
+    @router.post("/register", openapi_extra=request_body(Registration))
+    async def register(request: Request) -> Response:
+        number = await service.register(await read_body(request, _REGISTRATION))
+        # 128 bits: more than orjson writes.
+        return _encoded(json.dumps({"uuid": number}).encode())
+
+    @router.get("/info")
+    async def info() -> Response:
+        state = service.state
+        return _json({"batch_size": state.batch_size, "max_token_len": state.max_token_len})
+
+    @router.get("/wandb_info")
+    async def wandb_info() -> Response:
+        return _json({"group": service.state.wandb_group, "project": service.state.wandb_project})
+
+    @router.get("/status")
+    async def status() -> Response:
+        queue_size = await service.queue_size()
+        return _json({"current_step": service.state.step, "queue_size": queue_size})
+
+    @router.get("/batch")
+    async def batch(request: Request) -> Response:
+        if not service.state.registered:
+            return _not_registered()
+        leased = request.headers.get("x-envserver-ack", "").strip().lower() == "lease"
+        found = await service.batch(leased=leased)
+        if found.groups is None:
+            return _json({"batch": None}, _because(found.reason))
+        headers = {"x-envserver-lease": found.lease_id} if found.lease_id else {}
+        return _encoded(b'{"batch":[' + b",".join(found.groups) + b"]}", headers)
+
+    @router.post("/ack", openapi_extra=request_body(LeaseIdentifier))
+    async def ack(request: Request) -> Response:
+        await service.acknowledge((await read_body(request, _LEASE)).lease_id)
+        return _json({"status": "success"})
+
+    @router.get("/reset_data")
+    async def reset_data() -> Response:
+        await service.reset()
+        return PlainTextResponse("Reset successful")
+
+
+def _add_environment_routes(router: APIRouter, service: AtroposService) -> None:
+    @router.post("/register-env", openapi_extra=request_body(EnvironmentRegistration))
+    async def register_env(request: Request) -> Response:
+        wanted = await read_body(request, _ENVIRONMENT)
+        env_id = await service.register_environment(wanted)
+        if env_id is None:
+            return _json({"status": "wait for trainer to start"})
+        state = service.state
+        return _json(
+            {
+                "status": "success",
+                "env_id": env_id,
+                "wandb_name": state.environments[env_id].real_name,
+                "checkpoint_dir": state.checkpoint_dir,
+                "starting_step": state.step,
+                "checkpoint_interval": state.save_checkpoint_interval,
+                "num_steps": state.num_steps,
+            }
+        )
+
+    @router.post("/disconnect-env", openapi_extra=request_body(EnvironmentIdentifier))
+    async def disconnect_env(request: Request) -> Response:
+        identifier = await read_body(request, _IDENTIFIER)
+        if await service.disconnect(identifier.env_id):
+            return _json({"status": "success"})
+        return _json({"status": "failure", "error": "list index out of range"})
+
+    @router.get("/status-env", openapi_extra=request_body(EnvironmentIdentifier))
+    async def status_env(request: Request) -> Response:
+        identifier = await read_body(request, _IDENTIFIER)
+        status = await service.environment_status(identifier.env_id)
+        return _json(msgspec.structs.asdict(status))
+
+
+def _add_group_routes(router: APIRouter, service: AtroposService) -> None:
+    @router.post("/scored_data", openapi_extra=request_body(ScoredData))
+    async def scored_data(request: Request) -> Response:
+        group = await _groups(request, _GROUP, service)
+        buffered = (await service.post(group, _key(request)))[0]
+        if buffered is None:
+            return _json({"status": "received"})
+        return _json({"status": "buffered", "buffer_size": buffered})
+
+    @router.post("/scored_data_list", openapi_extra=request_body(ScoredData, listed=True))
+    async def scored_data_list(request: Request) -> Response:
+        groups = await _groups(request, _GROUPS, service)
+        answers = await service.post(groups, _key(request))
+        buffered = [answer for answer in answers if answer is not None]
+        answer: dict[str, Any] = {"status": "received", "groups_processed": len(groups)}
+        if buffered:
+            answer |= {"buffered": len(buffered), "last_buffer_size": buffered[-1]}
+        return _json(answer)
+
+    @router.get("/latest_example")
+    async def latest_example() -> Response:
+        latest = await service.latest()
+        return _json({key: [] for key in _NO_EXAMPLE}) if latest is None else _encoded(latest)
+
+
+async def _groups(
+    request: Request, wanted: TypeAdapter[Any], service: AtroposService
+) -> list[ScoredData]:
+    """The posted groups, checked; what is refused is counted."""
+    try:
+        found = await read_body(request, wanted)
+        listed = isinstance(found, list)
+        groups: list[ScoredData] = found if listed else [found]
+        check_groups(groups, listed=listed)
+    except Refused as error:
+        service.count_refusal(error.errors[0]["type"])
+        raise
+    except Unreadable as error:
+        service.count_refusal(error.kind)
+        raise
+    return groups
+
+
+def _key(request: Request) -> str | None:
+    return request.headers.get("idempotency-key") or None
+
+
+def _not_registered() -> Response:
+    answer = {
+        "status": "error",
+        "message": "Trainer not registered. Call /register first.",
+        "batch": [],
+    }
+    return _json(answer, _because("no trainer is registered"))
+
+
+def _because(reason: str) -> dict[str, str]:
+    return {"x-envserver-reason": reason.encode("ascii", "replace").decode()}
+
+
+def _json(value: Any, headers: dict[str, str] | None = None) -> Response:
+    return _encoded(orjson.dumps(value), headers)
+
+
+def _encoded(body: bytes, headers: dict[str, str] | None = None) -> Response:
+    return Response(body, headers=headers, media_type="application/json")

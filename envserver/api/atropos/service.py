@@ -1,0 +1,410 @@
+"""The Atropos wire's operations over the durable store.
+
+In: validated models. Out: plain answers, which `routes` turns into HTTP. What holds: a post is
+answered when its groups are on disk; a batch is formed, leased and recorded under one lock, oldest
+first; a delivered group is never delivered again unless its trainer asked for leases and let one
+expire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+import structlog
+
+from ...errors import ConflictError, NotFoundError, StoreError, StoreFull
+from ...store import Store
+from .batching import Formed, Lane, form_batches
+from .encoded import EncodedGroups
+from .models import EnvironmentRegistration, Registration, ScoredData
+from .posts import Posts
+from .queue import EnvironmentStatus, Registered, environment_status, grown_group_size
+from .state import KEY, Presence, WireState, from_json_like, to_json_like
+from .view import View
+
+log = structlog.get_logger(__name__)
+
+RUN: Final = "atropos"
+"""The store's run under which batches of this wire are leased."""
+
+_MOST_ENVIRONMENTS: Final = 4096
+_TRIES: Final = 5
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """What a trainer gets: encoded groups and, where it acknowledges, its lease; or why not."""
+
+    groups: list[bytes] | None
+    reason: str = ""
+    lease_id: str | None = None
+
+
+class AtroposService:
+    """One for each app; call `load` before anything else.
+
+    Args:
+        lease_seconds: how long a batch is out before it is delivered again, for trainers that
+            acknowledge.
+        include_messages, score_range: how groups of our own environments are written.
+        silent_after_seconds: an environment that says nothing for this long loses its minimum
+            share.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        lease_seconds: float,
+        include_messages: bool = True,
+        score_range: Literal["unit", "pm1"] = "unit",
+        silent_after_seconds: float = 30.0,
+    ) -> None:
+        self._store = store
+        self._lease_seconds = lease_seconds
+        self._state = WireState()
+        self._view = View()
+        self._presence = Presence(silent_after_seconds)
+        self._encoded = EncodedGroups(
+            store, include_messages=include_messages, score_range=score_range
+        )
+        self._posts = Posts(store, self._view, self._encoded)
+        self._lock = asyncio.Lock()
+        self._stale = False
+        self._last_reason = ""
+        self._refused: Counter[str] = Counter()
+
+    async def load(self) -> None:
+        """Takes up where the last server stopped, however it stopped."""
+        async with self._lock:
+            self._state = from_json_like(await self._store.get_value(KEY))
+            await self._ensure_run()
+            ahead = self._state.ahead
+            await self._reload()
+            self._view.latest = self._view.latest or self._state.latest
+            again = self._formable().batches[:ahead]
+            self._view.add_formed(again)
+            self._state.ahead = len(self._view.formed)
+
+    async def _ensure_run(self) -> None:
+        try:
+            await self._store.get_run(RUN)
+        except NotFoundError:
+            await self._store.create_run(RUN, batch_size=0)
+
+    # Trainer
+
+    async def register(self, registration: Registration) -> int:
+        """Starts the run anew and keeps what waits; a number that names the trainer."""
+        async with self._lock:
+            draft = copy.deepcopy(self._state)
+            draft.register(registration)
+            await self._save(draft)
+            self._view.dissolve_formed()
+        return uuid.uuid4().int
+
+    @property
+    def state(self) -> WireState:
+        """As it is now; not to be changed."""
+        return self._state
+
+    async def queue_size(self) -> int:
+        """Groups in the queue."""
+        await self._follow_store()
+        return len(self._view.queue)
+
+    async def batch(self, *, leased: bool) -> Batch:
+        """The oldest batch.
+
+        Args:
+            leased: the trainer acknowledges; else being fetched is being acknowledged.
+        """
+        async with self._lock:
+            if not self._state.registered:
+                return Batch(None, "no trainer is registered")
+            first = not self._state.started
+            self._state.started = True
+            for _ in range(_TRIES):
+                await self._follow_store_exactly()
+                reason = self._form()
+                if not self._view.formed:
+                    if first:
+                        await self._save(self._state)
+                    return Batch(None, reason)
+                batch = await self._deliver(leased)
+                if batch is not None:
+                    return batch
+            return Batch(None, "others take the groups as soon as they wait")
+
+    async def _deliver(self, leased: bool) -> Batch | None:
+        """The first formed batch; None when somebody else has just taken a part of it."""
+        groups = self._view.formed[0]
+        ids = [group.group_id for group in groups]
+        bodies = await self._encoded.get(groups)
+        try:
+            lease = await self._store.lease(RUN, group_ids=ids, seconds=self._lease_seconds)
+        except (ConflictError, NotFoundError):
+            lease = None
+        if lease is None:
+            self._stale = True
+            return None
+        self._view.formed.popleft()
+        self._state.ahead = len(self._view.formed)
+        self._state.latest = self._view.latest
+        if leased:
+            self._state.leases[lease.lease_id] = ids
+        try:
+            await self._save(self._state)
+            if not leased:
+                await self._store.ack(lease.lease_id)
+        except StoreError:
+            # The trainer does not get this batch: it is delivered when its lease has expired.
+            self._stale = True
+            raise
+        for group_id in ids:
+            self._encoded.forget(group_id)
+        return Batch(bodies, lease_id=lease.lease_id if leased else None)
+
+    async def acknowledge(self, lease_id: str) -> None:
+        """The trainer has the batch for good.
+
+        Raises:
+            NotFoundError: no such lease. ConflictError: it expired and its groups went elsewhere.
+        """
+        async with self._lock:
+            await self._store.ack(lease_id)
+            # A late one: its groups were about to be delivered again.
+            self._stale = True
+            if self._state.leases.pop(lease_id, None) is not None:
+                await self._save(self._state)
+
+    async def latest(self) -> bytes | None:
+        """The group that was queued last, as JSON; None without any."""
+        await self._follow_store()
+        latest = self._view.latest
+        if latest is None:
+            return None
+        try:
+            return (await self._encoded.get([latest]))[0]
+        except NotFoundError:
+            return None
+
+    async def reset(self) -> None:
+        """Drops what waits, and forgets the trainer and the environments."""
+        async with self._lock:
+            for lease_id in self._state.leases:
+                await self._give_back(lease_id)
+            await self._drop_all()
+            draft = copy.deepcopy(self._state)
+            draft.reset()
+            draft.latest = self._view.latest
+            await self._save(draft)
+            self._view.clear()
+            self._presence.clear()
+            # What was being posted meanwhile is in the store and not in the view.
+            self._stale = True
+
+    async def _give_back(self, lease_id: str) -> None:
+        try:
+            await self._store.nack(lease_id)
+        except (ConflictError, NotFoundError) as error:
+            log.info("lease_was_over", lease_id=lease_id, why=error.message)
+
+    async def _drop_all(self) -> None:
+        for _ in range(_TRIES):
+            rows = await self._store.pending()
+            ids = [row.group_id for row in rows if row.group_id not in self._posts.under_way]
+            try:
+                await self._store.move(ids, "dropped")
+                return
+            except ConflictError as error:
+                log.info("group_was_taken_while_dropping", why=error.message)
+        raise ConflictError("Groups are being taken faster than they can be dropped; ask again.")
+
+    # Environments
+
+    async def register_environment(self, wanted: EnvironmentRegistration) -> int | None:
+        """The number of the new environment; None while no trainer has asked for a batch.
+
+        Raises:
+            StoreFull: there are 4096 of them.
+        """
+        async with self._lock:
+            if not self._state.started:
+                return None
+            if len(self._state.environments) >= _MOST_ENVIRONMENTS:
+                raise StoreFull(f"No more than {_MOST_ENVIRONMENTS} environments can register.")
+            draft = copy.deepcopy(self._state)
+            before = sum(e.desired_name == wanted.desired_name for e in draft.environments)
+            env_id = draft.add_environment(
+                Registered(
+                    desired_name=wanted.desired_name,
+                    real_name=f"{wanted.desired_name}_{before}",
+                    max_token_length=wanted.max_token_length,
+                    weight=wanted.weight,
+                    group_size=wanted.group_size,
+                    min_batch_allocation=wanted.min_batch_allocation,
+                )
+            )
+            await self._save(draft)
+            self._presence.hear(env_id)
+            return env_id
+
+    async def disconnect(self, env_id: int) -> bool:
+        """Whether there was such an environment; it no longer counts."""
+        async with self._lock:
+            if not self._state.knows(env_id):
+                return False
+            draft = copy.deepcopy(self._state)
+            draft.environments[env_id].connected = False
+            await self._save(draft)
+            return True
+
+    async def environment_status(self, env_id: int) -> EnvironmentStatus:
+        """The numbers by which an environment decides how much to make.
+
+        Raises:
+            NotFoundError: it is not registered.
+        """
+        await self._follow_store()
+        if not self._state.knows(env_id):
+            raise NotFoundError(f"No environment is registered as {env_id}.", env_id=env_id)
+        self._presence.hear(env_id)
+        environments, queue = self._state.environments, self._view.queue
+        grown = grown_group_size(queue, environments, env_id)
+        if grown != environments[env_id].group_size:
+            async with self._lock:
+                environments[env_id].group_size = grown
+                await self._save(self._state)
+        return environment_status(
+            queue,
+            environments,
+            env_id,
+            batch_size=self._state.batch_size,
+            step=self._state.step,
+        )
+
+    async def post(self, groups: Sequence[ScoredData], key: str | None) -> list[int | None]:
+        """Accepts groups, all or none; durable on return.
+
+        Args:
+            key: the poster's Idempotency-Key: the same key never stores a group twice.
+
+        Returns:
+            For each: None when it is queued, else the sequences that its environment's buffer holds
+            now.
+
+        Raises:
+            StoreError: nothing was accepted.
+        """
+        for group in groups:
+            if group.env_id is not None and self._state.knows(group.env_id):
+                self._presence.hear(group.env_id)
+        if not self._posts.any_part(groups, self._state):
+            return await self._posts.whole(groups, key, self._state)
+        async with self._lock:
+            answers, complete = await self._posts.parts(groups, key, self._state)
+            self._stale = self._stale or not complete
+            return answers
+
+    # The server itself
+
+    def store_changed(self) -> None:
+        """Somebody else has leased, given back or expired groups."""
+        self._stale = True
+
+    async def lease_closed(self, lease_id: str) -> None:
+        """A lease was acknowledged or given back by another way than this wire."""
+        self._stale = True
+        if lease_id in self._state.leases:
+            async with self._lock:
+                self._state.leases.pop(lease_id, None)
+                await self._save(self._state)
+
+    def count_refusal(self, kind: str) -> None:
+        """A post was refused."""
+        self._refused[kind] += 1
+
+    def snapshot(self) -> dict[str, Any]:
+        """For the status page."""
+        state, view = self._state, self._view
+        return {
+            "registered": state.registered,
+            "started": state.started,
+            "batch_size": state.batch_size,
+            "step": state.step,
+            "queued_groups": len(view.queue),
+            "buffered_groups": sum(len(parts) for parts in view.buffers.values()),
+            "formed_batches": len(view.formed),
+            "leased_batches": len(state.leases),
+            "refused_posts": dict(self._refused),
+            "environments": [
+                {
+                    "name": env.real_name,
+                    "connected": env.connected,
+                    "silent": self._presence.is_silent(env_id),
+                    "group_size": env.group_size,
+                    "min_batch_allocation": env.min_batch_allocation,
+                }
+                for env_id, env in enumerate(state.environments)
+            ],
+        }
+
+    def _form(self) -> str:
+        """Forms what can be formed when nothing formed is left; why nothing more."""
+        if self._view.formed:
+            return ""
+        formed = self._formable()
+        self._view.add_formed(formed.batches)
+        self._state.step += len(formed.batches)
+        self._state.ahead = len(self._view.formed)
+        if not formed.batches and formed.reason != self._last_reason:
+            log.info("no_batch", reason=formed.reason)
+        self._last_reason = formed.reason
+        return formed.reason
+
+    def _formable(self) -> Formed:
+        minimums: dict[Lane, float] = {
+            env_id: env.min_batch_allocation
+            for env_id, env in enumerate(self._state.environments)
+            if env.connected
+            and env.min_batch_allocation is not None
+            and not self._presence.is_silent(env_id)
+        }
+        return form_batches(list(self._view.queue), self._state.batch_size, minimums)
+
+    async def _follow_store(self) -> None:
+        """Looks again when the store holds other groups than this knows of; posts under way may or
+        may not be counted yet.
+        """
+        slack = len(self._posts.under_way)
+        if self._stale or not 0 <= await self._unknown() <= slack:
+            async with self._lock:
+                await self._reload()
+
+    async def _follow_store_exactly(self) -> None:
+        if self._stale or await self._unknown():
+            await self._reload()
+
+    async def _unknown(self) -> int:
+        counts = await self._store.counts()
+        return counts["queued"] + counts["buffered"] - len(self._view)
+
+    async def _reload(self) -> None:
+        self._stale = False
+        before = self._view.ids()
+        rows = await self._store.pending()
+        self._view.merge(rows, before=before, skip=self._posts.under_way)
+        self._view.take_back(self._state)
+        self._state.ahead = len(self._view.formed)
+        if not await self._posts.flush_all(self._state):
+            self._stale = True
+
+    async def _save(self, state: WireState) -> None:
+        await self._store.set_value(KEY, to_json_like(state))
+        self._state = state

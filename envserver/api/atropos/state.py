@@ -1,0 +1,117 @@
+"""What the wire remembers of a run beside its groups; durable, so that a restart needs no
+registration.
+
+Kept under one key of the store, written whole: it is a few hundred bytes for each environment.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+import msgspec
+
+from .batching import Waiting
+from .models import Registration
+from .queue import Registered
+
+KEY: Final = "atropos"
+
+
+class WireState(msgspec.Struct, kw_only=True):
+    """The trainer, its environments and its progress.
+
+    Args:
+        wandb_group .. num_steps: as the trainer registered; what it says after a reset is what the
+            wire has always said then.
+        registered: a trainer has registered since the start or the last reset.
+        started: it has asked for a batch; until then environments are told to wait.
+        step: batches formed, from the trainer's starting step.
+        ahead: how many of those are not delivered yet.
+        environments: by their number.
+        leases: batches handed to trainers that acknowledge: lease id to group ids.
+        latest: the group that was queued last.
+    """
+
+    registered: bool = False
+    started: bool = False
+    wandb_group: str | None = None
+    wandb_project: str | None = None
+    batch_size: int = -1
+    max_token_len: int = -1
+    checkpoint_dir: str = ""
+    save_checkpoint_interval: int = -1
+    num_steps: int = -1
+    step: int = 0
+    ahead: int = 0
+    environments: list[Registered] = msgspec.field(default_factory=list)
+    leases: dict[str, list[str]] = msgspec.field(default_factory=dict)
+    latest: Waiting | None = None
+
+    def register(self, registration: Registration) -> None:
+        """Starts a run anew; environments that registered earlier stay."""
+        self.registered = True
+        self.started = False
+        self.wandb_group = registration.wandb_group
+        self.wandb_project = registration.wandb_project
+        self.batch_size = registration.batch_size
+        self.max_token_len = registration.max_token_len
+        self.checkpoint_dir = registration.checkpoint_dir
+        self.save_checkpoint_interval = registration.save_checkpoint_interval
+        self.num_steps = registration.num_steps
+        self.step = registration.starting_step
+        self.ahead = 0
+
+    def reset(self) -> None:
+        """Forgets the run and its environments. The wire keeps the longest row, the checkpoint
+        settings and the latest group."""
+        self.registered = False
+        self.started = False
+        self.wandb_group = None
+        self.wandb_project = None
+        self.batch_size = -1
+        self.num_steps = -1
+        self.step = 0
+        self.ahead = 0
+        self.environments = []
+        self.leases = {}
+
+    def add_environment(self, environment: Registered) -> int:
+        """The number of the new environment."""
+        self.environments.append(environment)
+        return len(self.environments) - 1
+
+    def knows(self, env_id: int | None) -> bool:
+        """Whether this is the number of a registered environment."""
+        return env_id is not None and 0 <= env_id < len(self.environments)
+
+
+def to_json_like(state: WireState) -> Any:
+    """For `store.set_value`."""
+    return msgspec.to_builtins(state)
+
+
+def from_json_like(value: Any) -> WireState:
+    """From `store.get_value`; None gives a fresh state."""
+    return WireState() if value is None else msgspec.convert(value, WireState)
+
+
+class Presence:
+    """When each environment was last heard of. Silent ones lose their claim to a minimum share."""
+
+    def __init__(self, silent_after_seconds: float) -> None:
+        self._limit = silent_after_seconds
+        self._born = time.monotonic()
+        self._seen: dict[int, float] = {}
+
+    def hear(self, env_id: int) -> None:
+        """It has just said something."""
+        self._seen[env_id] = time.monotonic()
+
+    def is_silent(self, env_id: int) -> bool:
+        """Whether it has said nothing for too long; after a restart everyone gets the full time."""
+        return time.monotonic() - self._seen.get(env_id, self._born) > self._limit
+
+    def clear(self) -> None:
+        """All environments are gone."""
+        self._seen.clear()

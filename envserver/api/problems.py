@@ -1,0 +1,100 @@
+"""Errors as HTTP answers: problem details (RFC 9457) under /v1, FastAPI's own shape on the Atropos
+wire.
+
+Every EnvserverError becomes an answer with its status; what nobody expected is logged with its
+trace and answered 500 in the same shape, never with its text.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import orjson
+import structlog
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..errors import EnvserverError
+from .bodies import Refused
+
+log = structlog.get_logger(__name__)
+
+PROBLEM: Final = "application/problem+json"
+_NATIVE: Final = ("/v1", "/healthz", "/readyz")
+
+
+def install(app: FastAPI) -> None:
+    """Makes `app` answer errors so."""
+    app.add_exception_handler(EnvserverError, _on_ours)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(Exception, _on_surprise)
+
+
+def is_native(path: str) -> bool:
+    """Whether errors of this path are problem details."""
+    return path.startswith(_NATIVE)
+
+
+def error_answer(
+    path: str,
+    status: int,
+    message: str,
+    *,
+    kind: str = "about:blank",
+    detail: object = None,
+    headers: dict[str, str] | None = None,
+    **more: Any,
+) -> Response:
+    """An error for a request of `path`.
+
+    Args:
+        kind: the snake_case name of the error; `about:blank` says no more than the status does.
+        detail: what stands under "detail" on the Atropos wire, unset: the message.
+        more: further members of the problem.
+    """
+    if not is_native(path):
+        body = orjson.dumps({"detail": message if detail is None else detail})
+        return Response(body, status, headers, "application/json")
+    name = kind if kind == "about:blank" else f"urn:envserver:error:{kind}"
+    problem = {"type": name, "title": _title(kind, status), "status": status, "detail": message}
+    return Response(orjson.dumps({**problem, **more}, default=str), status, headers, PROBLEM)
+
+
+def _title(kind: str, status: int) -> str:
+    return f"HTTP {status}" if kind == "about:blank" else kind.replace("_", " ").capitalize()
+
+
+async def _on_ours(request: Request, error: Exception) -> Response:
+    assert isinstance(error, EnvserverError)
+    if error.status >= 500:
+        log.error("request_failed", path=request.url.path, kind=error.kind, error=str(error))
+    more: dict[str, Any] = dict(error.detail)
+    if error.hint:
+        more["hint"] = error.hint
+    errors = error.errors if isinstance(error, Refused) else None
+    if errors is not None:
+        more["errors"] = errors
+    return error_answer(
+        request.url.path,
+        error.status,
+        error.message,
+        kind=error.kind,
+        detail=errors,
+        **{key: value for key, value in more.items() if key not in _RESERVED},
+    )
+
+
+_RESERVED: Final = {"type", "title", "status", "detail", "kind", "headers", "path", "message"}
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    return error_answer(request.url.path, error.status_code, str(error.detail), headers=headers)
+
+
+async def _on_surprise(request: Request, error: Exception) -> Response:
+    log.error("request_broke", path=request.url.path, exc_info=error)
+    return error_answer(request.url.path, 500, "Internal Server Error")

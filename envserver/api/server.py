@@ -1,0 +1,130 @@
+"""Serving an application over HTTP inside the caller's event loop.
+
+    running = await serve_api(app, "127.0.0.1", 0)
+    ...
+    await running.close()
+
+Signals stay the caller's. Without access tokens only this machine may connect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, Self
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from ..errors import ConfigError
+
+_BACKLOG: Final = 2048
+_GRACE_SECONDS: Final = 2
+
+
+class RunningServer:
+    """A server that answers; made by `serve_api`. `async with` closes it."""
+
+    def __init__(
+        self, server: uvicorn.Server, task: asyncio.Task[None], host: str, port: int
+    ) -> None:
+        self._server = server
+        self._task = task
+        self.host = host
+        self.port = port
+
+    @property
+    def url(self) -> str:
+        """`http://host:port`."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    async def wait(self) -> None:
+        """Returns when the server has ended; raises what ended it."""
+        await asyncio.shield(self._task)
+
+    async def close(self) -> None:
+        """Lets requests end for two seconds, cancels the rest, ends the app's lifespan."""
+        self._server.should_exit = True
+        await self._task
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its signal handlers."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve_api(app: ASGIApp, host: str, port: int) -> RunningServer:
+    """Starts serving `app`; it answers when this returns.
+
+    Args:
+        host: an address of this machine's loopback, or "localhost".
+        port: 0 takes a free one.
+
+    Raises:
+        ConfigError: `host` can be reached from elsewhere, or the port cannot be had.
+    """
+    require_loopback(host)
+    listener = _listen(host, port)
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        timeout_graceful_shutdown=_GRACE_SECONDS,
+        server_header=False,
+    )
+    server = _Server(config)
+    task = asyncio.create_task(server.serve([listener]), name="http-server")
+    while not server.started:
+        if task.done():
+            listener.close()
+            await task
+            raise ConfigError("The server did not start; its log says why.")
+        await asyncio.sleep(0.005)
+    return RunningServer(server, task, host, listener.getsockname()[1])
+
+
+def require_loopback(host: str) -> None:
+    """Raises ConfigError: anybody beyond this machine could connect to `host`."""
+    try:
+        local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = False
+    if not local:
+        raise ConfigError(
+            f"Without access tokens the server does not listen at {host or 'every address'}.",
+            hint="Use 127.0.0.1, and an SSH tunnel to reach it from elsewhere.",
+            host=host,
+        )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"Port {port} of {host} cannot be had: {error.strerror}.",
+            hint="Choose another with --server.port, or 0 for any.",
+        ) from error
+    listener.setblocking(False)
+    return listener

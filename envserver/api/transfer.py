@@ -1,0 +1,197 @@
+"""Bodies on their way in and out: bounded, inflated, compressed. Two ASGI middlewares.
+
+What holds: no request makes the server hold more than `max_body_bytes` of its body, before or after
+inflating; inflating and compressing never run on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from typing import Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..errors import EnvserverError, TooLargeError, UsageError
+from .problems import error_answer, is_native
+
+_GZIP: Final = 16 + zlib.MAX_WBITS
+_SMALLEST_COMPRESSED: Final = 1000
+_MOST_MEMBERS: Final = 64
+_BINARY: Final = "application/vnd."
+
+
+class BadGzip(UsageError):
+    kind = "bad_gzip"
+
+    def __init__(self) -> None:
+        super().__init__("Invalid gzip payload")
+
+
+def inflate(body: bytes, most: int) -> bytes:
+    """The content of a gzip body of one or more members.
+
+    Raises:
+        BadGzip: it is no gzip, is cut off, or has other bytes behind it.
+        TooLargeError: its content has more than `most` bytes; no more than that were ever held.
+    """
+    parts: list[bytes] = []
+    room = most
+    for _ in range(_MOST_MEMBERS):
+        if not body:
+            break
+        stream = zlib.decompressobj(_GZIP)
+        try:
+            part = stream.decompress(body, room + 1)
+        except zlib.error:
+            raise BadGzip from None
+        if len(part) > room:
+            raise _too_large(most)
+        if not stream.eof:
+            raise BadGzip
+        parts.append(part)
+        room -= len(part)
+        body = stream.unused_data.lstrip(b"\0")
+    if body:
+        raise BadGzip
+    return b"".join(parts)
+
+
+def _too_large(most: int) -> TooLargeError:
+    return TooLargeError(f"The body has more than {most} bytes.", max_body_bytes=most)
+
+
+class RequestBodies:
+    """Reads each request's body whole, refuses what is too large, inflates gzip."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self._app = app
+        self._most = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
+        if "content-length" not in headers and "transfer-encoding" not in headers:
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await self._read(headers, receive)
+        except EnvserverError as error:
+            await _refuse(error, scope, receive, send)
+            return
+        if body is not None:
+            await self._app(_plain(scope, len(body)), _replay(body, receive), send)
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
+        """The body; None when the client has gone."""
+        announced = headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._most:
+            raise _too_large(self._most)
+        chunks: list[bytes] = []
+        size = 0
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            chunk = message.get("body", b"")
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > self._most:
+                raise _too_large(self._most)
+            more = message.get("more_body", False)
+        body = b"".join(chunks)
+        if body and "gzip" in headers.get("content-encoding", "").lower():
+            return await asyncio.to_thread(inflate, body, self._most)
+        return body
+
+
+async def _refuse(error: EnvserverError, scope: Scope, receive: Receive, send: Send) -> None:
+    path = scope["path"]
+    if isinstance(error, BadGzip) and not is_native(path):
+        answer: Response = PlainTextResponse(error.message, error.status)
+    else:
+        answer = error_answer(path, error.status, error.message, kind=error.kind)
+    # What was not read of the body is in the way of the next request.
+    answer.headers["connection"] = "close"
+    await answer(scope, receive, send)
+
+
+def _plain(scope: Scope, length: int) -> Scope:
+    """The scope of the same request with an inflated body."""
+    kept = [
+        (name, value)
+        for name, value in scope["headers"]
+        if name not in (b"content-encoding", b"content-length", b"transfer-encoding")
+    ]
+    return {**scope, "headers": [*kept, (b"content-length", b"%d" % length)]}
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Gives the body once, then what the connection says."""
+    pending = [body]
+
+    async def replayed() -> Message:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        return await receive()
+
+    return replayed
+
+
+class CompressedAnswers:
+    """Compresses answers of 1000 bytes and more with gzip, level 1, for clients that ask for it.
+
+    Answers in several parts and binary ones pass as they are.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not accepts_gzip(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        held: list[Message] = []
+
+        async def compressing(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                held.append(message)
+                return
+            if held:
+                start = held.pop()
+                if message["type"] == "http.response.body":
+                    message = await _compressed(start, message)
+                await send(start)
+            await send(message)
+
+        await self._app(scope, receive, compressing)
+
+
+async def _compressed(start: Message, message: Message) -> Message:
+    body: bytes = message.get("body", b"")
+    headers = MutableHeaders(raw=list(start["headers"]))
+    if (
+        message.get("more_body", False)
+        or len(body) < _SMALLEST_COMPRESSED
+        or "content-encoding" in headers
+        or headers.get("content-type", "").startswith(_BINARY)
+    ):
+        return message
+    smaller = await asyncio.to_thread(zlib.compress, body, 1, _GZIP)
+    headers["content-encoding"] = "gzip"
+    headers["content-length"] = str(len(smaller))
+    headers.add_vary_header("Accept-Encoding")
+    start["headers"] = headers.raw
+    return {**message, "body": smaller}
+
+
+def accepts_gzip(headers: Headers) -> bool:
+    """Whether the client takes gzip: named, and not with a quality of 0."""
+    for offer in headers.get("accept-encoding", "").split(","):
+        name, _, parameters = offer.partition(";")
+        if name.strip().lower() == "gzip":
+            _, _, quality = parameters.strip().partition("q=")
+            return quality.strip() not in ("0", "0.0", "0.00", "0.000")
+    return False
