@@ -146,7 +146,7 @@ def _environment(given: Iterable[Given]) -> str | None:
     last = named[-1]
     if not isinstance(last.value, str) or not last.value:
         raise ConfigError(
-            f"{last.origin} needs a value: the name of an environment or a .py file.",
+            f"{last.where} needs a value: the name of an environment or a .py file.",
             hint="`envserver list` shows the names.",
         )
     return last.value
@@ -170,9 +170,9 @@ def _choose(
             chosen[path] = [*before, given] if repeated else [given]
         elif path in REFUSED:
             if str(given.value).lower() not in ("false", "0", "no", "off"):
-                problems.add(f"{given.origin} is not supported. {REFUSED[path]}")
+                problems.add(f"{given.where} is not supported. {REFUSED[path]}")
         elif path in IGNORED:
-            warn(f"{given.origin} has no effect here: {IGNORED[path]}.")
+            warn(f"{given.where} has no effect here: {IGNORED[path]}.")
         elif given.kind == "flag" or not _is_for_another(path, elsewhere, settings_class):
             problems.add(_unknown(given, path, options, elsewhere))
     return chosen
@@ -192,13 +192,13 @@ def _unknown(
 ) -> str:
     members = [known for known in options if known.startswith(f"{path}.")]
     if members:
-        return f"{given.origin} is a group of settings: try {_spelled(members[0], given)}."
+        return f"{given.where} is a group of settings: try {_spelled(members[0], given)}."
     if path in elsewhere:
-        return f"{given.origin} has no meaning for this command."
-    near = nearest(path, options)
+        return f"{given.where} has no meaning for this command."
+    sections = {known.rpartition(".")[0] for known in options} if given.kind == "file" else set()
+    near = nearest(path, [*options, *sorted(sections - {""})])
     tail = f" Did you mean {_spelled(near, given)}?" if near else " --help shows all."
-    what = f"{given.origin}: {path!r}" if given.kind == "file" else given.origin
-    return f"{what}: there is no such setting.{tail}"
+    return f"{given.where}: there is no such setting.{tail}"
 
 
 def _spelled(path: str, like: Given) -> str:
@@ -219,7 +219,7 @@ def _parsed(
         try:
             parsed = [_parsed_one(one, option) for one in given]
         except ValueError as error:
-            problems.add(f"{given[-1].origin}: {error}.")
+            problems.add(f"{given[-1].where}: {error}.")
             continue
         if option.is_list and len(parsed) > 1:
             values[path] = [item for one in parsed for item in _as_list(one)]
@@ -274,11 +274,9 @@ def _explained(
     message = re.sub(r"^Value error, ", "", message)
     message = re.sub(r"^Input should be (a valid )?", r"must be ", message)
     message = message.rstrip(".").replace(", unable to parse string as", ", not")
-    origin = chosen[path][-1].origin if path in chosen else f"--{path}"
-    if origin != f"--{path}" and path not in origin and option and chosen[path][-1].kind == "file":
-        origin = f"{origin}: {path}"
+    where = chosen[path][-1].where if path in chosen else f"--{path}"
     shown = _shown(values[path]) if path in values and option and not option.secret else ""
-    return f"{origin}: {message}{shown}."
+    return f"{where}: {message}{shown}."
 
 
 def _path_of(location: Sequence[int | str], options: Mapping[str, Option]) -> str:

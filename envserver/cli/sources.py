@@ -20,6 +20,8 @@ from ..errors import ConfigError, NotFoundError
 from .options import Option
 
 VARIABLE_PREFIX = "ENVSERVER_"
+_OF_TESTS = "ENVSERVER_TEST_"
+_MAPPING = "tag:yaml.org,2002:map"
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Given:
     Args:
         path: dotted name.
         value: text, or for a YAML file the parsed value; None also for a flag without a value.
-        origin: the flag, variable or `file:line` to name in errors.
+        origin: the flag, the variable or `file:line`.
         kind: flag, variable or file.
         is_text: whether `value` is still to be parsed by the option's type.
     """
@@ -39,6 +41,11 @@ class Given:
     origin: str
     kind: str
     is_text: bool = True
+
+    @property
+    def where(self) -> str:
+        """What to name in errors."""
+        return f"{self.origin}: {self.path}" if self.kind == "file" else self.origin
 
 
 def read_flags(command_line: Sequence[str], aliases: Mapping[str, str]) -> list[Given]:
@@ -73,7 +80,7 @@ def read_variables(environ: Mapping[str, str]) -> list[Given]:
     return [
         Given(_variable_path(name), value, name, "variable")
         for name, value in sorted(environ.items())
-        if name.upper().startswith(VARIABLE_PREFIX)
+        if _is_setting(name)
     ]
 
 
@@ -90,7 +97,7 @@ def read_dotenv(path: Path) -> list[Given]:
         origin = f"{path.name}:{binding.original.line}"
         if binding.error and VARIABLE_PREFIX in binding.original.string.upper():
             raise ConfigError(f"{origin}: cannot be read.", hint="Lines look like NAME=value.")
-        if binding.key is None or not binding.key.upper().startswith(VARIABLE_PREFIX):
+        if binding.key is None or not _is_setting(binding.key):
             continue
         given.append(Given(_variable_path(binding.key), binding.value or "", origin, "variable"))
     return given
@@ -162,7 +169,7 @@ class YamlFile:
         return list(merged.values())
 
     def _items(self, node: yaml.Node, prefix: str) -> list[tuple[str, yaml.Node]]:
-        if not isinstance(node, yaml.MappingNode):
+        if not isinstance(node, yaml.MappingNode) or node.tag != _MAPPING:
             what = prefix.rstrip(".") or "the file"
             raise ConfigError(f"{self._place(node)}: {what} must be a mapping of names to values.")
         seen: dict[str, str] = {}
@@ -196,6 +203,11 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from None
+
+
+def _is_setting(name: str) -> bool:
+    upper = name.upper()
+    return upper.startswith(VARIABLE_PREFIX) and not upper.startswith(_OF_TESTS)
 
 
 def _variable_path(name: str) -> str:

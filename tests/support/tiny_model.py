@@ -1,0 +1,107 @@
+"""Writes a tiny random language model that vLLM can serve: python tiny_model.py FOLDER [SEED].
+
+Two layers of Qwen2 with a head size of 64 (the least that vLLM has on a CPU), a byte-level BPE
+tokenizer trained on the spot, and a ChatML template with tools in the form of Hermes. It babbles;
+what it says is of no interest, that its tokens and logprobs are real is. Runs in .venv-vllm.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+VOCABULARY = 1024
+END_OF_TURN = "<|im_end|>"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", END_OF_TURN]
+TEMPLATE = """\
+{%- if tools -%}
+<|im_start|>system
+{%- if messages[0].role == 'system' %}
+{{ messages[0].content }}
+{% endif %}
+Functions, one JSON line each:
+<tools>
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}</tools>
+Call one as <tool_call>{"name": NAME, "arguments": {...}}</tool_call><|im_end|>
+{% endif %}
+{%- for message in messages -%}
+{%- if not (tools and loop.first and message.role == 'system') -%}
+<|im_start|>{{ message.role }}
+{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor -%}
+<|im_end|>
+{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}
+"""
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE: any text can be encoded, and decoding gives it back."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        _corpus(),
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY,
+            special_tokens=SPECIAL,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=END_OF_TURN,
+        pad_token=SPECIAL[0],
+        additional_special_tokens=SPECIAL,
+        chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _corpus() -> list[str]:
+    nouns = ["apples", "boxes", "coins", "marbles", "trains", "metres", "hours", "answers"]
+    verbs = ["has", "buys", "sells", "gives", "finds", "loses", "counts", "divides"]
+    numbers = [
+        f"{first} {verb} {count} {noun}, so {count} + {count + 3} = {2 * count + 3}.\n"
+        for first, verb in zip(["Ann", "Ben", "Eva", "Tom"] * 2, verbs, strict=True)
+        for count, noun in enumerate(nouns * 4, start=7)
+    ]
+    calls = ['<tool_call>{"name": "calculate", "arguments": {"expression": "1+1"}}</tool_call>'] * 9
+    return [*numbers, *calls, "The final answer is \\boxed{42}.\n" * 9, Path(__file__).read_text()]
+
+
+def main(folder: Path, seed: int = 0) -> None:
+    words = tokenizer()
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+        # Ten times the usual spread: a distribution with peaks, so that logprobs differ.
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=words.eos_token_id,
+        pad_token_id=words.pad_token_id,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    words.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

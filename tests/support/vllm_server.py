@@ -1,0 +1,102 @@
+"""A real vLLM on this machine's CPU with a tiny random model, for as long as a `with` lasts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+MODEL = "tiny"
+_START_SECONDS = 300.0
+_STOP_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class VllmServer:
+    """A running server.
+
+    Args:
+        base_url: its address with `/v1`.
+        model: the name under which it serves its only model.
+        model_folder: the model's files, the tokenizer's among them.
+        log: what it wrote.
+    """
+
+    base_url: str
+    model: str
+    model_folder: Path
+    log: Path
+
+    @property
+    def root_url(self) -> str:
+        return self.base_url.removesuffix("/v1")
+
+
+@contextlib.contextmanager
+def running_vllm(python: Path, folder: Path) -> Iterator[VllmServer]:
+    """Makes the model in `folder` and serves it on a free port.
+
+    Raises:
+        RuntimeError: it did not come up; its last words are in the message.
+    """
+    model_folder = folder / "model"
+    script = Path(__file__).with_name("tiny_model.py")
+    environ = {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    subprocess.run([python, script, model_folder], check=True, env=environ, capture_output=True)
+    port = _free_port()
+    log = folder / "vllm.log"
+    command: list[str | Path] = [
+        *(python, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", model_folder, "--served-model-name", MODEL),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--dtype", "float32", "--max-model-len", "2048", "--enforce-eager"),
+        *("--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    ]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        _wait_until_healthy(process, f"http://127.0.0.1:{port}/health", log)
+        yield VllmServer(f"http://127.0.0.1:{port}/v1", MODEL, model_folder, log)
+    finally:
+        _end(process)
+
+
+def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(url, timeout=5).status_code == 200:
+                return
+        time.sleep(0.25)
+    tail = log.read_text(errors="replace")[-4000:]
+    raise RuntimeError(f"vLLM did not come up (exit status {process.poll()}):\n{tail}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the server and the engine process that it started: its whole process group."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, how)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_SECONDS)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -1,0 +1,151 @@
+"""The command line itself: how fast it answers, what it lists, how it fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import envserver
+from envserver.cli import COMMANDS, main
+
+ADDER = '''
+from envserver import Environment, Score, Task
+
+class Adder(Environment):
+    """Adds two numbers."""
+
+    class Config(Environment.Config):
+        digits: int = 3
+        """How many digits."""
+
+    def tasks(self, split):
+        yield Task("1", {})
+
+    def rollout(self, task, run):
+        return ""
+
+    def score(self, task, result):
+        return Score(reward=1.0)
+'''
+
+
+def python(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+
+
+@pytest.mark.parametrize("word", ["--help", "--version", "nonsense"])
+def test_simple_answers_import_nothing_heavy(word: str) -> None:
+    loaded = python(
+        f"import sys\nfrom envserver.cli import main\nmain([{word!r}])\n"
+        "print('loaded:', *(n for n in sys.modules if '.' not in n))"
+    ).rpartition("loaded:")[2]
+    heavy = {"pydantic", "numpy", "msgspec", "fastapi", "aiohttp", "openai", "rich", "asyncio"}
+    assert heavy.isdisjoint(loaded.split())
+
+
+def test_public_names_are_all_there() -> None:
+    missing = [name for name in envserver.__all__ if not hasattr(envserver, name)]
+    assert missing == []
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"  {name} " in told for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert f"envserver {name}" in capsys.readouterr().out
+
+
+def test_no_command_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "Usage" in capsys.readouterr().out
+
+
+def test_an_unknown_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["proces"]) == 2
+    assert "Did you mean 'process'?" in capsys.readouterr().err
+
+
+def test_help_shows_the_settings_of_the_environment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "adder.py").write_text(ADDER)
+    assert main(["process", "--env", str(tmp_path / "adder.py"), "--help"]) == 0
+    told = capsys.readouterr().out
+    assert "--env.digits int [3]\n      How many digits." in told
+    assert "--env.group_size int [4]" in told
+    assert "--openai.api_key secret [unset]" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "expected"),
+    [
+        (["process", "--env", "mathh"], 2, "no environment 'mathh'"),
+        (["process"], 2, "needs an environment"),
+        (["process", "--env.grop_size", "3"], 2, "Did you mean --env.group_size?"),
+        (["list", "everything"], 2, "takes no arguments"),
+        (["run-api", "--port", "no"], 2, "--port: must be integer"),
+        (["run-api", "--host", "0.0.0.0"], 2, "--host: must be a loopback address"),
+    ],
+)
+def test_mistakes_are_one_clear_line(
+    words: list[str], status: int, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == status
+    told = capsys.readouterr().err
+    assert expected in told
+    assert "Traceback" not in told
+
+
+def test_bugs_show_a_traceback_only_on_demand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(argv: list[str]) -> int:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("envserver.cli.list_command.run", broken)
+    assert main(["list"]) == 1
+    assert "Internal error: RuntimeError: a bug" in capsys.readouterr().err
+    with pytest.raises(RuntimeError):
+        main(["list", "--debug"])
+
+
+def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("envserver.cli.list_command.run", interrupted)
+    assert main(["list"]) == 130
+
+
+def test_the_environment_of_an_entry_module_is_not_named_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["process", "--env", "other"], environment="math") == 2
+    assert "--env is given twice (math and other)" in capsys.readouterr().err
+
+
+def test_an_entry_module_offers_only_commands_with_an_environment(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--help"], environment="math") == 0
+    assert "python -m environments.math" in capsys.readouterr().out
+    assert main(["run-api"], environment="math") == 2
+
+
+def test_list_shows_built_in_environments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["NAME", "ISOLATION", "FROM", "WHAT"]
+    (math,) = [row for row in rows if row.startswith("math ")]
+    assert "pooled" in math
+    assert "built in" in math
