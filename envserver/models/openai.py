@@ -52,13 +52,13 @@ class OpenAIEngine:
     """The engine at `config.base_url`; an async context manager that owns its connections.
 
     Args:
-        config: `base_url` may be a list, or several addresses separated by commas, each with or
-            without `/v1`. `server_type` "vllm" means that token ids and logprobs can be asked for.
+        config: its addresses may or may not end in `/v1`. `server_type` "vllm" means that token
+            ids and logprobs can be asked for.
         tries: requests sent for one call, over all replicas.
         pause_seconds: before the first repetition on the same replica; doubles, with jitter.
 
     Raises:
-        ConfigError: an address is no http(s) URL.
+        ConfigError: an address holds credentials.
     """
 
     kind = "openai"
@@ -73,7 +73,8 @@ class OpenAIEngine:
         self._timeout_seconds = config.timeout
         self._tries = tries
         self._pause_seconds = pause_seconds
-        self._replicas = Replicas(_addresses(config.base_url), config.num_max_requests_at_once)
+        roots = list(dict.fromkeys(_root(address) for address in config.base_urls))
+        self._replicas = Replicas(roots, config.num_max_requests_at_once)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> OpenAIEngine:
@@ -402,28 +403,13 @@ def _first_model(answer: dict[str, Any]) -> str:
     return name
 
 
-def _addresses(base_url: str | list[str]) -> list[str]:
-    """The addresses in their one form: no `/v1`, no slash at the end."""
-    given = base_url.split(",") if isinstance(base_url, str) else base_url
-    roots = [_root(address.strip()) for address in given if address.strip()]
-    if not roots:
-        raise ConfigError("openai.base_url names no address.")
-    return list(dict.fromkeys(roots))
-
-
 def _root(address: str) -> str:
-    try:
-        url = URL(address)
-    except ValueError:
-        raise ConfigError("An address in openai.base_url is no URL.") from None
-    if url.scheme not in ("http", "https") or not url.host:
+    """`address` in the one form that paths are put behind: no `/v1`, no slash at the end."""
+    url = URL(address)
+    if url.user or url.password:
+        # They would stand in every message that names the address.
         raise ConfigError(
-            "An address in openai.base_url does not begin with http:// or https:// and a host.",
-            hint="For example http://localhost:8000/v1.",
-        )
-    if url.user or url.password or url.query_string:
-        raise ConfigError(
-            "An address in openai.base_url holds credentials or a query.",
+            "An address in openai.base_url holds credentials.",
             hint="Put the key into openai.api_key.",
         )
     return str(url).rstrip("/").removesuffix("/v1").rstrip("/")

@@ -52,7 +52,8 @@ class SseParser:
 
     def close(self) -> list[bytes]:
         """The last event, when the stream ended without the empty line behind it."""
-        return [event for event in (self._line(self._rest.rstrip(b"\r")), self._line(b"")) if event]
+        ends = (self._line(self._rest.rstrip(b"\r")), self._line(b""))
+        return [event for event in ends if event is not None]
 
     def _line(self, line: bytes) -> bytes | None:
         if not line:

@@ -1,0 +1,55 @@
+"""ASGI applications over real HTTP, and what tests of the proxy need."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+
+from envserver.proxy import AttemptSpec, Limits
+from envserver.records import PublicTask
+
+
+@asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[str]:
+    """`app` on a free port of this machine; gives its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        running = asyncio.create_task(server.serve([listener]))
+        while not server.started and not running.done():
+            await asyncio.sleep(0.005)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await running
+
+
+def attempt_spec(
+    *,
+    max_turns: int = 100,
+    max_completion_tokens: int | None = None,
+    seconds: float = 60.0,
+    max_tokens: int = 1000,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+) -> AttemptSpec:
+    """An attempt at a task whose model is called "tiny"."""
+    return AttemptSpec(
+        rollout_id="rollout-1",
+        attempt=1,
+        env="addition",
+        env_reference="addition",
+        env_config={"digits": 3},
+        task=PublicTask("add-1", {"question": "1+1?"}),
+        model="tiny",
+        deadline=time.time() + seconds,
+        limits=Limits(max_turns, max_completion_tokens),
+        sampling={"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens},
+    )
