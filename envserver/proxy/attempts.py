@@ -1,8 +1,8 @@
 """One attempt at a task, live: its limits, its recorded calls, what its worker posted.
 
 Requests of one attempt may run at the same time. A turn is counted when a request is admitted and
-its tokens are reserved until it ends, so that no interleaving exceeds a limit; a request for which
-only reserved tokens are left waits for their return.
+its tokens are reserved until it ends, so that no interleaving exceeds a limit; a request that wants
+more than is left unreserved waits for what the others return.
 """
 
 from __future__ import annotations
@@ -111,11 +111,16 @@ class Attempt:
         limit = self.spec.limits.max_completion_tokens
         if limit is None:
             return Grant(self, each, 0)
-        while (left := limit - self._spent_tokens - self._reserved_tokens) < choices:
-            if not self._reserved_tokens:
-                raise self._reached("tokens", f"All {limit} tokens of this rollout are used up.")
+        enough = limit if each is None else each * choices
+        while True:
+            left = limit - self._spent_tokens - self._reserved_tokens
+            if left >= enough or not self._reserved_tokens:
+                break
+            # Others may return enough: a request must not be cut shorter than if it came alone.
             self._returned.clear()
             await self._returned.wait()
+        if left < choices:
+            raise self._reached("tokens", f"All {limit} tokens of this rollout are used up.")
         each = left // choices if each is None else min(each, left // choices)
         self._reserved_tokens += each * choices
         return Grant(self, each, each * choices)
