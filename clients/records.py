@@ -77,7 +77,7 @@ class ClientGroup(msgspec.Struct, dict=True):
 
 
 class Batch(msgspec.Struct):
-    """Groups under one lease, to be acknowledged before `expires_at` (seconds, the server's clock)."""
+    """Groups under one lease, to be acknowledged before `expires_at` (the server's clock)."""
 
     lease_id: str
     expires_at: float
