@@ -92,7 +92,8 @@ def read(body: Any, kind: type[T]) -> T:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
         words, _, place = str(error).partition(" - at ")
-        raise refusal(f"{words}.", param=place.strip("`").removeprefix("$.") or None) from error
+        param = place.strip("`").removeprefix("$.") or None
+        raise refusal(f"{param or 'The body'}: {words}.", param=param) from error
 
 
 def check_sampling(body: Body) -> None:

@@ -1,0 +1,65 @@
+"""What the tests of the simulated engine share: one question, its demonstration, ways to ask."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from envserver.config import SimConfig
+from envserver.models.sim import SimEngine, TextSolver
+from envserver.models.sim.tokenizer import shared_tokenizer
+
+TOKENIZER = shared_tokenizer()
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+QUESTION = "A box holds 12 pencils. How many do three boxes hold?"
+EXACT = {"return_token_ids": True, "logprobs": True}
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [
+    tool("calculate", expression={"type": "string"}),
+    tool("finish", answer={"type": "string"}),
+]
+
+
+def call(name: str, arguments: Any) -> dict[str, Any]:
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {"id": "call_1", "type": "function", "function": function}
+
+
+def said(content: str | None, *calls: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "tool_calls": list(calls)}
+
+
+DEMONSTRATION = [
+    said(None, call("calculate", {"expression": "3 * 12"})),
+    said("The product is known.", call("finish", {"answer": "36"})),
+]
+
+
+def engine(turns: list[dict[str, Any]] | None = None, **config: Any) -> SimEngine:
+    """An engine without latency that knows one question, if `turns` are given."""
+    solver = TextSolver([(QUESTION, turns)]) if turns else None
+    return SimEngine(SimConfig(latency_seconds=0, **config), solver)
+
+
+async def post(
+    sim: SimEngine, body: dict[str, Any], *, rollout_id: str = "", path: str = CHAT
+) -> dict[str, Any]:
+    return await sim.post(path, body, rollout_id=rollout_id, timeout_seconds=30)
+
+
+def user(text: str = QUESTION) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def ask(text: str = QUESTION, **fields: Any) -> dict[str, Any]:
+    return {"model": "sim", "messages": user(text), **EXACT, **fields}
+
+
+def logprobs_of(choice: dict[str, Any]) -> list[float]:
+    return [entry["logprob"] for entry in choice["logprobs"]["content"]]
