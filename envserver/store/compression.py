@@ -7,9 +7,15 @@ while they work.
 
 from __future__ import annotations
 
+import sys
 from typing import Final
 
-import zstandard
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+ZstdError = zstd.ZstdError
 
 RAW: Final = 0
 ZSTD: Final = 1
@@ -22,7 +28,7 @@ def encode(body: bytes) -> tuple[int, bytes]:
     """`body` as (encoding, bytes to store). Small or incompressible bodies stay raw."""
     if len(body) < _MIN_BYTES:
         return RAW, body
-    packed = zstandard.ZstdCompressor(level=_LEVEL).compress(body)
+    packed = zstd.compress(body, level=_LEVEL)
     if len(packed) > 0.9 * len(body):
         return RAW, body
     return ZSTD, packed
@@ -32,6 +38,6 @@ def decode(encoding: int, stored: bytes) -> bytes:
     """The body that `encode` was given.
 
     Raises:
-        zstandard.ZstdError: `stored` is damaged.
+        ZstdError: `stored` is damaged.
     """
-    return zstandard.ZstdDecompressor().decompress(stored) if encoding == ZSTD else stored
+    return zstd.decompress(stored) if encoding == ZSTD else stored

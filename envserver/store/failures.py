@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Final
 
 from sqlalchemy.exc import SQLAlchemyError, StatementError
-from zstandard import ZstdError
 
 from ..errors import ConfigError, EnvserverError, InputError, StoreError, StoreFull
+from .compression import ZstdError
 
 _FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FULL_SQLSTATES: Final = frozenset({"53100"})  # PostgreSQL: disk_full
