@@ -9,12 +9,35 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from .records import Split
+
+StorePlace = Annotated[str, Field(min_length=1)]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to `host`."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _loopback(host: str) -> str:
+    if not is_loopback(host):
+        raise ValueError(
+            "must be a loopback address (127.0.0.1, ::1 or localhost): "
+            "there are no access tokens yet, so nobody else may reach the server"
+        )
+    return host
+
+
+LoopbackHost = Annotated[str, AfterValidator(_loopback)]
 
 
 class Section(BaseModel):
@@ -180,7 +203,7 @@ class RolloutsConfig(Section):
 class ServerConfig(Section):
     """The HTTP server for trainers and people."""
 
-    host: str = Field(default="127.0.0.1")
+    host: LoopbackHost = "127.0.0.1"
     """Address to listen at; only loopback until access tokens exist."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port; 0 takes a free one."""
@@ -188,22 +211,6 @@ class ServerConfig(Section):
     """Largest request body, after inflating."""
     lease_seconds: float = Field(default=600.0, gt=0)
     """A leased batch that is not acknowledged for this long is delivered again."""
-
-    @field_validator("host")
-    @classmethod
-    def _only_loopback(cls, host: str) -> str:
-        if host == "localhost":
-            return host
-        try:
-            loopback = ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            loopback = False
-        if not loopback:
-            raise ValueError(
-                "must be a loopback address (127.0.0.1, ::1 or localhost): "
-                "there are no access tokens yet, so nobody else may reach the server"
-            )
-        return host
 
 
 class Settings(Section):
@@ -220,7 +227,7 @@ class Settings(Section):
     workers: WorkersConfig = WorkersConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     server: ServerConfig = ServerConfig()
-    store: str = "data/envserver.db"
+    store: StorePlace = "data/envserver.db"
     """Where groups are kept: a file (SQLite) or a database URL."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: LogLevel = "info"
     """Least serious event that is logged."""

@@ -10,7 +10,6 @@ Signals stay the caller's. Without access tokens only this machine may connect.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Final, Self
 import uvicorn
 from starlette.types import ASGIApp
 
+from ..config import is_loopback
 from ..errors import ConfigError
 
 _BACKLOG: Final = 2048
@@ -101,11 +101,7 @@ async def serve_api(app: ASGIApp, host: str, port: int) -> RunningServer:
 
 def require_loopback(host: str) -> None:
     """Raises ConfigError: anybody beyond this machine could connect to `host`."""
-    try:
-        local = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        local = False
-    if not local:
+    if not is_loopback(host):
         raise ConfigError(
             f"Without access tokens the server does not listen at {host or 'every address'}.",
             hint="Use 127.0.0.1, and an SSH tunnel to reach it from elsewhere.",

@@ -67,7 +67,8 @@ def _groups(
         for path, option in options.items()
         if path.startswith("env.") and path.split(".")[1] not in EnvironmentConfig.model_fields
     ]
-    for group in dict.fromkeys(option.group for option in options.values()):
+    # sorted is stable: the top level first, then the sections in their order.
+    for group in sorted(dict.fromkeys(o.group for o in options.values()), key=bool):
         if group.startswith("env."):
             continue
         members = [o for o in options.values() if o.group == group and o not in own]

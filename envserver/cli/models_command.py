@@ -1,0 +1,63 @@
+"""`envserver models sim`: its settings; what it does stands in `models.py`."""
+
+from __future__ import annotations
+
+import sys
+
+from ..config import EnvironmentConfig, LogLevel, LoopbackHost, Section, SimConfig
+from ..errors import UsageError
+from ..registry import find
+from .help import show_help
+from .logs import configure_logs
+from .loop import run_loop
+from .models import demonstration_solver, run_sim
+from .settings import load_settings
+
+SUMMARY = """Serves the simulated engine as an OpenAI-compatible server. It is no language model: it
+plays the solutions of the tasks of --env, right or spoiled, and babbles without one."""
+
+
+class ModelsSettings(Section):
+    """The settings that `models sim` has."""
+
+    host: LoopbackHost = "127.0.0.1"
+    """Address to listen at; only loopback."""
+    port: int = 9001
+    """Port; 0 takes a free one."""
+    environment: str | None = None
+    """Environment whose tasks it can solve; as a flag `--env NAME`."""
+    env: EnvironmentConfig = EnvironmentConfig()
+    sim: SimConfig = SimConfig()
+    log_level: LogLevel = "info"
+    """Least serious event that is logged."""
+
+
+def run(argv: list[str]) -> int:
+    """The command.
+
+    Raises:
+        UsageError: the first word is not `sim`.
+        ConfigError: a setting is wrong, or the port cannot be had.
+    """
+    words = argv[1:] if argv[:1] == ["sim"] else argv
+    usage = "envserver models sim"
+    if show_help(words, usage=usage, summary=SUMMARY, settings_class=ModelsSettings):
+        return 0
+    if argv[:1] != ["sim"]:
+        raise UsageError("Which model? There is one: `envserver models sim`.")
+    settings = load_settings(words, settings_class=ModelsSettings)
+    configure_logs(settings.log_level)
+    solver = None
+    if settings.environment is not None:
+        environment = find(settings.environment)(settings.env)
+        solver = demonstration_solver(environment, settings.env.split)
+    run_loop(
+        run_sim(
+            settings.sim, host=settings.host, port=settings.port, solver=solver, announce=_announce
+        )
+    )
+    return 0
+
+
+def _announce(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
