@@ -96,6 +96,8 @@ def read_problem(row: Row, data_set: str | None = None) -> Problem:
     if not answer or not question:
         part = "question" if answer else "answer"
         raise InputError(f"This {shape.name} row holds no {part}.")
+    if len(answer) > MAX_ANSWER_CHARACTERS:
+        raise InputError(f"The answer of this {shape.name} row is too long.")
     if shape.kind == "letter" and not 0 <= ord(answer) - ord("A") < len(options):
         raise InputError(f"This {shape.name} row has no option {answer}.")
     return Problem(question, answer, shape.kind, shape.name, options, shape.expression(row))
@@ -110,8 +112,6 @@ def why_unusable(problem: Problem) -> str | None:
     gold = problem.answer
     if problem.kind == "number" and not is_number_literal(gold):
         return "the gold is no number"
-    if len(gold) > MAX_ANSWER_CHARACTERS:
-        return "the gold is too long"
     if last_boxed(f"\\boxed{{{gold}}}") != gold:
         return "the gold's braces are not balanced"
     return None

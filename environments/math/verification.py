@@ -19,9 +19,10 @@ import os
 import resource
 import select
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from envserver import ConfigError
 
@@ -30,6 +31,20 @@ TIMEOUT_SECONDS = 2
 KILL_SECONDS = 6.0
 MEMORY_BYTES = 1 << 30
 """That one comparison may take beyond what the scorer holds."""
+
+
+_WARM_UP = (
+    ("12", "-7"),
+    (r"\frac{1}{2}", "0.5"),
+    (r"2\sqrt{3}", r"\sqrt{12}"),
+    ("x^2+2x", "x(x+2)"),
+    ("y=2x+1", "x=4"),
+    (r"\{1,2\}", "(1,2]"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"),
+    ("3+4i", r"2\pi"),
+    ("x<2", "1<x<2"),
+    (r"50\%", r"1{,}000\text{ cm}"),
+)
 
 
 class Verdict(enum.StrEnum):
@@ -52,11 +67,9 @@ def compare(gold: str, answer: str, *, lenient: bool = False) -> Verdict:
     Raises:
         ConfigError: math-verify is not installed.
     """
+    # Here and not in the child, so that what the parser learns is there for the next answer.
     parsed_gold = _parsed_gold(gold)
-    verdict = _in_child(lambda: _equal(parsed_gold, answer, lenient))
-    if verdict is Verdict.EQUAL or _verifies_itself(gold):
-        return verdict
-    return Verdict.BAD_GOLD
+    return _in_child(lambda: _verdict(parsed_gold, answer, lenient))
 
 
 @dataclass(frozen=True)
@@ -88,9 +101,18 @@ def _library() -> _Library:
             basic_latex=True, units=True, malformed_operators=False, nits=False, boxed="all"
         ),
     )
-    return _Library(
+    library = _Library(
         math_verify.parse, math_verify.verify, [latex()], [strict], [expression(), latex()]
     )
+    _warm_up(library)
+    return library
+
+
+def _warm_up(library: _Library) -> None:
+    """Comparisons of every kind: a child inherits what the parser and sympy have loaded."""
+    for gold, answer in _WARM_UP:
+        first = library.parse(f"\\boxed{{{gold}}}", library.gold)
+        library.verify(first, library.parse(f"\\boxed{{{answer}}}", library.strict))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -104,12 +126,6 @@ def _parsed_gold(gold: str) -> tuple[Any, ...]:
     )
 
 
-@functools.lru_cache(maxsize=4096)
-def _verifies_itself(gold: str) -> bool:
-    parsed = list(_parsed_gold(gold))
-    return _in_child(lambda: bool(_library().verify(parsed, parsed))) is Verdict.EQUAL
-
-
 def _without_math_marks(gold: str) -> str:
     plain = gold.strip()
     for start, end in (("$", "$"), ("\\(", "\\)")):
@@ -119,7 +135,7 @@ def _without_math_marks(gold: str) -> str:
     return plain
 
 
-def _equal(gold: tuple[Any, ...], answer: str, lenient: bool) -> bool:
+def _verdict(gold: tuple[Any, ...], answer: str, lenient: bool) -> Verdict:
     library = _library()
     parsed = library.parse(
         f"\\boxed{{{answer}}}",
@@ -127,11 +143,15 @@ def _equal(gold: tuple[Any, ...], answer: str, lenient: bool) -> bool:
         extraction_mode="any_match" if lenient else "first_match",
         parsing_timeout=TIMEOUT_SECONDS,
     )
-    return bool(library.verify(list(gold), parsed, timeout_seconds=TIMEOUT_SECONDS))
+    if library.verify(list(gold), parsed, timeout_seconds=TIMEOUT_SECONDS):
+        return Verdict.EQUAL
+    # No gold is blamed for a wrong answer unless it fails its own comparison.
+    fit = library.verify(list(gold), list(gold), timeout_seconds=TIMEOUT_SECONDS)
+    return Verdict.DIFFERENT if fit else Verdict.BAD_GOLD
 
 
-def _in_child(compute: Any) -> Verdict:
-    """Runs `compute` (-> bool) in a forked process that cannot harm this one."""
+def _in_child(compute: Callable[[], Verdict]) -> Verdict:
+    """Runs `compute` in a forked process that cannot harm this one."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -139,19 +159,19 @@ def _in_child(compute: Any) -> Verdict:
     os.close(write_end)
     try:
         ready, _, _ = select.select([read_end], [], [], KILL_SECONDS)
-        answer = os.read(read_end, 1) if ready else b""
+        verdict = os.read(read_end, 64) if ready else b""
     finally:
         os.close(read_end)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    return {b"1": Verdict.EQUAL, b"0": Verdict.DIFFERENT}.get(answer, Verdict.KILLED)
+    return Verdict(verdict.decode()) if verdict else Verdict.KILLED
 
 
-def _be_the_child(compute: Any, write_end: int) -> None:
-    """Writes one byte and ends; never returns, whatever is raised (timeouts are BaseExceptions)."""
+def _be_the_child(compute: Callable[[], Verdict], write_end: int) -> NoReturn:
+    """Writes the verdict and ends; never returns, whatever is raised (timeouts are BaseExceptions)."""
     try:
         _limit_resources()
-        os.write(write_end, b"1" if compute() else b"0")
+        os.write(write_end, compute().value.encode())
     finally:
         os._exit(0)
 

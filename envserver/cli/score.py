@@ -1,0 +1,345 @@
+"""The work of `envserver score`: rows of tasks and responses in, rows of scores out, no model.
+
+Each input row is `{"task": <a row of a data set, or a task id>, "response": "text"}`, or has
+`"messages": [...]` instead of the response; `"finish_reason"` may say that the answer was cut off.
+Each gives one output row: `{"line", "reward", "components", "metrics", "error"}`, in their order.
+A bad row is an output row with an error, never a stop. Memory is bounded by the rows in flight, and
+the output appears whole, under its name, at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import json
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import msgspec
+
+from ..environment import Environment
+from ..errors import EnvserverError, InputError, NotFoundError, StoreError, StoreFull
+from ..records import Task
+from ..registry import absolute, find
+from ..rollouts.scorer_process import Row
+from ..rollouts.scoring import ScoredRow, ScorerPool
+
+MAX_LINE_BYTES = 4 << 20
+MAX_ROWS_IN_FLIGHT = 512
+MAX_BYTES_IN_FLIGHT = 64 << 20
+MAX_TASKS_SEARCHED = 100_000
+"""Tasks of the environment among which a task id is looked up."""
+
+Progress = Callable[[int, float], None]
+"""Gets the rows done, and the share of the input that they are, in [0, 1]."""
+
+
+class Summary(msgspec.Struct, kw_only=True):
+    """What came of the rows.
+
+    Args:
+        rows: output rows.
+        scored: with a reward.
+        unscorable: valid, but without a reward.
+        errors: with an error.
+        mean_reward: over the scored rows, None without one.
+        first_error: place and text of the first error.
+    """
+
+    rows: int = 0
+    scored: int = 0
+    unscorable: int = 0
+    errors: int = 0
+    mean_reward: float | None = None
+    first_error: str | None = None
+    seconds: float = 0.0
+
+
+async def run_score(
+    env_reference: str,
+    env_config: dict[str, Any],
+    input: Path,
+    output: Path,
+    *,
+    processes: int = 2,
+    progress: Progress = lambda rows, share: None,
+) -> Summary:
+    """Scores every row of `input` into `output` (both JSONL).
+
+    Args:
+        env_reference, env_config: the environment and its settings.
+        processes: scorers that work side by side.
+        progress: called after each row that is written.
+
+    Raises:
+        NotFoundError: there is no input file, or no such environment.
+        ConfigError: the environment cannot be loaded.
+        StoreError: the output cannot be written; nothing is left of it.
+    """
+    reference = absolute(env_reference)
+    started = time.monotonic()
+    summary = Summary()
+    with _open_input(input) as source, _whole_file(output) as target:
+        size = max(1, os.fstat(source.fileno()).st_size)
+
+        def deliver(line: _Line, scored: ScoredRow) -> None:
+            _count(summary, line.number, scored)
+            with _storing(output):
+                target.write(_output_row(line.number, scored))
+            progress(summary.rows, min(1.0, line.end / size))
+
+        async with ScorerPool(reference, env_config, processes) as scorers:
+            await _Scoring(scorers, _TaskFinder(reference, env_config)).run(source, deliver)
+    summary.seconds = time.monotonic() - started
+    return summary
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """A line of the input: its number from 1, where it ends, its bytes (None: it is too long)."""
+
+    number: int
+    end: int
+    data: bytes | None
+
+    @property
+    def size(self) -> int:
+        return len(self.data or b"")
+
+
+class _Scoring:
+    """Rows in flight: many at once, out in the order in which they came."""
+
+    def __init__(self, scorers: ScorerPool, finder: _TaskFinder) -> None:
+        self._scorers = scorers
+        self._finder = finder
+
+    async def run(self, source: BinaryIO, deliver: Callable[[_Line, ScoredRow], None]) -> None:
+        """Delivers every line of `source` that is not blank, with its score, in their order."""
+        lines = _lines(source)
+        flying: deque[tuple[_Line, asyncio.Task[ScoredRow]]] = deque()
+        try:
+            while self._fill(flying, lines):
+                line, scoring = flying[0]
+                scored = await scoring
+                flying.popleft()
+                deliver(line, scored)
+        finally:
+            for _, scoring in flying:
+                scoring.cancel()
+            await asyncio.gather(*(scoring for _, scoring in flying), return_exceptions=True)
+
+    def _fill(
+        self, flying: deque[tuple[_Line, asyncio.Task[ScoredRow]]], lines: Iterator[_Line]
+    ) -> bool:
+        """Starts as many rows as may fly; False at the end."""
+        flying_bytes = sum(line.size for line, _ in flying)
+        while len(flying) < MAX_ROWS_IN_FLIGHT and flying_bytes < MAX_BYTES_IN_FLIGHT:
+            line = next(lines, None)
+            if line is None:
+                break
+            flying.append((line, asyncio.create_task(self._row(line))))
+            flying_bytes += line.size
+        return bool(flying)
+
+    async def _row(self, line: _Line) -> ScoredRow:
+        try:
+            return await self._scorers.score_row(await self._read(line))
+        except EnvserverError as error:
+            return ScoredRow(error=f"{error.kind}: {error}")
+
+    async def _read(self, line: _Line) -> Row:
+        row = _parsed(line.data)
+        if "task" not in row:
+            raise InputError("The row has no key 'task'.")
+        task = row["task"]
+        if isinstance(task, str):
+            task = await self._finder.find(task)
+        elif not isinstance(task, dict):
+            raise InputError("'task' must be a data-set row (an object) or a task id (a text).")
+        finish_reason = row.get("finish_reason")
+        if finish_reason is not None and not isinstance(finish_reason, str):
+            raise InputError("'finish_reason' must be a text.")
+        messages = _messages(row)
+        return Row(
+            task=task,
+            response=_response(row, messages),
+            messages=messages,
+            finish_reason=finish_reason,
+        )
+
+
+class _TaskFinder:
+    """Finds tasks by id, reading the environment's tasks only as far as is needed."""
+
+    def __init__(self, env_reference: str, env_config: dict[str, Any]) -> None:
+        self._reference = env_reference
+        self._config = env_config
+        self._lock = asyncio.Lock()
+        self._seen: dict[str, Task] = {}
+        self._tasks: Iterator[Task] | None = None
+        self._split = ""
+
+    async def find(self, task_id: str) -> Task:
+        """The task with this id.
+
+        Raises:
+            NotFoundError: the split in the settings has none, or not among its first tasks.
+        """
+        async with self._lock:
+            if task_id not in self._seen:
+                await self._search(task_id)
+        if task_id not in self._seen:
+            raise NotFoundError(
+                f"There is no task {task_id[:100]!r} in the split {self._split}.",
+                hint=f"{len(self._seen)} tasks were searched.",
+            )
+        return self._seen[task_id]
+
+    async def _search(self, task_id: str) -> None:
+        try:
+            await asyncio.to_thread(self._read_until, task_id)
+        except EnvserverError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"The tasks cannot be read: {type(error).__name__}: {error}"
+            ) from error
+
+    def _read_until(self, task_id: str) -> None:
+        if self._tasks is None:
+            self._tasks = self._all_tasks()
+        for task in itertools.islice(self._tasks, MAX_TASKS_SEARCHED - len(self._seen)):
+            self._seen.setdefault(task.id, task)
+            if task.id == task_id:
+                return
+
+    def _all_tasks(self) -> Iterator[Task]:
+        environment_class = find(self._reference)
+        config = environment_class.Config.model_validate(self._config)
+        environment: Environment = environment_class(config)
+        self._split = config.split
+        return iter(environment.tasks(config.split))
+
+
+def _lines(source: BinaryIO) -> Iterator[_Line]:
+    """The lines that are not blank; of one that is too long, no more than its bound is held."""
+    number = end = 0
+    while data := source.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        end += len(data)
+        too_long = len(data) > MAX_LINE_BYTES and not data.endswith(b"\n")
+        while too_long and (rest := source.readline(MAX_LINE_BYTES)):
+            end += len(rest)
+            if rest.endswith(b"\n"):
+                break
+        if too_long:
+            yield _Line(number, end, None)
+        elif data.strip():
+            yield _Line(number, end, data.removeprefix(b"\xef\xbb\xbf") if number == 1 else data)
+
+
+def _parsed(data: bytes | None) -> dict[str, Any]:
+    if data is None:
+        raise InputError(f"The row is longer than {MAX_LINE_BYTES} bytes.")
+    try:
+        row = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise InputError(f"The row is not UTF-8: {error.reason} at byte {error.start}.") from error
+    except ValueError as error:
+        raise InputError(f"The row is not JSON: {error}") from error
+    except RecursionError as error:
+        raise InputError("The row is nested too deeply.") from error
+    if not isinstance(row, dict):
+        raise InputError("The row is no JSON object.")
+    return row
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
+    messages = row.get("messages") or []
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise InputError("'messages' must be a list of objects.")
+    return messages
+
+
+def _response(row: dict[str, Any], messages: list[dict[str, Any]]) -> str:
+    """The response of the row, else the text of its last assistant message."""
+    response = row.get("response")
+    if response is not None:
+        if not isinstance(response, str):
+            raise InputError("'response' must be a text.")
+        return response
+    if not messages:
+        raise InputError("The row has neither a key 'response' nor 'messages'.")
+    for message in reversed(messages):
+        if message.get("role") == "assistant":
+            return _text_of(message.get("content"))
+    raise InputError("'messages' holds no message of the assistant.")
+
+
+def _text_of(content: object) -> str:
+    """A message's text, also where it comes in parts."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
+
+
+def _count(summary: Summary, line_number: int, scored: ScoredRow) -> None:
+    summary.rows += 1
+    if scored.error is not None:
+        summary.errors += 1
+        summary.first_error = summary.first_error or f"line {line_number}: {scored.error}"
+    elif scored.reward is None:
+        summary.unscorable += 1
+    else:
+        total = (summary.mean_reward or 0.0) * summary.scored + scored.reward
+        summary.scored += 1
+        summary.mean_reward = total / summary.scored
+
+
+def _output_row(line_number: int, scored: ScoredRow) -> bytes:
+    # Escaped to ASCII: an error may quote what is no valid Unicode.
+    return json.dumps({"line": line_number, **msgspec.structs.asdict(scored)}).encode() + b"\n"
+
+
+def _open_input(path: Path) -> BinaryIO:
+    if not path.is_file():
+        raise NotFoundError(f"There is no input file {str(path)!r}.")
+    return path.open("rb")
+
+
+@contextmanager
+def _whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears under its name when all of it is written, or not at all."""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    with _storing(path):
+        file = part.open("xb")
+    try:
+        with file:
+            yield file
+            with _storing(path):
+                file.flush()
+                os.fsync(file.fileno())
+        with _storing(path):
+            part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _storing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        kind = StoreFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
+        raise kind(f"{path} cannot be written: {error.strerror or error}.") from error

@@ -1,0 +1,191 @@
+"""What runs inside a scorer process: one environment, asked for scores in the main thread.
+
+`answer` is the only way in. It never raises: an `Outcome` holds the value or the failure. A score
+that leaves this module is valid: a reward in [0, 1] or None, and finite numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+import pickle
+import traceback
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+
+from ..environment import Environment
+from ..errors import Blame, ConfigError, EnvserverError, Failure, InputError, ScorerError
+from ..errors import Outcome as Fate
+from ..records import Result, Score, Task
+from ..registry import find
+
+TRACEBACK_CHARACTERS = 4000
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What came of a call: `value`, or `failure`."""
+
+    value: Any = None
+    failure: Failure | None = None
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of `envserver score`.
+
+    Args:
+        task: the task, or a row of one of the environment's data sets.
+        response: the model's last text.
+        messages: the conversation, where the row has one.
+        finish_reason: of the model's last answer, where the row says it.
+    """
+
+    task: Task | dict[str, Any]
+    response: str
+    messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    finish_reason: str | None = None
+
+
+_loaded: Environment | Failure | None = None
+
+
+def load(env_reference: str, env_config: dict[str, Any]) -> None:
+    """Runs first in each process. A failure is kept, and told to whoever asks for a score."""
+    global _loaded
+    outcome = _guarded(lambda: _make_environment(env_reference, env_config))
+    _loaded = outcome.failure or outcome.value
+
+
+def answer(request: bytes) -> Outcome:
+    """Answers a pickled (function of this module, arguments)."""
+
+    def call() -> Any:
+        function, arguments = pickle.loads(request)
+        return function(*arguments)
+
+    return _guarded(call)
+
+
+def score_timeout_seconds() -> float:
+    """How long one score may take."""
+    return float(_environment().score_timeout_seconds)
+
+
+def score(task: Task, result: Result) -> Score:
+    """The score of one rollout."""
+    return _checked_score_of(_environment(), task, result)
+
+
+def score_group(task: Task, results: list[Result], scores: list[Score]) -> list[Score]:
+    """The scores of a group, after the environment's last word on them."""
+    final = _environment().score_group(task, results, scores)
+    if not isinstance(final, list) or len(final) != len(scores):
+        raise ScorerError(f"score_group must return a list of {len(scores)} scores.")
+    return [checked_score(score) for score in final]
+
+
+def score_row(row: Row) -> Score:
+    """The score of a bare row."""
+    environment = _environment()
+    task = row.task if isinstance(row.task, Task) else environment.task_from_row(row.task)
+    if not isinstance(task, Task):
+        raise InputError("The environment made no task of this row.")
+    result = environment.response_from_row(row.response, row.messages)
+    if row.finish_reason is not None:
+        cut_off = row.finish_reason == "length"
+        result = msgspec.structs.replace(
+            result, finish_reason=row.finish_reason, truncated=result.truncated or cut_off
+        )
+    return _checked_score_of(environment, task, result)
+
+
+def checked_score(score: object) -> Score:
+    """`score` as plain numbers.
+
+    Raises:
+        ScorerError: it is no Score, says that scoring failed, or breaks its bounds.
+    """
+    if not isinstance(score, Score):
+        raise ScorerError(f"The scorer returned {type(score).__name__}, not a Score.")
+    if score.error is not None:
+        raise ScorerError(f"The scorer reported a failure: {score.error}")
+    reward = None if score.reward is None else _finite("reward", score.reward)
+    if reward is not None and not 0 <= reward <= 1:
+        raise ScorerError(f"The scorer gave a reward of {reward}, which is outside [0, 1].")
+    return Score(
+        reward=reward,
+        components=_finite_numbers("components", score.components),
+        metrics=_finite_numbers("metrics", score.metrics),
+    )
+
+
+def _guarded(compute: Callable[[], Any]) -> Outcome:
+    try:
+        return Outcome(value=compute())
+    except EnvserverError as error:
+        return Outcome(failure=error.failure())
+    except BaseException as error:  # noqa: BLE001 - SystemExit and the like are failures too
+        return Outcome(failure=_failure_of(error))
+
+
+def _failure_of(error: BaseException) -> Failure:
+    trace = "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:]
+    return Failure(
+        kind=ScorerError.kind,
+        blame=Blame.ENVIRONMENT,
+        outcome=Fate.RETRY,
+        message=f"The scorer raised {type(error).__name__}: {str(error)[:500]}",
+        detail={"traceback": trace},
+    )
+
+
+def _make_environment(env_reference: str, env_config: dict[str, Any]) -> Environment:
+    environment_class = find(env_reference)
+    try:
+        return environment_class(environment_class.Config.model_validate(env_config))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"Setting {place!r} of {env_reference}: {first['msg']}.") from error
+
+
+def _environment() -> Environment:
+    if isinstance(_loaded, Failure):
+        raise ConfigError(_loaded.message, hint=_loaded.hint, **_loaded.detail)
+    if _loaded is None:
+        raise ScorerError("The scorer process has no environment.")
+    return _loaded
+
+
+def _checked_score_of(environment: Environment, task: Task, result: Result) -> Score:
+    score = environment.score(task, result)
+    if inspect.isawaitable(score):
+        score = _runner().run(_awaited(score))
+    return checked_score(score)
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable
+
+
+@functools.cache
+def _runner() -> asyncio.Runner:
+    """One event loop for the life of the process: an async scorer may keep clients open."""
+    return asyncio.Runner()
+
+
+def _finite(name: str, value: object) -> float:
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise ScorerError(f"The scorer gave {name} = {str(value)[:50]}, which is no finite number.")
+    return float(value)
+
+
+def _finite_numbers(field: str, values: object) -> dict[str, float]:
+    if not isinstance(values, dict):
+        raise ScorerError(f"The scorer gave {field} that are no dict.")
+    return {str(name): _finite(f"{field}[{name!r}]", value) for name, value in values.items()}

@@ -1,0 +1,204 @@
+"""Scores rollouts in processes of their own, each of which may hang or die without harm.
+
+In: a task with its hidden part, and a result. Out: a valid Score, or a ScorerError that says what
+the scorer did. A scorer that takes longer than its environment's `score_timeout_seconds`, and one
+whose caller is cancelled, is killed; a killed or dead one is replaced before the next score.
+Processes are warm: the environment is loaded before the first score is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import pickle
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import msgspec
+from pebble import ProcessExpired, ProcessPool
+from pebble.common.types import CONSTS
+
+from ..errors import ConfigError, Failure, ScorerError
+from ..records import Result, Score, Task
+from . import scorer_process
+from .scorer_process import Outcome, Row
+
+START_TIMEOUT_SECONDS = 120.0
+KILL_GRACE_SECONDS = 0.5
+"""Between SIGTERM and SIGKILL of a scorer past its time."""
+
+CONSTS.term_timeout = KILL_GRACE_SECONDS
+
+
+class ScoredRow(msgspec.Struct, kw_only=True):
+    """The score of a bare row; `error` says why there is none."""
+
+    reward: float | None = None
+    components: dict[str, float] = msgspec.field(default_factory=dict)
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    error: str | None = None
+
+
+class ScorerPool:
+    """An async context manager; within it, scores may be asked for concurrently.
+
+    Args:
+        env_reference: as `registry.find` takes it; a path should be absolute.
+        env_config: the fields of the environment's Config.
+        processes: scorers that work side by side.
+    """
+
+    def __init__(self, env_reference: str, env_config: dict[str, Any], processes: int) -> None:
+        self._scorers = [_Scorer(env_reference, env_config) for _ in range(processes)]
+        self._free: asyncio.LifoQueue[_Scorer] = asyncio.LifoQueue()
+        self._timeout_seconds = START_TIMEOUT_SECONDS
+
+    async def __aenter__(self) -> Self:
+        """Starts the processes.
+
+        Raises:
+            ConfigError: the environment cannot be loaded.
+        """
+        try:
+            calls = (
+                s.call(scorer_process.score_timeout_seconds, (), START_TIMEOUT_SECONDS)
+                for s in self._scorers
+            )
+            outcomes = await asyncio.gather(*calls)
+        except BaseException:
+            await self._close()
+            raise
+        failure = next((outcome.failure for outcome in outcomes if outcome.failure), None)
+        if failure is not None:
+            await self._close()
+            _raise(failure)
+        self._timeout_seconds = outcomes[0].value
+        for scorer in self._scorers:
+            self._free.put_nowait(scorer)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._close()
+
+    async def score(self, task: Task, result: Result) -> Score:
+        """The score of one rollout.
+
+        Raises:
+            ScorerError: the scorer raised, died, took too long, or gave an invalid score.
+            ConfigError: the environment cannot score as it is set up.
+        """
+        score: Score = await self._ask(scorer_process.score, task, result)
+        return score
+
+    async def score_group(
+        self, task: Task, results: list[Result], scores: list[Score]
+    ) -> list[Score]:
+        """The scores of a group, after the environment's last word on them; raises like `score`."""
+        final: list[Score] = await self._ask(scorer_process.score_group, task, results, scores)
+        return final
+
+    async def score_row(self, row: Row) -> ScoredRow:
+        """The score of a bare row; whatever goes wrong is in its `error`."""
+        try:
+            score: Score = await self._ask(scorer_process.score_row, row)
+        except (ScorerError, ConfigError) as error:
+            return ScoredRow(error=f"{error.detail.get('cause', error.kind)}: {error}")
+        return ScoredRow(reward=score.reward, components=score.components, metrics=score.metrics)
+
+    async def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
+        async with self._free_scorer() as scorer:
+            outcome = await scorer.call(function, args, self._timeout_seconds)
+        if outcome.failure is not None:
+            _raise(outcome.failure)
+        return outcome.value
+
+    @asynccontextmanager
+    async def _free_scorer(self) -> AsyncIterator[_Scorer]:
+        scorer = await self._free.get()
+        try:
+            yield scorer
+        finally:
+            self._free.put_nowait(scorer)
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(scorer.close() for scorer in self._scorers))
+
+
+class _Scorer:
+    """One process. A pool of one each: what happens to a scorer cannot touch its neighbours."""
+
+    def __init__(self, env_reference: str, env_config: dict[str, Any]) -> None:
+        self._arguments = (env_reference, env_config)
+        self._pool: ProcessPool | None = None
+
+    async def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], timeout_seconds: float
+    ) -> Outcome:
+        """Runs `function` in the process; one call at a time.
+
+        Raises:
+            ScorerError: the process died, was killed at its deadline, or cannot be started.
+        """
+        try:
+            request = pickle.dumps((function, args))
+        except Exception as error:
+            raise ScorerError(f"What is to be scored cannot be sent: {error}") from error
+        for _ in range(2):
+            try:
+                return await self._call_once(request, timeout_seconds)
+            except RuntimeError:
+                # The process had died while it was idle: nothing was lost, another one takes over.
+                await self.close()
+        raise ScorerError("A scorer process cannot be started.")
+
+    async def _call_once(self, request: bytes, timeout_seconds: float) -> Outcome:
+        if self._pool is None:
+            self._pool = await asyncio.to_thread(self._start)
+        future = self._pool.schedule(
+            scorer_process.answer, args=(request,), timeout=timeout_seconds
+        )
+        try:
+            outcome: Outcome = await asyncio.wrap_future(future)
+        except TimeoutError as error:
+            raise ScorerError(
+                f"Scoring took longer than {timeout_seconds:g} seconds and was killed."
+            ) from error
+        except ProcessExpired as error:
+            raise ScorerError(
+                "The scorer process died while scoring.", exit_code=error.exitcode
+            ) from error
+        return outcome
+
+    def _start(self) -> ProcessPool:
+        # Not fork: the server has threads, and its memory is none of the scorer's business.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([scorer_process.__name__])
+        return ProcessPool(
+            1, initializer=scorer_process.load, initargs=self._arguments, context=context
+        )
+
+    async def close(self) -> None:
+        """Ends the process. It is started again when it is needed."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.stop()  # type: ignore[no-untyped-call]
+            await asyncio.to_thread(pool.join)
+
+
+def _raise(failure: Failure) -> NoReturn:
+    """The failure that a process reported, as an error.
+
+    What a person must repair (a setting, a missing library) stops the run.
+    """
+    if failure.kind == ConfigError.kind:
+        raise ConfigError(failure.message, hint=failure.hint, **failure.detail)
+    raise ScorerError(
+        failure.message, hint=failure.hint, **{**failure.detail, "cause": failure.kind}
+    )
