@@ -201,6 +201,7 @@ class Group(msgspec.Struct, kw_only=True):
             that is produced or posted twice is stored once.
         index: position in the run's stream of tasks, from 0.
         policy_version: the lowest version that sampled any of its tokens (-1: unknown).
+        model: name of the model as the engine serves it.
         failures: of the rollouts that are missing or were retried.
         generation_params: the sampling settings that all rollouts shared.
     """
@@ -211,6 +212,7 @@ class Group(msgspec.Struct, kw_only=True):
     task_id: str
     split: Split
     trajectories: list[Trajectory]
+    model: str = ""
     policy_version: int = -1
     generation_params: dict[str, Any] = msgspec.field(default_factory=dict)
     failures: list[Failure] = msgspec.field(default_factory=list)

@@ -1,1 +1,1 @@
-"""TBD"""
+"""From delivered groups to files for people and offline training."""

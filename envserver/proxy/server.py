@@ -78,6 +78,10 @@ class Proxy:
         self._sealed_at: deque[tuple[float, str]] = deque()
         self._health = (-_HEALTH_SECONDS, False)
 
+    def publish_version(self, version: int) -> None:
+        """The engine serves `version` of the policy from now on."""
+        self.policy_version = version
+
     def open(self, spec: AttemptSpec) -> Attempt:
         """A new attempt, under a key that cannot be guessed."""
         attempt = Attempt(secrets.token_urlsafe(24), spec)

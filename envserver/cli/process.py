@@ -1,0 +1,164 @@
+"""`envserver process`: rollouts of one environment into a JSONL file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from rich.console import Console
+
+from ..config import Settings
+from ..environment import Environment
+from ..export.jsonl import FailuresFile, JsonlSink, open_sink
+from ..rollouts.events import Event
+from ..rollouts.group import Machinery
+from ..rollouts.scheduler import Scheduler
+from ..rollouts.stream import tickets
+from .command_line import read_command_line
+from .logs import configure_logs
+from .loop import run_loop
+from .progress import ProgressView, Tally, summary_table
+from .runtime import SIMULATED, machinery, two_stage_stop
+
+SUMMARY = """Runs rollouts of one environment and writes each finished group as a line of JSON.
+Ctrl-C once finishes the open groups and stops; twice stops at once. Nothing written is lost."""
+
+
+class ProcessSettings(Settings):
+    """Settings with the flags that only `process` has."""
+
+    resume: bool = False
+    """Go on with an output file that exists: its groups are not made again."""
+    overwrite: bool = False
+    """Replace an output file that exists."""
+
+
+def run(argv: list[str]) -> int:
+    """The command.
+
+    Raises:
+        EnvserverError: it cannot be run, or every group failed.
+    """
+    line = read_command_line("process", SUMMARY, argv, settings_class=ProcessSettings)
+    if line is None:
+        return 0
+    configure_logs(line.settings.log_level)
+    environment = line.environment_class(line.settings.env)
+    return run_loop(process(line.reference, environment, line.settings, Console(stderr=True)))
+
+
+async def process(
+    reference: str, environment: Environment, settings: ProcessSettings, console: Console
+) -> int:
+    """Makes the groups; returns the exit status: 0, or 130 when it was stopped before its end.
+
+    Raises:
+        AllFailed: too many groups failed in a row; what was written stays.
+        ConfigError, InputError, StoreError: see `open_sink`.
+    """
+    config = settings.env
+    output = config.data_path_to_save_groups or Path("data") / f"{environment.name}.jsonl"
+    async with open_sink(
+        output,
+        env=environment.name,
+        split=config.split,
+        seed=config.seed,
+        resume=settings.resume,
+        overwrite=settings.overwrite,
+        include_messages=config.include_messages,
+        score_range=config.score_range,
+    ) as sink:
+        failures = FailuresFile(output, resume=settings.resume)
+        view = ProgressView(console, config.total_steps, sink.already)
+
+        def observe(event: Event) -> None:
+            failures.write(event)
+            view(event)
+
+        stopped = False
+        try:
+            async with machinery(
+                settings,
+                environment,
+                reference,
+                observer=observe,
+                need_exact=False,
+                drop_zero_variance=bool(config.ensure_scores_are_not_same),
+            ) as parts:
+                with view:
+                    stopped = await _run(parts, sink, config.total_steps, view)
+        finally:
+            show_result(console, view.tally, sink, failures, settings, stopped)
+    return 130 if stopped else 0
+
+
+async def _run(
+    parts: Machinery, sink: JsonlSink, total_steps: int | None, view: ProgressView
+) -> bool:
+    """Runs the stream; whether it was stopped by a signal."""
+    scheduler = Scheduler(
+        parts,
+        tickets(parts.environment, repeat=total_steps is not None),
+        sink,
+        wanted=None if total_steps is None else max(0, total_steps - sink.already),
+        stop_on_failures=True,
+    )
+    running = asyncio.ensure_future(scheduler.run())
+    stopped = False
+
+    def drain() -> None:
+        nonlocal stopped
+        stopped = True
+        view.say(f"Finishing {scheduler.open_groups} open groups; Ctrl-C again stops at once.")
+        scheduler.drain()
+
+    with two_stage_stop(drain, running.cancel):
+        try:
+            await running
+        except asyncio.CancelledError:
+            if not stopped:
+                raise
+    return stopped
+
+
+def show_result(
+    console: Console,
+    tally: Tally,
+    sink: JsonlSink,
+    failures: FailuresFile,
+    settings: Settings,
+    stopped: bool,
+) -> None:
+    """What came out, where it lies, what to try next."""
+    if tally.first_groups:
+        console.print(summary_table(tally))
+    if settings.model == SIMULATED:
+        console.print("The model was simulated: these rewards are no measure of any real one.")
+    total = sink.already + tally.groups
+    console.print(f"{total} groups in [bold]{sink.path}[/bold]", highlight=False)
+    for reason, count in sorted(tally.drops.items()):
+        console.print(f"{count} groups not written: {reason}", highlight=False)
+    for kind, count in sorted(tally.failures.items()):
+        console.print(f"{count} failed attempts: {kind}", highlight=False)
+    if failures.lines:
+        console.print(f"Why: {failures.path}", highlight=False)
+    for flag, count in sorted(tally.flags.items()):
+        console.print(f"{count} rollouts flagged: {flag}", highlight=False)
+    if stopped:
+        console.print("Stopped early; the same command with --resume goes on.")
+    elif tally.groups:
+        _suggest(console, settings, sink.path)
+
+
+def _suggest(console: Console, settings: Settings, path: Path) -> None:
+    first = os.fspath(path)
+    console.print("Try next:")
+    console.print(f"  head -c 600 {first}", highlight=False)
+    if settings.model == SIMULATED:
+        console.print(
+            "  envserver process --env math --openai.base_url http://localhost:8000/v1"
+            "   # a real engine",
+            highlight=False,
+        )
+    console.print("  envserver serve --env math --model sim   # for a trainer", highlight=False)

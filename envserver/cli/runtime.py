@@ -1,0 +1,124 @@
+"""Puts the parts together: engine, proxy, workers, scorers, as `process` and `serve` need them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from ..api.server import serve_api
+from ..config import Settings
+from ..environment import Environment
+from ..errors import ConfigError
+from ..models.engine import Engine
+from ..proxy.server import Proxy
+from ..registry import absolute
+from ..rollouts.events import Observer
+from ..rollouts.group import Demonstrator, Machinery
+from ..rollouts.scoring import ScorerPool
+from ..workers.local import LocalPool
+
+SIMULATED = "sim"
+
+
+def make_engine(settings: Settings) -> tuple[Engine, Demonstrator | None]:
+    """The engine that `settings` name, and who is told the solutions (only the simulated one).
+
+    Raises:
+        ConfigError: `model` names no engine.
+    """
+    if settings.model is None:
+        from ..models.openai import OpenAIEngine
+
+        return OpenAIEngine(settings.openai), None
+    if settings.model == SIMULATED:
+        from ..models.sim import RolloutSolver, SimEngine
+
+        solver = RolloutSolver()
+        return SimEngine(settings.sim, solver), solver
+    raise ConfigError(
+        f"There is no built-in model {settings.model!r}.",
+        hint="Use --model sim, or name a server with --openai.base_url and --openai.model_name.",
+    )
+
+
+@contextlib.asynccontextmanager
+async def machinery(
+    settings: Settings,
+    environment: Environment,
+    env_reference: str,
+    *,
+    observer: Observer,
+    need_exact: bool,
+    drop_zero_variance: bool,
+) -> AsyncIterator[Machinery]:
+    """Everything that running rollouts needs, started; all of it is ended on the way out.
+
+    Raises:
+        EngineError: the engine does not answer.
+        ConfigError: RL needs exact tokens and the engine does not give any.
+    """
+    if environment.isolation == "sandboxed":
+        raise ConfigError(
+            f"Environment {environment.name!r} needs a sandbox, and there is none yet.",
+            hint="Its agents run code that a model wrote; nothing weaker will do.",
+        )
+    reference = absolute(env_reference)
+    engine, demonstrator = make_engine(settings)
+    if need_exact and not engine.exact:
+        raise ConfigError(
+            "This engine gives no token ids, so its rollouts are not fit for RL.",
+            hint="Use `process` for text data, or an engine with --openai.server_type vllm.",
+        )
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(engine)
+        model = await engine.model_name()
+        proxy = Proxy(engine)
+        server = await serve_api(proxy.asgi(), "127.0.0.1", 0)
+        stack.push_async_callback(server.close)
+        pool = await stack.enter_async_context(LocalPool(settings.workers, [reference]))
+        scorer = await stack.enter_async_context(
+            ScorerPool(
+                reference,
+                environment.config.model_dump(mode="json"),
+                settings.rollouts.scorer_processes,
+            )
+        )
+        yield Machinery(
+            environment=environment,
+            isolation=environment.isolation,
+            env_reference=reference,
+            proxy=proxy,
+            proxy_url=f"http://127.0.0.1:{server.port}",
+            pool=pool,
+            scorer=scorer,
+            model=model,
+            sampling=settings.sampling,
+            rollouts=settings.rollouts,
+            need_exact=need_exact,
+            drop_zero_variance=drop_zero_variance,
+            observer=observer,
+            slots=asyncio.Semaphore(settings.rollouts.max_concurrent),
+            demonstrator=demonstrator,
+        )
+
+
+@contextlib.contextmanager
+def two_stage_stop(drain: Callable[[], object], stop: Callable[[], object]) -> Iterator[None]:
+    """Within: the first SIGINT or SIGTERM calls `drain`, the second `stop`."""
+    loop = asyncio.get_running_loop()
+    seen = 0
+
+    def on_signal() -> None:
+        nonlocal seen
+        seen += 1
+        (drain if seen == 1 else stop)()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

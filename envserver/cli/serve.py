@@ -1,0 +1,148 @@
+"""`envserver serve`: an environment's rollouts for trainers over HTTP, durable until acknowledged.
+
+`run-api` is the same server without an environment of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rich.console import Console
+
+from ..api.app import create_api
+from ..api.server import serve_api
+from ..config import Settings
+from ..environment import Environment
+from ..rollouts.group import Machinery
+from ..rollouts.scheduler import Scheduler
+from ..rollouts.stream import tickets
+from ..store import Store, open_store
+from ..store.sink import StoreSink
+from .command_line import read_command_line
+from .logs import configure_logs
+from .loop import run_loop
+from .progress import Tally
+from .runtime import machinery, two_stage_stop
+
+SUMMARY = """Runs rollouts of one environment and offers the groups to trainers over HTTP.
+SIGTERM or Ctrl-C once finishes the open groups and stops; twice stops at once."""
+
+ALIASES = {"host": "server.host", "port": "server.port"}
+
+POLL_SECONDS = 0.2
+
+
+def run(argv: list[str]) -> int:
+    """The command.
+
+    Raises:
+        EnvserverError: it cannot be run.
+    """
+    line = read_command_line("serve", SUMMARY, argv, settings_class=Settings, aliases=ALIASES)
+    if line is None:
+        return 0
+    configure_logs(line.settings.log_level)
+    environment = line.environment_class(line.settings.env)
+    return run_loop(serve(line.reference, environment, line.settings, Console(stderr=True)))
+
+
+async def serve(
+    reference: str, environment: Environment, settings: Settings, console: Console
+) -> int:
+    """Serves until stopped, or until `env.total_steps` groups are made and delivered.
+
+    Raises:
+        ConfigError, StoreError, EngineError: see the parts.
+    """
+    tally = Tally()
+    async with (
+        open_store(settings.store) as store,
+        machinery(
+            settings,
+            environment,
+            reference,
+            observer=tally,
+            need_exact=True,
+            drop_zero_variance=environment.config.ensure_scores_are_not_same is not False,
+        ) as parts,
+    ):
+        sink = StoreSink(store, lambda: settings.rollouts.max_queued_groups)
+        scheduler = Scheduler(
+            parts,
+            tickets(environment, repeat=True),
+            sink,
+            wanted=environment.config.total_steps,
+            stop_on_failures=False,
+        )
+        api = create_api(
+            store,
+            settings=settings.server,
+            status=lambda: _status(parts, scheduler, tally),
+            on_policy_version=parts.proxy.publish_version,
+            include_messages=environment.config.include_messages,
+            score_range=environment.config.score_range,
+        )
+        server = await serve_api(api, settings.server.host, settings.server.port)
+        try:
+            _announce(console, settings.server.host, server.port, parts)
+            await _until_stopped(scheduler, store, console)
+        finally:
+            await server.close()
+    return 0
+
+
+def _announce(console: Console, host: str, port: int, parts: Machinery) -> None:
+    console.print(
+        f"Trainers: http://{host}:{port}\n"
+        f"Model endpoint for other environments: {parts.proxy_url}/r/{parts.proxy.open_guest()}/v1",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _status(parts: Machinery, scheduler: Scheduler, tally: Tally) -> dict[str, Any]:
+    """What `/v1/status` says of the environment beside what the store says."""
+    return {
+        "environment": parts.environment.name,
+        "model": parts.model,
+        "policy_version": parts.proxy.policy_version,
+        "open_groups": scheduler.open_groups,
+        "groups_delivered": tally.groups,
+        "groups_dropped": dict(tally.drops),
+        "rollouts_scored": tally.rollouts,
+        "rollouts_lost": tally.lost,
+        "failed_attempts": dict(tally.failures),
+        "mean_reward": tally.rewards.mean,
+        "completion_tokens": tally.completion_tokens,
+        "seconds": tally.seconds,
+        "workers": parts.pool.snapshot(),
+    }
+
+
+async def _until_stopped(scheduler: Scheduler, store: Store, console: Console) -> None:
+    """Runs the scheduler; after its last group waits until trainers have all of them."""
+    running = asyncio.ensure_future(_run_then_wait(scheduler, store))
+    draining = False
+
+    def drain() -> None:
+        nonlocal draining
+        draining = True
+        console.print(f"Finishing {scheduler.open_groups} open groups; again stops at once.")
+        scheduler.drain()
+
+    with two_stage_stop(drain, running.cancel):
+        try:
+            await running
+        except asyncio.CancelledError:
+            if not draining:
+                raise
+
+
+async def _run_then_wait(scheduler: Scheduler, store: Store) -> None:
+    await scheduler.run()
+    while not scheduler.drained:
+        counts = await store.counts()
+        if not counts["queued"] + counts["buffered"] + counts["leased"]:
+            return
+        await asyncio.sleep(POLL_SECONDS)

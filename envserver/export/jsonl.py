@@ -1,0 +1,315 @@
+"""Groups as JSONL, one a line, with the keys of Atropos's files and ours under "envserver".
+
+A line is on disk before its group counts as delivered. A last line without its newline is what a
+killed writer leaves: it is cut off when the file is opened to go on, and its group is made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import msgspec
+import orjson
+import structlog
+
+from ..api.atropos.convert import group_to_atropos
+from ..errors import ConfigError, Failure, InputError, StoreError, StoreFull
+from ..records import Group, Trajectory
+from ..rollouts.events import Event, GroupDropped, RolloutFailed
+
+log = structlog.get_logger()
+
+SCHEMA_VERSION = 1
+
+ScoreRange = Literal["unit", "pm1"]
+
+
+def group_line(group: Group, *, include_messages: bool, score_range: ScoreRange) -> bytes:
+    """`group` as one line of JSON, with its newline.
+
+    Keys: those of an Atropos scored data group (row i of each list is one training sequence), and
+    `envserver`: where the group comes from and what is known of each rollout (`rows`: its rows).
+    """
+    line: dict[str, Any] = group_to_atropos(
+        group, include_messages=include_messages, score_range=score_range
+    )
+    line["envserver"] = {
+        "schema_version": SCHEMA_VERSION,
+        "group_id": group.group_id,
+        "index": group.index,
+        "env": group.env,
+        "task_id": group.task_id,
+        "split": group.split,
+        "seed": group.seed,
+        "model": group.model,
+        "policy_version": group.policy_version,
+        "created_at": group.created_at,
+        "rollouts": _rollouts(group.trajectories),
+        "failures": [_failure(failure) for failure in group.failures],
+    }
+    return orjson.dumps(
+        line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY, default=str
+    )
+
+
+def _rollouts(trajectories: list[Trajectory]) -> list[dict[str, Any]]:
+    facts, row = [], 0
+    for trajectory in trajectories:
+        rows = max(1, len(trajectory.sequences))
+        facts.append(
+            {
+                "rollout_id": trajectory.rollout_id,
+                "attempt": trajectory.attempt,
+                "rows": list(range(row, row + rows)),
+                "reward": trajectory.score.reward,
+                "components": trajectory.score.components,
+                "metrics": trajectory.score.metrics,
+                "output": trajectory.output,
+                "finish_reason": trajectory.finish_reason,
+                "truncated": trajectory.truncated,
+                "limit": trajectory.limit,
+                "turns": trajectory.turns,
+                "tools": trajectory.tools,
+                "flags": trajectory.flags,
+                "versions": [_spans(row.versions.tolist()) for row in trajectory.sequences],
+                "usage": {
+                    "seconds": trajectory.usage.seconds,
+                    "model_seconds": trajectory.usage.model_seconds,
+                    "prompt_tokens": trajectory.usage.prompt_tokens,
+                    "completion_tokens": trajectory.usage.completion_tokens,
+                },
+            }
+        )
+        row += rows
+    return facts
+
+
+def _spans(versions: list[int]) -> list[list[int]]:
+    """Runs of equal values as [value, start, end)."""
+    spans: list[list[int]] = []
+    for at, version in enumerate(versions):
+        if spans and spans[-1][0] == version:
+            spans[-1][2] = at + 1
+        else:
+            spans.append([version, at, at + 1])
+    return spans
+
+
+def _failure(failure: Failure) -> dict[str, Any]:
+    return {
+        "kind": failure.kind,
+        "blame": failure.blame,
+        "outcome": failure.outcome,
+        "message": failure.message,
+        "hint": failure.hint,
+        "detail": failure.detail,
+    }
+
+
+class JsonlSink:
+    """A JSONL file as the place where groups go. Use `open_sink`."""
+
+    def __init__(
+        self,
+        path: Path,
+        file: IO[bytes],
+        done: set[str],
+        *,
+        include_messages: bool,
+        score_range: ScoreRange,
+    ) -> None:
+        self.path = path
+        self.already = len(done)
+        self._file = file
+        self._done = done
+        self._include_messages = include_messages
+        self._score_range = score_range
+        self._lock = asyncio.Lock()
+
+    async def put(self, group: Group) -> None:
+        """Appends `group` and syncs it to disk.
+
+        Raises:
+            StoreFull: the disk is full; the file is as it was before.
+            StoreError: it cannot be written for another reason.
+        """
+        line = group_line(
+            group, include_messages=self._include_messages, score_range=self._score_range
+        )
+        async with self._lock:
+            if group.group_id in self._done:
+                return
+            await asyncio.to_thread(append_durably, self._file, line)
+            self._done.add(group.group_id)
+
+    async def known(self, group_ids: list[str]) -> set[str]:
+        """Those that stand in the file."""
+        return self._done.intersection(group_ids)
+
+    async def wait_for_room(self) -> None:
+        """A file always has room."""
+
+
+def append_durably(file: IO[bytes], data: bytes) -> None:
+    """Appends all of `data` to an unbuffered `file` and syncs it, or nothing.
+
+    Raises:
+        StoreFull, StoreError
+    """
+    start = file.seek(0, os.SEEK_END)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[file.write(rest) :]
+        os.fdatasync(file.fileno())
+    except OSError as error:
+        with contextlib.suppress(OSError):  # the original failure is the one to tell
+            file.truncate(start)
+        kind = StoreFull if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else StoreError
+        raise kind(
+            f"{file.name} cannot be written: {error.strerror}.",
+            hint="Nothing of this group was kept. Free space and run again with --resume.",
+        ) from error
+
+
+@contextlib.asynccontextmanager
+async def open_sink(
+    path: Path,
+    *,
+    env: str,
+    split: str,
+    seed: int,
+    resume: bool,
+    overwrite: bool,
+    include_messages: bool,
+    score_range: ScoreRange,
+) -> AsyncIterator[JsonlSink]:
+    """The file at `path`, new or to be gone on with.
+
+    Raises:
+        ConfigError: it exists and neither `resume` nor `overwrite` is given, or it holds the groups
+            of another environment, split or seed, or another process writes it.
+        InputError: a line of it is no group of ours.
+        StoreError: it cannot be opened.
+    """
+    if path.exists() and path.stat().st_size and not (resume or overwrite):
+        raise ConfigError(
+            f"{path} exists.", hint="Go on with it by --resume, replace it by --overwrite."
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = await asyncio.to_thread(path.open, "a+b", 0)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be opened: {error.strerror}.") from error
+    with file:
+        _lock(file, path)
+        if overwrite:
+            file.truncate(0)
+        cut_torn_line(file)
+        done = await asyncio.to_thread(_read_done, path, {"env": env, "split": split, "seed": seed})
+        yield JsonlSink(
+            path, file, done, include_messages=include_messages, score_range=score_range
+        )
+
+
+def _lock(file: IO[bytes], path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise ConfigError(f"Another process is writing {path}.") from error
+
+
+def cut_torn_line(file: IO[bytes]) -> int:
+    """Removes what stands behind the last newline; returns how many bytes that was."""
+    size = file.seek(0, os.SEEK_END)
+    end = size
+    while end:
+        start = max(0, end - 65536)
+        file.seek(start)
+        at = file.read(end - start).rfind(b"\n")
+        if at >= 0:
+            end = start + at + 1
+            break
+        end = start
+    if end < size:
+        file.truncate(end)
+        os.fsync(file.fileno())
+    return size - end
+
+
+class _Facts(msgspec.Struct):
+    group_id: str
+    env: str
+    split: str
+    seed: int
+
+
+class _Line(msgspec.Struct):
+    """Of a line only what resuming needs; the decoder skips the rest without building it."""
+
+    envserver: _Facts
+
+
+def _read_done(path: Path, expected: dict[str, Any]) -> set[str]:
+    decoder = msgspec.json.Decoder(_Line)
+    done = set()
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                facts = decoder.decode(line).envserver
+            except msgspec.DecodeError as error:
+                raise InputError(
+                    f"{path}, line {number} was not written by `envserver process`: {error}.",
+                    hint="Name another file, or --overwrite this one.",
+                    place=f"line {number}",
+                ) from error
+            found = {key: getattr(facts, key) for key in expected}
+            if found != expected:
+                raise ConfigError(
+                    f"{path}, line {number} is of another run: {found}; this one is {expected}.",
+                    hint="Resume with the settings of that run, or name another file.",
+                )
+            done.add(facts.group_id)
+    return done
+
+
+class FailuresFile:
+    """`<output>.failures.jsonl`: one line per failed attempt and per group not delivered.
+
+    Made when the first line comes. It is a report: its lines are not synced, and a disk too full for
+    them does not end the run.
+    """
+
+    def __init__(self, output: Path, *, resume: bool) -> None:
+        self.path = output.with_name(output.stem + ".failures.jsonl")
+        self.lines = 0
+        if not resume:
+            self.path.unlink(missing_ok=True)
+
+    def write(self, event: Event) -> None:
+        """Appends `event` if it tells of a failure or a dropped group."""
+        if isinstance(event, RolloutFailed):
+            self._append({"event": "rollout_failed", **_facts(event), **_failure(event.failure)})
+        elif isinstance(event, GroupDropped):
+            self._append({"event": "group_dropped", **_facts(event)})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        line.pop("failure", None)
+        try:
+            with self.path.open("ab") as file:
+                file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE, default=str))
+        except OSError as error:
+            log.warning("failures_file.not_written", path=str(self.path), error=str(error))
+        else:
+            self.lines += 1
+
+
+def _facts(event: RolloutFailed | GroupDropped) -> dict[str, Any]:
+    return {name: getattr(event, name) for name in event.__struct_fields__}

@@ -1,0 +1,163 @@
+"""One attempt at a task: open it at the proxy, run the agent in a worker, read what was recorded.
+
+In: an AttemptSpec. Out: a Finished attempt, or a RolloutError that says whose fault it was. The
+attempt is sealed at the proxy whatever happens.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import msgspec
+
+from ..errors import (
+    AgentError,
+    EngineError,
+    EngineGarbage,
+    EngineRefused,
+    EngineTimeout,
+    EngineUnavailable,
+    Failure,
+    LimitReached,
+    RolloutError,
+    WorkerDied,
+    WorkerGarbage,
+    WorkerHung,
+)
+from ..proxy.attempts import Attempt, AttemptSpec
+from ..proxy.server import Proxy
+from ..records import Call, Result, Sequence, Usage
+from ..tokens.builder import build
+from ..tokens.invariants import check
+from ..workers.pool import Assignment, WorkerPool
+
+_ERRORS: dict[str, type[RolloutError]] = {
+    error.kind: error
+    for error in (
+        LimitReached,
+        AgentError,
+        WorkerDied,
+        WorkerHung,
+        WorkerGarbage,
+        EngineError,
+        EngineUnavailable,
+        EngineTimeout,
+        EngineRefused,
+        EngineGarbage,
+    )
+}
+
+
+class Finished(msgspec.Struct, kw_only=True):
+    """An attempt that can be scored."""
+
+    result: Result
+    sequences: list[Sequence]
+    tools: list[dict[str, Any]]
+    usage: Usage
+    flags: list[str]
+
+
+async def run_attempt(
+    spec: AttemptSpec,
+    *,
+    proxy: Proxy,
+    proxy_url: str,
+    pool: WorkerPool,
+    isolation: Literal["pooled", "dedicated"],
+) -> Finished:
+    """Runs the agent once.
+
+    Args:
+        proxy_url: where workers reach the proxy, without a trailing slash.
+
+    Raises:
+        RolloutError: it cannot be scored; `failure().outcome` says whether to try again.
+    """
+    started = time.time()
+    attempt = proxy.open(spec)
+    try:
+        await pool.run(
+            Assignment(
+                rollout_id=spec.rollout_id,
+                url=f"{proxy_url}/r/{attempt.key}",
+                env_reference=spec.env_reference,
+                isolation=isolation,
+                deadline=spec.deadline,
+            )
+        )
+    finally:
+        proxy.seal(attempt)
+    limit = ending_limit(attempt)
+    calls = list(attempt.calls)
+    sequences = build(calls)
+    check(calls, sequences)
+    last = main_call(calls)
+    return Finished(
+        result=Result(
+            output=attempt.output,
+            messages=[*last.messages, last.message] if last else [],
+            finish_reason=last.finish_reason if last else None,
+            truncated=limit is not None or bool(last and last.finish_reason == "length"),
+            limit=limit,
+            turns=sum(call.choice == 0 for call in calls),
+            completion_tokens=sum(len(call.completion_ids) for call in calls),
+            metrics=dict(attempt.metrics),
+        ),
+        sequences=sequences,
+        tools=last.tools if last else [],
+        usage=_usage(calls, time.time() - started),
+        flags=_flags(attempt, calls),
+    )
+
+
+def ending_limit(attempt: Attempt) -> str | None:
+    """The limit that ended the attempt, None when the agent ended by itself.
+
+    Raises:
+        RolloutError: it ended by a failure that is not the model's fault.
+    """
+    failure = attempt.failure
+    if failure is None:
+        if not attempt.posted:
+            raise WorkerGarbage("The worker said that it is done, but posted no result.")
+        return attempt.limit
+    if failure.kind == LimitReached.kind:
+        return attempt.limit or str(failure.detail.get("limit", "time"))
+    if failure.kind == AgentError.kind:
+        # The agent's framework may have wrapped what the proxy told it: then that is the cause.
+        if attempt.limit is not None:
+            return attempt.limit
+        if attempt.engine_failure is not None:
+            raise as_error(attempt.engine_failure)
+    raise as_error(failure)
+
+
+def as_error(failure: Failure) -> RolloutError:
+    """The exception that `failure` describes (an unknown kind is what a broken worker sends)."""
+    kind = _ERRORS.get(failure.kind, WorkerGarbage)
+    return kind(failure.message, hint=failure.hint, **failure.detail)
+
+
+def main_call(calls: list[Call]) -> Call | None:
+    """The last call that was delivered, preferably of the rollout's first agent."""
+    delivered = [call for call in calls if call.delivered and call.choice == 0]
+    of_first = [call for call in delivered if call.agent == delivered[0].agent]
+    return of_first[-1] if of_first else None
+
+
+def _usage(calls: list[Call], seconds: float) -> Usage:
+    return Usage(
+        seconds=seconds,
+        model_seconds=sum(call.seconds for call in calls if call.choice == 0),
+        prompt_tokens=sum(len(call.prompt_ids) for call in calls if call.choice == 0),
+        completion_tokens=sum(len(call.completion_ids) for call in calls),
+    )
+
+
+def _flags(attempt: Attempt, calls: list[Call]) -> list[str]:
+    flags = {flag for call in calls for flag in call.flags}
+    if attempt.engine_failure is not None:
+        flags.add("engine_error_seen")
+    return sorted(flags)

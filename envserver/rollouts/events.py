@@ -1,0 +1,83 @@
+"""What happens to rollouts and groups, told to whoever shows or writes it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from ..errors import Failure
+from ..records import Group
+
+
+class RolloutFailed(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt ended by a failure. `final`: no other attempt follows, the rollout is lost."""
+
+    group_id: str
+    index: int
+    task_id: str
+    rollout_id: str
+    attempt: int
+    failure: Failure
+    final: bool
+    at: float
+
+
+class RolloutScored(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout has a score (`reward` None: not scorable). Seconds are wall clock."""
+
+    group_id: str
+    rollout_id: str
+    reward: float | None
+    turns: int
+    completion_tokens: int
+    seconds: float
+
+
+class GroupDropped(msgspec.Struct, frozen=True, kw_only=True):
+    """A group was not delivered.
+
+    Args:
+        reason: zero_variance, incomplete, unscorable, too_long or tokens.
+        failed: whether that counts as a failure (a filtered group does not).
+    """
+
+    group_id: str
+    index: int
+    task_id: str
+    reason: str
+    failed: bool
+    message: str
+    at: float
+
+
+class GroupDelivered(msgspec.Struct, frozen=True, kw_only=True):
+    """A group is durable in the sink."""
+
+    group: Group
+
+
+Event = RolloutFailed | RolloutScored | GroupDropped | GroupDelivered
+
+
+class Observer(Protocol):
+    """Told of each event, on the event loop, in order; must not block."""
+
+    def __call__(self, event: Event) -> None: ...
+
+
+class GroupSink(Protocol):
+    """Where finished groups go."""
+
+    async def put(self, group: Group) -> None:
+        """Returns when `group` is durable; the same `group_id` twice is stored once.
+
+        Raises:
+            StoreError: it is not stored; the scheduler tries again.
+        """
+
+    async def known(self, group_ids: list[str]) -> set[str]:
+        """Which of these need not be produced any more."""
+
+    async def wait_for_room(self) -> None:
+        """Returns when another group may be started."""

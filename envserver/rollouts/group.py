@@ -1,0 +1,297 @@
+"""One group: its rollouts run side by side, are retried by fault, scored, judged.
+
+Everything is decided by `policy`; here is only the doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Iterator
+from typing import Literal, Protocol
+
+import msgspec
+
+from ..config import RolloutsConfig, SamplingConfig
+from ..environment import Environment
+from ..errors import AgentError, Failure, Outcome, RolloutError, ScorerError, TokensError
+from ..proxy.attempts import AttemptSpec, Limits
+from ..proxy.server import Proxy
+from ..records import Group, Message, PublicTask, Result, Score, Task, Trajectory
+from ..workers.pool import WorkerPool
+from .attempt import Finished, run_attempt
+from .events import Observer, RolloutFailed, RolloutScored
+from .policy import (
+    Drop,
+    counts_as_attempt,
+    is_retried,
+    judge_group,
+    judge_trajectory,
+    retry_delay_seconds,
+)
+from .scoring import ScorerPool
+from .stream import Ticket
+
+
+class Demonstrator(Protocol):
+    """Told the solution of each rollout's task; the simulated engine plays it."""
+
+    def assign(self, rollout_id: str, turns: list[Message]) -> None:
+        """`turns` solve the task of `rollout_id`."""
+
+    def forget(self, rollout_id: str) -> None:
+        """The rollout is over."""
+
+
+class Machinery(msgspec.Struct, kw_only=True):
+    """What running groups needs; shared by all groups of a run.
+
+    Args:
+        env_reference: how a worker finds the environment.
+        proxy_url: where workers reach the proxy.
+        model: name of the model as the engine serves it.
+        need_exact: only trajectories with exact tokens are delivered.
+        drop_zero_variance: drop groups whose rewards are all equal.
+        slots: one per rollout in flight.
+        demonstrator: None where nobody needs solutions.
+    """
+
+    environment: Environment
+    isolation: Literal["pooled", "dedicated"]
+    env_reference: str
+    proxy: Proxy
+    proxy_url: str
+    pool: WorkerPool
+    scorer: ScorerPool
+    model: str
+    sampling: SamplingConfig
+    rollouts: RolloutsConfig
+    need_exact: bool
+    drop_zero_variance: bool
+    observer: Observer
+    slots: asyncio.Semaphore
+    demonstrator: Demonstrator | None
+
+
+class Member(msgspec.Struct):
+    """A rollout of a group that has been scored."""
+
+    attempt: int
+    finished: Finished
+    score: Score
+
+
+async def make_group(machinery: Machinery, ticket: Ticket) -> Group | Drop:
+    """Runs all rollouts of `ticket` and scores them.
+
+    Returns:
+        The group, or why it is not delivered. Stragglers are cancelled at the group's deadline.
+    """
+    failures: list[Failure] = []
+    size = machinery.environment.config.group_size
+    tasks = [
+        asyncio.create_task(_member(machinery, ticket, number, failures)) for number in range(size)
+    ]
+    try:
+        done, late = await asyncio.wait(tasks, timeout=machinery.rollouts.group_timeout_seconds)
+        for _ in late:
+            failures.append(_straggler(machinery.rollouts.group_timeout_seconds))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    members = [(number, task.result()) for number, task in enumerate(tasks) if task in done]
+    scored = [(number, member) for number, member in members if member is not None]
+    try:
+        scores = await _group_scores(machinery, ticket.task, [member for _, member in scored])
+    except ScorerError as error:
+        return Drop("unscorable", str(error), True)
+    trajectories = [
+        _trajectory(machinery, ticket, number, member, score)
+        for (number, member), score in zip(scored, scores, strict=True)
+    ]
+    return _judged(machinery, ticket, trajectories, failures)
+
+
+async def _member(
+    machinery: Machinery, ticket: Ticket, number: int, failures: list[Failure]
+) -> Member | None:
+    rollout_id = f"{ticket.group_id}-r{number}"
+    tries, attempt = 0, 0
+    while True:
+        attempt += 1
+        try:
+            return await _try_member(machinery, ticket, rollout_id, attempt)
+        except RolloutError as error:
+            failure = error.failure()
+        tries += counts_as_attempt(failure)
+        again = is_retried(failure, tries, machinery.rollouts.max_attempts)
+        failures.append(failure)
+        machinery.observer(
+            RolloutFailed(
+                group_id=ticket.group_id,
+                index=ticket.index,
+                task_id=ticket.task.id,
+                rollout_id=rollout_id,
+                attempt=attempt,
+                failure=failure,
+                final=not again,
+                at=time.time(),
+            )
+        )
+        if not again:
+            return None
+        await asyncio.sleep(retry_delay_seconds(max(tries, 1), random.random()))
+
+
+async def _try_member(
+    machinery: Machinery, ticket: Ticket, rollout_id: str, attempt: int
+) -> Member:
+    async with machinery.slots:
+        finished = await _run(machinery, ticket, rollout_id, attempt)
+    score = await _score(machinery, ticket.task, finished.result)
+    machinery.observer(
+        RolloutScored(
+            group_id=ticket.group_id,
+            rollout_id=rollout_id,
+            reward=score.reward,
+            turns=finished.result.turns,
+            completion_tokens=finished.result.completion_tokens,
+            seconds=finished.usage.seconds,
+        )
+    )
+    return Member(attempt, finished, score)
+
+
+async def _run(machinery: Machinery, ticket: Ticket, rollout_id: str, attempt: int) -> Finished:
+    with _demonstrated(machinery, ticket.task, rollout_id):
+        return await run_attempt(
+            attempt_spec(machinery, ticket.task.without_hidden(), rollout_id, attempt),
+            proxy=machinery.proxy,
+            proxy_url=machinery.proxy_url,
+            pool=machinery.pool,
+            isolation=machinery.isolation,
+        )
+
+
+@contextlib.contextmanager
+def _demonstrated(machinery: Machinery, task: Task, rollout_id: str) -> Iterator[None]:
+    """Within: the demonstrator, if there is one, knows how to solve `task`."""
+    demonstrator = machinery.demonstrator
+    turns = machinery.environment.demonstration(task) if demonstrator else None
+    if demonstrator is None or turns is None:
+        yield
+        return
+    demonstrator.assign(rollout_id, turns)
+    try:
+        yield
+    finally:
+        demonstrator.forget(rollout_id)
+
+
+def attempt_spec(
+    machinery: Machinery, task: PublicTask, rollout_id: str, attempt: int
+) -> AttemptSpec:
+    """What the proxy and the worker need to know of one attempt that begins now."""
+    config = machinery.environment.config
+    return AttemptSpec(
+        rollout_id=rollout_id,
+        attempt=attempt,
+        env=machinery.environment.name,
+        env_reference=machinery.env_reference,
+        env_config=config.model_dump(mode="json"),
+        task=task,
+        model=machinery.model,
+        deadline=time.time() + config.worker_timeout,
+        limits=Limits(
+            max_turns=config.max_turns, max_completion_tokens=config.max_completion_tokens
+        ),
+        sampling=machinery.sampling.model_dump(),
+    )
+
+
+async def _score(machinery: Machinery, task: Task, result: Result) -> Score:
+    """The score; a scorer that failed is asked once more before the rollout is blamed."""
+    try:
+        return await machinery.scorer.score(task, result)
+    except ScorerError:
+        return await machinery.scorer.score(task, result)
+
+
+async def _group_scores(machinery: Machinery, task: Task, members: list[Member]) -> list[Score]:
+    scores = [member.score for member in members]
+    if type(machinery.environment).score_group is Environment.score_group or not members:
+        return scores
+    results = [member.finished.result for member in members]
+    return await machinery.scorer.score_group(task, results, scores)
+
+
+def _trajectory(
+    machinery: Machinery, ticket: Ticket, number: int, member: Member, score: Score
+) -> Trajectory:
+    finished, result = member.finished, member.finished.result
+    return Trajectory(
+        rollout_id=f"{ticket.group_id}-r{number}",
+        attempt=member.attempt,
+        task_id=ticket.task.id,
+        env=machinery.environment.name,
+        sequences=finished.sequences,
+        messages=result.messages if machinery.environment.config.include_messages else [],
+        tools=finished.tools,
+        output=result.output,
+        score=score,
+        finish_reason=result.finish_reason,
+        truncated=result.truncated,
+        limit=result.limit,
+        turns=result.turns,
+        usage=finished.usage,
+        flags=finished.flags,
+    )
+
+
+def _judged(
+    machinery: Machinery, ticket: Ticket, trajectories: list[Trajectory], failures: list[Failure]
+) -> Group | Drop:
+    kept = []
+    for trajectory in trajectories:
+        why_not = judge_trajectory(trajectory, need_exact=machinery.need_exact)
+        if why_not is None:
+            kept.append(trajectory)
+        else:
+            failures.append(TokensError(f"{trajectory.rollout_id}: {why_not}.").failure())
+    versions = [int(row.versions[row.mask == 1].min()) for item in kept for row in item.sequences]
+    config = machinery.environment.config
+    group = Group(
+        group_id=ticket.group_id,
+        index=ticket.index,
+        env=ticket.env,
+        task_id=ticket.task.id,
+        split=ticket.split,
+        trajectories=kept,
+        model=machinery.model,
+        policy_version=min(versions, default=-1),
+        generation_params=machinery.sampling.model_dump(),
+        failures=failures,
+        created_at=time.time(),
+        seed=ticket.seed,
+    )
+    drop = judge_group(
+        group,
+        group_size=config.group_size,
+        min_group_size=machinery.rollouts.min_group_size,
+        drop_zero_variance=machinery.drop_zero_variance,
+        max_token_length=config.max_token_length,
+    )
+    return drop or group
+
+
+def _straggler(seconds: float) -> Failure:
+    return Failure(
+        kind="straggler",
+        blame=AgentError.blame,
+        outcome=Outcome.DROP,
+        message=f"The rollout was cancelled when its group was {seconds:g} s old.",
+        hint="See rollouts.group_timeout_seconds.",
+    )

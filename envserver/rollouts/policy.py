@@ -1,0 +1,75 @@
+"""Decisions about rollouts and groups, as pure functions."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..errors import Failure, Outcome
+from ..records import Group, Trajectory
+from ..tokens.flags import worst
+
+
+def is_retried(failure: Failure, attempts: int, max_attempts: int) -> bool:
+    """Whether a rollout that failed after `attempts` counted tries gets another one."""
+    return failure.outcome is Outcome.RETRY and attempts < max_attempts
+
+
+def counts_as_attempt(failure: Failure) -> bool:
+    """A rollout that died because another one in its process did has not been tried."""
+    return not failure.detail.get("mate", False)
+
+
+def retry_delay_seconds(attempts: int, jitter: float) -> float:
+    """Pause before the next try: 0.2 s doubling to at most 10 s, spread by `jitter` in [0, 1]."""
+    return float(min(10.0, 0.2 * 2 ** (attempts - 1)) * (0.5 + jitter / 2))
+
+
+class Drop(msgspec.Struct, frozen=True):
+    """Why a group is not delivered; `failed` tells a failure from a filter."""
+
+    reason: str
+    message: str
+    failed: bool
+
+
+def judge_trajectory(trajectory: Trajectory, *, need_exact: bool) -> str | None:
+    """Why this trajectory may not be delivered, None if it may.
+
+    Args:
+        need_exact: whether token ids and logprobs must be there (for RL), or text will do.
+    """
+    if trajectory.score.reward is None:
+        return "its score has no reward"
+    if need_exact and not trajectory.sequences:
+        return "no token of it was recorded"
+    if need_exact and worst(trajectory.flags) == "drop":
+        return f"its tokens are not exact ({', '.join(trajectory.flags)})"
+    return None
+
+
+def judge_group(
+    group: Group,
+    *,
+    group_size: int,
+    min_group_size: int | None,
+    drop_zero_variance: bool,
+    max_token_length: int,
+) -> Drop | None:
+    """Why `group` (of deliverable trajectories only) is not delivered, None if it is."""
+    size = len(group.trajectories)
+    need = group_size if min_group_size is None else min(min_group_size, group_size)
+    if size < need:
+        causes = ", ".join(sorted({failure.kind for failure in group.failures})) or "unscorable"
+        return Drop("incomplete", f"{size} of {group_size} rollouts are usable ({causes}).", True)
+    longest = max(
+        (len(row.tokens) for trajectory in group.trajectories for row in trajectory.sequences),
+        default=0,
+    )
+    if longest > max_token_length:
+        return Drop(
+            "too_long", f"A sequence has {longest} tokens, {max_token_length} are allowed.", False
+        )
+    rewards = {trajectory.score.reward for trajectory in group.trajectories}
+    if drop_zero_variance and size > 1 and len(rewards) == 1:
+        return Drop("zero_variance", f"All rewards are {rewards.pop()}.", False)
+    return None

@@ -1,0 +1,183 @@
+"""The stream of groups: how many run at once, when to stop, what to do when everything fails.
+
+Tickets flow in, groups flow to the sink. At most as many groups are open as can fill the rollout
+slots; a group that the sink already has is skipped, which is all that resuming needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import structlog
+
+from ..errors import AllFailed, StoreError
+from ..records import Group
+from .events import GroupDelivered, GroupDropped, GroupSink
+from .group import Machinery, make_group
+from .policy import Drop, retry_delay_seconds
+from .stream import Ticket
+
+log = structlog.get_logger()
+
+LONGEST_PAUSE_SECONDS = 30.0
+
+
+class Scheduler:
+    """Runs groups until enough are delivered, the tasks end, or it is told to stop.
+
+    Args:
+        wanted: groups to deliver, None for as many as there are tasks.
+        stop_on_failures: end with AllFailed after `rollouts.stop_after_failed_groups` failed groups
+            in a row; otherwise pause ever longer (a server outlives its engine).
+    """
+
+    def __init__(
+        self,
+        machinery: Machinery,
+        tickets: Iterator[Ticket],
+        sink: GroupSink,
+        *,
+        wanted: int | None,
+        stop_on_failures: bool,
+    ) -> None:
+        self._machinery = machinery
+        self._tickets = tickets
+        self._sink = sink
+        self._wanted = wanted
+        self._stop_on_failures = stop_on_failures
+        self._draining = asyncio.Event()
+        self._open: set[asyncio.Task[None]] = set()
+        self._failed_in_a_row = 0
+        self._dropped_in_a_row = 0
+        self._causes: Counter[str] = Counter()
+        self.delivered = 0
+
+    @property
+    def open_groups(self) -> int:
+        """Groups that are being made now."""
+        return len(self._open)
+
+    @property
+    def drained(self) -> bool:
+        """Whether `drain` was called."""
+        return self._draining.is_set()
+
+    def drain(self) -> None:
+        """Start no further group; `run` returns when the open ones are done."""
+        self._draining.set()
+
+    async def run(self) -> None:
+        """Runs the stream to its end.
+
+        Raises:
+            AllFailed: too many groups failed in a row.
+            EnvserverError: the sink refused a group for good, or the tasks cannot be read.
+        """
+        machinery = self._machinery
+        size = machinery.environment.config.group_size
+        most = max(1, machinery.rollouts.max_concurrent // size) + 1
+        try:
+            while not self._draining.is_set() and self.delivered != self._wanted:
+                await self._pause_after_failures()
+                await self._until_fewer_than(most)
+                if not self._is_wanting() or not await self._has_room():
+                    continue
+                ticket = next(self._tickets, None)
+                if ticket is None:
+                    break
+                if not await self._sink.known([ticket.group_id]):
+                    self._start(ticket)
+            await self._until_fewer_than(1)
+        finally:
+            for task in self._open:
+                task.cancel()
+            await asyncio.gather(*self._open, return_exceptions=True)
+
+    def _start(self, ticket: Ticket) -> None:
+        self._open.add(asyncio.create_task(self._one(ticket), name=ticket.group_id))
+
+    def _is_wanting(self) -> bool:
+        return self._wanted is None or self.delivered + len(self._open) < self._wanted
+
+    async def _until_fewer_than(self, most: int) -> None:
+        while len(self._open) >= most or (self._open and not self._is_wanting()):
+            done, self._open = await asyncio.wait(self._open, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+
+    async def _has_room(self) -> bool:
+        """Whether there is room at the sink; False when the run is being drained meanwhile."""
+        room = asyncio.create_task(self._sink.wait_for_room())
+        drain = asyncio.create_task(self._draining.wait())
+        try:
+            await asyncio.wait({room, drain, *self._open}, return_when=asyncio.FIRST_COMPLETED)
+            if room.done():
+                room.result()
+            return room.done() and not drain.done()
+        finally:
+            for task in (room, drain):
+                task.cancel()
+            await asyncio.gather(room, drain, return_exceptions=True)
+
+    async def _one(self, ticket: Ticket) -> None:
+        made = await make_group(self._machinery, ticket)
+        if isinstance(made, Drop):
+            self._dropped(ticket, made)
+        else:
+            await self._deliver(made)
+            self._failed_in_a_row = self._dropped_in_a_row = 0
+            self._causes.clear()
+            self.delivered += 1
+            self._machinery.observer(GroupDelivered(group=made))
+
+    def _dropped(self, ticket: Ticket, drop: Drop) -> None:
+        self._machinery.observer(
+            GroupDropped(
+                group_id=ticket.group_id,
+                index=ticket.index,
+                task_id=ticket.task.id,
+                reason=drop.reason,
+                failed=drop.failed,
+                message=drop.message,
+                at=time.time(),
+            )
+        )
+        self._dropped_in_a_row += 1
+        self._failed_in_a_row = self._failed_in_a_row + 1 if drop.failed else 0
+        self._causes[f"{drop.reason}: {drop.message}"] += 1
+        limits = self._machinery.rollouts
+        if self._stop_on_failures and (
+            self._failed_in_a_row >= limits.stop_after_failed_groups
+            or self._dropped_in_a_row >= limits.stop_after_dropped_groups
+        ):
+            raise AllFailed(
+                f"The last {self._dropped_in_a_row} groups were all dropped, most of them as "
+                f"{self._causes.most_common(1)[0][0]}",
+                hint="See the failures file for each rollout's cause.",
+            )
+
+    async def _pause_after_failures(self) -> None:
+        if self._failed_in_a_row and not self._stop_on_failures:
+            seconds = retry_delay_seconds(self._failed_in_a_row, random.random())
+            pause = asyncio.create_task(self._draining.wait())
+            await asyncio.wait({pause}, timeout=min(seconds, LONGEST_PAUSE_SECONDS))
+            pause.cancel()
+
+    async def _deliver(self, group: Group) -> None:
+        """Puts `group` into the sink; a server tries for ever, a file gets three tries."""
+        tries = 0
+        while True:
+            try:
+                await self._sink.put(group)
+            except StoreError as error:
+                tries += 1
+                if self._stop_on_failures and tries >= 3:
+                    raise
+                log.error("group.not_stored", group_id=group.group_id, error=str(error))
+                await asyncio.sleep(retry_delay_seconds(tries, random.random()))
+            else:
+                return

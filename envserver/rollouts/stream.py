@@ -1,0 +1,60 @@
+"""The stream of tasks of a run: endless or one pass, the same again after a restart."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+
+import msgspec
+
+from ..environment import Environment
+from ..errors import ConfigError
+from ..records import Split, Task
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """One group to be made: the task at position `index` of the stream (from 0)."""
+
+    group_id: str
+    index: int
+    env: str
+    split: Split
+    seed: int
+    task: Task
+
+
+def group_id(env: str, split: Split, seed: int, index: int, task_id: str) -> str:
+    """Stable id of the group at `index`: the same run makes the same ids."""
+    digest = hashlib.blake2b(task_id.encode(), digest_size=4).hexdigest()
+    return f"{env}-{split}-{seed}-{index:06d}-{digest}"
+
+
+def tickets(environment: Environment, *, repeat: bool) -> Iterator[Ticket]:
+    """The tasks of the environment's split as groups to be made, lazily.
+
+    Args:
+        repeat: begin again after the last task, for as long as anyone asks.
+
+    Raises:
+        ConfigError: the split has no task.
+    """
+    config = environment.config
+    index = 0
+    for _ in itertools.count() if repeat else range(1):
+        before = index
+        for task in environment.tasks(config.split):
+            yield Ticket(
+                group_id=group_id(environment.name, config.split, config.seed, index, task.id),
+                index=index,
+                env=environment.name,
+                split=config.split,
+                seed=config.seed,
+                task=task,
+            )
+            index += 1
+        if index == before:
+            raise ConfigError(
+                f"Environment {environment.name!r} has no tasks in its split {config.split!r}.",
+                hint="Choose another with --env.split, or another data set.",
+            )

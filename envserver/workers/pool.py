@@ -1,0 +1,51 @@
+"""The seam between the scheduler and whatever runs agents.
+
+An Assignment goes in; when `run` returns, the worker has posted the result (or the failure) to
+`{url}/result` over HTTP. What a worker gets is the Assignment and what `{url}/rollout` answers,
+nothing else; so a pool may run it here, in a container or on another machine.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt to run.
+
+    Args:
+        rollout_id: unique among the rollouts that run at the same time.
+        url: of the attempt, with its key, without a slash at the end.
+        env_reference: see `registry.find`.
+        isolation: "pooled": beside others in a warm process; "dedicated": in its own process.
+        deadline: `time.time()` at which the agent is cancelled.
+    """
+
+    rollout_id: str
+    url: str
+    env_reference: str
+    isolation: Literal["pooled", "dedicated"]
+    deadline: float
+
+
+class WorkerPool(Protocol):
+    """Runs assignments, as many at a time as it has room for; more wait."""
+
+    async def run(self, assignment: Assignment) -> None:
+        """Returns when the worker has posted what became of the attempt.
+
+        Cancelling it cancels the agent; it ends only when the agent has, or its process is killed.
+
+        Raises:
+            WorkerDied: the process ended; `detail` has its `exit_code` or `signal`, and `output`.
+            WorkerHung: it said nothing for too long, or went on past the deadline; it was killed.
+            WorkerGarbage: it broke the protocol; it was killed.
+                In all three `detail["mate"]` is true when the rollout is not known to be the cause:
+                trying it again should not count as an attempt. It is then run in a process of its
+                own, so the same death a second time is certainly its own.
+        """
+
+    def snapshot(self) -> dict[str, Any]:
+        """JSON-like facts for people: processes, what runs, restarts and deaths by kind."""

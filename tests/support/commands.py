@@ -1,0 +1,137 @@
+"""The `envserver` command as a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+ENVSERVER = Path(sys.executable).with_name("envserver")
+
+
+def envserver(
+    *words: object, folder: Path, seconds: float = 120.0, **popen: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end; the output of both streams is text."""
+    return subprocess.run(
+        [str(ENVSERVER), *map(str, words)],
+        cwd=folder,
+        env=environment_variables(),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+        **popen,
+    )
+
+
+def environment_variables() -> dict[str, str]:
+    """Those of this process without any that would change settings."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("ENVSERVER_")}
+    return kept | {"COLUMNS": "100"}
+
+
+class Running:
+    """A command that runs until it is ended. Its output goes to `log`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process = process
+        self.log = log
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait_for(self, pattern: str, seconds: float = 60.0) -> re.Match[str]:
+        """The first match of `pattern` in its output."""
+        return until(
+            lambda: re.search(pattern, self.output()),
+            seconds,
+            lambda: f"{pattern!r} in {self.output()[-3000:]!r}",
+            alive=self.process,
+        )
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.process.kill()
+        self.process.wait(30)
+
+    def end(self, seconds: float = 60.0) -> int:
+        """Waits for its end; the exit status."""
+        return self.process.wait(seconds)
+
+
+@contextlib.contextmanager
+def running(*words: object, folder: Path, **popen: Any) -> Iterator[Running]:
+    """A command in the background; ended by its id on the way out."""
+    log = folder / f"output-{time.monotonic_ns()}.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [str(ENVSERVER), *map(str, words)],
+            cwd=folder,
+            env=environment_variables(),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            **popen,
+        )
+    try:
+        yield Running(process, log)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+
+
+def until(
+    condition: Callable[[], Any],
+    seconds: float,
+    what: Callable[[], str],
+    *,
+    alive: subprocess.Popen[bytes] | None = None,
+) -> Any:
+    """The first true value of `condition`, asked every 20 ms."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if value := condition():
+            return value
+        if alive is not None and alive.poll() is not None and not condition():
+            raise AssertionError(f"It ended with {alive.returncode} while waiting for {what()}.")
+        time.sleep(0.02)
+    raise AssertionError(f"Not within {seconds} s: {what()}")
+
+
+def free_port() -> int:
+    """A port that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file."""
+    return [orjson.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def group_ids(path: Path) -> list[str]:
+    """Of the groups that `envserver process` wrote, in order."""
+    return [line["envserver"]["group_id"] for line in read_jsonl(path)]

@@ -1,0 +1,222 @@
+"""`envserver process`: groups in a file, whatever happens to the engine, the agents or the process."""
+
+from __future__ import annotations
+
+import math
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+from support.commands import envserver, group_ids, read_jsonl, running, until
+
+OWN_ENVIRONMENT = '''
+import os, signal, time
+from envserver import Environment, Score, Task
+
+class Echo(Environment):
+    """Say the number; some tasks break the agent on purpose."""
+
+    class Config(Environment.Config):
+        tasks_in_all: int = 6
+        broken: str = ""
+
+    def tasks(self, split):
+        for n in range(self.config.tasks_in_all):
+            yield Task(f"echo-{n}", {"question": f"Say {n}."}, {"answer": str(n)})
+
+    def demonstration(self, task):
+        return [{"role": "assistant", "content": task.hidden["answer"]}]
+
+    def rollout(self, task, run):
+        if self.config.broken == "raises":
+            raise ValueError("no such tool")
+        if self.config.broken == "kills itself":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.config.broken == "once" and run.attempt == 1:
+            raise RuntimeError("first try")
+        reply = run.chat_blocking([{"role": "user", "content": task.public["question"]}])
+        return reply.content
+
+    def score(self, task, result):
+        return Score(reward=float(task.hidden["answer"] in (result.output or "").split()))
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "echo.py"
+    path.write_text(OWN_ENVIRONMENT)
+    return path
+
+
+SIM = ("--model", "sim", "--sim.latency_seconds", 0)
+
+
+def test_math_groups_have_atropos_keys_and_exact_rows(tmp_path: Path) -> None:
+    ran = envserver(
+        "process", "--env", "math", *SIM, "--env.total_steps", 4, "--env.group_size", 3,
+        "--env.data_path_to_save_groups", "out.jsonl", folder=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "out.jsonl" in ran.stderr
+    assert "simulated" in ran.stderr
+    groups = read_jsonl(tmp_path / "out.jsonl")
+    assert len(groups) == 4
+    for group in groups:
+        facts = group["envserver"]
+        assert [rollout["rollout_id"] for rollout in facts["rollouts"]] == [
+            f"{facts['group_id']}-r{number}" for number in range(3)
+        ]
+        rows = len(group["tokens"])
+        assert rows == len(group["masks"]) == len(group["scores"]) == len(group["messages"])
+        for tokens, masks, logprobs in zip(
+            group["tokens"], group["masks"], group["inference_logprobs"], strict=True
+        ):
+            assert len(tokens) == len(masks) == len(logprobs)
+            for token, mask, logprob in zip(tokens, masks, logprobs, strict=True):
+                trained = mask != -100
+                assert mask in (-100, token)
+                assert (logprob <= 0 and math.isfinite(logprob)) if trained else logprob == 1.0
+            assert any(mask != -100 for mask in masks)
+        assert {"overrides", "advantages", "generation_params", "images"} <= group.keys()
+        assert set(group["scores"]) <= {0.0, 1.0}
+
+
+def test_an_environment_in_a_file_runs(own: Path, tmp_path: Path) -> None:
+    ran = envserver("process", "--env", own, *SIM, "--sim.solve_probability", 1, folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    groups = read_jsonl(tmp_path / "data" / "echo.jsonl")
+    assert sorted(group["envserver"]["task_id"] for group in groups) == [
+        f"echo-{n}" for n in range(6)
+    ]
+    assert all(score == 1.0 for group in groups for score in group["scores"])
+
+
+def test_killed_and_resumed_it_writes_the_same_groups(own: Path, tmp_path: Path) -> None:
+    words = (
+        "process", "--env", own, *SIM, "--sim.seconds_per_token", 0.01, "--env.total_steps", 24,
+        "--rollouts.max_concurrent", 8, "--env.data_path_to_save_groups", "out.jsonl", "--resume",
+    )  # fmt: skip
+    output = tmp_path / "out.jsonl"
+    for wanted in (2, 7, 12):
+        with running(*words, folder=tmp_path) as process:
+            until(
+                lambda wanted=wanted: output.exists() and len(group_ids_so_far(output)) >= wanted,
+                60,
+                process.output,
+                alive=process.process,
+            )
+            process.kill()
+        with output.open("ab") as file:
+            file.write(b'{"tokens": [[1, 2')  # what a write that was cut off leaves
+    ran = envserver(*words, folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    found = group_ids(output)
+    assert len(found) == len(set(found)) == 24
+    undisturbed = envserver(*words[:-2], "undisturbed.jsonl", folder=tmp_path)
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    assert set(found) == set(group_ids(tmp_path / "undisturbed.jsonl"))
+
+
+def group_ids_so_far(path: Path) -> list[bytes]:
+    return path.read_bytes().split(b"\n")[:-1]
+
+
+def test_one_interrupt_finishes_open_groups_and_resume_goes_on(own: Path, tmp_path: Path) -> None:
+    words = (
+        "process", "--env", own, *SIM, "--sim.seconds_per_token", 0.01, "--env.total_steps", 30,
+        "--rollouts.max_concurrent", 8, "--env.data_path_to_save_groups", "out.jsonl",
+    )  # fmt: skip
+    output = tmp_path / "out.jsonl"
+    with running(*words, folder=tmp_path) as process:
+        until(lambda: output.exists() and output.stat().st_size, 60, process.output)
+        process.send(signal.SIGINT)
+        assert process.end() == 130
+        assert "--resume" in process.output()
+    written = group_ids(output)
+    assert 0 < len(written) < 30
+    assert envserver(*words, "--resume", folder=tmp_path).returncode == 0
+    assert len(set(group_ids(output))) == 30
+    assert group_ids(output)[: len(written)] == written
+
+
+def test_an_output_that_exists_is_not_touched(own: Path, tmp_path: Path) -> None:
+    output = tmp_path / "data" / "echo.jsonl"
+    words = ("process", "--env", own, *SIM, "--env.total_steps", 1)
+    assert envserver(*words, folder=tmp_path).returncode == 0
+    before = output.read_bytes()
+    ran = envserver(*words, folder=tmp_path)
+    assert (ran.returncode, output.read_bytes()) == (2, before)
+    assert "--resume" in ran.stderr
+    ran = envserver(*words, "--resume", "--env.seed", 7, folder=tmp_path)
+    assert (ran.returncode, output.read_bytes()) == (2, before)
+    assert "another run" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("broken", "kind", "words"),
+    [("raises", "agent_error", "no such tool"), ("kills itself", "worker_died", "SIGKILL")],
+)
+def test_when_everything_fails_it_stops_and_says_why(
+    own: Path, tmp_path: Path, broken: str, kind: str, words: str
+) -> None:
+    ran = envserver(
+        "process", "--env", own, *SIM, "--env.broken", broken, "--env.total_steps", 50,
+        "--env.group_size", 2, "--rollouts.max_attempts", 2,
+        "--rollouts.stop_after_failed_groups", 2, folder=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 1, ran.stderr
+    assert kind in ran.stderr
+    failures = read_jsonl(tmp_path / "data" / "echo.failures.jsonl")
+    failed = [line for line in failures if line["event"] == "rollout_failed"]
+    assert {line["kind"] for line in failed} == {kind}
+    assert any(words in line["message"] for line in failed)
+    assert any(line["final"] for line in failed)
+
+
+def test_what_failed_once_is_tried_again(own: Path, tmp_path: Path) -> None:
+    ran = envserver("process", "--env", own, *SIM, "--env.broken", "once", folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    groups = read_jsonl(tmp_path / "data" / "echo.jsonl")
+    assert len(groups) == 6
+    assert {rollout["attempt"] for g in groups for rollout in g["envserver"]["rollouts"]} == {2}
+
+
+def test_a_flaky_engine_costs_no_group(own: Path, tmp_path: Path) -> None:
+    ran = envserver(
+        "process", "--env", own, *SIM, "--sim.error_rate", 0.3, "--rollouts.max_attempts", 20,
+        "--env.total_steps", 12, folder=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert len(read_jsonl(tmp_path / "data" / "echo.jsonl")) == 12
+
+
+def test_a_full_disk_loses_nothing_that_was_written(own: Path, tmp_path: Path) -> None:
+    words = ("process", "--env", own, *SIM, "--env.total_steps", 40)
+
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    ran = envserver(*words, folder=tmp_path, preexec_fn=small_files)
+    assert ran.returncode == 1
+    assert "cannot be written" in ran.stderr
+    output = tmp_path / "data" / "echo.jsonl"
+    kept = group_ids(output)
+    assert kept
+    assert envserver(*words, "--resume", folder=tmp_path).returncode == 0
+    found = group_ids(output)
+    assert found[: len(kept)] == kept
+    assert len(set(found)) == len(found) == 40
+
+
+def test_groups_of_equal_rewards_are_dropped_when_asked(own: Path, tmp_path: Path) -> None:
+    ran = envserver(
+        "process", "--env", own, *SIM, "--sim.solve_probability", 1,
+        "--env.ensure_scores_are_not_same", "true", "--env.total_steps", 3,
+        "--rollouts.stop_after_dropped_groups", 10, folder=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    assert "zero_variance" in ran.stderr
+    dropped = read_jsonl(tmp_path / "data" / "echo.failures.jsonl")
+    assert {line["reason"] for line in dropped} == {"zero_variance"}
