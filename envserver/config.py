@@ -213,12 +213,19 @@ class ServerConfig(Section):
     """A leased batch that is not acknowledged for this long is delivered again."""
 
 
-class Settings(Section):
-    """All that can be set for one command; `env` has the type of the environment's own Config."""
+class EnvironmentSettings(Section):
+    """What every command with an environment has; `env` gets the type of its own Config."""
 
     environment: str | None = None
-    """A built-in's name, an entry point's, or path/to/file.py[:Class]; as a flag `--env NAME`."""
+    """A built-in's name, an entry point's, or path/to/file.py[:Class]."""
+    log_level: LogLevel = "info"
+    """Least serious event that is logged."""
     env: EnvironmentConfig = EnvironmentConfig()
+
+
+class Settings(EnvironmentSettings):
+    """All that can be set for making rollouts."""
+
     openai: OpenAIConfig = OpenAIConfig()
     model: Literal["sim"] | None = None
     """"sim" for the simulated engine; unset: the engine at `openai.base_url`."""
@@ -229,5 +236,3 @@ class Settings(Section):
     server: ServerConfig = ServerConfig()
     store: StorePlace = "data/envserver.db"
     """Where groups are kept: a file (SQLite) or a database URL."""
-    log_level: LogLevel = "info"
-    """Least serious event that is logged."""

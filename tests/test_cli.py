@@ -92,6 +92,8 @@ def test_help_shows_the_settings_of_the_environment(
         (["process", "--env", "mathh"], 2, "no environment 'mathh'"),
         (["process"], 2, "needs an environment"),
         (["process", "--env.grop_size", "3"], 2, "Did you mean --env.group_size?"),
+        (["score", "--env", "math"], 2, "--input is needed (JSONL file of rows to score)."),
+        (["models"], 2, "Which model?"),
         (["list", "everything"], 2, "takes no arguments"),
         (["run-api", "--port", "no"], 2, "--port: must be integer"),
         (["run-api", "--host", "0.0.0.0"], 2, "--host: must be a loopback address"),

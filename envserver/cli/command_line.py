@@ -17,14 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ..config import Settings
+from ..config import EnvironmentSettings
 from ..environment import Environment
 from ..errors import UsageError
 from ..registry import find
 from .help import show_help
 from .settings import load_settings
 
-S = TypeVar("S", bound=Settings)
+S = TypeVar("S", bound=EnvironmentSettings)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ def read_command_line(
         command: its name, as it is typed.
         summary: what it does, in a sentence or two.
         argv: the words after the command.
-        settings_class: `Settings` with the command's own flags as further fields.
+        settings_class: `EnvironmentSettings` or `Settings`, with the command's own flags as further
+            fields.
         defaults, aliases: as for `load_settings`.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ..config import EnvironmentConfig, LogLevel, LoopbackHost, Section, SimConfig
+from ..config import EnvironmentSettings, LoopbackHost, SimConfig
 from ..errors import UsageError
 from ..registry import find
 from .help import show_help
@@ -17,19 +17,14 @@ SUMMARY = """Serves the simulated engine as an OpenAI-compatible server. It is n
 plays the solutions of the tasks of --env, right or spoiled, and babbles without one."""
 
 
-class ModelsSettings(Section):
+class ModelsSettings(EnvironmentSettings):
     """The settings that `models sim` has."""
 
     host: LoopbackHost = "127.0.0.1"
     """Address to listen at; only loopback."""
     port: int = 9001
     """Port; 0 takes a free one."""
-    environment: str | None = None
-    """Environment whose tasks it can solve; as a flag `--env NAME`."""
-    env: EnvironmentConfig = EnvironmentConfig()
     sim: SimConfig = SimConfig()
-    log_level: LogLevel = "info"
-    """Least serious event that is logged."""
 
 
 def run(argv: list[str]) -> int:

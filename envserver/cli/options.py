@@ -92,7 +92,7 @@ def _leaves(model: type[BaseModel], prefix: str) -> dict[str, Option]:
     found: dict[str, Option] = {}
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
-        if _is_section(field.annotation):
+        if is_section(field.annotation):
             found |= _leaves(typing.cast(type[BaseModel], field.annotation), f"{path}.")
         else:
             found[path] = Option(
@@ -105,11 +105,16 @@ def _leaves(model: type[BaseModel], prefix: str) -> dict[str, Option]:
     return found
 
 
+def is_section(annotation: Any) -> bool:
+    """Whether a field of this type holds settings of its own."""
+    return inspect.isclass(annotation) and issubclass(annotation, BaseModel)
+
+
 def sections_of(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
     """The first line of each section's docstring, by dotted path."""
     found: dict[str, str] = {}
     for name, field in model.model_fields.items():
-        if _is_section(field.annotation):
+        if is_section(field.annotation):
             section = typing.cast(type[BaseModel], field.annotation)
             found[f"{prefix}{name}"] = inspect.cleandoc(section.__doc__ or "").partition("\n")[0]
             found |= sections_of(section, f"{prefix}{name}.")
@@ -123,7 +128,7 @@ def preset(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
         default = _default(field)
         if isinstance(default, BaseModel):
             found |= _set_in(default, f"{prefix}{name}.")
-        elif _is_section(field.annotation):
+        elif is_section(field.annotation):
             found |= preset(typing.cast(type[BaseModel], field.annotation), f"{prefix}{name}.")
     return found
 
@@ -212,11 +217,7 @@ def _json(text: str) -> Any:
 
 def _needs_json(annotation: Any) -> bool:
     origin = _origin(annotation)
-    return origin in (dict, typing.Any) or _is_section(annotation)
-
-
-def _is_section(annotation: Any) -> bool:
-    return inspect.isclass(annotation) and issubclass(annotation, BaseModel)
+    return origin in (dict, typing.Any) or is_section(annotation)
 
 
 def _is_secret(annotation: Any) -> bool:

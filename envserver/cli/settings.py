@@ -21,7 +21,7 @@ from ..config import EnvironmentConfig, Section, Settings
 from ..errors import ConfigError
 from ..registry import find
 from .atropos_names import IGNORED, REFUSED, RENAMED
-from .options import Option, flatten, nearest, nest, options_of, parse, preset
+from .options import Option, flatten, is_section, nearest, nest, options_of, parse, preset
 from .sources import VARIABLE_PREFIX, Given, YamlFile, read_dotenv, read_flags, read_variables
 
 S = TypeVar("S", bound=Section)
@@ -246,7 +246,7 @@ def _validated(
 ) -> S:
     tree = nest(values)
     for name, field in model.model_fields.items():
-        if field.is_required() and isinstance(field.annotation, type):
+        if field.is_required() and is_section(field.annotation):
             tree.setdefault(name, {})
     try:
         return model.model_validate(tree)

@@ -1,0 +1,81 @@
+"""`envserver score`: its settings and what it shows; the work is done in `score.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from ..config import EnvironmentSettings
+from .command_line import read_command_line
+from .logs import configure_logs
+from .loop import run_loop
+from .score import Summary, run_score
+
+SUMMARY = """Scores rows {"task": a row of a data set or a task id, "response": "text"} (or a row
+with "messages"), without any model: reward, components, metrics and error of each, in their order."""
+
+
+class ScoreSettings(EnvironmentSettings):
+    """The settings that `score` has."""
+
+    input: Path
+    """JSONL file of rows to score."""
+    output: Path
+    """JSONL file for the scores; one that exists is replaced at the end."""
+    processes: int = Field(default=2, ge=1)
+    """Rows that are scored at a time, each in a process."""
+
+
+def run(argv: list[str]) -> int:
+    """The command; rows with an error do not change its status.
+
+    Raises:
+        NotFoundError: there is no such file or environment.
+        StoreError: the output cannot be written.
+    """
+    line = read_command_line("score", SUMMARY, argv, settings_class=ScoreSettings)
+    if line is None:
+        return 0
+    settings = line.settings
+    configure_logs(settings.log_level)
+    console = Console(stderr=True)
+    with _bar(console) as bar:
+        shown = bar.add_task("", total=1.0, rows=0)
+        summary = run_loop(
+            run_score(
+                line.reference,
+                settings.env.model_dump(mode="json"),
+                settings.input,
+                settings.output,
+                processes=settings.processes,
+                progress=lambda rows, share: bar.update(shown, completed=share, rows=rows),
+            )
+        )
+    _show(console, summary, settings.output)
+    return 0
+
+
+def _bar(console: Console) -> Progress:
+    columns = (
+        TextColumn("{task.fields[rows]} rows"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, transient=True)
+
+
+def _show(console: Console, summary: Summary, output: Path) -> None:
+    mean = "none" if summary.mean_reward is None else f"{summary.mean_reward:.3f}"
+    lines = [
+        f"{summary.rows} rows in {summary.seconds:.1f} s: {summary.scored} scored, "
+        f"{summary.unscorable} not scorable, {summary.errors} errors; mean reward {mean}"
+    ]
+    if summary.first_error:
+        lines.append(f"First error: {summary.first_error}")
+    lines.append(f"Scores in {output}")
+    for text in lines:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
