@@ -15,7 +15,7 @@ from .loop import run_loop
 from .score import Summary, run_score
 
 SUMMARY = """Scores rows {"task": a row of a data set or a task id, "response": "text"} (or a row
-with "messages"), without any model: reward, components, metrics and error of each, in their order."""
+with "messages"), without any model: reward, components, metrics and error of each, in order."""
 
 
 class ScoreSettings(EnvironmentSettings):
