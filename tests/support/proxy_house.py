@@ -1,0 +1,126 @@
+"""A fake vLLM, the proxy before it over real HTTP, and OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import numpy as np
+from openai import AsyncOpenAI
+
+from envserver.config import OpenAIConfig
+from envserver.models.openai import OpenAIEngine
+from envserver.proxy import Attempt, Proxy
+from envserver.records import Call, VersionSpan
+from support.fake_vllm import FakeVllm, fake_vllm, ids_of, logprob, prompt_ids
+from support.serving import attempt_spec, serving
+
+ASK: list[Any] = [{"role": "user", "content": "hi"}]
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+TOOL_CALLS = [
+    {"id": f"c{n}", "type": "function", "function": {"name": "add", "arguments": f'{{"a":{n}}}'}}
+    for n in (1, 2)
+]
+
+
+class House:
+    """A fake vLLM, a proxy before it, and clients."""
+
+    def __init__(self, fake: FakeVllm, proxy: Proxy, url: str, http: aiohttp.ClientSession) -> None:
+        self.fake = fake
+        self.proxy = proxy
+        self.url = url
+        self.http = http
+        self.now = 0.0
+
+    def open(self, **limits: Any) -> tuple[Attempt, AsyncOpenAI]:
+        attempt = self.proxy.open(attempt_spec(**limits))
+        return attempt, self.client(attempt.key)
+
+    def client(self, key: str, path: str = "") -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=f"{self.url}/r/{key}{path}/v1", api_key=key)
+
+    async def post(self, key: str, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        url = f"{self.url}/r/{key}/{path}"
+        async with self.http.post(url, data=data, headers=headers) as answer:
+            text = await answer.read()
+            return answer.status, json.loads(text) if text else None
+
+    async def get(self, key: str, path: str) -> tuple[int, Any]:
+        async with self.http.get(f"{self.url}/r/{key}/{path}") as answer:
+            return answer.status, await answer.json()
+
+
+@asynccontextmanager
+async def house(server_type: Any = "vllm", max_body_bytes: int = 100_000, **how: Any) -> Any:
+    async with fake_vllm(**how) as fake:
+        config = OpenAIConfig(base_url=fake.url, server_type=server_type)
+        async with (
+            OpenAIEngine(config, tries=2, pause_seconds=0.01) as engine,
+            aiohttp.ClientSession() as http,
+        ):
+            made = House(fake, None, "", http)  # type: ignore[arg-type]
+            made.proxy = Proxy(engine, max_body_bytes=max_body_bytes, clock=lambda: made.now)
+            async with serving(made.proxy.asgi()) as url:
+                made.url = url
+                yield made
+
+
+async def chat(client: AsyncOpenAI, streamed: bool = False, **more: Any) -> Any:
+    """The answer's message and finish reason, whole or put together from its chunks."""
+    more.setdefault("messages", ASK)
+    if not streamed:
+        answer = await client.chat.completions.create(model="any", **more)
+        return answer.choices[0]
+    parts: list[str] = []
+    finish = None
+    stream = await client.chat.completions.create(model="any", stream=True, **more)
+    async for chunk in stream:
+        for choice in chunk.choices:
+            parts.append(choice.delta.content or "")
+            finish = choice.finish_reason or finish
+    return "".join(parts), finish
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Waits until `condition()`; five seconds at most."""
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def asgi_post(
+    proxy: Proxy, key: str, body: Any, send: Any, gone: asyncio.Event | None = None
+) -> None:
+    """One chat request to the application itself; the client hangs up when `gone` is set."""
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": f"/r/{key}/v1/chat/completions",
+        "headers": [],
+    }
+    messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        await (gone or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    await proxy.asgi()(scope, receive, send)
+
+
+def assert_exact(call: Call, text: str = "Hëllo.") -> None:
+    """`call` holds exactly what the fake sampled."""
+    ids = ids_of(text)
+    assert call.exact
+    assert call.completion_ids.tolist() == ids
+    assert call.logprobs.tolist() == [logprob(token) for token in ids]
+    assert call.prompt_ids.tolist() == prompt_ids(call.messages)
+    assert call.prompt_ids.dtype == call.completion_ids.dtype == np.int32
+    assert call.versions == [VersionSpan(call.versions[0].version, 0, len(ids))]

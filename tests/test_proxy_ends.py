@@ -1,0 +1,202 @@
+"""How a call through the proxy ends: recorded first, broken off, refused for a limit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+from support.fake_vllm import ids_of
+from support.proxy_house import (
+    ASK,
+    TOOLS,
+    House,
+    asgi_post,
+    chat,
+    house,
+    until,
+)
+
+
+@pytest.fixture
+async def home() -> AsyncIterator[House]:
+    async with house() as made:
+        yield made
+
+
+# Before the last byte
+
+
+@pytest.mark.parametrize(("tools", "streamed"), [([], False), ([], True), (TOOLS, True)])
+async def test_a_call_is_recorded_before_its_end_can_be_seen(
+    home: House, tools: list[Any], streamed: bool
+) -> None:
+    attempt, _ = home.open()
+    body = {"messages": ASK, "tools": tools, "stream": streamed, "n": 2}
+    seen: list[tuple[bytes, int]] = []
+
+    async def send(message: Any) -> None:
+        seen.append((message.get("body", b""), len(attempt.calls)))
+
+    await asgi_post(home.proxy, attempt.key, body, send)
+    assert b"".join(text for text, _ in seen).count(b'"finish_reason":"stop"') == 2
+    for text, recorded in seen:
+        if b'"finish_reason":"stop"' in text or text == seen[-1][0]:
+            assert recorded == 2
+
+
+async def test_an_agent_that_leaves_a_stream_early_leaves_what_was_sampled(
+    home: House,
+) -> None:
+    home.fake.held = asyncio.Event()
+    attempt, client = home.open()
+    stream = await client.chat.completions.create(model="any", messages=ASK, stream=True)
+    async for chunk in stream:
+        if chunk.choices[0].delta.content:
+            break
+    await stream.close()
+    await until(lambda: attempt.calls)
+    (call,) = attempt.calls
+    assert not call.delivered
+    assert call.flags == ["undelivered_completion"]
+    assert call.finish_reason == "disconnect"
+    assert call.completion_ids.tolist() == ids_of("Hëllo.")[:1]
+    await until(lambda: home.fake.aborted == 1)
+
+
+# Ends that are none
+
+
+@pytest.mark.parametrize(("tools", "streamed"), [([], False), (TOOLS, False), (TOOLS, True)])
+async def test_a_client_that_hangs_up_leaves_an_undelivered_call(
+    home: House, tools: list[Any], streamed: bool
+) -> None:
+    home.fake.held = asyncio.Event()
+    attempt, client = home.open()
+    asking = asyncio.create_task(chat(client, streamed, tools=tools))
+    await until(lambda: home.fake.requests)
+    asking.cancel()
+    await until(lambda: attempt.calls)
+    (call,) = attempt.calls
+    assert not call.delivered
+    assert not call.exact
+    assert call.flags == ["undelivered_completion"]
+    assert call.finish_reason == "disconnect"
+    await until(lambda: home.fake.aborted == 1)
+
+
+async def test_a_client_that_hangs_up_while_it_is_answered_leaves_an_undelivered_call(
+    home: House,
+) -> None:
+    attempt, _ = home.open()
+    gone = asyncio.Event()
+
+    async def send(message: Any) -> None:
+        gone.set()
+        await asyncio.sleep(0.01)
+
+    await asgi_post(home.proxy, attempt.key, {"messages": ASK, "stream": True}, send, gone)
+    assert [call.delivered for call in attempt.calls] == [False]
+    assert attempt.calls[0].flags == ["undelivered_completion"]
+
+
+@pytest.mark.parametrize("fault", ["cut", "reset", "error_chunk"])
+async def test_an_engine_that_fails_within_a_stream_is_told_and_recorded(
+    home: House, fault: str
+) -> None:
+    home.fake.faults = deque([fault])
+    attempt, client = home.open()
+    with pytest.raises(openai.APIError):
+        await chat(client, streamed=True)
+    assert attempt.engine_failure is not None
+    (call,) = attempt.calls
+    assert call.finish_reason == "error"
+    assert call.flags == ["finish_abort", "undelivered_completion"]
+    assert call.completion_ids.tolist() == ids_of("Hëllo.")[: len(call.completion_ids)]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "status", "code"),
+    [
+        (400, 400, "engine_refused"),
+        (500, 502, "engine_error"),
+        (503, 503, "engine_unavailable"),
+        ("garbage", 502, "engine_garbage"),
+        ("error_body", 502, "engine_error"),
+        ("close", 502, "engine_garbage"),
+    ],
+)
+async def test_failures_of_the_engine_keep_their_status_and_are_not_retried_by_the_client(
+    home: House, fault: int | str, status: int, code: str, streamed: bool
+) -> None:
+    home.fake.faults = deque([fault] * 2)
+    attempt, client = home.open()
+    with pytest.raises(openai.APIStatusError) as caught:
+        await chat(client, streamed)
+    assert caught.value.status_code == status
+    assert caught.value.code == code
+    assert attempt.engine_failure is not None
+    assert attempt.engine_failure.kind == code
+    assert attempt.calls == []
+    assert len(home.fake.requests) <= 2
+
+
+# Limits
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_turns_are_limited_also_when_asked_for_at_once(home: House, streamed: bool) -> None:
+    attempt, client = home.open(max_turns=3)
+    results = await asyncio.gather(
+        *(chat(client, streamed) for _ in range(8)), return_exceptions=True
+    )
+    refused = [r for r in results if isinstance(r, openai.BadRequestError)]
+    assert len(refused) == 5
+    assert {error.code for error in refused} == {"limit_reached"}
+    assert len(attempt.calls) == len(home.fake.requests) == 3
+    assert attempt.limit == "turns"
+
+
+async def test_tokens_are_limited_also_when_asked_for_at_once(home: House) -> None:
+    home.fake.text = "x" * 100
+    attempt, client = home.open(max_completion_tokens=25, max_tokens=10)
+    results = await asyncio.gather(*(chat(client) for _ in range(8)), return_exceptions=True)
+    assert sum(len(call.completion_ids) for call in attempt.calls) == 25
+    assert sorted(sent["max_tokens"] for sent in home.fake.requests) == [5, 10, 10]
+    assert sum(isinstance(r, openai.BadRequestError) for r in results) == 5
+    assert attempt.limit == "tokens"
+    assert attempt.engine_failure is None
+
+
+async def test_tokens_that_were_reserved_and_not_used_come_back(home: House) -> None:
+    home.fake.text = "ab"
+    attempt, client = home.open(max_completion_tokens=12, max_tokens=10)
+    await asyncio.gather(*(chat(client) for _ in range(4)))
+    assert [len(call.completion_ids) for call in attempt.calls] == [3, 3, 3, 3]
+    with pytest.raises(openai.BadRequestError):
+        await chat(client)
+
+
+async def test_n_answers_share_what_is_left(home: House) -> None:
+    home.fake.text = "x" * 100
+    attempt, client = home.open(max_completion_tokens=9)
+    await chat(client, n=4)
+    assert [len(call.completion_ids) for call in attempt.calls] == [2, 2, 2, 2]
+
+
+async def test_time_that_is_over_is_a_limit_and_no_failure_of_the_engine(home: House) -> None:
+    attempt, client = home.open(seconds=-1)
+    with pytest.raises(openai.BadRequestError, match="time"):
+        await chat(client)
+    assert attempt.limit == "time"
+    home.fake.held = asyncio.Event()
+    for streamed in (False, True):
+        attempt, client = home.open(seconds=0.2)
+        with pytest.raises(openai.APIError, match="time"):
+            await chat(client, streamed)
+        assert attempt.limit == "time"
+        assert attempt.engine_failure is None
