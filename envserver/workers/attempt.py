@@ -1,0 +1,171 @@
+"""One attempt in a worker: fetch what it is about, run the agent, post what became of it.
+
+In: the url of the attempt. Out: one POST to `{url}/result` with the agent's output or a failure;
+none when the server itself cancelled the attempt before its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+import msgspec
+import orjson
+
+from ..environment import Environment
+from ..errors import AgentError, LimitReached
+from .failures import failure_of
+from .instances import Instances
+from .run import AttemptRun, Job
+
+HTTP_TRIES = 3
+HTTP_SECONDS = 30.0
+CLOCK_TOLERANCE_SECONDS = 0.1
+"""A cancel that comes this close before the deadline comes because of it."""
+
+_JSON_ONLY = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """What the attempts of one worker share.
+
+    Args:
+        patiently: a context in which blocking the loop is no sign of a hang.
+    """
+
+    http: aiohttp.ClientSession
+    instances: Instances
+    threads: ThreadPoolExecutor
+    patiently: Callable[[], AbstractContextManager[None]]
+
+
+class Attempt:
+    """`run` it once; `cancel` it at most once with effect, at any time."""
+
+    def __init__(self, rollout_id: str, url: str, workshop: Workshop) -> None:
+        self.rollout_id = rollout_id
+        self.posted = False
+        self._url = url
+        self._workshop = workshop
+        self._cancelled = False
+        self._agent: asyncio.Task[Any] | None = None
+        self._run: AttemptRun | None = None
+
+    def cancel(self) -> None:
+        """Cancels the agent, not the telling of what became of it."""
+        if self._cancelled or (self._agent is not None and self._agent.done()):
+            return
+        self._cancelled = True
+        if self._run is not None:
+            self._run.end()
+        if self._agent is not None:
+            self._agent.cancel()
+
+    async def run(self) -> None:
+        """Everything. Whatever goes wrong on the way to the server is told on stderr."""
+        try:
+            job = msgspec.json.decode(await self._request("GET", "rollout"), type=Job)
+            shop = self._workshop
+            run = self._run = AttemptRun(job, self._url, shop.http, shop.patiently)
+            body = await self._body(job, run)
+            run.end()
+            await run.finish()
+            if body is not None:
+                await self._post(body)
+                self.posted = True
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+            sys.stderr.write(f"{self.rollout_id}: {type(error).__name__}: {error}\n")
+
+    async def _body(self, job: Job, run: AttemptRun) -> bytes | None:
+        """What to post, None for nothing."""
+        agent = self._agent = asyncio.create_task(self._output(job, run))
+        if self._cancelled:
+            agent.cancel()
+        await asyncio.wait({agent})
+        if self._cancelled:
+            if job.deadline - time.time() > CLOCK_TOLERANCE_SECONDS:
+                return None
+            return _failure(LimitReached("The time of this rollout is used up.", limit="time"))
+        if agent.cancelled():
+            return _failure(AgentError("The agent cancelled its own task."))
+        error = agent.exception()
+        if error is not None:
+            return _failure(error)
+        return _success(agent.result(), run)
+
+    async def _output(self, job: Job, run: AttemptRun) -> Any:
+        environment = await self._workshop.instances.get(job.env_reference, job.env_config)
+        try:
+            if inspect.iscoroutinefunction(environment.rollout):
+                return await environment.rollout(job.task, run)
+            returned = await self._in_thread(environment, job, run)
+            return await returned if inspect.isawaitable(returned) else returned
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise AgentError(f"The agent raised {type(error).__name__}({error}).") from error
+
+    async def _in_thread(self, environment: Environment, job: Job, run: AttemptRun) -> Any:
+        """Runs a plain `def rollout`. A cancel waits for its thread, which nothing else can end."""
+        context = contextvars.copy_context()
+        call = asyncio.get_running_loop().run_in_executor(
+            self._workshop.threads, context.run, environment.rollout, job.task, run
+        )
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            await asyncio.wait({call})
+            raise
+
+    async def _post(self, body: bytes) -> None:
+        try:
+            await self._request("POST", "result", body)
+        except aiohttp.ClientResponseError as error:
+            if error.status != HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+                raise
+            refused = AgentError(
+                f"What rollout() returned is too large: {len(body)} bytes of JSON."
+            )
+            await self._request("POST", "result", _failure(refused))
+
+    async def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        """Asks the server, again when the connection breaks (it takes a result only once).
+
+        Raises:
+            aiohttp.ClientError, TimeoutError: no answer, or not a good one.
+        """
+        headers = {"content-type": "application/json"} if body is not None else {}
+        timeout = aiohttp.ClientTimeout(total=HTTP_SECONDS)
+        for tries_left in reversed(range(HTTP_TRIES)):
+            try:
+                async with self._workshop.http.request(
+                    method, f"{self._url}/{path}", data=body, headers=headers, timeout=timeout
+                ) as answer:
+                    answer.raise_for_status()
+                    return await answer.read()
+            except aiohttp.ClientConnectionError:
+                if not tries_left:
+                    raise
+        raise AssertionError("unreachable: the last try returns or raises")
+
+
+def _success(output: Any, run: AttemptRun) -> bytes:
+    try:
+        return orjson.dumps({"output": output, "metrics": run.metrics}, option=_JSON_ONLY)
+    except TypeError as error:
+        kind = type(output).__name__
+        return _failure(AgentError(f"rollout() returned a {kind} that JSON cannot hold: {error}."))
+
+
+def _failure(error: BaseException) -> bytes:
+    failure = failure_of(error, own_file=__file__)
+    return orjson.dumps({"failure": failure}, default=repr)

@@ -1,0 +1,84 @@
+"""What a freshly forked child does before it is a worker, and what it is given for that."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from . import linux, process
+
+EXIT_CRASHED = 70
+"""Exit code of a worker whose own code (not an agent's) raised."""
+
+
+@dataclass(frozen=True)
+class Birth:
+    """What a child needs to become a worker.
+
+    Args:
+        control: its socket to the server.
+        output_fd: the pipe for all that it prints.
+        directory: its own, for the current directory, HOME and TMPDIR.
+        nursery_pid: the process whose end is its own.
+        kept_descriptors: what the environments opened while they were imported.
+        heartbeat_seconds: how long it may say nothing.
+    """
+
+    control: socket.socket
+    output_fd: int
+    directory: Path
+    nursery_pid: int
+    kept_descriptors: set[int]
+    heartbeat_seconds: float
+
+
+def become_worker(birth: Birth) -> NoReturn:
+    """Turns this process, just forked, into a worker; ends with it, running no exit handler."""
+    code = EXIT_CRASHED
+    try:
+        _leave_the_nursery(birth)
+        _settle_in(birth)
+        process.main(birth.control, heartbeat_seconds=birth.heartbeat_seconds)
+        code = 0
+    except BaseException:  # noqa: BLE001 - the last frame: whatever it is, say it and end
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+
+def _leave_the_nursery(birth: Birth) -> None:
+    """Own session, process group and death pact; no descriptor or handler of the nursery."""
+    os.setsid()
+    linux.die_with_parent(birth.nursery_pid, signal.SIGKILL)
+    linux.adopt_orphans()
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    os.dup2(birth.output_fd, 1)
+    os.dup2(birth.output_fd, 2)
+    linux.close_all_but({0, 1, 2, birth.control.fileno(), *birth.kept_descriptors})
+    linux.limit_resources()
+
+
+def _settle_in(birth: Birth) -> None:
+    """Own directory, unbuffered lines of output, own random numbers, a trace at a crash."""
+    os.chdir(birth.directory)
+    os.environ["HOME"] = os.environ["TMPDIR"] = str(birth.directory)
+    tempfile.tempdir = None
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False, errors="backslashreplace")
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")
+    faulthandler.enable()
+    random.seed()
+    if "numpy" in sys.modules:  # its global generator, unlike Python's, is the same in every fork
+        sys.modules["numpy"].random.seed()

@@ -1,0 +1,87 @@
+"""Pure functions between exceptions in a worker and failures on the wire.
+
+The proxy's error bodies become typed errors; whatever ended an agent becomes the failure that is
+posted. Limits and engine failures keep their kind; all else is the agent's error, with traceback
+(where a framework wrapped one of the former, the server knows: the proxy told it).
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import orjson
+
+from ..errors import (
+    AgentError,
+    EngineError,
+    EngineGarbage,
+    EngineRefused,
+    EngineTimeout,
+    EngineUnavailable,
+    LimitReached,
+    RolloutError,
+)
+
+MAX_TRACEBACK_CHARACTERS = 8000
+MAX_MESSAGE_CHARACTERS = 2000
+
+_BY_CODE: dict[str, type[RolloutError]] = {
+    kind.kind: kind
+    for kind in (
+        LimitReached,
+        EngineError,
+        EngineUnavailable,
+        EngineTimeout,
+        EngineRefused,
+        EngineGarbage,
+    )
+}
+
+
+def error_of_answer(status: int, body: bytes) -> RolloutError:
+    """The error that an answer of the proxy other than 200 stands for."""
+    try:
+        answer = orjson.loads(body)
+        told: dict[str, Any] = answer["error"]
+        message, code = str(told["message"]), told.get("code")
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        text = body[:MAX_MESSAGE_CHARACTERS].decode(errors="replace")
+        unread: type[RolloutError] = EngineGarbage if status >= 500 else AgentError
+        return unread(f"The model's endpoint answered HTTP {status}: {text}", status=status)
+    if code == LimitReached.kind:
+        limit = told.get("limit") or told.get("param")
+        return LimitReached(message, **({"limit": limit} if limit else {}))
+    if code in _BY_CODE:
+        return _BY_CODE[code](message, status=status)
+    kind: type[RolloutError] = EngineError if status >= 500 else AgentError
+    return kind(message, status=status)
+
+
+def failure_of(error: BaseException, own_file: str = "") -> dict[str, Any]:
+    """What is posted for a rollout that `error` ended: {"kind", "message", "detail"}.
+
+    Args:
+        own_file: traceback entries of this file are left out at the top; they are not the agent's.
+    """
+    if isinstance(error, LimitReached | EngineError):
+        return {"kind": error.kind, "message": str(error), "detail": error.detail}
+    message = str(error) if isinstance(error, AgentError) else f"{type(error).__name__}: {error}"
+    return {
+        "kind": AgentError.kind,
+        "message": _sendable(message[:MAX_MESSAGE_CHARACTERS]),
+        "detail": {"traceback": _traceback(error, own_file)},
+    }
+
+
+def _traceback(error: BaseException, own_file: str) -> str:
+    entry = error.__traceback__
+    while entry is not None and entry.tb_frame.f_code.co_filename == own_file:
+        entry = entry.tb_next
+    text = "".join(traceback.format_exception(type(error), error, entry))
+    return _sendable(text[-MAX_TRACEBACK_CHARACTERS:])
+
+
+def _sendable(text: str) -> str:
+    """`text` without the lone surrogates that JSON cannot hold."""
+    return text.encode(errors="backslashreplace").decode()

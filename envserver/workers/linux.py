@@ -1,0 +1,120 @@
+"""The few kernel calls that tie processes together. Linux only; all of them act on this process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_OPEN_FILES = 65536
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
+    """Have the kernel send us `number` when the thread that forked us ends; exit if it has."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children() -> list[int]:
+    """Process ids of our children, dead ones not yet reaped included. Single-threaded callers."""
+    listed = Path(f"/proc/self/task/{os.getpid()}/children")
+    try:
+        return [int(pid) for pid in listed.read_text().split()]
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
+        return [pid for pid in _processes() if _parent(pid) == os.getpid()]
+
+
+def kill(pid: int) -> None:
+    """SIGKILL to one process, if it is still there."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def kill_group(leader: int) -> None:
+    """SIGKILL to a whole process group, if any of it is still there."""
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def kill_marked(marker: str) -> None:
+    """SIGKILL to every process whose initial environment holds `marker` (an unguessable path)."""
+    needle = marker.encode()
+    for pid in _processes():
+        try:
+            found = needle in Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:  # it ended meanwhile, or is not ours to read (so not ours to kill)
+            continue
+        if found and pid != os.getpid():
+            kill(pid)
+
+
+def open_descriptors() -> set[int]:
+    """Every open file descriptor of this process."""
+    found = {int(entry.name) for entry in Path("/proc/self/fd").iterdir()}
+    return {fd for fd in found if _is_open(fd)}
+
+
+def close_all_but(kept: Iterable[int]) -> None:
+    """Close every other descriptor."""
+    for fd in open_descriptors() - set(kept):
+        os.close(fd)
+
+
+def limit_resources() -> None:
+    """No core dumps; as many open files as the system lets us have, within reason."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def out_of_memory_kills() -> int:
+    """How many processes the kernel has killed for lack of memory since it started (0: unknown)."""
+    try:
+        counters = Path("/proc/vmstat").read_text()
+    except OSError:
+        return 0
+    lines = (line.split() for line in counters.splitlines())
+    return next((int(count) for name, count in lines if name == "oom_kill"), 0)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+
+
+def _processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True

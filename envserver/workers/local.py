@@ -1,0 +1,220 @@
+"""The pool of worker processes on this machine.
+
+Assignments come in by `run`; each goes to the least loaded of the warm pooled processes, or to a
+process of its own. What always holds: never more than the configured number at a time (the others
+wait in order); a process that is gone is replaced at once; nothing survives the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any
+
+from .. import registry
+from ..config import WorkersConfig
+from ..errors import WorkerDied, WorkerError
+from .handle import WorkerHandle
+from .pool import Assignment
+from .supervisor import Supervisor
+
+MAX_SUSPECTS = 4096
+MAX_PAUSE_SECONDS = 5.0
+
+
+class _Slot:
+    """The place of one pooled process; the process may change, the load stays."""
+
+    def __init__(self) -> None:
+        self.load = 0
+        self.worker: WorkerHandle | None = None
+        self._changed = asyncio.Event()
+
+    def fill(self, worker: WorkerHandle | None) -> None:
+        self.worker = worker
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def live_worker(self) -> WorkerHandle:
+        while self.worker is None or self.worker.gone.is_set():
+            await self._changed.wait()
+        return self.worker
+
+
+class LocalPool:
+    """A WorkerPool of processes forked from one warm parent. `async with` it.
+
+    Args:
+        config: how many processes, and how patient to be with them.
+        env_references: environments that the parent imports once; others are imported when needed.
+    """
+
+    def __init__(self, config: WorkersConfig, env_references: list[str]) -> None:
+        self._config = config
+        self._references = [registry.absolute(reference) for reference in env_references]
+        self._slots: list[_Slot] = []
+        self._suspects: dict[str, None] = {}
+        self._alone: set[WorkerHandle] = set()
+        self._waiting: set[asyncio.Timeout] = set()
+        self._closing = False
+        self._restarts = 0
+        self._deaths: Counter[str] = Counter()
+
+    async def __aenter__(self) -> LocalPool:
+        """
+        Raises:
+            ConfigError, NotFoundError: an environment cannot be found or imported.
+        """
+        config = self._config
+        self._pooled_room = asyncio.Semaphore(config.processes * config.rollouts_per_process)
+        self._dedicated_room = asyncio.Semaphore(config.dedicated)
+        self._slots = [_Slot() for _ in range(config.processes)]
+        self._supervisor = Supervisor(
+            self._references,
+            heartbeat_seconds=config.heartbeat_seconds,
+            kill_grace_seconds=config.kill_grace_seconds,
+            on_gone=self._gone,
+        )
+        await self._supervisor.start()
+        self._group = asyncio.TaskGroup()
+        await self._group.__aenter__()
+        self._tasks = [
+            self._group.create_task(self._supervisor.keep()),
+            self._group.create_task(self._supervisor.watch()),
+            *(self._group.create_task(self._keep_filled(slot)) for slot in self._slots),
+        ]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._closing = True
+        for task in self._tasks:
+            task.cancel()
+        now = asyncio.get_running_loop().time()
+        for waiting in self._waiting:
+            waiting.reschedule(now)
+        try:
+            await self._supervisor.stop()
+        finally:
+            # The group must see a cancellation (it may be its own), not errors of the block.
+            if isinstance(error, asyncio.CancelledError):
+                await self._group.__aexit__(kind, error, trace)
+            else:
+                await self._group.__aexit__(None, None, None)
+
+    async def run(self, assignment: Assignment) -> None:
+        """See `pool.WorkerPool.run`."""
+        rollout_id = assignment.rollout_id
+        alone = assignment.isolation == "dedicated" or rollout_id in self._suspects
+        place = self._own_worker if alone else self._pooled_worker
+        try:
+            async with place(assignment.deadline) as worker:
+                await worker.run(assignment)
+        except WorkerError as error:
+            if error.detail.get("suspect"):
+                self._suspect(rollout_id)
+            raise
+        self._suspects.pop(rollout_id, None)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The numbers of the moment, and counts since the start, for the status page."""
+        handles = self._supervisor.handles.values() if self._slots else []
+        return {
+            "processes": len(handles),
+            "running": sum(len(handle.tickets) for handle in handles),
+            "dedicated": len(self._alone),
+            "restarts": self._restarts,
+            "deaths": dict(self._deaths),
+            "pids": [handle.pid for handle in handles if handle.pid is not None],
+        }
+
+    async def _keep_filled(self, slot: _Slot) -> None:
+        pause = 0.0
+        while True:
+            worker = await self._supervisor.fork()
+            slot.fill(worker)
+            await worker.gone.wait()
+            slot.fill(None)
+            self._restarts += 1
+            # Only a worker that never came to life is a reason to slow down.
+            pause = 0.0 if worker.ready else min(MAX_PAUSE_SECONDS, 2 * pause + 0.05)
+            await asyncio.sleep(pause)
+
+    @asynccontextmanager
+    async def _pooled_worker(self, deadline: float) -> AsyncIterator[WorkerHandle]:
+        """Room in the least loaded process."""
+        async with self._waiting_until(deadline):
+            await self._pooled_room.acquire()
+        try:
+            slot = min(self._slots, key=self._fullness)
+            slot.load += 1
+            try:
+                async with self._waiting_until(deadline):
+                    worker = await slot.live_worker()
+                yield worker
+            finally:
+                slot.load -= 1
+        finally:
+            self._pooled_room.release()
+
+    def _fullness(self, slot: _Slot) -> tuple[bool, bool, int]:
+        full = slot.load >= self._config.rollouts_per_process
+        return full, slot.worker is None, slot.load
+
+    @asynccontextmanager
+    async def _own_worker(self, deadline: float) -> AsyncIterator[WorkerHandle]:
+        """A fresh process; its room is free again when it is gone, which may be later."""
+        async with self._waiting_until(deadline):
+            await self._dedicated_room.acquire()
+        try:
+            async with self._waiting_until(deadline):
+                worker = await self._supervisor.fork()
+        except BaseException:
+            self._dedicated_room.release()
+            raise
+        self._alone.add(worker)
+        try:
+            yield worker
+        finally:
+            worker.stop()
+
+    @asynccontextmanager
+    async def _waiting_until(self, deadline: float) -> AsyncIterator[None]:
+        """
+        Raises:
+            WorkerDied: the deadline came, or the pool was closed, before what is awaited.
+        """
+        try:
+            if self._closing:
+                raise TimeoutError
+            async with asyncio.timeout(max(0.0, deadline - time.time())) as waiting:
+                self._waiting.add(waiting)
+                try:
+                    yield
+                finally:
+                    self._waiting.discard(waiting)
+        except TimeoutError:
+            reason = "The pool was closed" if self._closing else "The deadline came"
+            raise WorkerDied(f"{reason} before a worker was free.") from None
+
+    def _gone(self, worker: WorkerHandle) -> None:
+        if worker.verdict is not None or not worker.stopped:
+            kind = worker.verdict.kind if worker.verdict is not None else WorkerDied
+            self._deaths[kind.kind] += 1
+        if worker in self._alone:
+            self._alone.discard(worker)
+            self._dedicated_room.release()
+
+    def _suspect(self, rollout_id: str) -> None:
+        """Its next attempts run alone, until one succeeds."""
+        self._suspects[rollout_id] = None
+        if len(self._suspects) > MAX_SUSPECTS:
+            del self._suspects[next(iter(self._suspects))]

@@ -1,0 +1,286 @@
+"""The parent of all workers: warm, preloaded, single-threaded; it forks, watches and kills.
+
+    server --(fork id + socket, kill id)--> nursery --(forked, lines, exit)--> server
+
+It imports the worker's code and the environments once, so that a fork is ready in milliseconds.
+What always holds: it dies with the server; a worker's whole tree dies with the worker (each worker
+adopts the orphans among its descendants, the nursery those of a dead worker, and the nursery kills
+every child that is no worker); nobody waits for the server to read what workers print.
+
+It runs in a process of its own (`supervisor` starts it) and never sees a secret: its environment
+variables are an allow-list, its arguments the struct Boot.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from .. import registry
+from ..errors import EnvserverError
+from . import linux
+from .child import Birth, become_worker
+from .output import Lines
+
+READ_BYTES = 65536
+LOOK_ROUND_SECONDS = 1.0
+KILL_ALL_SECONDS = 5.0
+
+
+class Boot(msgspec.Struct, frozen=True, kw_only=True):
+    """What the nursery is started with, as JSON in its arguments.
+
+    Args:
+        control_fd: of a SOCK_SEQPACKET socket whose other end only the server holds.
+        server_pid: of the process whose end is ours.
+        root: directory for the workers' directories; removed at the end.
+        references: environments to import now.
+        heartbeat_seconds: how long a worker may say nothing.
+    """
+
+    control_fd: int
+    server_pid: int
+    root: str
+    references: list[str]
+    heartbeat_seconds: float
+
+
+@dataclass
+class _Worker:
+    id: str
+    pid: int
+    output_fd: int
+    lines: Lines
+    directory: Path
+    oom_kills: int = field(default_factory=linux.out_of_memory_kills)
+
+
+def main(boot_json: str) -> None:
+    """The whole life of the nursery."""
+    boot = msgspec.json.decode(boot_json, type=Boot)
+    linux.die_with_parent(boot.server_pid, signal.SIGTERM)
+    linux.adopt_orphans()
+    control = socket.socket(fileno=boot.control_fd)
+    ours = linux.open_descriptors()
+    try:
+        _preload(boot.references)
+    except EnvserverError as error:
+        control.send(msgspec.msgpack.encode(["broken", error.kind, error.message, error.hint]))
+        return
+    Nursery(boot, control, opened_by_imports=linux.open_descriptors() - ours).run()
+
+
+class Nursery:
+    """The loop of the nursery process."""
+
+    def __init__(self, boot: Boot, control: socket.socket, opened_by_imports: set[int]) -> None:
+        self._boot = boot
+        self._control = control
+        self._kept_descriptors = opened_by_imports
+        self._workers: dict[int, _Worker] = {}
+        self._others = set(linux.children())
+        """Children that are no workers but may live: started by imports, or removing files."""
+        self._selector = selectors.DefaultSelector()
+        self._wakeup = socket.socketpair()
+        self._stopping = False
+
+    def run(self) -> None:
+        """Until the server closes its end, or dies."""
+        gc.collect()
+        gc.freeze()
+        self._listen_to_signals()
+        self._selector.register(self._control, selectors.EVENT_READ, self._obey)
+        self._tell("up", os.getpid())
+        try:
+            while not self._stopping:
+                for key, _ in self._selector.select(LOOK_ROUND_SECONDS):
+                    key.data()
+                self._reap()
+                self._kill_orphans()
+        finally:
+            self._kill_everything()
+            shutil.rmtree(self._boot.root, ignore_errors=True)
+
+    def _listen_to_signals(self) -> None:
+        """SIGCHLD wakes the loop; SIGTERM (the server is gone) ends it."""
+        reading, writing = self._wakeup
+        reading.setblocking(False)
+        writing.setblocking(False)
+        signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+        self._selector.register(reading, selectors.EVENT_READ, lambda: reading.recv(4096))
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_stopping", True))
+
+    # What the server asks for.
+
+    def _obey(self) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._control, READ_BYTES, 1)
+        except ConnectionError:
+            data, descriptors = b"", []
+        if not data:
+            self._stopping = True
+            return
+        command, worker_id = msgspec.msgpack.decode(data, type=tuple[str, str])
+        if command == "fork":
+            self._fork(worker_id, socket.socket(fileno=descriptors[0]))
+        else:
+            self._kill(worker_id)
+
+    def _fork(self, worker_id: str, control: socket.socket) -> None:
+        directory = Path(self._boot.root) / worker_id
+        directory.mkdir(mode=0o700)
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        birth = Birth(
+            control=control,
+            output_fd=writing,
+            directory=directory,
+            nursery_pid=os.getpid(),
+            kept_descriptors=self._kept_descriptors,
+            heartbeat_seconds=self._boot.heartbeat_seconds,
+        )
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(reading)
+            self._tell("exit", worker_id, None, f"it could not be forked: {error}", False)
+        else:
+            if pid == 0:
+                become_worker(birth)
+            worker = _Worker(worker_id, pid, reading, Lines(time.monotonic()), directory)
+            self._workers[pid] = worker
+            self._selector.register(reading, selectors.EVENT_READ, lambda: self._read(worker))
+            self._tell("forked", worker_id, pid)
+        os.close(writing)
+        control.close()
+
+    def _kill(self, worker_id: str) -> None:
+        for pid, worker in self._workers.items():
+            if worker.id == worker_id:
+                linux.kill_group(pid)  # not reaped yet, so the number is still its own
+                linux.kill(pid)  # it may not have called setsid yet
+
+    # What happens to workers.
+
+    def _read(self, worker: _Worker) -> bool:
+        """Passes on one piece of its output; False when there was none."""
+        try:
+            data = os.read(worker.output_fd, READ_BYTES)
+        except BlockingIOError:
+            return False
+        now = time.monotonic()
+        self._pass_on(worker, worker.lines.feed(data, now) if data else worker.lines.finish(now))
+        if not data:
+            self._selector.unregister(worker.output_fd)
+        return bool(data)
+
+    def _pass_on(self, worker: _Worker, lines: list[str]) -> None:
+        dropped = worker.lines.take_dropped()
+        if not lines and not dropped:
+            return
+        message = msgspec.msgpack.encode(["lines", worker.id, lines, dropped])
+        try:
+            self._control.send(message, socket.MSG_DONTWAIT)
+        except BlockingIOError:  # the server is busy; it hears of the loss with the next lines
+            worker.lines.dropped_bytes += dropped + sum(len(line) for line in lines)
+        except ConnectionError:
+            self._stopping = True
+
+    def _reap(self) -> None:
+        """Buries every child that has ended, a worker together with its process group."""
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            pid = ended.si_pid
+            self._others.discard(pid)
+            worker = self._workers.pop(pid, None)
+            if worker is not None:
+                linux.kill_group(pid)  # before it is reaped: its number cannot be another's yet
+            _, status = os.waitpid(pid, 0)
+            if worker is not None:
+                self._bury(worker, status)
+
+    def _bury(self, worker: _Worker, status: int) -> None:
+        while worker.output_fd in self._selector.get_map() and self._read(worker):
+            continue
+        self._pass_on(worker, worker.lines.finish(time.monotonic()))
+        if worker.output_fd in self._selector.get_map():
+            self._selector.unregister(worker.output_fd)
+        os.close(worker.output_fd)
+        starved = linux.out_of_memory_kills() > worker.oom_kills
+        self._remove(worker.directory)
+        self._tell("exit", worker.id, status, worker.lines.tail(), starved)
+
+    def _kill_orphans(self) -> None:
+        """Kills what dead workers left: our children that are no workers can be nothing else."""
+        for pid in linux.children():
+            if pid not in self._workers and pid not in self._others:
+                linux.kill(pid)
+
+    def _remove(self, directory: Path) -> None:
+        """Removes a worker's directory; a full one in a process of its own, it may take long."""
+        try:
+            directory.rmdir()
+        except OSError:
+            nursery_pid = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                linux.die_with_parent(nursery_pid, signal.SIGKILL)
+                shutil.rmtree(directory, ignore_errors=True)
+                os._exit(0)
+            self._others.add(pid)
+
+    def _kill_everything(self) -> None:
+        self._others.clear()
+        until = time.monotonic() + KILL_ALL_SECONDS
+        for pid in self._workers:
+            linux.kill_group(pid)
+        while (remaining := linux.children()) and time.monotonic() < until:
+            for pid in remaining:
+                linux.kill(pid)
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    continue
+            except ChildProcessError:
+                return
+            time.sleep(0.001)
+
+    def _tell(self, *message: str | int | bool | None) -> None:
+        try:
+            self._control.send(msgspec.msgpack.encode(message))
+        except ConnectionError:
+            self._stopping = True
+
+
+def _preload(references: list[str]) -> None:
+    """Imports what every worker needs.
+
+    Raises:
+        EnvserverError: an environment cannot be found or imported.
+    """
+    importlib.import_module("uvloop")
+    classes = [registry.find(reference) for reference in references]
+    if any(environment.isolation != "pooled" for environment in classes):
+        importlib.import_module("openai")  # half a second that no dedicated process should pay
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    if threads > 1:
+        sys.stderr.write(
+            f"{', '.join(references)}: importing started {threads - 1} threads, which do not exist "
+            "in workers. Start threads in setup() instead.\n"
+        )

@@ -1,0 +1,194 @@
+"""A worker's own side of its life: it obeys the control socket, beats, and runs attempts.
+
+One event loop. Frames come in (`frames`), attempts run as tasks beside each other, and a beat goes
+out four times per `heartbeat_seconds` as long as the loop turns: who blocks it is found out. The
+worker ends when it is told to stop, and at once when the server's end of the socket closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import Context, ContextVar
+from typing import Any
+from weakref import WeakSet
+
+import aiohttp
+import uvloop
+
+from .attempt import Attempt, Workshop
+from .frames import BEATS_PER_SILENCE, FrameReader, encode
+from .instances import Instances
+
+KEEPALIVE_SECONDS = 4.0
+"""Below every server's own (uvicorn: 5), so that no request meets a closing connection."""
+MAX_THREADS = 1024
+
+
+def main(control: socket.socket, *, heartbeat_seconds: float) -> None:
+    """Runs until told to stop."""
+    control.setblocking(True)
+    link = _Link(control, heartbeat_seconds / BEATS_PER_SILENCE)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_work(link))
+
+
+async def _work(link: _Link) -> None:
+    await _Worker(link).run()
+
+
+class _Link:
+    """The socket to the server. Sends from any thread."""
+
+    def __init__(self, control: socket.socket, beat_seconds: float) -> None:
+        self._control = control
+        self._lock = threading.Lock()
+        self._frames = FrameReader()
+        self.beat_seconds = beat_seconds
+
+    def fileno(self) -> int:
+        return self._control.fileno()
+
+    def send(self, *parts: str) -> None:
+        with self._lock:
+            try:
+                self._control.sendall(encode(*parts))
+            except ConnectionError:
+                _end_with_the_server()
+
+    def receive(self) -> Iterator[list[str]]:
+        """The frames that are there; never waits."""
+        try:
+            data = self._control.recv(65536, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""
+        if not data:
+            _end_with_the_server()
+        yield from self._frames.feed(data)
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Beats from a thread, for what may block the loop: imports and an environment's setup."""
+        over = threading.Event()
+
+        def beat() -> None:
+            while not over.wait(self.beat_seconds):
+                self.send("beat")
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+class _Worker:
+    def __init__(self, link: _Link) -> None:
+        self._link = link
+        self._attempts: dict[str, Attempt] = {}
+        self._stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        """Returns when told to stop; raises, which ends the process, when code of ours fails."""
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(_owned_task)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
+        threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="rollout")
+        instances = Instances(self._link.beating)
+        async with (
+            aiohttp.ClientSession(connector=connector) as http,
+            asyncio.TaskGroup() as self._tasks,
+        ):
+            self._workshop = Workshop(http, instances, threads, self._link.beating)
+            loop.add_reader(self._link.fileno(), self._obey)
+            self._link.send("ready")
+            beats = self._tasks.create_task(self._beat())
+            await self._stop
+            beats.cancel()
+            for attempt in self._attempts.values():
+                attempt.cancel()
+        await instances.close()
+
+    async def _beat(self) -> None:
+        while True:
+            self._link.send("beat")
+            await asyncio.sleep(self._link.beat_seconds)
+
+    def _obey(self) -> None:
+        try:
+            for frame in self._link.receive():
+                self._obey_one(frame)
+        except ValueError as error:
+            if not self._stop.done():
+                self._stop.set_exception(error)
+
+    def _obey_one(self, frame: list[str]) -> None:
+        match frame:
+            case ["run", rollout_id, url]:
+                attempt = Attempt(rollout_id, url, self._workshop)
+                self._attempts[rollout_id] = attempt
+                self._tasks.create_task(self._perform(attempt))
+            case ["cancel", rollout_id]:
+                if rollout_id in self._attempts:
+                    self._attempts[rollout_id].cancel()
+            case ["stop"]:
+                if not self._stop.done():
+                    self._stop.set_result(None)
+            case _:
+                raise ValueError(f"the server sent {frame}")
+
+    async def _perform(self, attempt: Attempt) -> None:
+        owned: WeakSet[asyncio.Task[Any]] = WeakSet()
+        token = _owner.set(owned)
+        try:
+            await attempt.run()
+        finally:
+            _owner.reset(token)
+        await _cancel_the_rest(owned)
+        del self._attempts[attempt.rollout_id]
+        if attempt.posted or not self._stop.done():  # else it was cut off by the end of the pool
+            self._link.send("done", attempt.rollout_id)
+
+
+_owner: ContextVar[WeakSet[asyncio.Task[Any]] | None] = ContextVar("owner", default=None)
+"""The tasks of the attempt in whose context we are."""
+
+
+def _owned_task(
+    loop: asyncio.AbstractEventLoop, coroutine: Any, context: Context | None = None, **options: Any
+) -> asyncio.Task[Any]:
+    """A task factory that knows which attempt a task belongs to, however deep it was started."""
+    if context is not None:
+        options["context"] = context
+    task = asyncio.Task(coroutine, loop=loop, **options)
+    owned = _owner.get() if context is None else context.get(_owner)
+    if owned is not None:
+        owned.add(task)
+    return task
+
+
+async def _cancel_the_rest(tasks: WeakSet[asyncio.Task[Any]]) -> None:
+    """Ends what an agent started and forgot, so that it does not live on beside later rollouts.
+
+    Waits for it without an end: the rollout is not done before, and at its deadline it is killed.
+    """
+    running = {task for task in tasks if not task.done()}
+    for task in running:
+        task.cancel()
+    if running:
+        await asyncio.wait(running)
+
+
+def _end_with_the_server() -> None:
+    """The server is gone: so are we and all that we started, without another word."""
+    os.killpg(0, signal.SIGKILL)

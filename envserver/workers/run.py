@@ -1,0 +1,259 @@
+"""What `rollout` gets as `run`: the Rollout protocol, over HTTP to the proxy.
+
+Model calls, log lines and metrics go out; typed errors come back. It belongs to one attempt:
+`finish` closes what it opened and sends what it still has to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager
+from contextvars import Context
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import msgspec
+import orjson
+
+from ..environment import Reply
+from ..errors import EngineGarbage, EngineUnavailable, LimitReached
+from ..records import Message, PublicTask
+from .failures import error_of_answer
+
+if TYPE_CHECKING:
+    import openai
+
+AGENT_HEADER = "x-agent"
+MAX_WAITING_LOG_LINES = 1000
+LOG_SECONDS = 5.0
+CLIENT_RETRIES = 1
+"""Of the OpenAI clients, for broken connections; the proxy retries engines by itself."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What the proxy tells a worker about its attempt (GET rollout)."""
+
+    rollout_id: str
+    attempt: int
+    env_reference: str
+    env_config: dict[str, Any]
+    task: PublicTask
+    model: str
+    deadline: float
+    max_turns: int
+
+
+class AttemptRun:
+    """The Rollout of one attempt; see `environment.Rollout` for what each part promises.
+
+    Args:
+        url: of the attempt, with its key.
+        patiently: a context in which blocking the loop is no sign of a hang.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        url: str,
+        http: aiohttp.ClientSession,
+        patiently: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.rollout_id = job.rollout_id
+        self.attempt = job.attempt
+        self.base_url = f"{url}/v1"
+        self.api_key = url.rpartition("/")[2]
+        self.model = job.model
+        self.deadline = job.deadline
+        self.max_turns = job.max_turns
+        self.metrics: dict[str, float] = {}
+        self._url = url
+        self._http = http
+        self._patiently = patiently
+        self._loop = asyncio.get_running_loop()
+        self._ended = False
+        self._asked_from_threads: set[Future[Reply]] = set()
+        self._client: openai.AsyncOpenAI | None = None
+        self._blocking_client: openai.OpenAI | None = None
+        self._lines: deque[bytes] = deque()
+        self._lines_dropped = 0
+        self._sending: asyncio.Task[None] | None = None
+
+    @property
+    def seconds_left(self) -> float:
+        return max(0.0, self.deadline - time.time())
+
+    @property
+    def client(self) -> openai.AsyncOpenAI:
+        if self._client is None:
+            with self._patiently():
+                import openai
+            # Its own transport, so that an agent may close it; without TLS it costs half a ms.
+            transport = openai.DefaultAioHttpClient(verify=self._is_tls, trust_env=False)
+            self._client = openai.AsyncOpenAI(
+                base_url=self.base_url,
+                api_key=self.api_key,
+                max_retries=CLIENT_RETRIES,
+                timeout=self.seconds_left,
+                http_client=transport,
+            )
+        return self._client
+
+    @property
+    def blocking_client(self) -> openai.OpenAI:
+        if self._blocking_client is None:
+            import openai
+
+            transport = openai.DefaultHttpxClient(verify=self._is_tls, trust_env=False)
+            self._blocking_client = openai.OpenAI(
+                base_url=self.base_url,
+                api_key=self.api_key,
+                max_retries=CLIENT_RETRIES,
+                timeout=self.seconds_left,
+                http_client=transport,
+            )
+        return self._blocking_client
+
+    async def chat(
+        self,
+        messages: list[Message],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        agent: str | None = None,
+        **sampling: Any,
+    ) -> Reply:
+        if sampling.get("stream"):
+            raise ValueError("chat() returns whole answers; stream with run.client.")
+        if self._ended:
+            raise _is_over()
+        body = {"model": self.model, "messages": messages, **sampling}
+        if tools is not None:
+            body["tools"] = tools
+        return reply_of(await self._ask(orjson.dumps(body), agent))
+
+    def chat_blocking(
+        self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None, **sampling: Any
+    ) -> Reply:
+        chatting = self.chat(messages, tools=tools, **sampling)
+        asked = asyncio.run_coroutine_threadsafe(chatting, self._loop)
+        self._asked_from_threads.add(asked)
+        try:
+            return asked.result()
+        except CancelledError:
+            raise _is_over() from None
+        finally:
+            self._asked_from_threads.discard(asked)
+
+    def log(self, event: str, **facts: Any) -> None:
+        line = orjson.dumps(
+            {"event": event, "facts": facts}, default=repr, option=orjson.OPT_NON_STR_KEYS
+        )
+        self._loop.call_soon_threadsafe(self._queue_line, line)
+
+    def log_metric(self, name: str, value: float) -> None:
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"metric {name!r} is {value}; metrics are finite numbers")
+        self.metrics[name] = number
+
+    def end(self) -> None:
+        """No more model calls: those from threads end now, later ones raise LimitReached."""
+        self._ended = True
+        for asked in list(self._asked_from_threads):
+            asked.cancel()
+
+    async def finish(self) -> None:
+        """Sends the log lines that wait and closes what was opened."""
+        if self._sending is not None:
+            await self._sending
+        if self._lines_dropped:
+            facts = {"lines": self._lines_dropped}
+            await self._send_line(orjson.dumps({"event": "log_lines_dropped", "facts": facts}))
+        if self._client is not None:
+            await self._client.close()
+        if self._blocking_client is not None:
+            self._blocking_client.close()
+
+    @property
+    def _is_tls(self) -> bool:
+        return self._url.startswith("https:")
+
+    async def _ask(self, body: bytes, agent: str | None) -> bytes:
+        headers = {"authorization": f"Bearer {self.api_key}", "content-type": "application/json"}
+        if agent is not None:
+            headers[AGENT_HEADER] = agent
+        timeout = aiohttp.ClientTimeout(total=max(self.seconds_left, 0.001))
+        try:
+            async with self._http.post(
+                f"{self.base_url}/chat/completions", data=body, headers=headers, timeout=timeout
+            ) as answer:
+                content = await answer.read()
+        except TimeoutError:
+            raise _is_over() from None
+        except aiohttp.ClientError as error:
+            raise EngineUnavailable(f"The model's endpoint cannot be reached: {error}") from error
+        if answer.status != 200:
+            raise error_of_answer(answer.status, content)
+        return content
+
+    def _queue_line(self, line: bytes) -> None:
+        if len(self._lines) >= MAX_WAITING_LOG_LINES:
+            self._lines_dropped += 1
+            return
+        self._lines.append(line)
+        if self._sending is None or self._sending.done():
+            self._sending = self._loop.create_task(self._send_lines(), context=Context())
+
+    async def _send_lines(self) -> None:
+        while self._lines:
+            await self._send_line(self._lines.popleft())
+
+    async def _send_line(self, line: bytes) -> None:
+        headers = {"content-type": "application/json"}
+        timeout = aiohttp.ClientTimeout(total=LOG_SECONDS)
+        try:
+            async with self._http.post(
+                f"{self._url}/log", data=line, headers=headers, timeout=timeout
+            ) as answer:
+                refused = answer.status >= 400
+        except (aiohttp.ClientError, TimeoutError):
+            refused = True
+        if refused:  # stderr still reaches the server's log
+            sys.stderr.write(f"{self.rollout_id}: {line.decode(errors='replace')}\n")
+
+
+def reply_of(answer: bytes) -> Reply:
+    """The Reply in the body of a chat completion.
+
+    Raises:
+        EngineGarbage: it is none.
+    """
+    try:
+        completion = _completions.decode(answer)
+        choice = completion.choices[0]
+        content = choice.message.get("content") or ""
+        tool_calls = choice.message.get("tool_calls") or []
+    except (msgspec.DecodeError, IndexError) as error:
+        raise EngineGarbage(f"The model's endpoint sent no chat completion: {error}") from error
+    return Reply(content, tool_calls, choice.finish_reason or "stop", choice.message)
+
+
+class _Choice(msgspec.Struct):
+    message: dict[str, Any]
+    finish_reason: str | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+
+
+_completions = msgspec.json.Decoder(_Completion)
+
+
+def _is_over() -> LimitReached:
+    return LimitReached("The time of this rollout is used up.", limit="time")

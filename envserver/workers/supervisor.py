@@ -1,0 +1,181 @@
+"""Keeps a nursery alive and knows every worker that it forked.
+
+`fork` gives handles; when the nursery dies, so do they, and a new nursery takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from ..errors import EnvserverError
+from . import linux
+from .deaths import End
+from .frames import BEATS_PER_SILENCE
+from .handle import WorkerHandle
+from .nursery_process import NurseryProcess
+
+KILL_SECONDS = 5.0
+"""For the nursery to report the end of a worker that it was told to kill."""
+MAX_PAUSE_SECONDS = 5.0
+
+_log = structlog.get_logger("envserver.workers")
+
+
+class Supervisor:
+    """The processes of one pool.
+
+    Args:
+        references: environments to import once.
+        on_gone: called once for every worker, when it is gone.
+    """
+
+    def __init__(
+        self,
+        references: list[str],
+        *,
+        heartbeat_seconds: float,
+        kill_grace_seconds: float,
+        on_gone: Callable[[WorkerHandle], None],
+    ) -> None:
+        self.handles: dict[str, WorkerHandle] = {}
+        self._references = references
+        self._heartbeat_seconds = heartbeat_seconds
+        self._kill_grace_seconds = kill_grace_seconds
+        self._on_gone = on_gone
+        self._ids = itertools.count(1)
+        self._up = asyncio.Event()
+        self._lost = asyncio.Event()
+
+    async def start(self) -> None:
+        """Starts the nursery.
+
+        Raises:
+            ConfigError, NotFoundError: an environment cannot be found or imported.
+        """
+        self._lost.clear()
+        self._nursery = NurseryProcess(
+            self._references,
+            heartbeat_seconds=self._heartbeat_seconds,
+            on_message=self._hear,
+            on_gone=self._nursery_gone,
+        )
+        await self._nursery.start()
+        if not self._lost.is_set():
+            self._up.set()
+
+    async def keep(self) -> None:
+        """Starts a new nursery whenever the last one is gone; ends by being cancelled."""
+        pause = 0.0
+        while True:
+            await self._lost.wait()
+            await self._nursery.close()
+            await asyncio.sleep(pause)
+            try:
+                await self.start()
+                pause = 0.0
+            except EnvserverError as error:
+                _log.error("nursery_failed", error=str(error))
+                pause = min(MAX_PAUSE_SECONDS, 2 * pause + 0.1)
+                self._lost.set()
+
+    async def watch(self) -> None:
+        """Looks for workers that have gone silent; ends by being cancelled."""
+        while True:
+            await asyncio.sleep(self._heartbeat_seconds / BEATS_PER_SILENCE)
+            for handle in list(self.handles.values()):
+                handle.tick()
+
+    async def fork(self) -> WorkerHandle:
+        """A new worker; it takes rollouts at once. Waits while there is no nursery."""
+        handle = WorkerHandle(
+            f"worker-{next(self._ids)}",
+            kill_grace_seconds=self._kill_grace_seconds,
+            heartbeat_seconds=self._heartbeat_seconds,
+            kill=self._kill,
+            on_gone=self._gone,
+        )
+        ours, theirs = socket.socketpair()
+        try:
+            loop = asyncio.get_running_loop()
+            await loop.create_unix_connection(lambda: handle, sock=ours)
+            await self._up.wait()
+        except BaseException:
+            ours.close()
+            theirs.close()
+            handle.discard()
+            raise
+        self.handles[handle.id] = handle
+        self._nursery.fork(handle.id, theirs)
+        return handle
+
+    async def stop(self) -> None:
+        """Ends all workers, first kindly, and the nursery. Nothing is left when it returns."""
+        self._up.clear()
+        handles = list(self.handles.values())
+        for handle in handles:
+            handle.stop()
+        try:
+            async with asyncio.timeout(self._kill_grace_seconds + KILL_SECONDS):
+                for handle in handles:
+                    await handle.gone.wait()
+        except TimeoutError:
+            _log.warning("workers_do_not_end", workers=list(self.handles))
+        finally:
+            await self._nursery.close()
+            self._end_all("the pool was closed")
+
+    def _hear(self, message: list[Any]) -> None:
+        kind, worker_id, *facts = message
+        handle = self.handles.get(worker_id)
+        if handle is None:
+            return
+        match kind:
+            case "forked":
+                (handle.pid,) = facts
+            case "lines":
+                _log_output(handle, *facts)
+            case "exit":
+                handle.ended(End(*facts))
+
+    def _kill(self, handle: WorkerHandle) -> None:
+        if handle.gone.is_set():
+            return
+        self._nursery.kill(handle.id)
+        asyncio.get_running_loop().call_later(KILL_SECONDS, self._insist, handle, self._nursery)
+
+    def _insist(self, handle: WorkerHandle, nursery: NurseryProcess) -> None:
+        if handle.end is None:
+            _log.error("nursery_does_not_answer", worker=handle.id)
+            nursery.abandon()
+
+    def _gone(self, handle: WorkerHandle) -> None:
+        del self.handles[handle.id]
+        self._on_gone(handle)
+
+    def _nursery_gone(self) -> None:
+        self._up.clear()
+        self._lost.set()
+        _log.error("nursery_gone", workers=len(self.handles))
+        self._end_all("the parent process of the workers ended")
+
+    def _end_all(self, reason: str) -> None:
+        for handle in list(self.handles.values()):
+            if handle.end is None:
+                if handle.pid is not None:
+                    linux.kill_group(handle.pid)
+                handle.ended(End(None, reason))
+
+
+def _log_output(handle: WorkerHandle, lines: list[str], dropped_bytes: int) -> None:
+    rollout_ids = list(handle.tickets)
+    whose = {"rollout_id": rollout_ids[0]} if len(rollout_ids) == 1 else {}
+    for line in lines:
+        _log.info("worker_output", worker=handle.id, pid=handle.pid, line=line, **whose)
+    if dropped_bytes:
+        _log.warning("worker_output_dropped", worker=handle.id, bytes=dropped_bytes, **whose)

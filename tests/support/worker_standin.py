@@ -1,0 +1,135 @@
+"""A stand-in for the proxy's routes for workers, and helpers that watch processes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from envserver.workers.pool import Assignment
+
+ZOO = str(Path(__file__).with_name("worker_zoo.py"))
+
+
+class StandIn:
+    """Serves attempts that a test opens and keeps what workers post."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, dict[str, Any]] = {}
+        self.logs: list[dict[str, Any]] = []
+        self.served: list[bytes] = []
+        self.chats: list[dict[str, Any]] = []
+        self.url = ""
+        self._jobs: dict[str, dict[str, Any]] = {}
+        self._numbers = itertools.count()
+
+    def open(
+        self,
+        do: str,
+        *,
+        kind: str = "Zoo",
+        isolation: str = "pooled",
+        seconds: float = 30.0,
+        rollout_id: str = "",
+        config: dict[str, Any] | None = None,
+        **public: Any,
+    ) -> Assignment:
+        key = f"key-{next(self._numbers)}"
+        rollout_id = rollout_id or key
+        deadline = time.time() + seconds
+        self._jobs[key] = {
+            "rollout_id": rollout_id,
+            "attempt": 1,
+            "env": kind.lower(),
+            "env_reference": f"{ZOO}:{kind}",
+            "env_config": config or {},
+            "task": {"id": "only", "public": {"do": do, **public}},
+            "model": "tiny",
+            "deadline": deadline,
+            "max_turns": 3,
+        }
+        return Assignment(
+            rollout_id=rollout_id,
+            url=f"{self.url}/r/{key}",
+            env_reference=f"{ZOO}:{kind}",
+            isolation=isolation,  # type: ignore[arg-type]
+            deadline=deadline,
+        )
+
+    def posted(self, assignment: Assignment) -> dict[str, Any]:
+        return self.results[assignment.url.rpartition("/")[2]]
+
+    def has_posted(self, assignment: Assignment) -> bool:
+        return assignment.url.rpartition("/")[2] in self.results
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/r/{key}/rollout", self._rollout)
+        app.router.add_post("/r/{key}/result", self._result)
+        app.router.add_post("/r/{key}/log", self._log)
+        app.router.add_post("/r/{key}/v1/chat/completions", self._chat)
+        return app
+
+    async def _rollout(self, request: web.Request) -> web.Response:
+        body = orjson.dumps(self._jobs[request.match_info["key"]])
+        self.served.append(body)
+        return web.Response(body=body, content_type="application/json")
+
+    async def _result(self, request: web.Request) -> web.Response:
+        self.results[request.match_info["key"]] = orjson.loads(await request.read())
+        return web.Response(status=204)
+
+    async def _log(self, request: web.Request) -> web.Response:
+        self.logs.append(orjson.loads(await request.read()))
+        return web.Response(status=204)
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        key = request.match_info["key"]
+        assert request.headers["authorization"] == f"Bearer {key}"
+        self.chats.append({"headers": dict(request.headers), **await request.json()})
+        public = self._jobs[key]["task"]["public"]
+        if "error" in public:
+            told = {"message": "no", "type": "x", "code": public["error"]}
+            return web.json_response({"error": told}, status=public["status"])
+        message = {"role": "assistant", "content": "hello"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "tiny"}
+        return web.json_response({**answer, "choices": [choice]})
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[StandIn]:
+    standin = StandIn()
+    runner = web.AppRunner(standin.app(), access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0]
+    standin.url = f"http://{host}:{port}"
+    try:
+        yield standin
+    finally:
+        await runner.cleanup()
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs (a zombie does not)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+async def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    """Returns as soon as `condition()` holds."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)

@@ -1,0 +1,148 @@
+"""Agents that behave and agents that do not, for test_workers.py; the task says which.
+
+It is loaded by its path, as a user's environment file is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from envserver import Environment, EnvironmentConfig, Score, Task
+
+
+class Base(Environment):
+    def tasks(self, split):
+        yield Task("only", {"do": "echo"}, {"answer": "the-hidden-answer"})
+
+    def score(self, task, result):
+        return Score(reward=1.0)
+
+
+class Zoo(Base):
+    class Config(EnvironmentConfig):
+        setup_seconds: float = 0.0
+
+    async def setup(self):
+        time.sleep(self.config.setup_seconds)
+
+    async def rollout(self, task, run):
+        return await getattr(self, task.public["do"])(task.public, run)
+
+    async def echo(self, public, run):
+        run.log_metric("length", len(public.get("text", "")))
+        return {"text": public.get("text"), "pid": os.getpid(), "cwd": str(Path.cwd())}
+
+    async def chat(self, public, run):
+        reply = await run.chat([{"role": "user", "content": "hi"}], agent="solver", max_tokens=5)
+        run.log("chatted", turns=1, path=Path("/tmp"))
+        return [reply.content, reply.finish_reason, reply.message["role"]]
+
+    async def openai_client(self, public, run):
+        asked = {"model": run.model, "messages": [{"role": "user", "content": "hi"}]}
+        return (await run.client.chat.completions.create(**asked)).choices[0].message.content
+
+    async def environ(self, public, run):
+        return dict(os.environ)
+
+    async def fail(self, public, run):
+        raise KeyError("no such thing")
+
+    async def unsendable(self, public, run):
+        return {"a", "set"}
+
+    async def sys_exit(self, public, run):
+        sys.exit(3)
+
+    async def os_exit(self, public, run):
+        print("last words")
+        os._exit(3)
+
+    async def kill_itself(self, public, run):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    async def segfault(self, public, run):
+        ctypes.string_at(0)
+
+    async def spin(self, public, run):
+        while True:
+            pass
+
+    async def garbage(self, public, run):
+        for fd in range(3, 64):
+            try:
+                control = socket.socket(fileno=os.dup(fd))
+            except OSError:
+                continue
+            if control.family == socket.AF_UNIX:
+                control.send(b"\xff" * 64)
+        await asyncio.sleep(60)
+
+    async def sleep(self, public, run):
+        Path(public["started"]).touch()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            if "ended" in public:
+                Path(public["ended"]).touch()
+
+    async def forget_a_task(self, public, run):
+        async def nap():
+            await self.sleep(public, run)
+
+        asyncio.create_task(nap())  # noqa: RUF006 - forgetting it is the point
+        while not Path(public["started"]).exists():
+            await asyncio.sleep(0.01)
+
+    async def grandchildren(self, public, run):
+        """One in our process group, one in its own session, one whose parent is gone already."""
+        inner = 'import subprocess as s; print(s.Popen(["sleep", "300"], stdout=-3, stderr=-3).pid)'
+        same = subprocess.Popen(["sleep", "300"])
+        own = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        lost = subprocess.run([sys.executable, "-c", inner], capture_output=True, text=True)
+        pids = [os.getpid(), same.pid, own.pid, int(lost.stdout)]
+        Path(public["pids"]).write_text(" ".join(map(str, pids)))
+        if public.get("exit"):
+            os._exit(0)
+        await asyncio.sleep(public["rest_seconds"])
+
+    async def flood(self, public, run):
+        line = "x" * 999
+        for _ in range(public["lines"]):
+            print(line)
+        print("the last line")
+        return "done"
+
+    async def dirty_directory(self, public, run):
+        Path("sub").mkdir()
+        Path("sub/file").write_text("something")
+        return str(Path.cwd())
+
+
+class Plain(Base):
+    def rollout(self, task, run):
+        return getattr(self, task.public["do"])(task.public, run)
+
+    def chat(self, public, run):
+        return run.chat_blocking([{"role": "user", "content": "hi"}]).content
+
+    def openai_client(self, public, run):
+        asked = {"model": run.model, "messages": [{"role": "user", "content": "hi"}]}
+        return run.blocking_client.chat.completions.create(**asked).choices[0].message.content
+
+    def busy(self, public, run):
+        until = time.monotonic() + public["rest_seconds"]
+        while time.monotonic() < until:
+            sum(range(1000))
+        return "done"
+
+    def sleep(self, public, run):
+        Path(public["started"]).touch()
+        time.sleep(60)
