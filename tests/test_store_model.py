@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from envserver.errors import ConflictError, UsageError
 from envserver.store import GroupPut, Store, open_store
 
+MEMORY = Path("/dev/shm")
+"""Durability is tested elsewhere."""
 NAMES = [f"group-{index}" for index in range(12)]
 STATES = ["buffered", "queued", "leased", "acked", "dropped"]
+PUTS = st.tuples(
+    st.sampled_from(NAMES),
+    st.sampled_from([b"one", b"two" * 5000]),
+    st.sampled_from(["queued", "buffered"]),
+)
 SECONDS = st.sampled_from([10.0, 20.0, 40.0])
 
 
@@ -40,7 +53,7 @@ class Lease:
 class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.folder = tempfile.TemporaryDirectory()
+        self.folder = tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None)
         self.runner = asyncio.Runner()
         self.now = 0.0
         self.groups: dict[str, Group] = {}  # in order of arrival
@@ -58,6 +71,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.run(self.opened.__aexit__(None, None, None))
 
     def teardown(self) -> None:
+        self.has_all_bodies()
         self.close()
         self.runner.close()
         self.folder.cleanup()
@@ -72,16 +86,15 @@ class StoreMachine(RuleBasedStateMachine):
         with pytest.raises(error):
             self.run(request)
 
-    @rule(
-        wanted=st.lists(
-            st.tuples(
-                st.sampled_from(NAMES),
-                st.sampled_from([b"one", b"two" * 5000]),
-                st.sampled_from(["queued", "buffered"]),
-            ),
-            max_size=5,
-        )
-    )
+    @initialize()
+    def begin_in_the_middle(self) -> None:
+        """Some groups of each kind and two leases, so that short examples reach far too."""
+        self.put([(name, b"one", "queued") for name in NAMES[:6]])
+        self.put([(name, b"one", "buffered") for name in NAMES[6:8]])
+        self.lease_oldest(2, 10.0)
+        self.lease_oldest(1, 40.0)
+
+    @rule(wanted=st.lists(PUTS, max_size=5))
     def put(self, wanted: list[tuple[str, bytes, Any]]) -> None:
         expected = []
         for name, body, state in wanted:
@@ -143,28 +156,45 @@ class StoreMachine(RuleBasedStateMachine):
         self.set_groups(names, "leased", lease.lease_id)
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data(), act=st.sampled_from(["ack", "nack", "extend"]), seconds=SECONDS)
-    def settle(self, data: st.DataObject, act: str, seconds: float) -> None:
+    @rule(data=st.data())
+    def ack(self, data: st.DataObject) -> None:
+        lease_id = self.settle(data, "acked", self.store.ack)
+        if lease_id is not None:
+            self.set_groups(self.leases[lease_id].group_ids, "acked", lease_id)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def nack(self, data: st.DataObject) -> None:
+        lease_id = self.settle(data, "nacked", self.store.nack)
+        if lease_id is not None:
+            self.set_groups(self.leases[lease_id].group_ids, "queued", None)
+
+    def settle(
+        self, data: st.DataObject, state: str, act: Callable[[str], Awaitable[None]]
+    ) -> str | None:
+        """The lease that is now in `state`; None when nothing changed."""
         lease_id = data.draw(st.sampled_from(list(self.leases)))
-        lease = self.leases[lease_id]
-        arguments = (lease_id, seconds) if act == "extend" else (lease_id,)
-        request = getattr(self.store, act)(*arguments)
-        if lease.state == {"ack": "acked", "nack": "nacked"}.get(act):
-            self.run(request)
-            return
+        if self.leases[lease_id].state == state:
+            self.run(act(lease_id))  # twice is once
+            return None
         if not self.has_its_claim(lease_id):
-            self.refused(request)
+            self.refused(act(lease_id))
+            return None
+        self.run(act(lease_id))
+        self.leases[lease_id].state = state
+        return lease_id
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), seconds=SECONDS)
+    def extend(self, data: st.DataObject, seconds: float) -> None:
+        lease_id = data.draw(st.sampled_from(list(self.leases)))
+        if not self.has_its_claim(lease_id):
+            self.refused(self.store.extend(lease_id, seconds))
             return
-        self.run(request)
-        if act == "ack":
-            lease.state = "acked"
-            self.set_groups(lease.group_ids, "acked", lease_id)
-        elif act == "nack":
-            lease.state = "nacked"
-            self.set_groups(lease.group_ids, "queued", None)
-        else:
-            lease.state, lease.expires_at = "open", self.now + seconds
-            self.set_groups(lease.group_ids, "leased", lease_id)
+        assert self.run(self.store.extend(lease_id, seconds)) == self.now + seconds
+        lease = self.leases[lease_id]
+        lease.state, lease.expires_at = "open", self.now + seconds
+        self.set_groups(lease.group_ids, "leased", lease_id)
 
     def has_its_claim(self, lease_id: str) -> bool:
         lease = self.leases[lease_id]
@@ -195,9 +225,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def reopen(self) -> None:
+        self.has_all_bodies()
         self.close()
         self.open()
         self.conflicting_puts = 0
+
+    def has_all_bodies(self) -> None:
+        bodies = self.run(self.store.bodies(list(self.groups)))
+        assert bodies == [group.body for group in self.groups.values()]
 
     def set_groups(self, names: list[str], state: str, lease_id: str | None) -> None:
         for name in names:
@@ -216,15 +251,15 @@ class StoreMachine(RuleBasedStateMachine):
         for row in rows:
             group = self.groups[row.group_id]
             assert (row.state, row.lease_id) == (group.state, group.lease_id)
-        bodies = self.run(self.store.bodies(list(self.groups)))
-        assert bodies == [group.body for group in self.groups.values()]
         assert self.store.conflicting_puts == self.conflicting_puts
 
 
 TestStoreMachine = StoreMachine.TestCase
 TestStoreMachine.settings = settings(
-    max_examples=25,
-    stateful_step_count=30,
+    max_examples=50,
+    stateful_step_count=25,
     deadline=None,
+    # Each try opens a store: shrinking would take minutes, and the examples are short.
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow],
 )

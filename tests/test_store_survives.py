@@ -299,9 +299,37 @@ async def test_urls_and_paths_name_the_same_file(
             assert ids(await store.pending()) == ["a"]
 
 
-@pytest.mark.skipif(
+needs_postgresql = pytest.mark.skipif(
     POSTGRES_URL is None, reason="PostgreSQL: set ENVSERVER_TEST_POSTGRES_URL and install asyncpg"
 )
+
+
+@needs_postgresql
+async def test_postgresql_may_cut_the_connections() -> None:
+    import asyncpg
+
+    where = await empty_place("postgresql", Path())
+    cut_others = (
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+        " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+    connection = await asyncpg.connect(where)
+    async with open_store(where) as store:
+        await store.put([group("before")])
+        await connection.execute(cut_others)
+        results = await asyncio.gather(
+            *[store.put([group(f"g{index}")]) for index in range(5)], return_exceptions=True
+        )
+        assert all(result == [True] or isinstance(result, StoreError) for result in results)
+        await store.put([group("after")])
+        assert (await store.counts())["queued"] == len(await store.pending())
+        with pytest.raises(ConflictError):  # the lock came back with the connection
+            async with open_store(where):
+                pass
+    await connection.close()
+
+
+@needs_postgresql
 async def test_postgresql_tables_of_others_are_left_alone() -> None:
     import asyncpg
 

@@ -3,7 +3,7 @@
 In: a path or a URL. Out: two SQLAlchemy engines on the same database, one with the single
 connection that writes, one that reads. While they are open no other process can open the store:
 SQLite's file has a lock file beside it whose lock ends with the process however it ends, PostgreSQL
-an advisory lock that ends with the connection.
+an advisory lock that ends with the connection that writes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from sqlalchemy import URL, event, insert, inspect, make_url, select, text
+from sqlalchemy import URL, event, insert, inspect, make_url, select
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
@@ -30,7 +30,10 @@ _BUSY_TIMEOUT_MS: Final = 10_000
 """How long a statement waits for another program that has the file open."""
 _PAGE_BYTES: Final = 16_384
 _CHECKPOINT_PAGES: Final = 1_024
-_ADVISORY_KEY: Final = 0x656E7673657276  # "envserv"
+_ADVISORY_KEY: Final = 0x656E7673657276
+"""PostgreSQL's name for our lock on a database: "envserv" in bytes."""
+_LOCK_WAIT_MS: Final = 3_000
+_LOCK_NOT_AVAILABLE: Final = "55P03"
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ async def open_database(where: str | Path) -> AsyncIterator[Database]:
         stack.push_async_callback(database.writer.dispose)
         with typed_failures():
             if url.get_backend_name() == "postgresql":
-                await stack.enter_async_context(_advisory_lock(database))
+                # Its first connection takes the lock, before anything is read.
+                await (await database.writer.connect()).close()
             await _prepare_tables(database)
         yield database
 
@@ -124,11 +128,7 @@ def _locked_file(path: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
-            raise ConflictError(
-                f"The store {path} is open in another process ({holder or 'unknown'}).",
-                hint="Stop that one first, or name another --store.",
-                path=str(path),
-            ) from None
+            raise _already_open(str(path), holder or "unknown") from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"pid {os.getpid()}\n".encode(), 0)
         yield
@@ -136,22 +136,15 @@ def _locked_file(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-@asynccontextmanager
-async def _advisory_lock(database: Database) -> AsyncIterator[None]:
-    async with database.reader.connect() as connection:
-        held = await connection.scalar(
-            text("SELECT pg_try_advisory_lock(:key)"), {"key": _ADVISORY_KEY}
-        )
-        if not held:
-            raise ConflictError(
-                f"The store {database.name} is open in another process.",
-                hint="Stop that one first, or name another --store.",
-            )
-        yield
-
-
 def _sqlite(url: URL) -> Database:
-    writer = create_async_engine(url, pool_size=1, max_overflow=0, hide_parameters=True)
+    writer = create_async_engine(
+        url,
+        pool_size=1,
+        max_overflow=0,
+        hide_parameters=True,
+        # Every transaction is ended before its connection goes back.
+        pool_reset_on_return=None,
+    )
     reader = create_async_engine(
         url,
         pool_size=_READERS,
@@ -193,11 +186,35 @@ def _pragmas(connection: Any, *settings: str) -> None:
 
 def _postgresql(url: URL) -> Database:
     shared: dict[str, Any] = {"max_overflow": 0, "hide_parameters": True, "pool_pre_ping": True}
-    return Database(
-        url.render_as_string(hide_password=True),
-        create_async_engine(url, pool_size=1, **shared),
-        # One more than for SQLite: the connection that holds the lock.
-        create_async_engine(url, pool_size=_READERS + 1, isolation_level="AUTOCOMMIT", **shared),
+    writer = create_async_engine(url, pool_size=1, **shared)
+    reader = create_async_engine(url, pool_size=_READERS, isolation_level="AUTOCOMMIT", **shared)
+    name = url.render_as_string(hide_password=True)
+
+    @event.listens_for(writer.sync_engine, "connect")
+    def lock(connection: Any, record: object) -> None:
+        # The session that writes holds the lock: when it is free, its last commit is visible.
+        # A server process notices the end of its client with some delay, hence the wait.
+        cursor = connection.cursor()
+        try:
+            cursor.execute(f"SET lock_timeout = {_LOCK_WAIT_MS}")
+            cursor.execute(f"SELECT pg_advisory_lock({_ADVISORY_KEY})")
+            cursor.execute("SET lock_timeout = 0")
+        except Exception as error:
+            if getattr(error, "sqlstate", None) != _LOCK_NOT_AVAILABLE:
+                raise
+            raise _already_open(name, "perhaps on another machine") from error
+        finally:
+            cursor.close()
+        connection.commit()
+
+    return Database(name, writer, reader)
+
+
+def _already_open(name: str, holder: str) -> ConflictError:
+    return ConflictError(
+        f"The store {name} is open in another process ({holder}).",
+        hint="Stop that one first, or name another --store.",
+        store=name,
     )
 
 

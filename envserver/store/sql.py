@@ -40,6 +40,8 @@ T = TypeVar("T")
 
 _THREADS: Final = 2
 """For compressing and inflating bodies."""
+_INLINE_BYTES: Final = 32 * 1024
+"""Less than this is compressed on the event loop: it takes less time than a change of threads."""
 
 
 @asynccontextmanager
@@ -103,7 +105,9 @@ class Store:
         """
         if not groups:
             return []
-        return await self._writer.put(await self._in_thread(encode_puts, groups))
+        is_small = sum(len(group.body) for group in groups) < _INLINE_BYTES
+        encoded = encode_puts(groups) if is_small else await self._in_thread(encode_puts, groups)
+        return await self._writer.put(encoded)
 
     async def pending(self) -> list[GroupRow]:
         """Queued and buffered groups, oldest first."""
