@@ -32,7 +32,7 @@ class LeasedGroup(msgspec.Struct):
 
 
 class LeaseEnvelope(msgspec.Struct):
-    """A lease as it travels, in MessagePack. `expires_at` is `time.time()` seconds of the server."""
+    """A lease as it travels, in MessagePack. `expires_at` is seconds of the server's clock."""
 
     lease_id: str
     expires_at: float

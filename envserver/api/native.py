@@ -145,7 +145,7 @@ def native_routes(
 def _add_run_routes(router: APIRouter, store: Store) -> None:
     @router.post("/v1/runs", openapi_extra=request_body(RunRequest))
     async def create_run(request: Request) -> Response:
-        """Creates a run (201), or resumes the one of this name, with what is given changed (200)."""
+        """Creates a run (201), or resumes the one of this name, changed as asked (200)."""
         wanted = await read_body(request, _RUN)
         if wanted.name == ATROPOS_RUN:
             raise ConflictError(f"The name {ATROPOS_RUN} is taken by the Atropos wire.")
@@ -252,7 +252,7 @@ def _add_status_routes(
 ) -> None:
     @router.get("/v1/status")
     async def get_status() -> Response:
-        """How things stand: groups by state, the Atropos wire, and what the server itself reports."""
+        """How things stand: groups by state, the Atropos wire, what the server itself reports."""
         return _json(
             {
                 "version": __version__,

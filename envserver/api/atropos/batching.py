@@ -92,7 +92,7 @@ def form_batches(
 
 
 def _packs(groups: Sequence[Waiting], largest: int) -> list[list[Waiting]]:
-    """Piles of one size that make `largest` sequences, in the order in which they were completed."""
+    """Piles of one size that make `largest` sequences, in the order of their completion."""
     piles: dict[int, list[Waiting]] = defaultdict(list)
     packs: list[list[Waiting]] = []
     for group in groups:

@@ -129,7 +129,7 @@ class View:
         self.queue.replace(waiting.values())
 
     def take_back(self, state: WireState) -> None:
-        """Batches of leases that are over come first again, unchanged, and are not counted twice."""
+        """Batches of leases that are over come first again, unchanged and not counted twice."""
         again: list[list[Waiting]] = []
         waiting = {group.group_id: group for group in self.queue}
         for lease_id, group_ids in list(state.leases.items()):

@@ -1,0 +1,181 @@
+"""The trainer API on a real store and a real port, in this process or in one that can be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from envserver.api.app import create_api
+from envserver.api.server import serve_api
+from envserver.config import ServerConfig
+from envserver.records import Group, Score, Sequence, Trajectory, Usage
+from envserver.store import Store, open_store
+
+REGISTRATION = {
+    "wandb_group": "group",
+    "wandb_project": "project",
+    "batch_size": 4,
+    "max_token_len": 512,
+    "checkpoint_dir": "/checkpoints",
+    "save_checkpoint_interval": 10,
+    "starting_step": 3,
+    "num_steps": 100,
+}
+ENVIRONMENT = {"max_token_length": 100, "desired_name": "env", "weight": 1.0, "group_size": 2}
+KEYS = [
+    "tokens",
+    "masks",
+    "scores",
+    "advantages",
+    "ref_logprobs",
+    "messages",
+    "generation_params",
+    "inference_logprobs",
+    "overrides",
+    "group_overrides",
+    "images",
+    "env_id",
+    "distill_token_ids",
+    "distill_logprobs",
+]
+
+
+class Api:
+    """A served API: `http` speaks to it, `store` is below it."""
+
+    def __init__(self, http: httpx.AsyncClient, store: Store, url: str) -> None:
+        self.http = http
+        self.store = store
+        self.url = url
+
+    async def get(self, path: str, **more: Any) -> Any:
+        """The JSON of a GET that succeeds."""
+        return _good(await self.http.request("GET", path, **more))
+
+    async def post(self, path: str, body: Any, **more: Any) -> Any:
+        """The JSON of a POST that succeeds."""
+        return _good(await self.http.post(path, json=body, **more))
+
+    async def register(self, **changes: Any) -> None:
+        """Registers a trainer and asks for a batch once, so that environments may register."""
+        await self.post("/register", REGISTRATION | changes)
+
+    async def start(self, **changes: Any) -> None:
+        """Registers a trainer and lets it ask for a batch, so that environments may register."""
+        await self.register(**changes)
+        await self.get("/batch")
+
+    async def add_environment(self, **changes: Any) -> int:
+        """The number of a newly registered environment."""
+        answer = await self.post("/register-env", ENVIRONMENT | changes)
+        assert answer["status"] == "success", answer
+        return int(answer["env_id"])
+
+    async def batch_marks(self) -> list[int] | None:
+        """The marks of the groups of the next batch."""
+        batch = (await self.get("/batch"))["batch"]
+        return None if batch is None else [mark_of(group) for group in batch]
+
+
+def _good(answer: httpx.Response) -> Any:
+    assert answer.status_code == 200, (answer.status_code, answer.text)
+    return answer.json()
+
+
+@asynccontextmanager
+async def running_api(
+    place: Path, *, server: dict[str, Any] | None = None, **more: Any
+) -> AsyncIterator[Api]:
+    """The API over the store at `place`; `more` goes to `create_api`."""
+    settings = ServerConfig(**(server or {}))
+    async with open_store(place) as store:
+        app = create_api(store, settings=settings, **more)
+        async with (
+            await serve_api(app, "127.0.0.1", 0) as running,
+            httpx.AsyncClient(base_url=running.url, timeout=30) as http,
+        ):
+            yield Api(http, store, running.url)
+
+
+@contextlib.contextmanager
+def api_process(place: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """The same as a process of its own; it answers when this returns."""
+    command = [sys.executable, str(Path(__file__).with_name("api_process.py")), str(place)]
+    process = subprocess.Popen([*command, str(port)], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"serving\n"
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(30)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def wire_group(rows: int = 2, mark: int = 0, **fields: Any) -> dict[str, Any]:
+    """A group of the Atropos wire; `mark` is the first token of each row."""
+    return {
+        "tokens": [[mark, 5, 6]] * rows,
+        "masks": [[-100, 5, 6]] * rows,
+        "scores": [0.5] * rows,
+    } | fields
+
+
+def mark_of(group: dict[str, Any]) -> int:
+    return int(group["tokens"][0][0])
+
+
+def native_group(group_id: str, trajectories: int = 2, **changes: Any) -> Group:
+    """A group of one of our own environments; `changes` go to each trajectory."""
+    return Group(
+        group_id=group_id,
+        index=0,
+        env="math",
+        task_id="task-1",
+        split="train",
+        trajectories=[_trajectory(group_id, number, **changes) for number in range(trajectories)],
+        policy_version=7,
+        generation_params={"temperature": 0.7},
+    )
+
+
+def sequence() -> Sequence:
+    """Five tokens, the last three sampled."""
+    return Sequence(
+        tokens=np.array([1, 2, 3, 4, 5], np.int32),
+        mask=np.array([0, 0, 1, 1, 1], np.uint8),
+        logprobs=np.array([0, 0, -0.25, -0.5, -0.75], np.float32),
+        calls=np.array([-1, -1, 0, 0, 0], np.int32),
+        versions=np.array([-1, -1, 7, 7, 7], np.int32),
+        path=[0],
+    )
+
+
+def _trajectory(group_id: str, number: int, **changes: Any) -> Trajectory:
+    facts: dict[str, Any] = {
+        "rollout_id": f"{group_id}-{number}",
+        "attempt": 1,
+        "task_id": "task-1",
+        "env": "math",
+        "sequences": [sequence()],
+        "messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}],
+        "tools": [],
+        "output": "2",
+        "score": Score(reward=float(number % 2)),
+        "finish_reason": "stop",
+        "truncated": False,
+        "limit": None,
+        "turns": 1,
+        "usage": Usage(),
+    }
+    return Trajectory(**(facts | changes))
