@@ -8,7 +8,7 @@
     │   ├── NotFoundError      no such environment, run, lease, group, key
     │   └── ConflictError      the thing exists but is in a state that forbids this
     ├── RolloutError           a rollout did not end with a result
-    │   ├── LimitReached       the model's fault: turns, tokens or time are up    scored as it is
+    │   ├── LimitReached       the model's fault: turns, tokens, time, context    scored as it is
     │   ├── AgentError         the environment's code raised                      retry, then drop
     │   ├── WorkerError        the process that ran the agent is gone
     │   │   ├── WorkerDied     it exited, was killed, ran out of memory           retry, then drop
@@ -125,7 +125,7 @@ class RolloutError(EnvserverError):
 
 
 class LimitReached(RolloutError):
-    """`detail["limit"]` is turns, tokens or time."""
+    """`detail["limit"]` is turns, tokens, time or context (the model's own window is full)."""
 
     kind, blame, outcome, status = "limit_reached", Blame.MODEL, Outcome.SCORE, 429
 

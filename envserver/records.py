@@ -76,7 +76,7 @@ class Result(msgspec.Struct, kw_only=True):
         messages: the conversation as the agent sent it last, plus the model's last answer.
         finish_reason: of the last call ("length" means cut off), None without a call.
         truncated: the model was cut off: its last call ended by length, or a limit was reached.
-        limit: which limit ended the rollout: "turns", "tokens", "time", or None.
+        limit: which limit ended the rollout: "turns", "tokens", "time", "context" or None.
         turns: model calls made.
         completion_tokens: tokens sampled over all calls.
         metrics: numbers the agent logged with `run.log_metric`.

@@ -193,10 +193,27 @@ async def test_time_that_is_over_is_a_limit_and_no_failure_of_the_engine(home: H
     with pytest.raises(openai.BadRequestError, match="time"):
         await chat(client)
     assert attempt.limit == "time"
+    assert attempt.engine_failure is None
+
+
+async def test_a_full_context_is_a_limit_and_no_failure_of_the_engine(home: House) -> None:
+    words = "This model's maximum context length is 2048 tokens. However, you requested 4000."
+    home.fake.faults.append((400, words))
+    attempt, client = home.open()
+    with pytest.raises(openai.BadRequestError, match="context length"):
+        await chat(client)
+    assert attempt.limit == "context"
+    assert attempt.engine_failure is None
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_deadline_while_the_engine_is_at_work_is_the_engines_failure(
+    home: House, streamed: bool
+) -> None:
     home.fake.held = asyncio.Event()
-    for streamed in (False, True):
-        attempt, client = home.open(seconds=0.2)
-        with pytest.raises(openai.APIError, match="time"):
-            await chat(client, streamed)
-        assert attempt.limit == "time"
-        assert attempt.engine_failure is None
+    attempt, client = home.open(seconds=0.2)
+    with pytest.raises(openai.APIError):
+        await chat(client, streamed)
+    assert attempt.limit is None
+    assert attempt.engine_failure is not None
+    assert attempt.engine_failure.kind == "engine_timeout"

@@ -53,7 +53,7 @@ class Attempt:
 
     Args:
         calls: in order of commit.
-        limit: "turns", "tokens" or "time" once a call was refused for it.
+        limit: "turns", "tokens", "time" or "context" once a call was refused for it.
         engine_failure: the last failure of the engine that the agent saw.
         output, metrics, posted, failure: what the worker posted.
     """
@@ -86,19 +86,16 @@ class Attempt:
         """
         self.check_time()
         if self._turns >= self.spec.limits.max_turns:
-            raise self._reached("turns", f"All {self._turns} turns of this rollout are used up.")
+            raise self.reached("turns", f"All {self._turns} turns of this rollout are used up.")
         self._turns += 1
 
-    def check_time(self, nearly: bool = False) -> None:
+    def check_time(self) -> None:
         """
-        Args:
-            nearly: what is left is no more than the error between two clocks.
-
         Raises:
             LimitReached: time is used up.
         """
-        if self.seconds_left <= (0.05 if nearly else 0.0):
-            raise self._reached("time", "The time of this rollout is used up.")
+        if self.seconds_left <= 0:
+            raise self.reached("time", "The time of this rollout is used up.")
 
     async def reserve(self, wanted: int | None, choices: int) -> Grant:
         """Reserves completion tokens for a request with `choices` answers of up to `wanted` each.
@@ -120,7 +117,7 @@ class Attempt:
             self._returned.clear()
             await self._returned.wait()
         if left < choices:
-            raise self._reached("tokens", f"All {limit} tokens of this rollout are used up.")
+            raise self.reached("tokens", f"All {limit} tokens of this rollout are used up.")
         each = left // choices if each is None else min(each, left // choices)
         self._reserved_tokens += each * choices
         return Grant(self, each, each * choices)
@@ -156,7 +153,8 @@ class Attempt:
         for interrupts in self._in_flight:
             interrupts.interrupt("sealed")
 
-    def _reached(self, limit: str, message: str) -> LimitReached:
+    def reached(self, limit: str, message: str) -> LimitReached:
+        """Notes that `limit` ended the attempt; the error to tell the agent."""
         self.limit = limit
         return LimitReached(message, limit=limit)
 

@@ -9,6 +9,7 @@ seal, and where the engine failed before it sent anything, there is no record.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 
@@ -16,9 +17,9 @@ from ..errors import (
     ConflictError,
     EngineError,
     EngineGarbage,
+    EngineRefused,
     EngineTimeout,
     EnvserverError,
-    LimitReached,
 )
 from ..models.engine import Engine
 from ..records import Call
@@ -44,6 +45,9 @@ from .streaming import Collector, chunks_of, clean_answer, clean_chunk, is_last
 _PATH = "/v1/chat/completions"
 _SLOW_CLIENT_SECONDS = 5.0
 """How long after the deadline an agent may still take to read its answer."""
+_CLOCK_ERROR_SECONDS = 0.05
+_CONTEXT_IS_FULL = re.compile(r"context[ _]length|max_model_len|maximum model length", re.I)
+"""In the words in which vLLM, SGLang and OpenAI refuse a prompt that is too long."""
 
 
 class ChatRequest:
@@ -196,17 +200,17 @@ class ChatRequest:
             mark_undelivered(self._committed)
         elif interrupted.reason == "gone":
             self._record_broken(plan, "disconnect")
+            if self._attempt.seconds_left <= _CLOCK_ERROR_SECONDS:
+                # Whoever ran the agent ended it at the deadline, while the engine was at work.
+                self._attempt.engine_failure = _too_slow().failure()
         else:
-            await self._engine_failed(plan, EngineTimeout("The engine did not answer in time."))
+            await self._engine_failed(plan, _too_slow())
 
     async def _engine_failed(self, plan: ChatPlan, error: EngineError) -> None:
         if self._begun:
             self._record_broken(plan, "error")
-        try:
-            # An engine that was cut off at the deadline did not fail.
-            self._attempt.check_time(isinstance(error, EngineTimeout))
-        except LimitReached as limit:
-            await self._fail(limit)
+        if isinstance(error, EngineRefused) and _CONTEXT_IS_FULL.search(str(error)):
+            await self._fail(self._attempt.reached("context", str(error)))
             return
         self._attempt.engine_failure = error.failure()
         await self._fail(error)
@@ -225,3 +229,11 @@ class ChatRequest:
         if not self._begun:
             raise error
         await end_events(self._send, event(error_body(error)))
+
+
+def _too_slow() -> EngineTimeout:
+    """A deadline that falls while the engine is at work is not the model's fault."""
+    return EngineTimeout(
+        "The rollout's time ended while the engine was at work.",
+        hint="Allow more by --env.worker_timeout, or fewer at once by --rollouts.max_concurrent.",
+    )

@@ -124,6 +124,8 @@ def ending_limit(attempt: Attempt) -> str | None:
             raise WorkerGarbage("The worker said that it is done, but posted no result.")
         return attempt.limit
     if failure.kind == LimitReached.kind:
+        if attempt.limit is None and attempt.engine_failure is not None:
+            raise as_error(attempt.engine_failure)
         return attempt.limit or str(failure.detail.get("limit", "time"))
     if failure.kind == AgentError.kind:
         # The agent's framework may have wrapped what the proxy told it: then that is the cause.

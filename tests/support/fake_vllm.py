@@ -43,7 +43,8 @@ class FakeVllm:
 
     Args:
         text: the answer; None: the last message's content behind "re: ".
-        faults: one for each of the next requests: an HTTP status, or "garbage", "list", "close",
+        faults: one for each of the next requests: an HTTP status, a status with a message, or
+            "garbage", "list", "close",
             "error_body", "html_stream", or for streams "cut" (no `[DONE]`), "error_chunk", "reset".
         omit: fields that are left out of every answer.
         held: while set and not `held.is_set()`, answers wait (a stream after its first chunk).
@@ -56,7 +57,7 @@ class FakeVllm:
     finish: str = "stop"
     stop_reason: str | int | None = None
     reasoning: str | None = None
-    faults: deque[int | str] = field(default_factory=deque)
+    faults: deque[int | str | tuple[int, str]] = field(default_factory=deque)
     omit: frozenset[str] = frozenset()
     miscount: int = 0
     held: asyncio.Event | None = None
@@ -81,6 +82,9 @@ class FakeVllm:
         if isinstance(fault, int):
             error = {"message": f"told {request.headers.get('authorization')}", "code": fault}
             return web.json_response({"error": error}, status=fault)
+        if isinstance(fault, tuple):
+            status, message = fault
+            return web.json_response({"error": {"message": message}}, status=status)
         if fault == "garbage":
             return web.Response(text="<html>not JSON</html>")
         if fault == "list":
