@@ -20,7 +20,7 @@ find_python = for python in $(PYTHON) python3.13 python3.12 python3.11 python3.1
 	    && { echo "$$python"; break; }; \
 	done
 no_python = { echo "envserver needs Python 3.11 or newer, and none of python3.13, python3.12, python3.11," \
-	  "python3 is. Install one, or name it: make $@ PYTHON=/path/to/python3" >&2; exit 1; }
+	  "python3 is. Install one, or name it: make demo PYTHON=/path/to/python3" >&2; exit 1; }
 make_venv = "$$python" -m venv $(1) || { echo "$$python cannot make a virtual environment;" \
 	  "on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 
