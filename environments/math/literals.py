@@ -18,7 +18,7 @@ _UNIT = (
     r"(?:\^(?:\{\s*-?\d+\s*\}|\d))?)"
     r"|(?:\^(?:\{\s*\\circ\s*\}|\\circ)|°|\\degree)"
 )
-_NUMBER = rf"\\?\$?{_SPACE}{_SIGN}{_DIGITS}(?:{_SPACE}(?:\\times|\\cdot|×){_SPACE}{_EXPONENT})?"
+_NUMBER = rf"(?:\\?\${_SPACE}{_SIGN})?{_DIGITS}(?:{_SPACE}(?:\\times|\\cdot|×){_SPACE}{_EXPONENT})?"
 _FRACTION = (
     rf"(?:\d+{_SPACE})?\\[dtc]?frac\s*\{{\s*{_INTEGER}\s*\}}\s*\{{\s*{_INTEGER}\s*\}}"
     rf"|(?:\d+\s+)?\d+\s*/\s*\d+"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -48,7 +49,8 @@ def entries(names: Sequence[str], split: Split, seed: int) -> Iterator[tuple[str
         first_seed = _SPLIT_SEEDS[split] + seed * 10**9 + block * BLOCK
         entry = _block(name, first_seed)[place]
         if isinstance(entry["answer"], str) and entry["answer"].strip():
-            yield f"{name}-{index}", dict(entry)
+            # Metadata may hold fractions and dates, which a task cannot; no allowed scorer reads them.
+            yield f"{name}-{index}", json.loads(json.dumps(entry, default=str))
 
 
 def entry_from_row(row: Entry) -> tuple[str, Entry]:

@@ -168,7 +168,7 @@ def _in_child(compute: Callable[[], Verdict]) -> Verdict:
 
 
 def _be_the_child(compute: Callable[[], Verdict], write_end: int) -> NoReturn:
-    """Writes the verdict and ends; never returns, whatever is raised (timeouts are BaseExceptions)."""
+    """Writes the verdict and ends, whatever is raised (a timeout is a BaseException)."""
     try:
         _limit_resources()
         os.write(write_end, compute().value.encode())

@@ -1,0 +1,329 @@
+"""Scorer processes that misbehave, and `envserver score` over rows that do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envserver import ConfigError, NotFoundError, Result, Score, ScorerError, StoreError, Task
+from envserver.cli.score import MAX_LINE_BYTES, Summary, run_score
+from envserver.rollouts.scoring import ScorerPool
+
+ENVIRONMENT = '''
+import asyncio, math, os, sys, time
+from envserver import Environment, Score, Task
+
+
+class Moody(Environment):
+    """Does what the response says."""
+
+    score_timeout_seconds = 1.0
+
+    class Config(Environment.Config):
+        bonus: float = 0.0
+
+    def tasks(self, split):
+        for i in range(3):
+            yield Task(f"t{i}", {"question": i}, {"answer": i})
+
+    async def rollout(self, task, run):
+        return None
+
+    def task_from_row(self, row):
+        return Task("row", row, row)
+
+    def score(self, task, result):
+        match result.output:
+            case "hang":
+                time.sleep(60)
+            case "die":
+                os._exit(7)
+            case "exit":
+                sys.exit(3)
+            case "raise":
+                raise ValueError("no idea")
+            case "nan":
+                return Score(reward=math.nan)
+            case "two":
+                return Score(reward=2.0)
+            case "text":
+                return Score(reward="1")
+            case "metric":
+                return Score(reward=1.0, metrics={"x": math.inf})
+            case "nothing":
+                return None
+            case "judge":
+                return Score(reward=1.0, error="the judge is down")
+            case "unscorable":
+                return Score(reward=None)
+            case "async":
+                return self.later()
+            case "pid":
+                return Score(reward=1.0, metrics={"pid": os.getpid()})
+        return Score(reward=1.0 if result.output == task.hidden.get("answer") else 0.0)
+
+    async def later(self):
+        await asyncio.sleep(0)
+        return Score(reward=0.5 + self.config.bonus)
+
+    def score_group(self, task, results, scores):
+        return [Score(reward=score.reward / len(scores)) for score in scores]
+'''
+
+TASK = Task("t", {}, {"answer": "right"})
+
+
+@pytest.fixture
+def moody(tmp_path: Path) -> str:
+    path = tmp_path / "moody.py"
+    path.write_text(ENVIRONMENT)
+    return str(path)
+
+
+async def rewards_or_errors(pool: ScorerPool, outputs: list[Any]) -> list[Any]:
+    """The scores of all, asked for at once; an error in its place."""
+    results = [Result(output=output) for output in outputs]
+    return await asyncio.gather(
+        *(pool.score(TASK, result) for result in results), return_exceptions=True
+    )
+
+
+async def test_scores_come_back_whatever_the_neighbours_do(moody: str) -> None:
+    outputs = ["right", "hang", "die", "exit", "right", "raise", "async", "wrong", "unscorable"]
+    async with ScorerPool(moody, {"bonus": 0.25}, 2) as pool:
+        got = await rewards_or_errors(pool, outputs)
+        again = await rewards_or_errors(pool, ["right"] * 4)
+    rewards = [score.reward if isinstance(score, Score) else type(score) for score in got]
+    assert rewards == [
+        1.0, ScorerError, ScorerError, ScorerError, 1.0, ScorerError, 0.75, 0.0, None,
+    ]  # fmt: skip
+    assert "longer than 1 second" in str(got[1])
+    assert "died" in str(got[2]) and got[2].detail["exit_code"] == 7
+    assert "SystemExit" in str(got[3])
+    assert "no idea" in str(got[5]) and "ValueError" in got[5].detail["traceback"]
+    assert [score.reward for score in again] == [1.0] * 4
+
+
+@pytest.mark.parametrize("output", ["nan", "two", "text", "metric", "nothing", "judge"])
+async def test_invalid_scores_are_errors(moody: str, output: str) -> None:
+    async with ScorerPool(moody, {}, 1) as pool:
+        with pytest.raises(ScorerError):
+            await pool.score(TASK, Result(output=output))
+
+
+async def test_what_cannot_be_sent_is_an_error_not_a_hang(moody: str) -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    async with ScorerPool(moody, {}, 1) as pool:
+        for output in (deep, lambda: 1):
+            with pytest.raises(ScorerError, match="cannot be sent"):
+                await pool.score(TASK, Result(output=output))
+        assert (await pool.score(TASK, Result(output="right"))).reward == 1.0
+
+
+async def test_a_scorer_that_dies_while_idle_is_replaced(moody: str) -> None:
+    async with ScorerPool(moody, {}, 1) as pool:
+        pid = int((await pool.score(TASK, Result(output="pid"))).metrics["pid"])
+        os.kill(pid, signal.SIGKILL)
+        for _ in range(2):
+            later = await pool.score(TASK, Result(output="pid"))
+            assert later.metrics["pid"] != pid
+
+
+async def test_cancelling_frees_the_scorer_at_once(moody: str) -> None:
+    async with ScorerPool(moody, {}, 1) as pool:
+        pid = (await pool.score(TASK, Result(output="pid"))).metrics["pid"]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await pool.score(TASK, Result(output="hang"))
+        assert (await pool.score(TASK, Result(output="pid"))).metrics["pid"] != pid
+
+
+async def test_groups_are_scored_in_the_scorer(moody: str) -> None:
+    async with ScorerPool(moody, {}, 1) as pool:
+        scores = await pool.score_group(TASK, [Result()] * 4, [Score(reward=1.0)] * 4)
+        assert [score.reward for score in scores] == [0.25] * 4
+        with pytest.raises(ScorerError):
+            await pool.score_group(TASK, [Result()], [Score(reward=None)])
+
+
+async def test_an_environment_that_cannot_be_loaded_is_said_at_the_start(
+    moody: str, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("1 / 0")
+    for reference, config, words in (
+        (str(broken), {}, "ZeroDivisionError"),
+        (moody, {"bonnus": 1}, "bonnus"),
+        (str(tmp_path / "none.py"), {}, "no file"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            async with ScorerPool(reference, config, 1):
+                pytest.fail("it must not start")
+
+
+async def test_scorers_end_with_their_server(moody: str, tmp_path: Path) -> None:
+    script = tmp_path / "server.py"
+    script.write_text(
+        "import asyncio, os, sys\n"
+        "from envserver import Result, Task\n"
+        "from envserver.rollouts.scoring import ScorerPool\n"
+        "async def main():\n"
+        f"    async with ScorerPool({moody!r}, {{}}, 1) as pool:\n"
+        "        score = await pool.score(Task('t', {}), Result(output='pid'))\n"
+        "        print(int(score.metrics['pid']), flush=True)\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "if __name__ == '__main__':\n"
+        "    asyncio.run(main())\n"
+    )
+    import subprocess
+    import sys
+
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, str(script)], capture_output=True, text=True, timeout=60
+    )
+    pid = int(done.stdout)
+    for _ in range(100):
+        if not Path(f"/proc/{pid}").exists():
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail("the scorer outlived its server")
+
+
+# --- envserver score ------------------------------------------------------------------------------
+
+
+async def score_lines(
+    tmp_path: Path, lines: list[bytes | dict[str, Any]], env: str = "math", **config: Any
+) -> tuple[Summary, list[dict[str, Any]]]:
+    source, target = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
+    encoded = [json.dumps(line).encode() if isinstance(line, dict) else line for line in lines]
+    source.write_bytes(b"\n".join(encoded))
+    summary = await run_score(env, config, source, target, processes=2)
+    assert [path.name for path in tmp_path.glob(".*.part")] == []
+    return summary, [json.loads(line) for line in target.read_text().splitlines()]
+
+
+GSM8K = {"question": "q", "answer": "#### 42"}
+AQUA = {"question": "q", "options": ["A)1", "B)2"], "correct": "B"}
+
+
+async def test_rows_of_every_form_are_scored_in_order(tmp_path: Path) -> None:
+    said = {"role": "assistant", "content": r"\boxed{42}"}
+    finish = {"type": "function", "function": {"name": "finish", "arguments": '{"answer": "42"}'}}
+    called = {"role": "assistant", "content": None, "tool_calls": [finish]}
+    parts = {"role": "assistant", "content": [{"type": "text", "text": r"\boxed{42}"}]}
+    rows: list[tuple[dict[str, Any], float]] = [
+        ({"task": GSM8K, "response": r"\boxed{42}"}, 1.0),
+        ({"task": GSM8K, "response": r"\boxed{41}"}, 0.0),
+        ({"task": GSM8K, "response": ""}, 0.0),
+        ({"task": "sample-gsm8k-02", "response": r"\boxed{-11}"}, 1.0),
+        ({"task": GSM8K, "messages": [{"role": "user", "content": "q"}, said]}, 1.0),
+        ({"task": GSM8K, "messages": [called]}, 1.0),
+        ({"task": GSM8K, "messages": [parts]}, 1.0),
+        ({"task": GSM8K, "response": r"\boxed{42}", "finish_reason": "length"}, 0.0),
+        ({"task": AQUA, "response": "B"}, 1.0),
+    ]  # fmt: skip
+    summary, scores = await score_lines(tmp_path, [row for row, _ in rows] * 5)
+    assert [score["reward"] for score in scores] == [reward for _, reward in rows] * 5
+    assert [score["line"] for score in scores] == list(range(1, len(rows) * 5 + 1))
+    assert set(scores[0]) == {"line", "reward", "components", "metrics", "error"}
+    assert summary.rows == summary.scored == 45 and summary.errors == 0
+    assert summary.mean_reward == pytest.approx(6 / 9)
+
+
+BAD_LINES: list[tuple[bytes, str]] = [
+    (b"{", "not JSON"),
+    (b'{"task": {"a": NaN}, "response": ""}', "not JSON"),
+    (b"[1]", "no JSON object"),
+    (b"\xff\xfe{}", "not UTF-8"),
+    (b'{"response": ""}', "'task'"),
+    (b'{"task": 7, "response": ""}', "'task'"),
+    (b'{"task": "sample-gsm8k-01"}', "neither"),
+    (b'{"task": "sample-gsm8k-01", "response": 7}', "'response'"),
+    (b'{"task": "sample-gsm8k-01", "messages": [7]}', "'messages'"),
+    (b'{"task": "sample-gsm8k-01", "messages": [{"role": "user"}]}', "assistant"),
+    (b'{"task": "sample-gsm8k-99", "response": ""}', "no task"),
+    (b'{"task": {"text": "x"}, "response": ""}', "no data set"),
+    (b'{"task": {"question": "q", "answer": "42"}, "response": ""}', "no answer"),
+    (b'{"task": {"\\ud800": 1}, "response": ""}', "no data set"),
+    (b'{"a":' * 100_000, "deep"),
+    (b'{"task": ' + b'{"a":' * 900 + b"1" + b"}" * 900 + b', "response": ""}', ""),
+    (b'{"task": "' + b"x" * MAX_LINE_BYTES + b'"}', "longer than"),
+]
+
+
+async def test_bad_rows_are_error_rows_and_never_a_stop(tmp_path: Path) -> None:
+    good = json.dumps({"task": GSM8K, "response": r"\boxed{42}"}).encode()
+    lines: list[bytes | dict[str, Any]] = []
+    for line, _ in BAD_LINES:
+        lines += [line, good]
+    summary, scores = await score_lines(tmp_path, lines)
+    assert [score["line"] for score in scores] == list(range(1, len(lines) + 1))
+    for score, (line, words) in zip(scores[::2], BAD_LINES, strict=True):
+        assert score["reward"] is None and words in score["error"], line[:80]
+    assert [score["reward"] for score in scores[1::2]] == [1.0] * len(BAD_LINES)
+    assert summary.errors == summary.scored == len(BAD_LINES)
+    assert summary.first_error is not None and summary.first_error.startswith("line 1:")
+
+
+async def test_scorer_failures_are_error_rows(tmp_path: Path, moody: str) -> None:
+    outputs = ["right", "die", "hang", "nan", "unscorable", "right"]
+    rows = [{"task": {"answer": "right"}, "response": output} for output in outputs]
+    summary, scores = await score_lines(tmp_path, [*rows, b"", b"  "], env=moody)
+    assert [score["reward"] for score in scores] == [1.0, None, None, None, None, 1.0]
+    assert [score["error"] is None for score in scores] == [True, False, False, False, True, True]
+    assert (summary.scored, summary.errors, summary.unscorable) == (2, 3, 1)
+
+
+async def test_hostile_answers_leave_the_other_rows_alone(tmp_path: Path) -> None:
+    hostile = [r"\boxed{10^{8}!}", r"\boxed{2^{10^{10}}}", r"\boxed{9^{9^{9^{9}}}}"]
+    task = {"problem": "p", "solution": r"\boxed{7}"}
+    rows = [{"task": task, "response": text} for text in [*hostile, *[r"\boxed{7}"] * 20]]
+    started = time.monotonic()
+    _, scores = await score_lines(tmp_path, list(rows))
+    assert [score["reward"] for score in scores] == [0.0] * 3 + [1.0] * 20
+    assert all(score["error"] is None for score in scores)
+    assert time.monotonic() - started < 30
+
+
+async def test_missing_files_are_clear_errors(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        await run_score("math", {}, tmp_path / "none.jsonl", tmp_path / "out.jsonl")
+    source = tmp_path / "rows.jsonl"
+    source.write_text("{}\n")
+    with pytest.raises(StoreError):
+        await run_score("math", {}, source, tmp_path / "no folder" / "out.jsonl")
+
+
+async def test_a_failed_run_leaves_the_old_output(tmp_path: Path) -> None:
+    source, target = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
+    source.write_text("{}\n" * 3)
+    target.write_text("old")
+
+    def stop(rows: int, share: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        await run_score("math", {}, source, target, processes=1, progress=stop)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "scores.jsonl"]
+    assert target.read_text() == "old"
+
+
+async def test_progress_counts_rows_and_ends_at_the_whole(tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text("{}\n" * 5)
+    seen: list[tuple[int, float]] = []
+    await run_score(
+        "math", {}, source, tmp_path / "out.jsonl", processes=1,
+        progress=lambda rows, share: seen.append((rows, share)),
+    )  # fmt: skip
+    assert [rows for rows, _ in seen] == [1, 2, 3, 4, 5] and seen[-1][1] == 1.0
