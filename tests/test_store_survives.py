@@ -282,6 +282,7 @@ async def test_places_where_no_store_can_be(
     (tmp_path / "file").write_text("")
     assert "folder" in await refusal(tmp_path)
     assert "folder" in await refusal(tmp_path / "file" / "store.db")
+    assert "folder" in await refusal("/proc/nowhere/store.db")
     assert "mysql" in await refusal("mysql://localhost/groups")
     assert "in memory" in await refusal("sqlite://")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from sqlalchemy import URL, event, insert, inspect, make_url, select
+from sqlalchemy import URL, AsyncAdaptedQueuePool, event, insert, inspect, make_url, select
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
@@ -61,8 +61,9 @@ async def open_database(where: str | Path) -> AsyncIterator[Database]:
     async with AsyncExitStack() as stack:
         if url.get_backend_name() == "sqlite":
             path = Path(url.database or "")
-            _make_folder(path)
-            stack.enter_context(_locked_file(path))
+            with typed_failures():
+                _make_folder(path)
+                stack.enter_context(_locked_file(path))
             database = _sqlite(url)
         else:
             database = _postgresql(url)
@@ -111,7 +112,7 @@ def _make_folder(path: Path) -> None:
         raise ConfigError(f"The store {path} is a folder.", hint="Name a file in it.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+    except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
         raise ConfigError(f"The folder of the store {path} cannot be made ({error}).") from error
 
 
@@ -137,21 +138,15 @@ def _locked_file(path: Path) -> Iterator[None]:
 
 
 def _sqlite(url: URL) -> Database:
-    writer = create_async_engine(
-        url,
-        pool_size=1,
-        max_overflow=0,
-        hide_parameters=True,
-        # Every transaction is ended before its connection goes back.
-        pool_reset_on_return=None,
-    )
-    reader = create_async_engine(
-        url,
-        pool_size=_READERS,
-        max_overflow=0,
-        hide_parameters=True,
-        isolation_level="AUTOCOMMIT",
-    )
+    # The class is named because the default for SQLite differs between versions of the library.
+    shared: dict[str, Any] = {
+        "poolclass": AsyncAdaptedQueuePool,
+        "max_overflow": 0,
+        "hide_parameters": True,
+    }
+    # No reset: every transaction is ended before its connection goes back.
+    writer = create_async_engine(url, pool_size=1, pool_reset_on_return=None, **shared)
+    reader = create_async_engine(url, pool_size=_READERS, isolation_level="AUTOCOMMIT", **shared)
 
     @event.listens_for(writer.sync_engine, "connect")
     def set_up_writer(connection: Any, record: object) -> None:

@@ -36,7 +36,7 @@ def typed(error: Exception) -> Exception:
         return InputError(f"A value cannot be stored ({cause}).", place="value")
     if isinstance(cause, ZstdError):
         return StoreError(f"A stored body is damaged ({cause}).")
-    if isinstance(error, SQLAlchemyError | OSError):
+    if isinstance(error, SQLAlchemyError | sqlite3.Error | OSError):
         return StoreError(f"The store failed ({type(cause).__name__}: {cause}).")
     return error
 
