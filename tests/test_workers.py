@@ -189,6 +189,12 @@ async def test_busy_threads_and_slow_setups_are_no_hang(pool: LocalPool, proxy: 
     assert "output" in proxy.posted(slow)
 
 
+async def test_a_busy_server_does_not_blame_its_workers(pool: LocalPool, proxy: StandIn) -> None:
+    before = await pid_of_pooled(pool, proxy)
+    time.sleep(1.6)  # longer than heartbeat_seconds, on the server's own event loop
+    assert await pid_of_pooled(pool, proxy) == before
+
+
 async def test_garbage_on_the_control_socket(pool: LocalPool, proxy: StandIn) -> None:
     before = await pid_of_pooled(pool, proxy)
     assert type(await death_of(pool, proxy.open("garbage"))) is WorkerGarbage
@@ -299,6 +305,19 @@ async def test_who_waits_in_vain_for_a_worker_is_told(proxy: StandIn, tmp_path: 
         await asyncio.sleep(0)
     assert "The pool was closed" in str(await waiting)
     assert type(await running) is WorkerDied
+
+
+async def test_a_setup_without_end_is_not_the_models_fault(pool: LocalPool, proxy: StandIn) -> None:
+    config = {"setup_waits": True}
+    endless = proxy.open("echo", isolation="dedicated", config=config, seconds=0.3)
+    await pool.run(endless)
+    assert proxy.posted(endless)["failure"]["kind"] == "agent_error"
+
+
+async def test_an_error_beside_the_pool_passes_unchanged() -> None:
+    with pytest.raises(KeyError):
+        async with LocalPool(WorkersConfig(), []):
+            raise KeyError
 
 
 # Nothing survives.

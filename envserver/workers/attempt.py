@@ -59,6 +59,7 @@ class Attempt:
         self._url = url
         self._workshop = workshop
         self._cancelled = False
+        self._began = False
         self._agent: asyncio.Task[Any] | None = None
         self._run: AttemptRun | None = None
 
@@ -96,6 +97,8 @@ class Attempt:
         if self._cancelled:
             if job.deadline - time.time() > CLOCK_TOLERANCE_SECONDS:
                 return None
+            if not self._began:
+                return _failure(AgentError("The environment's setup took until the deadline."))
             return _failure(LimitReached("The time of this rollout is used up.", limit="time"))
         if agent.cancelled():
             return _failure(AgentError("The agent cancelled its own task."))
@@ -106,6 +109,7 @@ class Attempt:
 
     async def _output(self, job: Job, run: AttemptRun) -> Any:
         environment = await self._workshop.instances.get(job.env_reference, job.env_config)
+        self._began = True
         try:
             if inspect.iscoroutinefunction(environment.rollout):
                 return await environment.rollout(job.task, run)

@@ -80,5 +80,5 @@ def _settle_in(birth: Birth) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")
     faulthandler.enable()
     random.seed()
-    if "numpy" in sys.modules:  # its global generator, unlike Python's, is the same in every fork
-        sys.modules["numpy"].random.seed()
+    if "numpy.random" in sys.modules:  # its global generator is else the same in every fork
+        sys.modules["numpy.random"].seed()

@@ -69,16 +69,18 @@ class _Worker:
 def main(boot_json: str) -> None:
     """The whole life of the nursery."""
     boot = msgspec.json.decode(boot_json, type=Boot)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     linux.die_with_parent(boot.server_pid, signal.SIGTERM)
     linux.adopt_orphans()
     control = socket.socket(fileno=boot.control_fd)
-    ours = linux.open_descriptors()
     try:
+        ours = linux.open_descriptors()
         _preload(boot.references)
+        Nursery(boot, control, opened_by_imports=linux.open_descriptors() - ours).run()
     except EnvserverError as error:
         control.send(msgspec.msgpack.encode(["broken", error.kind, error.message, error.hint]))
-        return
-    Nursery(boot, control, opened_by_imports=linux.open_descriptors() - ours).run()
+    finally:
+        shutil.rmtree(boot.root, ignore_errors=True)
 
 
 class Nursery:
@@ -110,7 +112,6 @@ class Nursery:
                 self._kill_orphans()
         finally:
             self._kill_everything()
-            shutil.rmtree(self._boot.root, ignore_errors=True)
 
     def _listen_to_signals(self) -> None:
         """SIGCHLD wakes the loop; SIGTERM (the server is gone) ends it."""
@@ -274,7 +275,8 @@ def _preload(references: list[str]) -> None:
     Raises:
         EnvserverError: an environment cannot be found or imported.
     """
-    importlib.import_module("uvloop")
+    for name in ("uvloop", "encodings.idna"):  # the second at the first connection
+        importlib.import_module(name)
     classes = [registry.find(reference) for reference in references]
     if any(environment.isolation != "pooled" for environment in classes):
         importlib.import_module("openai")  # half a second that no dedicated process should pay

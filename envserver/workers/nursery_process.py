@@ -1,5 +1,7 @@
 """The server's side of one nursery process: started, spoken to, ended.
 
+The kernel ends a nursery with the thread that started it, so the loop must run in one that stays.
+
 Out go requests to fork and to kill; in comes what the nursery tells of its workers, and what it
 prints itself. Of the server's environment variables, only an allow-list reaches it.
 """
@@ -242,5 +244,8 @@ class NurseryProcess:
             return
         if not data:
             self._loop.remove_reader(self._output)
-        for line in self._lines.feed(data, self._loop.time()):
+        now = self._loop.time()
+        for line in self._lines.feed(data, now) if data else self._lines.finish(now):
             _log.info("nursery_output", line=line)
+        if dropped_bytes := self._lines.take_dropped():
+            _log.warning("nursery_output_dropped", bytes=dropped_bytes)

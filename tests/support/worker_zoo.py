@@ -29,9 +29,12 @@ class Base(Environment):
 class Zoo(Base):
     class Config(EnvironmentConfig):
         setup_seconds: float = 0.0
+        setup_waits: bool = False
 
     async def setup(self):
         time.sleep(self.config.setup_seconds)
+        if self.config.setup_waits:
+            await asyncio.Event().wait()
 
     async def rollout(self, task, run):
         return await getattr(self, task.public["do"])(task.public, run)
