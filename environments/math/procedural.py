@@ -49,7 +49,7 @@ def entries(names: Sequence[str], split: Split, seed: int) -> Iterator[tuple[str
         first_seed = _SPLIT_SEEDS[split] + seed * 10**9 + block * BLOCK
         entry = _block(name, first_seed)[place]
         if isinstance(entry["answer"], str) and entry["answer"].strip():
-            # Metadata may hold fractions and dates, which a task cannot; no allowed scorer reads them.
+            # Metadata may hold fractions and dates, which a task cannot; no scorer here reads them.
             yield f"{name}-{index}", json.loads(json.dumps(entry, default=str))
 
 
