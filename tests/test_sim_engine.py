@@ -326,6 +326,48 @@ async def test_faults_come_as_often_as_asked() -> None:
     assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
 
 
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 10**12) | st.floats() | st.text(max_size=3)
+    | st.sampled_from(["\ud800", "object", "array", "integer", "#", "#/properties/a"]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(["type", "properties", "required", "items", "minItems", "minimum", "enum",
+                         "minLength", "multipleOf", "anyOf", "allOf", "$ref", "a", "function"]),
+        inner, max_size=4,
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+async def test_a_request_of_anything_is_answered_or_refused(data: st.DataObject) -> None:
+    path, body = data.draw(
+        st.sampled_from(
+            [
+                (CHAT, ask(tools=json.loads(json.dumps(TOOLS)), tool_choice="required", n=1)),
+                (COMPLETIONS, {"prompt": "x", "logprobs": 1, "stop": "e", "prompt_logprobs": 1}),
+                ("/generate", {"prompt": {"prompt_token_ids": [1, 2]}, "logprobs": 0}),
+                ("/tokenize", {"messages": user()}),
+            ]
+        )
+    )
+    body = json.loads(json.dumps(body))
+    place: Any = body
+    while True:
+        key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else [0]))
+        if not place[key] or not isinstance(place[key], dict | list) or data.draw(st.booleans()):
+            place[key] = data.draw(json_values)
+            break
+        place = place[key]
+    try:
+        answer = await post(engine(), body, path=path)
+    except EngineRefused as error:
+        assert error.message
+    else:
+        assert answer.get("choices") or answer.get("text") or answer.get("tokens")
+
+
 async def test_an_answer_that_takes_too_long_is_a_timeout() -> None:
     slow = SimEngine(SimConfig(latency_seconds=60))
     with pytest.raises(EngineTimeout):

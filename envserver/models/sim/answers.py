@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from .completion import Completion
-from .requests import Body, ChatBody, CompletionBody, GenerateBody
+from .requests import ChatBody, CompletionBody, GenerateBody
 from .tokenizer import Prompt, SimTokenizer, call_spans, parsed
 
 MODEL = "sim"
@@ -265,11 +265,6 @@ def usage(sampled: list[Sampled]) -> Json:
     asked = sum(len(one.prompt.ids) for one in sampled)
     said = sum(len(completion.ids) for one in sampled for completion in one.completions)
     return {"prompt_tokens": asked, "total_tokens": asked + said, "completion_tokens": said}
-
-
-def wants_stream(body: Body) -> bool:
-    """Whether the answer is to be sent in chunks."""
-    return bool(body.stream) and not isinstance(body, GenerateBody)
 
 
 def _ranked(

@@ -54,7 +54,10 @@ def checked_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         raise refusal("`tools` must not be empty; leave it out instead.", param="tools")
     for index, tool in enumerate(tools or []):
         if not _is_tool(tool):
-            raise refusal("A tool needs type 'function' and a name.", param=f"tools[{index}]")
+            raise refusal(
+                "A tool needs type 'function', a name, and parameters that are an object.",
+                param=f"tools[{index}]",
+            )
     return tools or []
 
 
@@ -115,7 +118,11 @@ def _is_tool(tool: Any) -> bool:
     if not isinstance(tool, dict) or tool.get("type", "function") != "function":
         return False
     function = tool.get("function")
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+    return (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("parameters") or {}, dict)
+    )
 
 
 def _read_back(role: str, content: str) -> Message:

@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 
-from ...errors import EngineRefused
 from ...records import Message
 from .conversation import Conversation, refusal
 from .schema_values import drawn_value
@@ -191,7 +190,7 @@ def _callable_tools(conversation: Conversation, wish: Wish) -> dict[str, Any]:
     if wish.choice == "none":
         return {}
     schemas = {
-        tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"}
+        tool["function"]["name"]: {"type": "object", **(tool["function"].get("parameters") or {})}
         for tool in conversation.tools
     }
     if wish.choice in schemas:
@@ -223,13 +222,14 @@ def _json_babble(response_format: dict[str, Any], rng: random.Random) -> str:
 
 def _drawn_call(tools: dict[str, Any], rng: random.Random) -> tuple[str, str]:
     name = rng.choice(list(tools))
-    return name, canonical_arguments(_drawn(tools[name], rng, f"tools: {name}"))
+    arguments = _drawn(tools[name], rng, f"tools: {name}")
+    if not isinstance(arguments, dict):
+        raise refusal(f"The parameters of {name!r} describe no object.", param="tools")
+    return name, canonical_arguments(arguments)
 
 
 def _drawn(schema: Any, rng: random.Random, place: str) -> Any:
     try:
         return drawn_value(schema, rng)
-    except EngineRefused:
-        raise
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise refusal(f"This is no usable JSON schema: {error}", param=place) from error

@@ -90,7 +90,7 @@ def read(body: Any, kind: type[T]) -> T:
     """
     try:
         return msgspec.convert(body, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         words, _, place = str(error).partition(" - at ")
         param = place.strip("`").removeprefix("$.") or None
         raise refusal(f"{param or 'The body'}: {words}.", param=param) from error
