@@ -80,7 +80,7 @@ UNUSABLE: list[tuple[dict[str, Any], list[str | int]]] = [
     ({"inference_logprobs": [[1.0, -1.0, math.nan]] * 2}, ["inference_logprobs", 0, 2]),
     ({"inference_logprobs": [[1.0, -1.0]] * 2}, ["inference_logprobs", 0]),
     ({"inference_logprobs": [[1.0, -1.0, -1.0]]}, ["inference_logprobs"]),
-    ({"advantages": [[1.0], [1.0, 2.0, 3.0]]}, ["advantages", 0]),
+    ({"advantages": [[1.0, 2.0, 3.0]]}, ["advantages"]),
     ({"ref_logprobs": [[1.0, 2.0, 3.0]]}, ["ref_logprobs"]),
     ({"distill_token_ids": [[[1]]]}, ["distill_token_ids"]),
     (
@@ -138,6 +138,14 @@ NO_GROUPS: list[tuple[bytes, str]] = [
     (b"[]", "model_type"),
     (b"{}", "missing"),
 ]
+
+
+async def test_advantages_may_be_per_sequence_or_per_token(api: Api) -> None:
+    await api.register(batch_size=2)
+    for advantages in ([[1.0], [-1.0]], [[1.0, 2.0, 3.0, 4.0]] * 2):
+        await api.post("/scored_data", wire_group(advantages=advantages))
+        (group,) = (await api.get("/batch"))["batch"]
+        assert group["advantages"] == advantages
 
 
 async def test_bodies_that_are_no_group(api: Api) -> None:

@@ -81,8 +81,9 @@ class ScoredData(WireModel):
 GROUP_KEYS: Final = tuple(ScoredData.model_fields)
 
 _FREE_FIELDS: Final = ("messages", "generation_params", "overrides", "group_overrides", "images")
-_PER_TOKEN: Final = ("advantages", "ref_logprobs", "inference_logprobs")
-_PER_ROW: Final = ("messages", "distill_token_ids", "distill_logprobs")
+_PER_TOKEN: Final = ("ref_logprobs", "inference_logprobs")
+# Rows of advantages may have any length: one per sequence is as usual as one per token.
+_PER_ROW: Final = ("advantages", "messages", "distill_token_ids", "distill_logprobs")
 
 
 def check_groups(groups: Sequence[ScoredData], *, listed: bool) -> None:
