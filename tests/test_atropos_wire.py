@@ -20,6 +20,7 @@ from support.api import (
 )
 
 from envserver.errors import StoreError, StoreFull
+from envserver.store import GroupPut
 from envserver.store.sink import StoreSink
 
 JSON = {"content-type": "application/json"}
@@ -369,6 +370,27 @@ async def test_groups_of_our_own_environments_are_delivered_too(api: Api) -> Non
     assert native["generation_params"] == {"temperature": 0.7}
     assert [messages[-1]["content"] for messages in native["messages"]] == ["2", "2"]
     assert native["env_id"] is None
+
+
+async def test_how_our_own_groups_are_written_can_be_chosen(tmp_path: Path) -> None:
+    more = {"score_range": "pm1", "include_messages": False}
+    async with running_api(tmp_path / "s.db", **more) as api:
+        await api.register(batch_size=2)
+        await StoreSink(api.store, lambda: 99).put(native_group("native-1"))
+        (native,) = (await api.get("/batch"))["batch"]
+        assert native["scores"] == [-1.0, 1.0]
+        assert native["messages"] is None
+        assert native["overrides"] is None
+
+
+async def test_a_group_that_cannot_be_read_holds_up_no_batch(api: Api) -> None:
+    await api.register(batch_size=2)
+    odd = {"env": "math", "format": "group", "size": 2, "tokens": 1, "max_length": 1}
+    await api.store.put([GroupPut(group_id="broken", body=b"\xc1", **odd)])
+    await StoreSink(api.store, lambda: 99).put(native_group("empty", sequences=[]))
+    await api.post("/scored_data", wire_group(2, 5))
+    assert await api.batch_marks() == [5]
+    assert (await api.store.counts())["dropped"] == 2
 
 
 async def test_native_and_atropos_trainers_share_one_queue(api: Api) -> None:

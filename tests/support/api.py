@@ -65,7 +65,7 @@ class Api:
         return _good(await self.http.post(path, json=body, **more))
 
     async def register(self, **changes: Any) -> None:
-        """Registers a trainer and asks for a batch once, so that environments may register."""
+        """Registers a trainer."""
         await self.post("/register", REGISTRATION | changes)
 
     async def start(self, **changes: Any) -> None:

@@ -11,14 +11,22 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final, Literal
 
+import msgspec
 import orjson
 
+from ...errors import StoreError
 from ...records import Group, unpack
 from ...store import Store
 from .batching import Waiting
 from .convert import group_to_atropos
 
 _MOST_BYTES: Final = 64 * 1024 * 1024
+
+
+class BrokenBody(StoreError):
+    """A stored group of ours that no trainer can be given; `detail["group_id"]` names it."""
+
+    kind = "broken_body"
 
 
 class EncodedGroups:
@@ -59,20 +67,29 @@ class EncodedGroups:
 
         Raises:
             NotFoundError: one is not in the store. StoreError: it cannot be read.
+            BrokenBody: one of ours is no group, or has no row to train on.
         """
         found = {g.group_id: self._kept[g.group_id] for g in groups if g.group_id in self._kept}
         missing = [group for group in groups if group.group_id not in found]
         if missing:
             bodies = await self._store.bodies([group.group_id for group in missing])
             for group, body in zip(missing, bodies, strict=True):
-                encoded = await asyncio.to_thread(self._encode, body) if group.native else body
+                encoded = body
+                if group.native:
+                    encoded = await asyncio.to_thread(self._encode, group.group_id, body)
                 found[group.group_id] = encoded
                 self.keep(group.group_id, encoded)
         return [found[group.group_id] for group in groups]
 
-    def _encode(self, body: bytes) -> bytes:
-        group = unpack(body, Group)
+    def _encode(self, group_id: str, body: bytes) -> bytes:
+        try:
+            group = unpack(body, Group)
+        except (msgspec.DecodeError, ValueError, TypeError) as error:
+            message = f"Group {group_id} cannot be read: {error}."
+            raise BrokenBody(message, group_id=group_id) from error
         wire = group_to_atropos(
             group, include_messages=self._include_messages, score_range=self._score_range
         )
+        if not wire["tokens"]:
+            raise BrokenBody(f"Group {group_id} has no row to train on.", group_id=group_id)
         return orjson.dumps(wire)

@@ -21,7 +21,7 @@ import structlog
 from ...errors import ConflictError, NotFoundError, StoreError, StoreFull
 from ...store import Store
 from .batching import Formed, Lane, form_batches
-from .encoded import EncodedGroups
+from .encoded import BrokenBody, EncodedGroups
 from .models import EnvironmentRegistration, Registration, ScoredData
 from .posts import Posts
 from .queue import EnvironmentStatus, Registered, environment_status, grown_group_size
@@ -139,13 +139,20 @@ class AtroposService:
                 batch = await self._deliver(leased)
                 if batch is not None:
                     return batch
-            return Batch(None, "others take the groups as soon as they wait")
+            return Batch(None, "the groups of the batch are gone; ask again")
 
     async def _deliver(self, leased: bool) -> Batch | None:
-        """The first formed batch; None when somebody else has just taken a part of it."""
+        """The first formed batch; None when a part of it is gone or broken."""
         groups = self._view.formed[0]
         ids = [group.group_id for group in groups]
-        bodies = await self._encoded.get(groups)
+        try:
+            bodies = await self._encoded.get(groups)
+        except BrokenBody as error:
+            # Left in its place it would hold up every batch after it.
+            log.error("group_dropped", error=str(error))
+            await self._store.move([error.detail["group_id"]], "dropped")
+            self._stale = True
+            return None
         try:
             lease = await self._store.lease(RUN, group_ids=ids, seconds=self._lease_seconds)
         except (ConflictError, NotFoundError):
@@ -191,7 +198,7 @@ class AtroposService:
             return None
         try:
             return (await self._encoded.get([latest]))[0]
-        except NotFoundError:
+        except (NotFoundError, BrokenBody):
             return None
 
     async def reset(self) -> None:
