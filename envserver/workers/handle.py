@@ -79,15 +79,21 @@ class WorkerHandle(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._socket_ended = False
 
+    @property
+    def alive(self) -> bool:
+        """As far as is known: it may take rollouts."""
+        ending = self.end or self.verdict or self.stopped or self._socket_ended
+        return not ending and not self.gone.is_set()
+
     async def run(self, assignment: Assignment) -> None:
         """See `pool.WorkerPool.run`."""
         if assignment.rollout_id in self.tickets:
             raise ConflictError(f"Rollout {assignment.rollout_id} is already running here.")
+        if not self.alive:
+            raise WorkerDied("The worker ended before the rollout began.", mate=True)
         loop = asyncio.get_running_loop()
         ticket = _Ticket(assignment, loop.create_future())
         self.tickets[assignment.rollout_id] = ticket
-        if self.gone.is_set():
-            ticket.finish(WorkerDied("The worker ended before the rollout began.", mate=True))
         self._send("run", assignment.rollout_id, assignment.url)
         seconds_left = max(0.0, assignment.deadline - time.time())
         ticket.timer = loop.call_later(seconds_left, self._cancel, ticket)

@@ -40,7 +40,7 @@ class _Slot:
         self._changed = asyncio.Event()
 
     async def live_worker(self) -> WorkerHandle:
-        while self.worker is None or self.worker.gone.is_set():
+        while self.worker is None or not self.worker.alive:
             await self._changed.wait()
         return self.worker
 
@@ -167,7 +167,7 @@ class LocalPool:
 
     def _fullness(self, slot: _Slot) -> tuple[bool, bool, int]:
         full = slot.load >= self._config.rollouts_per_process
-        return full, slot.worker is None, slot.load
+        return full, slot.worker is None or not slot.worker.alive, slot.load
 
     @asynccontextmanager
     async def _own_worker(self, deadline: float) -> AsyncIterator[WorkerHandle]:
