@@ -1,4 +1,4 @@
-"""`envserver process`: groups in a file, whatever happens to the engine, the agents or the process."""
+"""`envserver process`: groups in a file, whatever happens to engine, agents or the process."""
 
 from __future__ import annotations
 

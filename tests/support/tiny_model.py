@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-VOCABULARY = 1024
+VOCABULARY = 2048
 END_OF_TURN = "<|im_end|>"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", END_OF_TURN]
 TEMPLATE = """\
@@ -78,7 +78,12 @@ def _corpus() -> list[str]:
         for count, noun in enumerate(nouns * 4, start=7)
     ]
     calls = ['<tool_call>{"name": "calculate", "arguments": {"expression": "1+1"}}</tool_call>'] * 9
-    return [*numbers, *calls, "The final answer is \\boxed{42}.\n" * 9, Path(__file__).read_text()]
+    # What environments really send, so that their prompts are a few hundred tokens: beyond about a
+    # thousand a CPU adds up a prompt and an answer in different orders, and logprobs differ by 1e-6.
+    root = Path(__file__).parent.parent.parent
+    sent = [*root.glob("environments/*/prompts/*.txt"), root / "tools" / "calculator.py"]
+    texts = [path.read_text() for path in [Path(__file__), *sent]] * 3
+    return [*numbers, *calls, "The final answer is \\boxed{42}.\n" * 9, *texts]
 
 
 def main(folder: Path, seed: int = 0) -> None:
