@@ -63,8 +63,7 @@ def test_plain_batches_are_those_of_the_rule_applied_again_and_again(
 
 
 def one_plain_batch(queue: list[Waiting], batch_size: int) -> list[Waiting] | None:
-    """One pile per size; a pile of M sequences becomes candidates; candidates in order until full.
-    """
+    """Piles of M sequences become candidates; candidates are taken in order until full."""
     largest = max((group.size for group in queue), default=0)
     piles: dict[int, list[Waiting]] = defaultdict(list)
     candidates: list[Waiting] = []
