@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Literal
 
 from ..api.server import serve_api
 from ..config import Settings
@@ -77,14 +78,14 @@ async def machinery(
         proxy = Proxy(engine)
         server = await serve_api(proxy.asgi(), "127.0.0.1", 0)
         stack.push_async_callback(server.close)
-        pool = await stack.enter_async_context(LocalPool(settings.workers, [reference]))
-        scorer = await stack.enter_async_context(
-            ScorerPool(
-                reference,
-                environment.config.model_dump(mode="json"),
-                settings.rollouts.scorer_processes,
-            )
+        scorer = ScorerPool(
+            reference,
+            environment.config.model_dump(mode="json"),
+            settings.rollouts.scorer_processes,
         )
+        scorer_is_up = await stack.enter_async_context(_coming_up(scorer))
+        pool = await stack.enter_async_context(LocalPool(settings.workers, [reference]))
+        await scorer_is_up
         yield Machinery(
             environment=environment,
             isolation=environment.isolation,
@@ -99,9 +100,33 @@ async def machinery(
             need_exact=need_exact,
             drop_zero_variance=drop_zero_variance,
             observer=observer,
-            slots=asyncio.Semaphore(settings.rollouts.max_concurrent),
+            slots=asyncio.Semaphore(_slots(settings, environment.isolation)),
             demonstrator=demonstrator,
         )
+
+
+@contextlib.asynccontextmanager
+async def _coming_up(scorer: ScorerPool) -> AsyncIterator[asyncio.Task[ScorerPool]]:
+    """Starts `scorer` beside whatever the caller does; to be awaited before it is used."""
+    starting = asyncio.create_task(scorer.__aenter__())
+    try:
+        yield starting
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        if not starting.cancelled() and starting.exception() is None:
+            await scorer.__aexit__(None, None, None)
+
+
+def _slots(settings: Settings, isolation: Literal["pooled", "dedicated"]) -> int:
+    """Rollouts in flight: a rollout that waits for a worker would use up its own time."""
+    workers = settings.workers
+    room = (
+        workers.dedicated
+        if isolation == "dedicated"
+        else workers.processes * workers.rollouts_per_process
+    )
+    return min(settings.rollouts.max_concurrent, room)
 
 
 @contextlib.contextmanager

@@ -53,13 +53,12 @@ class _Posted(msgspec.Struct):
     detail: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class _Ended(msgspec.Struct, forbid_unknown_fields=True):
-    output: Any
+class _Result(msgspec.Struct, forbid_unknown_fields=True):
+    """Either an output (which may be null) or a failure."""
+
+    output: Any = msgspec.UNSET
+    failure: _Posted | None = None
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
-
-
-class _Failed(msgspec.Struct, forbid_unknown_fields=True):
-    failure: _Posted
 
 
 class _Line(msgspec.Struct):
@@ -67,8 +66,7 @@ class _Line(msgspec.Struct):
     facts: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-_ended = msgspec.json.Decoder(_Ended)
-_failed = msgspec.json.Decoder(_Failed)
+_result = msgspec.json.Decoder(_Result)
 _line = msgspec.json.Decoder(_Line)
 _UNDECODABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
@@ -99,14 +97,14 @@ def take_result(attempt: Attempt, body: bytes) -> None:
     if attempt.sealed or attempt.posted:
         raise ConflictError("The result of this attempt was posted before, or it has ended.")
     try:
-        ended, failure = _parse(body)
+        result = _result.decode(body)
+        failure = _failure(result)
     except _UNDECODABLE as error:
         raise _garbage(attempt, str(error)) from None
     attempt.posted = True
-    if failure is not None:
-        attempt.failure = failure
-    elif ended is not None:
-        attempt.output, attempt.metrics = ended.output, ended.metrics
+    attempt.failure = failure
+    attempt.output = None if failure is not None else result.output
+    attempt.metrics = result.metrics
 
 
 def take_log(attempt: Attempt, body: bytes) -> None:
@@ -133,17 +131,16 @@ def take_log(attempt: Attempt, body: bytes) -> None:
     )
 
 
-def _parse(body: bytes) -> tuple[_Ended | None, Failure | None]:
-    try:
-        return _ended.decode(body), None
-    except msgspec.ValidationError:
-        if b'"failure"' not in body:
-            raise
-    posted = _failed.decode(body).failure
+def _failure(result: _Result) -> Failure | None:
+    posted = result.failure
+    if (posted is None) == (result.output is msgspec.UNSET):
+        raise msgspec.ValidationError("either `output` or `failure` is needed")
+    if posted is None:
+        return None
     known = _FAILURES.get(posted.kind)
     if known is None:
         raise msgspec.ValidationError(f"{posted.kind[:80]!r} is no kind of failure")
-    return None, Failure(
+    return Failure(
         kind=known.kind,
         blame=known.blame,
         outcome=known.outcome,

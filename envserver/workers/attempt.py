@@ -99,12 +99,13 @@ class Attempt:
                 return None
             if not self._began:
                 return _failure(AgentError("The environment's setup took until the deadline."))
-            return _failure(LimitReached("The time of this rollout is used up.", limit="time"))
+            limit = LimitReached("The time of this rollout is used up.", limit="time")
+            return _failure(limit, run)
         if agent.cancelled():
             return _failure(AgentError("The agent cancelled its own task."))
         error = agent.exception()
         if error is not None:
-            return _failure(error)
+            return _failure(error, run)
         return _success(agent.result(), run)
 
     async def _output(self, job: Job, run: AttemptRun) -> Any:
@@ -170,6 +171,7 @@ def _success(output: Any, run: AttemptRun) -> bytes:
         return _failure(AgentError(f"rollout() returned a {kind} that JSON cannot hold: {error}."))
 
 
-def _failure(error: BaseException) -> bytes:
+def _failure(error: BaseException, run: AttemptRun | None = None) -> bytes:
     failure = failure_of(error, own_file=__file__)
-    return orjson.dumps({"failure": failure}, default=repr)
+    metrics = run.metrics if run is not None else {}
+    return orjson.dumps({"failure": failure, "metrics": metrics}, default=repr)
