@@ -20,8 +20,7 @@ from starlette.responses import Response
 from .. import __version__
 from ..config import ServerConfig
 from ..errors import ConflictError, NotFoundError
-from ..store import Run, Store
-from .atropos.service import RUN as ATROPOS_RUN
+from ..store import ATROPOS_RUN, Run, Store
 from .atropos.service import AtroposService
 from .bodies import read_body, request_body
 from .leasing import MSGPACK, lease_as_json, lease_as_msgpack, wait_for_lease

@@ -16,7 +16,7 @@ from ..config import Settings
 from ..environment import Environment
 from ..rollouts.group import Machinery
 from ..rollouts.scheduler import Scheduler
-from ..rollouts.stream import tickets
+from ..rollouts.stream import id_prefix, tickets
 from ..store import Store, open_store
 from ..store.sink import StoreSink
 from .command_line import read_command_line
@@ -67,12 +67,19 @@ async def serve(
             drop_zero_variance=environment.config.ensure_scores_are_not_same is not False,
         ) as parts,
     ):
-        sink = StoreSink(store, lambda: settings.rollouts.max_queued_groups)
+        config = environment.config
+        sink = StoreSink(
+            store,
+            group_size=config.group_size,
+            most_groups=settings.rollouts.max_queued_groups,
+            most_batches=settings.rollouts.max_batches_offpolicy,
+        )
+        made = await store.count_with_prefix(id_prefix(environment))
         scheduler = Scheduler(
             parts,
             tickets(environment, repeat=True),
             sink,
-            wanted=environment.config.total_steps,
+            wanted=None if config.total_steps is None else max(0, config.total_steps - made),
             stop_on_failures=False,
         )
         api = create_api(
@@ -80,8 +87,8 @@ async def serve(
             settings=settings.server,
             status=lambda: _status(parts, scheduler, tally),
             on_policy_version=parts.proxy.publish_version,
-            include_messages=environment.config.include_messages,
-            score_range=environment.config.score_range,
+            include_messages=config.include_messages,
+            score_range=config.score_range,
         )
         server = await serve_api(api, settings.server.host, settings.server.port)
         try:

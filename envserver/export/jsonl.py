@@ -199,17 +199,12 @@ async def open_sink(
         InputError: a line of it is no group of ours.
         StoreError: it cannot be opened.
     """
-    if path.exists() and path.stat().st_size and not (resume or overwrite):
-        raise ConfigError(
-            f"{path} exists.", hint="Go on with it by --resume, replace it by --overwrite."
-        )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = await asyncio.to_thread(path.open, "a+b", 0)
-    except OSError as error:
-        raise StoreError(f"{path} cannot be opened: {error.strerror}.") from error
-    with file:
+    with await asyncio.to_thread(_open_appending, path) as file:
         _lock(file, path)
+        if file.seek(0, os.SEEK_END) and not (resume or overwrite):
+            raise ConfigError(
+                f"{path} exists.", hint="Go on with it by --resume, replace it by --overwrite."
+            )
         if overwrite:
             file.truncate(0)
         cut_torn_line(file)
@@ -217,6 +212,14 @@ async def open_sink(
         yield JsonlSink(
             path, file, done, include_messages=include_messages, score_range=score_range
         )
+
+
+def _open_appending(path: Path) -> IO[bytes]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a+b", 0)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be opened: {error.strerror}.") from error
 
 
 def _lock(file: IO[bytes], path: Path) -> None:
@@ -283,8 +286,8 @@ def _read_done(path: Path, expected: dict[str, Any]) -> set[str]:
 class FailuresFile:
     """`<output>.failures.jsonl`: one line per failed attempt and per group not delivered.
 
-    Made when the first line comes. It is a report: its lines are not synced, and a disk too full for
-    them does not end the run.
+    Made when the first line comes. It is a report: its lines are not synced, and a disk too full
+    for them does not end the run.
     """
 
     def __init__(self, output: Path, *, resume: bool) -> None:

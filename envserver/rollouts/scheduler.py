@@ -104,10 +104,17 @@ class Scheduler:
         return self._wanted is None or self.delivered + len(self._open) < self._wanted
 
     async def _until_fewer_than(self, most: int) -> None:
+        self._reap()
         while len(self._open) >= most or (self._open and not self._is_wanting()):
-            done, self._open = await asyncio.wait(self._open, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await asyncio.wait(self._open, return_when=asyncio.FIRST_COMPLETED)
+            self._reap()
+
+    def _reap(self) -> None:
+        """Forgets the groups that are done; raises what ended one for good."""
+        done = {task for task in self._open if task.done()}
+        self._open -= done
+        for task in done:
+            task.result()
 
     async def _has_room(self) -> bool:
         """Whether there is room at the sink; False when the run is being drained meanwhile."""

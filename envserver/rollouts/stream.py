@@ -24,10 +24,16 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     task: Task
 
 
-def group_id(env: str, split: Split, seed: int, index: int, task_id: str) -> str:
-    """Stable id of the group at `index`: the same run makes the same ids."""
+def id_prefix(environment: Environment) -> str:
+    """With which the ids of all groups of this environment's split and seed begin."""
+    config = environment.config
+    return f"{environment.name}-{config.split}-{config.seed}-"
+
+
+def group_id(prefix: str, index: int, task_id: str) -> str:
+    """Stable id of the group at `index`: the same stream makes the same ids."""
     digest = hashlib.blake2b(task_id.encode(), digest_size=4).hexdigest()
-    return f"{env}-{split}-{seed}-{index:06d}-{digest}"
+    return f"{prefix}{index:06d}-{digest}"
 
 
 def tickets(environment: Environment, *, repeat: bool) -> Iterator[Ticket]:
@@ -40,12 +46,13 @@ def tickets(environment: Environment, *, repeat: bool) -> Iterator[Ticket]:
         ConfigError: the split has no task.
     """
     config = environment.config
+    prefix = id_prefix(environment)
     index = 0
     for _ in itertools.count() if repeat else range(1):
         before = index
         for task in environment.tasks(config.split):
             yield Ticket(
-                group_id=group_id(environment.name, config.split, config.seed, index, task.id),
+                group_id=group_id(prefix, index, task.id),
                 index=index,
                 env=environment.name,
                 split=config.split,

@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .rows import GroupPut, GroupRow, Lease, Run
+from .rows import ATROPOS_RUN, GroupPut, GroupRow, Lease, Run
 from .states import GroupState, RunState
 
 if TYPE_CHECKING:
     from .sql import Store, open_store
 
 __all__ = [
+    "ATROPOS_RUN",
     "GroupPut",
     "GroupRow",
     "GroupState",

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 import structlog
-from sqlalchemy import insert, literal_column, select, update
+from sqlalchemy import func, insert, literal_column, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..errors import InputError, NotFoundError
@@ -114,6 +114,13 @@ async def pending(connection: AsyncConnection) -> list[GroupRow]:
         query = select(groups).where(waiting).order_by(groups.c.seq)
         rows += [GroupRow(*row) for row in await connection.execute(query)]
     return sorted(rows, key=lambda row: row.seq)
+
+
+async def count_with_prefix(connection: AsyncConnection, prefix: str) -> int:
+    """How many groups were ever stored whose id begins with `prefix`."""
+    is_like = groups.c.group_id.startswith(prefix, autoescape=True)
+    count = await connection.execute(select(func.count()).where(is_like))
+    return int(count.scalar_one())
 
 
 async def oldest_queued(connection: AsyncConnection, limit: int | None) -> list[GroupRow]:

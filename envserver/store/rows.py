@@ -72,6 +72,10 @@ class Lease(msgspec.Struct, frozen=True):
     groups: list[GroupRow]
 
 
+ATROPOS_RUN = "atropos"
+"""Name of the run of whoever registers over the Atropos wire; its `batch_size` counts sequences."""
+
+
 class Run(msgspec.Struct, frozen=True):
     """One trainer's (or one export's) subscription.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import math
 
 from ..records import Group, pack
-from .rows import GroupPut
+from .rows import ATROPOS_RUN, GroupPut, Run
 from .sql import Store
 
 POLL_SECONDS = 0.1
@@ -16,12 +16,18 @@ class StoreSink:
     """Groups of our own environments on their way to trainers.
 
     Args:
-        most_queued: how many groups may wait for a trainer before no further one is started.
+        group_size: trajectories per group.
+        most_groups: how many may wait for trainers before no further one is started.
+        most_batches: the same in batches of those trainers that have said how large theirs are.
     """
 
-    def __init__(self, store: Store, most_queued: Callable[[], int]) -> None:
+    def __init__(
+        self, store: Store, *, group_size: int, most_groups: int, most_batches: int
+    ) -> None:
         self._store = store
-        self._most_queued = most_queued
+        self._group_size = group_size
+        self._most_groups = most_groups
+        self._most_batches = most_batches
 
     async def put(self, group: Group) -> None:
         """Stores `group` durably.
@@ -51,9 +57,26 @@ class StoreSink:
 
     async def wait_for_room(self) -> None:
         """Returns when fewer groups wait than may."""
-        while await self._queued() >= self._most_queued():
+        while await self._queued() >= await self._most():
             await asyncio.sleep(POLL_SECONDS)
 
     async def _queued(self) -> int:
         counts = await self._store.counts()
         return counts["queued"] + counts["buffered"]
+
+    async def _most(self) -> int:
+        """At least two batches, so that one can be made while the other is fetched."""
+        batch = sum(
+            self._groups_per_batch(run)
+            for run in await self._store.list_runs()
+            if run.state == "open"
+        )
+        if not batch:
+            return self._most_groups
+        return max(2 * batch, min(self._most_groups, self._most_batches * batch))
+
+    def _groups_per_batch(self, run: Run) -> int:
+        """Over the Atropos wire a batch is counted in sequences."""
+        if run.name != ATROPOS_RUN:
+            return run.batch_size
+        return math.ceil(run.batch_size / self._group_size)

@@ -119,6 +119,11 @@ class Store:
         async with self._reading() as connection:
             return set(await groups.seqs_of(connection, list(set(group_ids))))
 
+    async def count_with_prefix(self, prefix: str) -> int:
+        """How many groups whose id begins with `prefix` were ever stored."""
+        async with self._reading() as connection:
+            return await groups.count_with_prefix(connection, prefix)
+
     async def bodies(self, group_ids: Sequence[str]) -> list[bytes]:
         """The bodies of these groups, in this order.
 

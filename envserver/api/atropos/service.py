@@ -19,7 +19,7 @@ import msgspec
 import structlog
 
 from ...errors import ConflictError, NotFoundError, StoreError, StoreFull
-from ...store import Store
+from ...store import ATROPOS_RUN, Store
 from .batching import Formed, Lane, form_batches
 from .encoded import BrokenBody, EncodedGroups
 from .models import EnvironmentRegistration, Registration, ScoredData
@@ -30,7 +30,6 @@ from .view import View
 
 log = structlog.get_logger(__name__)
 
-RUN: Final = "atropos"
 """The store's run under which batches of this wire are leased."""
 
 _MOST_ENVIRONMENTS: Final = 4096
@@ -93,9 +92,9 @@ class AtroposService:
 
     async def _ensure_run(self) -> None:
         try:
-            await self._store.get_run(RUN)
+            await self._store.get_run(ATROPOS_RUN)
         except NotFoundError:
-            await self._store.create_run(RUN, batch_size=0)
+            await self._store.create_run(ATROPOS_RUN, batch_size=0)
 
     # Trainer
 
@@ -105,6 +104,7 @@ class AtroposService:
             draft = copy.deepcopy(self._state)
             draft.register(registration)
             await self._save(draft)
+            await self._store.set_run(ATROPOS_RUN, batch_size=max(0, registration.batch_size))
             self._view.dissolve_formed()
         return uuid.uuid4().int
 
@@ -154,7 +154,7 @@ class AtroposService:
             self._stale = True
             return None
         try:
-            lease = await self._store.lease(RUN, group_ids=ids, seconds=self._lease_seconds)
+            lease = await self._store.lease(ATROPOS_RUN, group_ids=ids, seconds=self._lease_seconds)
         except (ConflictError, NotFoundError):
             lease = None
         if lease is None:

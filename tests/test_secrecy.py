@@ -1,0 +1,72 @@
+"""What a worker gets: its own attempt. No answer, no secret, nothing of another rollout."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from support.commands import envserver, read_jsonl
+
+SECRET = "sk-secret-5f2b8c"
+
+NOSY = '''
+import hashlib, os, re
+from pathlib import Path
+from envserver import Environment, Score, Task
+
+class Nosy(Environment):
+    """Writes down everything that its process can see of itself."""
+
+    class Config(Environment.Config):
+        notes: Path
+
+    def tasks(self, split):
+        for n in range(3):
+            answer = hashlib.sha256(b"answer %d" % n).hexdigest()
+            yield Task(f"nosy-{n}", {"question": f"Question {n}"}, {"answer": answer})
+
+    def demonstration(self, task):
+        return [{"role": "assistant", "content": "I do not say."}]
+
+    async def rollout(self, task, run):
+        await run.chat([{"role": "user", "content": task.public["question"]}])
+        with open(self.config.notes / f"{run.rollout_id}.memory", "wb") as notes:
+            notes.write(Path("/proc/self/environ").read_bytes())
+            notes.write(Path("/proc/self/cmdline").read_bytes())
+            with open("/proc/self/mem", "rb") as memory:
+                for line in open("/proc/self/maps"):
+                    found = re.match(r"([0-9a-f]+)-([0-9a-f]+) rw", line)
+                    if found and "[v" not in line:
+                        start, end = (int(part, 16) for part in found.groups())
+                        memory.seek(start)
+                        try:
+                            notes.write(memory.read(end - start))
+                        except OSError:
+                            notes.write(b"(unreadable)")
+        return "done"
+
+    def score(self, task, result):
+        return Score(reward=float(bool(task.hidden["answer"])))
+'''
+
+
+def test_no_answer_and_no_secret_is_anywhere_in_a_workers_memory(tmp_path: Path) -> None:
+    (tmp_path / "nosy.py").write_text(NOSY)
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (tmp_path / ".env").write_text(f"ENVSERVER_OPENAI__API_KEY={SECRET}\n")
+    ran = envserver(
+        "process", "--env", "nosy.py", "--model", "sim", "--env.group_size", 1,
+        "--env.notes", notes, "--env.data_path_to_save_groups", "out.jsonl", folder=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    seen = sorted(notes.glob("*.memory"))
+    assert len(seen) == 3
+    answers = [hashlib.sha256(b"answer %d" % n).hexdigest() for n in range(3)]
+    for path in seen:
+        memory = path.read_bytes()
+        assert b"Question" in memory  # it was really read
+        for hidden in (SECRET, *answers):
+            assert hidden.encode() not in memory
+    assert SECRET not in (tmp_path / "out.jsonl").read_text() + ran.stdout + ran.stderr
+    assert len(read_jsonl(tmp_path / "out.jsonl")) == 3
