@@ -66,7 +66,7 @@ class Retries:
 
     def pause_seconds(self, tried: int) -> float:
         """The pause after `tried` requests."""
-        pause = self.first_pause_seconds * 2.0 ** (tried - 1)
+        pause = self.first_pause_seconds * 2.0 ** min(tried - 1, 32)
         return min(pause, self.longest_pause_seconds) * random.uniform(0.5, 1.0)
 
 

@@ -55,7 +55,8 @@ class Replica:
     def unreachable(self) -> None:
         """It took no connection: set it aside."""
         self._failures += 1
-        seconds = min(_LONGEST_ASIDE_SECONDS, 0.25 * 2.0**self._failures)
+        # Bounded before it is a power: an engine may be away for thousands of requests.
+        seconds = min(_LONGEST_ASIDE_SECONDS, 0.25 * 2.0 ** min(self._failures, 16))
         self._aside_until = self._clock() + seconds
         self._trying = False
 
