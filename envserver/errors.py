@@ -20,6 +20,8 @@
     │   │   ├── EngineRefused  it refused the request (HTTP 4xx)                  drop at once
     │   │   └── EngineGarbage  its answer breaks the protocol                     retry, then drop
     │   ├── ScorerError        scoring raised, died or ran out of time            retry, then drop
+    │   ├── Unscorable         its score has no reward                            drop
+    │   ├── Straggler          the time of its group was over before it ended     drop
     │   └── TokensError        the recorded tokens break an invariant             never delivered
     ├── StoreError             the durable store failed; nothing was accepted     HTTP 503
     │   └── StoreFull          no space left                                      HTTP 507
@@ -174,6 +176,14 @@ class EngineGarbage(EngineError):
 
 class ScorerError(RolloutError):
     kind, blame, outcome = "scorer_error", Blame.ENVIRONMENT, Outcome.RETRY
+
+
+class Unscorable(RolloutError):
+    kind, blame = "unscorable", Blame.ENVIRONMENT
+
+
+class Straggler(RolloutError):
+    kind, blame = "straggler", Blame.ENVIRONMENT
 
 
 class TokensError(RolloutError):

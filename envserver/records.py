@@ -174,7 +174,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class Trajectory(msgspec.Struct, kw_only=True):
-    """A finished and scored rollout."""
+    """A finished and scored rollout. `metrics` are what the agent logged; fields as in Result."""
 
     rollout_id: str
     attempt: int
@@ -191,6 +191,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     turns: int
     usage: Usage
     flags: list[str] = msgspec.field(default_factory=list)
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class Group(msgspec.Struct, kw_only=True):

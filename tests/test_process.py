@@ -35,10 +35,18 @@ class Echo(Environment):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.config.broken == "once" and run.attempt == 1:
             raise RuntimeError("first try")
-        reply = run.chat_blocking([{"role": "user", "content": task.public["question"]}])
+        run.log_metric("attempts", run.attempt)
+        try:
+            reply = run.chat_blocking([{"role": "user", "content": task.public["question"]}])
+        except Exception:
+            if self.config.broken == "swallows":
+                return "no idea"
+            raise
         return reply.content
 
     def score(self, task, result):
+        if self.config.broken == "unscorable":
+            return Score(reward=None)
         return Score(reward=float(task.hidden["answer"] in (result.output or "").split()))
 '''
 
@@ -156,7 +164,11 @@ def test_an_output_that_exists_is_not_touched(own: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("broken", "kind", "words"),
-    [("raises", "agent_error", "no such tool"), ("kills itself", "worker_died", "SIGKILL")],
+    [
+        ("raises", "agent_error", "no such tool"),
+        ("kills itself", "worker_died", "SIGKILL"),
+        ("unscorable", "unscorable", "no reward"),
+    ],
 )
 def test_when_everything_fails_it_stops_and_says_why(
     own: Path, tmp_path: Path, broken: str, kind: str, words: str
@@ -180,7 +192,9 @@ def test_what_failed_once_is_tried_again(own: Path, tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     groups = read_jsonl(tmp_path / "data" / "echo.jsonl")
     assert len(groups) == 6
-    assert {rollout["attempt"] for g in groups for rollout in g["envserver"]["rollouts"]} == {2}
+    rollouts = [rollout for g in groups for rollout in g["envserver"]["rollouts"]]
+    assert {rollout["attempt"] for rollout in rollouts} == {2}
+    assert {rollout["agent_metrics"]["attempts"] for rollout in rollouts} == {2}
 
 
 def test_a_flaky_engine_costs_no_group(own: Path, tmp_path: Path) -> None:
@@ -190,6 +204,19 @@ def test_a_flaky_engine_costs_no_group(own: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert len(read_jsonl(tmp_path / "data" / "echo.jsonl")) == 12
+
+
+def test_an_agent_that_hides_the_engines_failure_is_not_scored_for_it(
+    own: Path, tmp_path: Path
+) -> None:
+    ran = envserver(
+        "process", "--env", own, *SIM, "--env.broken", "swallows", "--sim.error_rate", 1,
+        "--env.group_size", 2, "--rollouts.max_attempts", 1,
+        "--rollouts.stop_after_failed_groups", 1, folder=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 1, ran.stderr
+    assert "engine_unavailable" in ran.stderr
+    assert read_jsonl(tmp_path / "data" / "echo.jsonl") == []
 
 
 def test_a_full_disk_loses_nothing_that_was_written(own: Path, tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def _rollouts(trajectories: list[Trajectory]) -> list[dict[str, Any]]:
                 "reward": trajectory.score.reward,
                 "components": trajectory.score.components,
                 "metrics": trajectory.score.metrics,
+                "agent_metrics": trajectory.metrics,
                 "output": trajectory.output,
                 "finish_reason": trajectory.finish_reason,
                 "truncated": trajectory.truncated,

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import ConflictError, Failure, LimitReached
+from ..errors import ConflictError, EngineError, Failure, LimitReached, Outcome
 from ..records import Call, PublicTask
 from .asgi import Interrupts
 
@@ -54,7 +54,9 @@ class Attempt:
     Args:
         calls: in order of commit.
         limit: "turns", "tokens", "time" or "context" once a call was refused for it.
-        engine_failure: the last failure of the engine that the agent saw.
+        engine_failure: how the engine failed the agent's last exchange with it, None when that one
+            was answered.
+        engine_failures: how many times it did so.
         output, metrics, posted, failure: what the worker posted.
     """
 
@@ -64,6 +66,7 @@ class Attempt:
     sealed: bool = False
     limit: str | None = None
     engine_failure: Failure | None = None
+    engine_failures: int = 0
     output: Any = None
     metrics: dict[str, float] = field(default_factory=dict)
     posted: bool = False
@@ -139,6 +142,20 @@ class Attempt:
         for call in calls:
             call.index = len(self.calls)
             self.calls.append(call)
+
+    def engine_answered(self) -> None:
+        """An exchange came to its end: failures before it are overcome."""
+        self.engine_failure = None
+
+    def engine_failed(self, error: EngineError, *, recorded: bool) -> None:
+        """Notes a failure that the agent is told of.
+
+        A request of which nothing was recorded is no turn, unless it was itself at fault.
+        """
+        self.engine_failure = error.failure()
+        self.engine_failures += 1
+        if not recorded and error.outcome is Outcome.RETRY:
+            self._turns -= 1
 
     def working(self, interrupts: Interrupts) -> None:
         """`interrupts` is interrupted when the attempt is sealed."""

@@ -176,6 +176,7 @@ class ChatRequest:
         grant.spent = exchange.tokens()
         calls = calls_of(exchange, self._circumstances(plan))
         self._attempt.commit(calls)
+        self._attempt.engine_answered()
         self._committed = calls
 
     def _circumstances(self, plan: ChatPlan) -> Circumstances:
@@ -202,7 +203,7 @@ class ChatRequest:
             self._record_broken(plan, "disconnect")
             if self._attempt.seconds_left <= _CLOCK_ERROR_SECONDS:
                 # Whoever ran the agent ended it at the deadline, while the engine was at work.
-                self._attempt.engine_failure = _too_slow().failure()
+                self._attempt.engine_failed(_too_slow(), recorded=True)
         else:
             await self._engine_failed(plan, _too_slow())
 
@@ -210,9 +211,10 @@ class ChatRequest:
         if self._begun:
             self._record_broken(plan, "error")
         if isinstance(error, EngineRefused) and _CONTEXT_IS_FULL.search(str(error)):
+            self._attempt.engine_answered()
             await self._fail(self._attempt.reached("context", str(error)))
             return
-        self._attempt.engine_failure = error.failure()
+        self._attempt.engine_failed(error, recorded=self._begun)
         await self._fail(error)
 
     def _record_broken(self, plan: ChatPlan, how: str) -> None:

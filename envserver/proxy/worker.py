@@ -21,7 +21,6 @@ from ..errors import (
     LimitReached,
     RolloutError,
     TooLargeError,
-    WorkerError,
     WorkerGarbage,
 )
 from .attempts import Attempt
@@ -42,9 +41,9 @@ def _kinds(base: type[RolloutError]) -> dict[str, type[RolloutError]]:
 _FAILURES = {
     kind: error
     for kind, error in _kinds(RolloutError).items()
-    if issubclass(error, LimitReached | AgentError | WorkerError | EngineError)
+    if issubclass(error, LimitReached | AgentError | EngineError)
 }
-"""The kinds that a worker may post, and what they mean."""
+"""The kinds that a worker may post, and what they mean. How a worker died, others see."""
 
 
 class _Posted(msgspec.Struct):

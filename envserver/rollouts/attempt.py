@@ -20,10 +20,9 @@ from ..errors import (
     EngineUnavailable,
     Failure,
     LimitReached,
+    Outcome,
     RolloutError,
-    WorkerDied,
     WorkerGarbage,
-    WorkerHung,
 )
 from ..proxy.attempts import Attempt, AttemptSpec
 from ..proxy.server import Proxy
@@ -37,8 +36,6 @@ _ERRORS: dict[str, type[RolloutError]] = {
     for error in (
         LimitReached,
         AgentError,
-        WorkerDied,
-        WorkerHung,
         WorkerGarbage,
         EngineError,
         EngineUnavailable,
@@ -118,28 +115,31 @@ def ending_limit(attempt: Attempt) -> str | None:
     Raises:
         RolloutError: it ended by a failure that is not the model's fault.
     """
-    failure = attempt.failure
+    failure, unanswered = attempt.failure, attempt.engine_failure
     if failure is None:
         if not attempt.posted:
             raise WorkerGarbage("The worker said that it is done, but posted no result.")
+        if unanswered is not None and unanswered.outcome is Outcome.RETRY:
+            # The agent made something of the engine's silence; that is not the model's doing.
+            raise as_error(unanswered)
         return attempt.limit
-    if failure.kind == LimitReached.kind:
-        if attempt.limit is None and attempt.engine_failure is not None:
-            raise as_error(attempt.engine_failure)
-        return attempt.limit or str(failure.detail.get("limit", "time"))
-    if failure.kind == AgentError.kind:
-        # The agent's framework may have wrapped what the proxy told it: then that is the cause.
+    if failure.kind in (LimitReached.kind, AgentError.kind):
+        # The agent's framework may have wrapped what the proxy told it, or tried again until a
+        # limit was reached: then that is the cause.
+        if unanswered is not None:
+            raise as_error(unanswered)
         if attempt.limit is not None:
             return attempt.limit
-        if attempt.engine_failure is not None:
-            raise as_error(attempt.engine_failure)
+        if failure.kind == LimitReached.kind:
+            return str(failure.detail.get("limit", "time"))
     raise as_error(failure)
 
 
 def as_error(failure: Failure) -> RolloutError:
     """The exception that `failure` describes (an unknown kind is what a broken worker sends)."""
-    kind = _ERRORS.get(failure.kind, WorkerGarbage)
-    return kind(failure.message, hint=failure.hint, **failure.detail)
+    error = _ERRORS.get(failure.kind, WorkerGarbage)(failure.message, hint=failure.hint)
+    error.detail = dict(failure.detail)  # a worker's words: they may have any names
+    return error
 
 
 def main_call(calls: list[Call]) -> Call | None:
@@ -160,6 +160,6 @@ def _usage(calls: list[Call], seconds: float) -> Usage:
 
 def _flags(attempt: Attempt, calls: list[Call]) -> list[str]:
     flags = {flag for call in calls for flag in call.flags}
-    if attempt.engine_failure is not None:
+    if attempt.engine_failures:
         flags.add("engine_error_seen")
     return sorted(flags)

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Literal, Protocol
 
@@ -16,7 +17,7 @@ import msgspec
 
 from ..config import RolloutsConfig, SamplingConfig
 from ..environment import Environment
-from ..errors import AgentError, Failure, Outcome, RolloutError, ScorerError, TokensError
+from ..errors import Failure, RolloutError, ScorerError, Straggler
 from ..proxy.attempts import AttemptSpec, Limits
 from ..proxy.server import Proxy
 from ..records import Group, Message, PublicTask, Result, Score, Task, Trajectory
@@ -89,58 +90,85 @@ async def make_group(machinery: Machinery, ticket: Ticket) -> Group | Drop:
     Returns:
         The group, or why it is not delivered. Stragglers are cancelled at the group's deadline.
     """
-    failures: list[Failure] = []
+    failures = _Failures(machinery.observer, ticket)
     size = machinery.environment.config.group_size
+    seconds = machinery.rollouts.group_timeout_seconds
     tasks = [
         asyncio.create_task(_member(machinery, ticket, number, failures)) for number in range(size)
     ]
     try:
-        done, late = await asyncio.wait(tasks, timeout=machinery.rollouts.group_timeout_seconds)
-        for _ in late:
-            failures.append(_straggler(machinery.rollouts.group_timeout_seconds))
+        done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     members = [(number, task.result()) for number, task in enumerate(tasks) if task in done]
+    for number, task in enumerate(tasks):
+        if task not in done:
+            failures.add(number, _straggler(seconds), final=True)
     scored = [(number, member) for number, member in members if member is not None]
     try:
         scores = await _group_scores(machinery, ticket.task, [member for _, member in scored])
     except ScorerError as error:
         return Drop("unscorable", str(error), True)
-    trajectories = [
-        _trajectory(machinery, ticket, number, member, score)
+    trajectories = {
+        number: _trajectory(machinery, ticket, number, member, score)
         for (number, member), score in zip(scored, scores, strict=True)
-    ]
+    }
     return _judged(machinery, ticket, trajectories, failures)
 
 
-async def _member(
-    machinery: Machinery, ticket: Ticket, number: int, failures: list[Failure]
-) -> Member | None:
-    rollout_id = f"{ticket.group_id}-r{number}"
-    tries, attempt = 0, 0
-    while True:
-        attempt += 1
-        try:
-            return await _try_member(machinery, ticket, rollout_id, attempt)
-        except RolloutError as error:
-            failure = error.failure()
-        tries += counts_as_attempt(failure)
-        again = is_retried(failure, tries, machinery.rollouts.max_attempts)
-        failures.append(failure)
-        machinery.observer(
+class _Failures:
+    """The failed attempts of one group: told to the observer and kept for the group's record."""
+
+    def __init__(self, observer: Observer, ticket: Ticket) -> None:
+        self.seen: list[Failure] = []
+        self._observer = observer
+        self._ticket = ticket
+        self._attempts: Counter[int] = Counter()
+
+    def next_attempt(self, number: int) -> int:
+        """The number, from 1, of the attempt that rollout `number` begins now."""
+        self._attempts[number] += 1
+        return self._attempts[number]
+
+    def add(self, number: int, error: RolloutError, *, final: bool) -> Failure:
+        """The latest attempt of rollout `number` ended by `error`; `final`: none follows."""
+        failure = error.failure()
+        self.seen.append(failure)
+        self._observer(
             RolloutFailed(
-                group_id=ticket.group_id,
-                index=ticket.index,
-                task_id=ticket.task.id,
-                rollout_id=rollout_id,
-                attempt=attempt,
+                group_id=self._ticket.group_id,
+                index=self._ticket.index,
+                task_id=self._ticket.task.id,
+                rollout_id=_rollout_id(self._ticket, number),
+                attempt=self._attempts[number],
                 failure=failure,
-                final=not again,
+                final=final,
                 at=time.time(),
             )
         )
+        return failure
+
+
+def _rollout_id(ticket: Ticket, number: int) -> str:
+    return f"{ticket.group_id}-r{number}"
+
+
+async def _member(
+    machinery: Machinery, ticket: Ticket, number: int, failures: _Failures
+) -> Member | None:
+    rollout_id = _rollout_id(ticket, number)
+    tries = 0
+    while True:
+        attempt = failures.next_attempt(number)
+        try:
+            return await _try_member(machinery, ticket, rollout_id, attempt)
+        except RolloutError as error:
+            failed = error
+        tries += counts_as_attempt(failed)
+        again = is_retried(failed, tries, machinery.rollouts.max_attempts)
+        failures.add(number, failed, final=not again)
         if not again:
             return None
         await asyncio.sleep(retry_delay_seconds(max(tries, 1), random.random()))
@@ -233,7 +261,7 @@ def _trajectory(
 ) -> Trajectory:
     finished, result = member.finished, member.finished.result
     return Trajectory(
-        rollout_id=f"{ticket.group_id}-r{number}",
+        rollout_id=_rollout_id(ticket, number),
         attempt=member.attempt,
         task_id=ticket.task.id,
         env=machinery.environment.name,
@@ -247,20 +275,25 @@ def _trajectory(
         limit=result.limit,
         turns=result.turns,
         usage=finished.usage,
+        metrics=result.metrics,
         flags=finished.flags,
     )
 
 
 def _judged(
-    machinery: Machinery, ticket: Ticket, trajectories: list[Trajectory], failures: list[Failure]
+    machinery: Machinery,
+    ticket: Ticket,
+    trajectories: dict[int, Trajectory],
+    failures: _Failures,
 ) -> Group | Drop:
+    """The group of those of `trajectories` (by number) that may be delivered, if it may be."""
     kept = []
-    for trajectory in trajectories:
+    for number, trajectory in trajectories.items():
         why_not = judge_trajectory(trajectory, need_exact=machinery.need_exact)
         if why_not is None:
             kept.append(trajectory)
         else:
-            failures.append(TokensError(f"{trajectory.rollout_id}: {why_not}.").failure())
+            failures.add(number, why_not, final=True)
     versions = [int(row.versions[row.mask == 1].min()) for item in kept for row in item.sequences]
     config = machinery.environment.config
     group = Group(
@@ -273,7 +306,7 @@ def _judged(
         model=machinery.model,
         policy_version=min(versions, default=-1),
         generation_params=machinery.sampling.model_dump(),
-        failures=failures,
+        failures=failures.seen,
         created_at=time.time(),
         seed=ticket.seed,
     )
@@ -287,11 +320,8 @@ def _judged(
     return drop or group
 
 
-def _straggler(seconds: float) -> Failure:
-    return Failure(
-        kind="straggler",
-        blame=AgentError.blame,
-        outcome=Outcome.DROP,
-        message=f"The rollout was cancelled when its group was {seconds:g} s old.",
+def _straggler(seconds: float) -> Straggler:
+    return Straggler(
+        f"The rollout was cancelled when its group was {seconds:g} s old.",
         hint="See rollouts.group_timeout_seconds.",
     )

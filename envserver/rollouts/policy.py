@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import msgspec
 
-from ..errors import Failure, Outcome
+from ..errors import Outcome, RolloutError, TokensError, Unscorable, WorkerError
 from ..records import Group, Trajectory
 from ..tokens.flags import worst
 
 
-def is_retried(failure: Failure, attempts: int, max_attempts: int) -> bool:
+def is_retried(error: RolloutError, attempts: int, max_attempts: int) -> bool:
     """Whether a rollout that failed after `attempts` counted tries gets another one."""
-    return failure.outcome is Outcome.RETRY and attempts < max_attempts
+    return error.outcome is Outcome.RETRY and attempts < max_attempts
 
 
-def counts_as_attempt(failure: Failure) -> bool:
-    """A rollout that died because another one in its process did has not been tried."""
-    return not failure.detail.get("mate", False)
+def counts_as_attempt(error: RolloutError) -> bool:
+    """A rollout that died because another one in its process did has not been tried.
+
+    Only the pool knows that: what an agent says of its own failure does not count.
+    """
+    return not (isinstance(error, WorkerError) and error.detail.get("mate", False))
 
 
 def retry_delay_seconds(attempts: int, jitter: float) -> float:
     """Pause before the next try: 0.2 s doubling to at most 10 s, spread by `jitter` in [0, 1]."""
-    return float(min(10.0, 0.2 * 2 ** (attempts - 1)) * (0.5 + jitter / 2))
+    # Bounded before it is a power: a server outlives its engine for any number of attempts.
+    return min(10.0, 0.2 * 2.0 ** min(attempts - 1, 16)) * (0.5 + jitter / 2)
 
 
 class Drop(msgspec.Struct, frozen=True):
@@ -32,18 +36,18 @@ class Drop(msgspec.Struct, frozen=True):
     failed: bool
 
 
-def judge_trajectory(trajectory: Trajectory, *, need_exact: bool) -> str | None:
+def judge_trajectory(trajectory: Trajectory, *, need_exact: bool) -> RolloutError | None:
     """Why this trajectory may not be delivered, None if it may.
 
     Args:
         need_exact: whether token ids and logprobs must be there (for RL), or text will do.
     """
     if trajectory.score.reward is None:
-        return "its score has no reward"
+        return Unscorable("Its score has no reward.")
     if need_exact and not trajectory.sequences:
-        return "no token of it was recorded"
+        return TokensError("No token of it was recorded.")
     if need_exact and worst(trajectory.flags) == "drop":
-        return f"its tokens are not exact ({', '.join(trajectory.flags)})"
+        return TokensError(f"Its tokens are not exact ({', '.join(trajectory.flags)}).")
     return None
 
 

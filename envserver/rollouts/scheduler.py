@@ -23,8 +23,6 @@ from .stream import Ticket
 
 log = structlog.get_logger()
 
-LONGEST_PAUSE_SECONDS = 30.0
-
 
 class Scheduler:
     """Runs groups until enough are delivered, the tasks end, or it is told to stop.
@@ -171,7 +169,7 @@ class Scheduler:
         if self._failed_in_a_row and not self._stop_on_failures:
             seconds = retry_delay_seconds(self._failed_in_a_row, random.random())
             pause = asyncio.create_task(self._draining.wait())
-            await asyncio.wait({pause}, timeout=min(seconds, LONGEST_PAUSE_SECONDS))
+            await asyncio.wait({pause}, timeout=seconds)
             pause.cancel()
 
     async def _deliver(self, group: Group) -> None:

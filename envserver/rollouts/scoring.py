@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import pickle
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from multiprocessing import forkserver, resource_tracker
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -180,6 +182,7 @@ class _Scorer:
         # Not fork: the server has threads, and its memory is none of the scorer's business.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([scorer_process.__name__])
+        _start_forkserver()
         return ProcessPool(
             1, initializer=scorer_process.load, initargs=self._arguments, context=context
         )
@@ -190,6 +193,20 @@ class _Scorer:
         if pool is not None:
             pool.stop()  # type: ignore[no-untyped-call]
             await asyncio.to_thread(pool.join)
+
+
+def _start_forkserver() -> None:
+    """Starts the process that scorers are forked from, out of reach of Ctrl-C.
+
+    A terminal sends Ctrl-C to all processes; what they do then is the server's to decide.
+    """
+    # Its own helper first: starting that one unblocks the signal.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _raise(failure: Failure) -> NoReturn:

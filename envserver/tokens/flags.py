@@ -26,10 +26,8 @@ ACTIONS: dict[str, Action] = {
     "structured_output_masked": "train",
     "top_p_active": "train",
     "temperature_not_one": "train",
-    # About the agent.
+    # The engine failed, and the agent went on.
     "engine_error_seen": "train",
-    "call_after_seal": "train",
-    "n_unused_choice": "train",
 }
 
 
