@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -241,7 +243,7 @@ async def test_rows_of_every_form_are_scored_in_order(tmp_path: Path) -> None:
 
 
 BAD_LINES: list[tuple[bytes, str]] = [
-    (b"{", "not JSON"),
+    (b"{", "not JSON: Expecting property name enclosed in double quotes at character"),
     (b'{"task": {"a": NaN}, "response": ""}', "not JSON"),
     (b"[1]", "no JSON object"),
     (b"\xff\xfe{}", "not UTF-8"),
@@ -316,6 +318,55 @@ async def test_a_failed_run_leaves_the_old_output(tmp_path: Path) -> None:
         await run_score("math", {}, source, target, processes=1, progress=stop)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "scores.jsonl"]
     assert target.read_text() == "old"
+
+
+async def test_a_full_disk_is_a_clear_error(tmp_path: Path) -> None:
+    source, target = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
+    source.write_text("{}\n" * 1000)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(StoreError, match="cannot be written"):
+            await run_score("math", {}, source, target, processes=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+async def test_a_pipe_gets_the_scores_and_a_link_keeps_pointing(tmp_path: Path) -> None:
+    source, pipe, link = tmp_path / "rows.jsonl", tmp_path / "pipe", tmp_path / "link"
+    source.write_text("{}\n")
+    os.mkfifo(pipe)
+    link.symlink_to(tmp_path / "scores.jsonl")
+    reader = asyncio.create_task(asyncio.to_thread(pipe.read_text))
+    await asyncio.gather(*(run_score("math", {}, source, to, processes=1) for to in (pipe, link)))
+    assert await reader == (tmp_path / "scores.jsonl").read_text() != ""
+    assert pipe.is_fifo() and link.is_symlink()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+async def test_a_stopped_command_leaves_nothing_behind(
+    tmp_path: Path, moody: str, number: int, status: int
+) -> None:
+    source = tmp_path / "rows.jsonl"
+    row = json.dumps({"task": {}, "response": "hang"})
+    source.write_text(f"{row}\n" * 100)
+    words = ["score", "--env", moody, "--input", str(source), "--output", str(tmp_path / "out")]
+    command = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "envserver", *words,
+        stderr=asyncio.subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    async with asyncio.timeout(60):
+        while not list(tmp_path.glob(".out.*.part")):
+            await asyncio.sleep(0.05)
+        os.killpg(command.pid, number)
+        _, said = await command.communicate()
+    assert command.returncode == status
+    assert b"Stopped" in said and b"Traceback" not in said
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {
+        "moody.py",
+        "rows.jsonl",
+    }
 
 
 async def test_progress_counts_rows_and_ends_at_the_whole(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -86,7 +86,7 @@ async def run_score(
     reference = absolute(env_reference)
     started = time.monotonic()
     summary = Summary()
-    with _open_input(input) as source, _whole_file(output) as target:
+    with _open_input(input) as source, _output(output) as target:
         size = max(1, os.fstat(source.fileno()).st_size)
 
         def deliver(line: _Line, scored: ScoredRow) -> None:
@@ -252,6 +252,8 @@ def _parsed(data: bytes | None) -> dict[str, Any]:
         row = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise InputError(f"The row is not UTF-8: {error.reason} at byte {error.start}.") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"The row is not JSON: {error.msg} at character {error.pos}.") from error
     except ValueError as error:
         raise InputError(f"The row is not JSON: {error}") from error
     except RecursionError as error:
@@ -318,6 +320,24 @@ def _open_input(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
+def _output(path: Path) -> AbstractContextManager[BinaryIO]:
+    """Where the scores go: a file as a whole; what is no file (a pipe, a device) as they come."""
+    if path.exists() and not path.is_file():
+        return _device(path)
+    # A link goes on pointing where it does.
+    return _whole_file(Path(os.path.realpath(path)))
+
+
+@contextmanager
+def _device(path: Path) -> Iterator[BinaryIO]:
+    with _storing(path):
+        file = path.open("wb")
+    with _closing(file):
+        yield file
+        with _storing(path):
+            file.close()
+
+
 @contextmanager
 def _whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file that appears under its name when all of it is written, or not at all."""
@@ -325,15 +345,25 @@ def _whole_file(path: Path) -> Iterator[BinaryIO]:
     with _storing(path):
         file = part.open("xb")
     try:
-        with file:
+        with _closing(file):
             yield file
             with _storing(path):
                 file.flush()
                 os.fsync(file.fileno())
-        with _storing(path):
-            part.replace(path)
+                file.close()
+                part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _closing(file: BinaryIO) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        # Closed already, or given up: that a full disk is still full is no news then.
+        with suppress(OSError):
+            file.close()
 
 
 @contextmanager

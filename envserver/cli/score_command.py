@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 from rich.console import Console
@@ -30,7 +34,7 @@ class ScoreSettings(EnvironmentSettings):
 
 
 def run(argv: list[str]) -> int:
-    """The command; rows with an error do not change its status.
+    """The command; rows with an error do not change its status. 130 and 143: it was stopped.
 
     Raises:
         NotFoundError: there is no such file or environment.
@@ -42,10 +46,10 @@ def run(argv: list[str]) -> int:
     settings = line.settings
     configure_logs(settings.log_level)
     console = Console(stderr=True)
-    with _bar(console) as bar:
-        shown = bar.add_task("", total=1.0, rows=0)
-        summary = run_loop(
-            run_score(
+    try:
+        with _bar(console) as bar:
+            shown = bar.add_task("", total=1.0, rows=0)
+            scoring = run_score(
                 line.reference,
                 settings.env.model_dump(mode="json"),
                 settings.input,
@@ -53,9 +57,19 @@ def run(argv: list[str]) -> int:
                 processes=settings.processes,
                 progress=lambda rows, share: bar.update(shown, completed=share, rows=rows),
             )
-        )
+            summary = run_loop(_stoppable(scoring))
+    except (KeyboardInterrupt, asyncio.CancelledError) as stop:
+        console.print(f"Stopped: {settings.output} is as it was.", highlight=False, markup=False)
+        return 130 if isinstance(stop, KeyboardInterrupt) else 143
     _show(console, summary, settings.output)
     return 0
+
+
+async def _stoppable(scoring: Coroutine[Any, Any, Summary]) -> Summary:
+    """`scoring`, which SIGTERM ends as Ctrl-C does: with nothing left behind."""
+    task = asyncio.ensure_future(scoring)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await task
 
 
 def _bar(console: Console) -> Progress:
