@@ -88,7 +88,7 @@ def test_the_answer_is_the_last_visible_box(response: str, verdict: float) -> No
      r"7\%", "7%", "x=7", "n = -7", r"\frac{1}{2}", r"-\dfrac{1}{2}", r"1\frac{1}{2}",
      "1/2", "3 1/2", "10^6", "10^{-6}",
      r"1.5 \times 10^{3}", r"7\text{ cm}", r"7\,\mathrm{m}^2",
-     r"90^\circ", r"90^{\circ}", " 7 ", "$7$"],
+     r"90^\circ", r"90\,^{\circ}", " 7 ", "$7$"],
 )  # fmt: skip
 def test_number_literals(text: str) -> None:
     assert is_number_literal(text)
@@ -201,6 +201,16 @@ def test_without_an_output_the_conversation_is_scored() -> None:
     assert env.score(task, Result(messages=[said])).reward == 1.0
     assert env.score(task, Result(messages=[said, FINISH_5])).reward == 0.0
     assert env.score(task, Result()).reward == 0.0
+
+
+@pytest.mark.parametrize(
+    "calls", [5, "x", [5], [{}], [{"function": 5}], [{"function": {"name": []}}]]
+)
+def test_malformed_tool_calls_in_a_conversation_are_no_calls(calls: Any) -> None:
+    message = {"role": "assistant", "content": r"\boxed{4}", "tool_calls": calls}
+    env = Math()
+    task = env.task_from_row({"question": "q", "answer": "#### 4"})
+    assert env.score(task, env.response_from_row(r"\boxed{4}", [message])).reward == 1.0
 
 
 def test_failed_tool_calls_cost_only_when_asked_for() -> None:

@@ -72,7 +72,9 @@ def checked_call(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> tuple[To
     Raises:
         ToolError: there is no such tool, or the arguments break its schema.
     """
-    function = call.get("function") or {}
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise ToolError("a tool call must hold a function.")
     name = function.get("name")
     if not isinstance(name, str) or name not in tools:
         raise ToolError(f"there is no tool {name!r}; there are: {', '.join(tools)}.")

@@ -56,7 +56,8 @@ async def solve(task: PublicTask, run: Rollout, mode: Mode) -> dict[str, Any]:
 
 def finish_answer(message: Message) -> str | None:
     """The answer in a message's first valid call of `finish`, None without one."""
-    for call in message.get("tool_calls") or []:
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else []:
         try:
             tool, arguments = checked_call(TOOLS, call)
         except ToolError:

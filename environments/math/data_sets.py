@@ -89,7 +89,7 @@ def read_problem(row: Row, data_set: str | None = None) -> Problem:
     shape = SHAPES[data_set] if data_set else shape_of(row)
     missing = shape.missing(row)
     if missing:
-        raise InputError(f"A {shape.name} row must have {', '.join(missing)}.")
+        raise InputError(f"A row of {shape.name} must have {', '.join(missing)}.")
     answer = shape.answer(row)
     options = shape.options(row)
     question = shape.question(row).strip()
@@ -184,7 +184,8 @@ def _decimal_answer(row: Row) -> str | None:
         number = Decimal(_text(row["Answer"]).replace(",", ""))
     except InvalidOperation:
         return None
-    if not number.is_finite():
+    # Written out, 1e999999999 would fill the memory.
+    if not number.is_finite() or abs(number.adjusted()) > MAX_ANSWER_CHARACTERS:
         return None
     whole = number == number.to_integral_value()
     return f"{number:.0f}" if whole else f"{number.normalize():f}"
@@ -212,14 +213,16 @@ def _options(row: Row) -> list[str]:
             return []
     elif isinstance(raw, str):
         raw = re.split(r"\s*,\s*(?=[a-eA-E]\s*\))", raw)
-    if not isinstance(raw, list):
+    if not isinstance(raw, list) or not all(isinstance(option, str | int) for option in raw):
         return []
     return [re.sub(r"^\s*\(?[a-eA-E]\s*\)\s*", "", str(option)).strip() for option in raw]
 
 
 def _svamp_question(row: Row) -> str:
-    body = _text(row["Body"])
-    return f"{body}{'' if body.endswith(('.', '?', '!', ',')) else '.'} {_text(row['Question'])}"
+    body, question = _text(row["Body"]), _text(row["Question"])
+    if not body or not question:
+        return question
+    return f"{body}{'' if body.endswith(('.', '?', '!', ',')) else '.'} {question}"
 
 
 def _shapes() -> dict[str, Shape]:

@@ -14,9 +14,9 @@ _DIGITS = r"(?:\d+(?:(?:,|\{,\}|,\\!)\d+)*(?:\.\d*)?|\.\d+)"
 _INTEGER = r"[-+−]?\d+"
 _EXPONENT = rf"10\^(?:\{{\s*{_INTEGER}\s*\}}|\d+)"
 _UNIT = (
-    rf"(?:{_SPACE}\\(?:text|textrm|textnormal|mathrm|mbox)\s*\{{[^{{}}\\]*\}}"
-    r"(?:\^(?:\{\s*-?\d+\s*\}|\d))?)"
-    r"|(?:\^(?:\{\s*\\circ\s*\}|\\circ)|°|\\degree)"
+    rf"{_SPACE}(?:\\(?:text|textrm|textnormal|mathrm|mbox)\s*\{{[^{{}}\\]*\}}"
+    r"(?:\^(?:\{\s*-?\d+\s*\}|\d))?"
+    r"|\^(?:\{\s*\\circ\s*\}|\\circ)|°|\\degree)"
 )
 _NUMBER = rf"(?:\\?\${_SPACE}{_SIGN})?{_DIGITS}(?:{_SPACE}(?:\\times|\\cdot|×){_SPACE}{_EXPONENT})?"
 _FRACTION = (
