@@ -134,9 +134,11 @@ NO_GROUPS: list[tuple[bytes, str]] = [
     (b"", "missing"),
     (b"{", "json_invalid"),
     (b"nonsense", "json_invalid"),
-    (b"null", "model_type"),
-    (b"[]", "model_type"),
+    (b"null", "model_attributes_type"),
+    (b"[]", "model_attributes_type"),
     (b"{}", "missing"),
+    (b"NaN", "model_attributes_type"),
+    (b'"\\ud800"', "json_invalid"),
 ]
 
 
@@ -159,11 +161,71 @@ async def test_bodies_that_are_no_group(api: Api) -> None:
         assert answer.json() == {"detail": "There was an error parsing the body"}
 
 
+FASTAPI_SAYS: list[tuple[str, bytes, dict[str, Any]]] = [
+    (
+        "/disconnect-env",
+        b'{"env_id": 0,}',
+        {
+            "type": "json_invalid",
+            "loc": ["body", 13],
+            "msg": "JSON decode error",
+            "input": {},
+            "ctx": {"error": "Expecting property name enclosed in double quotes"},
+        },
+    ),
+    (
+        "/disconnect-env",
+        b"[0]",
+        {
+            "type": "model_attributes_type",
+            "loc": ["body"],
+            "msg": "Input should be a valid dictionary or object to extract fields from",
+            "input": [0],
+        },
+    ),
+    (
+        "/scored_data_list",
+        b"{}",
+        {
+            "type": "list_type",
+            "loc": ["body"],
+            "msg": "Input should be a valid list",
+            "input": {},
+        },
+    ),
+    (
+        "/scored_data",
+        b'{"masks": [[1]], "scores": [1], "tokens": [["a"]]}',
+        {
+            "type": "int_parsing",
+            "loc": ["body", "tokens", 0, 0],
+            "msg": "Input should be a valid integer, unable to parse string as an integer",
+            "input": "a",
+        },
+    ),
+]
+
+
+async def test_errors_are_worded_as_fastapi_words_them(api: Api) -> None:
+    for path, raw, error in FASTAPI_SAYS:
+        answer = await api.http.post(path, content=raw, headers=JSON)
+        assert (answer.status_code, answer.json()) == (422, {"detail": [error]})
+
+
+async def test_a_million_faults_are_one_short_answer(api: Api) -> None:
+    row = b"[" + b",".join([b'"a"'] * 1_000_000) + b"]"
+    body = b'{"tokens":[%b,%b],"masks":[[1]],"scores":[1]}' % (row, row)
+    answer = await api.http.post("/scored_data", content=body, headers=JSON)
+    assert answer.status_code == 422
+    assert [error["loc"] for error in answer.json()["detail"]] == [["body", "tokens", 0, 0]]
+
+
 async def test_json_is_taken_whatever_it_is_called(api: Api) -> None:
     raw = json.dumps(REGISTRATION).encode()
     for headers in ({"content-type": "text/plain"}, {"content-type": "x/y"}, {}):
-        answer = await api.http.post("/register", content=raw, headers=headers)
-        assert answer.status_code == 200
+        for body in (raw, b"\xef\xbb\xbf" + raw):
+            answer = await api.http.post("/register", content=body, headers=headers)
+            assert answer.status_code == 200
 
 
 async def test_wrong_methods_and_paths(api: Api) -> None:
@@ -192,6 +254,7 @@ async def test_gzip_both_ways(api: Api) -> None:
     assert answer.json() == {"status": "received"}
     plain = await api.http.get("/latest_example", headers={"accept-encoding": "identity"})
     assert "content-encoding" not in plain.headers
+    assert "Accept-Encoding" in plain.headers["vary"]
     small = await api.http.get("/info", headers={"accept-encoding": "gzip"})
     assert "content-encoding" not in small.headers
     large = await api.http.get("/batch", headers={"accept-encoding": "gzip"})

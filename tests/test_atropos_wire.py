@@ -158,6 +158,15 @@ async def test_lists_of_groups(api: Api) -> None:
     assert (await api.http.post("/scored_data_list", json=wire_group())).status_code == 422
 
 
+async def test_groups_of_a_list_are_queued_in_its_order(api: Api) -> None:
+    await api.start(batch_size=4)
+    env_id = await api.add_environment(group_size=4)
+    await api.post("/scored_data", wire_group(2, 1, env_id=env_id))
+    mixed = [wire_group(2, 2, env_id=env_id), wire_group(4, 3, env_id=env_id)]
+    await api.post("/scored_data_list", mixed)
+    assert [await api.batch_marks() for _ in range(3)] == [[1, 2], [3], None]
+
+
 async def test_unknown_environments_post_straight_to_the_queue(api: Api) -> None:
     await api.start()
     await api.add_environment(group_size=4)

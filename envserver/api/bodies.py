@@ -1,19 +1,21 @@
 """Request bodies, read raw and validated once, whatever their content type says.
 
 In: the bytes of a body and the type it should have. Out: the validated value, or an error that
-names the place in FastAPI's shape: `{"type", "loc", "msg", "input"}`. What the sender sent never
-comes back at more than a few hundred characters.
+names the place with the very words and shape of FastAPI: `{"type", "loc", "msg", "input"}` and
+sometimes `"ctx"`. What the sender sent never comes back at more than a few hundred characters.
 """
 
 from __future__ import annotations
 
+import codecs
+import json
 import math
-import re
 from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
 import orjson
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from ..errors import InputError, UsageError
@@ -21,8 +23,8 @@ from ..errors import InputError, UsageError
 T = TypeVar("T")
 
 _MOST_ERRORS: Final = 100
-_LONGEST_INPUT: Final = 400
-_POSITION: Final = re.compile(r" at line (\d+) column (\d+)$")
+_LONGEST_INPUT: Final = 1000
+_MOST_READ_TWICE: Final = 1_000_000
 
 
 class Refused(InputError):
@@ -65,10 +67,11 @@ def parse_body(raw: bytes, wanted: TypeAdapter[T]) -> T:
     """`raw` as `wanted`; raises as `read_body`."""
     if not raw:
         raise Refused([refusal("missing", ["body"], "Field required", None)])
+    text = raw.removeprefix(codecs.BOM_UTF8)
     try:
-        return wanted.validate_json(raw)
+        return wanted.validate_json(text)
     except ValidationError as error:
-        raise _refused(raw, error) from None
+        raise _refused(text, wanted, error) from None
 
 
 def request_body(model: type[BaseModel], *, listed: bool = False) -> dict[str, Any]:
@@ -81,31 +84,47 @@ def request_body(model: type[BaseModel], *, listed: bool = False) -> dict[str, A
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def _refused(raw: bytes, error: ValidationError) -> UsageError:
-    found = error.errors(include_url=False, include_context=True)[:_MOST_ERRORS]
+def _refused(raw: bytes, wanted: TypeAdapter[T], error: ValidationError) -> UsageError:
+    """What FastAPI says of such a body, which is what Python's own reader says of it. Of a large
+    one it is said in pydantic's words for JSON.
+    """
+    found = error.errors(include_url=False)
+    if "recursion limit" in found[0]["msg"]:
+        return Unreadable()
+    if len(raw) <= _MOST_READ_TWICE:
+        return _refused_exactly(raw, wanted, found)
     if found[0]["type"] == "json_invalid":
-        return _no_json(raw, str(found[0]["ctx"]["error"]))
-    return Refused([refusal(e["type"], ["body", *e["loc"]], e["msg"], e["input"]) for e in found])
+        return _no_json(0, str(found[0]["ctx"]["error"]))
+    return Refused([_as_fastapi(error) for error in found[:_MOST_ERRORS]])
 
 
-def _no_json(raw: bytes, reason: str) -> UsageError:
+def _refused_exactly(raw: bytes, wanted: TypeAdapter[T], found: list[ErrorDetails]) -> UsageError:
     try:
-        raw.decode()
-    except UnicodeDecodeError:
+        value = json.loads(raw.decode())
+    except json.JSONDecodeError as unread:
+        return _no_json(unread.pos, unread.msg)
+    except (ValueError, RecursionError):
         return Unreadable()
-    if reason.startswith("recursion limit"):
-        return Unreadable()
-    place = _POSITION.search(reason)
-    offset = _offset(raw, int(place[1]), int(place[2])) if place else 0
-    error = refusal("json_invalid", ["body", offset], "JSON decode error", {})
-    return Refused([{**error, "ctx": {"error": _POSITION.sub("", reason)}}])
+    if found[0]["type"] == "json_invalid":
+        # Python reads it: half of a surrogate pair, which could never be written again.
+        return _no_json(0, str(found[0]["ctx"]["error"]))
+    try:
+        wanted.validate_python(value, from_attributes=True)
+    except ValidationError as exact:
+        found = exact.errors(include_url=False)
+    return Refused([_as_fastapi(error) for error in found[:_MOST_ERRORS]])
 
 
-def _offset(raw: bytes, line: int, column: int) -> int:
-    start = 0
-    for _ in range(line - 1):
-        start = raw.find(b"\n", start) + 1
-    return max(0, start + column - 1)
+def _no_json(position: int, reason: str) -> Refused:
+    error = refusal("json_invalid", ["body", position], "JSON decode error", {})
+    return Refused([{**error, "ctx": {"error": reason}}])
+
+
+def _as_fastapi(found: ErrorDetails) -> dict[str, Any]:
+    error = refusal(found["type"], ["body", *found["loc"]], found["msg"], found["input"])
+    if context := found.get("ctx"):
+        error["ctx"] = {name: shown(value) for name, value in context.items()}
+    return error
 
 
 def shown(value: object) -> object:
@@ -121,7 +140,7 @@ def shown(value: object) -> object:
     try:
         text = orjson.dumps(value)
     except (TypeError, ValueError):
-        text = b""
-    if text and len(text) <= _LONGEST_INPUT:
+        return str(value)[:_LONGEST_INPUT]
+    if len(text) <= _LONGEST_INPUT:
         return orjson.loads(text)
-    return f"{str(value)[:_LONGEST_INPUT]}…"
+    return text[:_LONGEST_INPUT].decode(errors="ignore") + "…"

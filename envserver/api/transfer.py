@@ -150,9 +150,10 @@ class CompressedAnswers:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not accepts_gzip(Headers(scope=scope)):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        compress = accepts_gzip(Headers(scope=scope))
         held: list[Message] = []
 
         async def compressing(message: Message) -> None:
@@ -162,14 +163,15 @@ class CompressedAnswers:
             if held:
                 start = held.pop()
                 if message["type"] == "http.response.body":
-                    message = await _compressed(start, message)
+                    message = await _fitting(start, message, compress=compress)
                 await send(start)
             await send(message)
 
         await self._app(scope, receive, compressing)
 
 
-async def _compressed(start: Message, message: Message) -> Message:
+async def _fitting(start: Message, message: Message, *, compress: bool) -> Message:
+    """The body for a client that does or does not take gzip; `start` gets the headers for it."""
     body: bytes = message.get("body", b"")
     headers = MutableHeaders(raw=list(start["headers"]))
     if (
@@ -179,12 +181,13 @@ async def _compressed(start: Message, message: Message) -> Message:
         or headers.get("content-type", "").startswith(_BINARY)
     ):
         return message
-    smaller = await asyncio.to_thread(zlib.compress, body, 1, _GZIP)
-    headers["content-encoding"] = "gzip"
-    headers["content-length"] = str(len(smaller))
     headers.add_vary_header("Accept-Encoding")
+    if compress:
+        body = await asyncio.to_thread(zlib.compress, body, 1, _GZIP)
+        headers["content-encoding"] = "gzip"
+        headers["content-length"] = str(len(body))
     start["headers"] = headers.raw
-    return {**message, "body": smaller}
+    return {**message, "body": body}
 
 
 def accepts_gzip(headers: Headers) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -20,6 +20,10 @@ _INT64: Final = 2**63 - 1
 
 Whole = Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)]
 Share = Annotated[float, Field(allow_inf_nan=False)]
+
+_Item = TypeVar("_Item")
+Array = Annotated[list[_Item], Field(fail_fast=True)]
+"""A list of which only the first fault is reported: a few megabytes can hold a million of them."""
 
 
 class WireModel(BaseModel):
@@ -62,20 +66,20 @@ class LeaseIdentifier(WireModel):
 class ScoredData(WireModel):
     """One group of scored sequences. Its fields, in this order, are the keys of every answer."""
 
-    tokens: list[list[int]]
-    masks: list[list[int]]
-    scores: list[float]
-    advantages: list[list[float]] | None = None
-    ref_logprobs: list[list[float]] | None = None
-    messages: list[list[dict[str, Any]]] | None = None
+    tokens: Array[Array[int]]
+    masks: Array[Array[int]]
+    scores: Array[float]
+    advantages: Array[Array[float]] | None = None
+    ref_logprobs: Array[Array[float]] | None = None
+    messages: Array[Array[dict[str, Any]]] | None = None
     generation_params: dict[str, Any] | None = None
-    inference_logprobs: list[list[float]] | None = None
-    overrides: list[dict[str, Any]] | None = None
+    inference_logprobs: Array[Array[float]] | None = None
+    overrides: Array[dict[str, Any]] | None = None
     group_overrides: dict[str, Any] | None = None
     images: Any = None
     env_id: int | None = None
-    distill_token_ids: list[list[list[int]]] | None = None
-    distill_logprobs: list[list[list[float]]] | None = None
+    distill_token_ids: Array[Array[Array[int]]] | None = None
+    distill_logprobs: Array[Array[Array[float]]] | None = None
 
 
 GROUP_KEYS: Final = tuple(ScoredData.model_fields)
@@ -161,7 +165,7 @@ def _bad_messages(group: ScoredData) -> Iterator[dict[str, Any]]:
         for index, message in enumerate(conversation):
             if "role" not in message or "content" not in message:
                 place: list[str | int] = ["messages", row, index]
-                text = "Message must have 'role' and 'content' fields"
+                text = "Value error, Message must have 'role' and 'content' fields"
                 yield refusal("value_error", place, text, message)
 
 

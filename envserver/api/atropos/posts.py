@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import structlog
+from msgspec import structs
 from pydantic import TypeAdapter
 
 from ...errors import StoreError
@@ -60,20 +61,23 @@ class Posts:
         """
         puts = [_as_put(g, _group_id(key, i), state) for i, g in enumerate(groups)]
         new = {put.group_id for put in await self._put_new(puts)}
-        flushed: list[Waiting] = []
+        ready: list[Waiting] = []
+        parts: set[str] = set()
         answers: list[int | None] = []
         for put in puts:
             env_id = put.env_id
             if put.state == "queued" or env_id is None:
                 if put.group_id in new:
-                    self._view.enqueue(self._waiting(put))
+                    ready.append(self._waiting(put))
                 answers.append(None)
                 continue
             if put.group_id in new:
                 self._view.buffer(env_id, self._waiting(put))
-                flushed += self._view.fitting(env_id, state.environments[env_id].group_size)
+                fitting = self._view.fitting(env_id, state.environments[env_id].group_size)
+                ready += fitting
+                parts |= {group.group_id for group in fitting}
             answers.append(self._view.buffered_sequences(env_id))
-        return answers, await self._flush(flushed)
+        return answers, await self._enqueue(ready, parts)
 
     async def flush_all(self, state: WireState) -> bool:
         """Queues every whole group that the buffers hold; whether that worked."""
@@ -83,28 +87,24 @@ class Posts:
                 size = state.environments[env_id].group_size
                 while fitting := self._view.fitting(env_id, size):
                     flushed += fitting
-        return await self._flush(flushed)
+        return await self._enqueue(flushed, {group.group_id for group in flushed})
 
-    async def _flush(self, groups: Sequence[Waiting]) -> bool:
-        if not groups:
-            return True
-        ids = [group.group_id for group in groups]
+    async def _enqueue(self, ready: Sequence[Waiting], parts: set[str]) -> bool:
+        """Queues groups in this order; `parts` of them are buffered on disk. Whether all could."""
+        moved = await self._move(parts)
+        for group in ready:
+            if moved or group.group_id not in parts:
+                self._view.enqueue(structs.replace(group, order=self._view.next_order()))
+        return moved
+
+    async def _move(self, parts: set[str]) -> bool:
         try:
-            await self._store.move(ids, "queued")
+            if parts:
+                await self._store.move(list(parts), "queued")
         except StoreError as error:
             # They are accepted and stay buffered on disk; looking again queues them.
-            log.error("flush_failed", groups=len(ids), error=str(error))
+            log.error("flush_failed", groups=len(parts), error=str(error))
             return False
-        for group in groups:
-            self._view.enqueue(
-                Waiting(
-                    group_id=group.group_id,
-                    size=group.size,
-                    env_id=group.env_id,
-                    lane=group.lane,
-                    order=self._view.next_order(),
-                )
-            )
         return True
 
     async def _put_new(self, puts: Sequence[GroupPut]) -> list[GroupPut]:

@@ -20,6 +20,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from ..bodies import Refused, Unreadable, read_body, request_body
 from .models import (
+    Array,
     EnvironmentIdentifier,
     EnvironmentRegistration,
     LeaseIdentifier,
@@ -34,7 +35,7 @@ _ENVIRONMENT: Final = TypeAdapter(EnvironmentRegistration)
 _IDENTIFIER: Final = TypeAdapter(EnvironmentIdentifier)
 _LEASE: Final = TypeAdapter(LeaseIdentifier)
 _GROUP: Final = TypeAdapter(ScoredData)
-_GROUPS: Final = TypeAdapter(list[ScoredData])
+_GROUPS: Final = TypeAdapter(Array[ScoredData])
 
 _NO_EXAMPLE: Final = (
     "tokens",
