@@ -15,13 +15,13 @@ from support.api import (
     Api,
     mark_of,
     native_group,
+    put_native,
     running_api,
     wire_group,
 )
 
 from envserver.errors import StoreError, StoreFull
 from envserver.store import GroupPut
-from envserver.store.sink import StoreSink
 
 JSON = {"content-type": "application/json"}
 
@@ -367,7 +367,7 @@ async def test_a_store_that_fails_accepts_nothing(
 async def test_groups_of_our_own_environments_are_delivered_too(api: Api) -> None:
     await api.register()
     await api.post("/scored_data", wire_group(2, 1))
-    await StoreSink(api.store, lambda: 99).put(native_group("native-1", truncated=True))
+    await put_native(api.store, native_group("native-1", truncated=True))
     assert (await api.get("/status"))["queue_size"] == 2
     _, native = (await api.get("/batch"))["batch"]
     assert list(native) == KEYS
@@ -385,7 +385,7 @@ async def test_how_our_own_groups_are_written_can_be_chosen(tmp_path: Path) -> N
     more = {"score_range": "pm1", "include_messages": False}
     async with running_api(tmp_path / "s.db", **more) as api:
         await api.register(batch_size=2)
-        await StoreSink(api.store, lambda: 99).put(native_group("native-1"))
+        await put_native(api.store, native_group("native-1"))
         (native,) = (await api.get("/batch"))["batch"]
         assert native["scores"] == [-1.0, 1.0]
         assert native["messages"] is None
@@ -396,7 +396,7 @@ async def test_a_group_that_cannot_be_read_holds_up_no_batch(api: Api) -> None:
     await api.register(batch_size=2)
     odd = {"env": "math", "format": "group", "size": 2, "tokens": 1, "max_length": 1}
     await api.store.put([GroupPut(group_id="broken", body=b"\xc1", **odd)])
-    await StoreSink(api.store, lambda: 99).put(native_group("empty", sequences=[]))
+    await put_native(api.store, native_group("empty", sequences=[]))
     await api.post("/scored_data", wire_group(2, 5))
     assert await api.batch_marks() == [5]
     assert (await api.store.counts())["dropped"] == 2

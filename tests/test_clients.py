@@ -9,14 +9,13 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from support.api import Api, native_group, running_api, wire_group
+from support.api import Api, native_group, put_native, running_api, wire_group
 from support.commands import free_port
 
 from clients.http import EnvClient, Retries, ServerUnreachable, SyncEnvClient
 from clients.records import decode_batch
 from envserver import ConflictError, InputError, NotFoundError, StoreError
 from envserver.store import GroupPut
-from envserver.store.sink import StoreSink
 
 QUICK = Retries(tries=3, first_pause_seconds=0.01)
 
@@ -29,7 +28,7 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
 
 async def put(api: Api, *group_ids: str) -> None:
     for group_id in group_ids:
-        await StoreSink(api.store, lambda: 99).put(native_group(group_id, truncated=True))
+        await put_native(api.store, native_group(group_id, truncated=True))
 
 
 async def test_rows_of_our_own_groups_are_the_arrays_that_were_stored(api: Api) -> None:

@@ -11,12 +11,11 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from support.api import KEYS, Api, native_group, running_api, wire_group
+from support.api import KEYS, Api, native_group, put_native, running_api, wire_group
 
 from envserver.api.server import serve_api
 from envserver.errors import ConfigError, StoreError
 from envserver.records import Group, unpack
-from envserver.store.sink import StoreSink
 
 MSGPACK = "application/vnd.envserver.groups+msgpack"
 
@@ -30,7 +29,7 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
 
 async def put(api: Api, *group_ids: str) -> None:
     for group_id in group_ids:
-        await StoreSink(api.store, lambda: 99).put(native_group(group_id))
+        await put_native(api.store, native_group(group_id))
 
 
 async def lease(api: Api, **body: Any) -> list[str]:

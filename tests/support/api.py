@@ -18,6 +18,7 @@ from envserver.api.server import serve_api
 from envserver.config import ServerConfig
 from envserver.records import Group, Score, Sequence, Trajectory, Usage
 from envserver.store import Store, open_store
+from envserver.store.sink import StoreSink
 
 REGISTRATION = {
     "wandb_group": "group",
@@ -147,6 +148,11 @@ def native_group(group_id: str, trajectories: int = 2, **changes: Any) -> Group:
         policy_version=7,
         generation_params={"temperature": 0.7},
     )
+
+
+async def put_native(store: Store, group: Group) -> None:
+    """Stores `group` as `envserver serve` does."""
+    await StoreSink(store, group_size=2, most_groups=99, most_batches=3).put(group)
 
 
 def sequence() -> Sequence:
