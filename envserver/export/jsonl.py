@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 import msgspec
+import numpy as np
 import orjson
 import structlog
 
 from ..api.atropos.convert import group_to_atropos
 from ..errors import ConfigError, Failure, InputError, StoreError, StoreFull
-from ..records import Group, Trajectory
+from ..records import Group, Tokens, Trajectory
 from ..rollouts.events import Event, GroupDropped, RolloutFailed
 
 log = structlog.get_logger()
@@ -79,7 +80,7 @@ def _rollouts(trajectories: list[Trajectory]) -> list[dict[str, Any]]:
                 "turns": trajectory.turns,
                 "tools": trajectory.tools,
                 "flags": trajectory.flags,
-                "versions": [_spans(row.versions.tolist()) for row in trajectory.sequences],
+                "versions": [_spans(row.versions) for row in trajectory.sequences],
                 "usage": {
                     "seconds": trajectory.usage.seconds,
                     "model_seconds": trajectory.usage.model_seconds,
@@ -92,15 +93,11 @@ def _rollouts(trajectories: list[Trajectory]) -> list[dict[str, Any]]:
     return facts
 
 
-def _spans(versions: list[int]) -> list[list[int]]:
+def _spans(versions: Tokens) -> list[list[int]]:
     """Runs of equal values as [value, start, end)."""
-    spans: list[list[int]] = []
-    for at, version in enumerate(versions):
-        if spans and spans[-1][0] == version:
-            spans[-1][2] = at + 1
-        else:
-            spans.append([version, at, at + 1])
-    return spans
+    ends = [*(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    starts = [0, *ends[:-1]]
+    return [[int(versions[start]), start, end] for start, end in zip(starts, ends, strict=True)]
 
 
 def _failure(failure: Failure) -> dict[str, Any]:
@@ -141,8 +138,11 @@ class JsonlSink:
             StoreFull: the disk is full; the file is as it was before.
             StoreError: it cannot be written for another reason.
         """
-        line = group_line(
-            group, include_messages=self._include_messages, score_range=self._score_range
+        line = await asyncio.to_thread(
+            group_line,
+            group,
+            include_messages=self._include_messages,
+            score_range=self._score_range,
         )
         async with self._lock:
             if group.group_id in self._done:

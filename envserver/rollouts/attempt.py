@@ -6,6 +6,7 @@ attempt is sealed at the proxy whatever happens.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any, Literal
 
@@ -88,8 +89,7 @@ async def run_attempt(
         proxy.seal(attempt)
     limit = ending_limit(attempt)
     calls = list(attempt.calls)
-    sequences = build(calls)
-    check(calls, sequences)
+    sequences = await asyncio.to_thread(_checked_sequences, calls)
     last = main_call(calls)
     return Finished(
         result=Result(
@@ -107,6 +107,13 @@ async def run_attempt(
         usage=_usage(calls, time.time() - started),
         flags=_flags(attempt, calls),
     )
+
+
+def _checked_sequences(calls: list[Call]) -> list[Sequence]:
+    """The training rows of `calls`; tens of milliseconds for hundreds of long calls."""
+    sequences = build(calls)
+    check(calls, sequences)
+    return sequences
 
 
 def ending_limit(attempt: Attempt) -> str | None:

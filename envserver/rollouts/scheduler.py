@@ -84,7 +84,8 @@ class Scheduler:
                 await self._until_fewer_than(most)
                 if not self._is_wanting() or not await self._has_room():
                     continue
-                ticket = next(self._tickets, None)
+                # In a thread: the first task may come with a data set to be loaded.
+                ticket = await asyncio.to_thread(next, self._tickets, None)
                 if ticket is None:
                     break
                 if not await self._sink.known([ticket.group_id]):
@@ -111,8 +112,9 @@ class Scheduler:
         """Forgets the groups that are done; raises what ended one for good."""
         done = {task for task in self._open if task.done()}
         self._open -= done
-        for task in done:
-            task.result()
+        errors = [error for task in done if (error := task.exception()) is not None]
+        if errors:
+            raise errors[0]
 
     async def _has_room(self) -> bool:
         """Whether there is room at the sink; False when the run is being drained meanwhile."""

@@ -36,13 +36,14 @@ class StoreSink:
             StoreError: it is not stored.
         """
         rows = [row for trajectory in group.trajectories for row in trajectory.sequences]
+        body = await asyncio.to_thread(pack, group)
         await self._store.put(
             [
                 GroupPut(
                     group_id=group.group_id,
                     env=group.env,
                     format="group",
-                    body=pack(group),
+                    body=body,
                     size=len(group.trajectories),
                     tokens=sum(len(row.tokens) for row in rows),
                     max_length=max((len(row.tokens) for row in rows), default=0),

@@ -29,11 +29,14 @@ def check(calls: list[Call], sequences: list[Sequence]) -> None:
     exact = [call for call in calls if call.exact]
     for call in exact:
         _check_call(call)
+    by_call: dict[int, list[Sequence]] = {}
     for row, sequence in enumerate(sequences):
         _check_row(row, sequence)
+        for index in sequence.path:
+            by_call.setdefault(index, []).append(sequence)
     for call in exact:
         if worst(call.flags) == "train":
-            _check_trained_once(call, sequences)
+            _check_trained_once(call, by_call.get(call.index, []))
 
 
 def _check_call(call: Call) -> None:
@@ -57,13 +60,14 @@ def _check_row(row: int, sequence: Sequence) -> None:
     columns = (sequence.mask, sequence.logprobs, sequence.calls, sequence.versions)
     if any(len(column) != len(sequence.tokens) for column in columns):
         raise _broken(3, "the arrays of a row differ in length", row=row)
-    if np.any(sequence.calls[sequence.mask == 1] < 0):
-        raise _broken(3, "a trained token was not sampled", row=row)
+    if not np.all(np.isin(sequence.calls[sequence.mask == 1], sequence.path)):
+        raise _broken(3, "a trained token was not sampled by a call of its row", row=row)
     if np.any(sequence.logprobs[sequence.mask == 0] != 0):
         raise _broken(3, "context carries a logprob", row=row)
 
 
 def _check_trained_once(call: Call, sequences: list[Sequence]) -> None:
+    """`sequences`: those whose path holds `call`; no other has a trained token of it."""
     tokens, logprobs = [], []
     seen = np.concatenate([call.prompt_ids, call.completion_ids])
     stands = False
@@ -71,9 +75,7 @@ def _check_trained_once(call: Call, sequences: list[Sequence]) -> None:
         own = (sequence.calls == call.index) & (sequence.mask == 1)
         tokens.append(sequence.tokens[own])
         logprobs.append(sequence.logprobs[own])
-        stands = stands or (
-            call.index in sequence.path and np.array_equal(sequence.tokens[: len(seen)], seen)
-        )
+        stands = stands or (np.array_equal(sequence.tokens[: len(seen)], seen))
     if not np.array_equal(_join(tokens), call.completion_ids):
         raise _broken(1, "sampled tokens are missing, doubled or changed", call=call.index)
     if not np.array_equal(_join(logprobs), call.logprobs):
