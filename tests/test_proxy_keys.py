@@ -116,6 +116,16 @@ async def test_a_posted_failure_means_what_its_kind_means(
     assert attempt.failure.detail == {"limit": "time"}
 
 
+async def test_what_a_worker_tells_holds_its_key_no_more(home: House) -> None:
+    attempt, _ = home.open()
+    url = f"{home.url}/r/{attempt.key}/v1"
+    failure = {"kind": "agent_error", "message": f"404 for {url}", "detail": {"url": url}}
+    assert (await home.post(attempt.key, "result", {"failure": failure}))[0] == 204
+    assert attempt.failure is not None
+    assert attempt.failure.message == f"404 for {home.url}/r/***/v1"
+    assert attempt.key not in str(attempt.failure.detail)
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import signal
 
 from hypothesis import given
@@ -46,6 +47,14 @@ def test_every_byte_of_output_is_passed_on_or_counted(pieces: list[bytes], pause
     assert passed + dropped == b"".join(pieces).count(b"x")
     assert passed <= BURST_BYTES + len(pieces) * pause * BYTES_PER_SECOND
     assert lines.tail().encode() == b"".join(pieces)[-TAIL_BYTES:].strip()
+
+
+def test_output_holds_no_key_of_an_attempt() -> None:
+    lines = Lines(0.0)
+    key = secrets.token_urlsafe(24)
+    passed = lines.feed(f"HTTP Request: POST http://127.0.0.1:1/r/{key}/v1/models\n".encode(), 0.0)
+    assert passed == ["HTTP Request: POST http://127.0.0.1:1/r/***/v1/models"]
+    assert key not in lines.tail()
 
 
 @given(

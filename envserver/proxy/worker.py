@@ -96,7 +96,7 @@ def take_result(attempt: Attempt, body: bytes) -> None:
     if attempt.sealed or attempt.posted:
         raise ConflictError("The result of this attempt was posted before, or it has ended.")
     try:
-        result = _result.decode(body)
+        result = _result.decode(_without_key(attempt, body))
         failure = _failure(result)
     except _UNDECODABLE as error:
         raise _garbage(attempt, str(error)) from None
@@ -118,7 +118,7 @@ def take_log(attempt: Attempt, body: bytes) -> None:
     if len(body) > _MAX_LOG_BYTES:
         raise TooLargeError(f"A log line is over {_MAX_LOG_BYTES} bytes.")
     try:
-        line = _line.decode(body)
+        line = _line.decode(_without_key(attempt, body))
     except _UNDECODABLE as error:
         raise InputError(f"This is no log line: {error}.") from None
     _log.info(
@@ -128,6 +128,11 @@ def take_log(attempt: Attempt, body: bytes) -> None:
         env=attempt.spec.env,
         facts=line.facts,
     )
+
+
+def _without_key(attempt: Attempt, body: bytes) -> bytes:
+    """Errors of HTTP libraries quote addresses, and the key stands in that of the attempt."""
+    return body.replace(attempt.key.encode(), b"***")
 
 
 def _failure(result: _Result) -> Failure | None:

@@ -1,16 +1,21 @@
 """What workers print, cut into lines and bounded: a flood costs its writer, never the server.
 
 Bytes go in as they come from the pipe; out come the lines worth passing on and, at the end, the
-last bytes whatever the bounds said (a crash explains itself there).
+last bytes whatever the bounds said (a crash explains itself there). No key of an attempt is in
+either.
 """
 
 from __future__ import annotations
+
+import re
 
 MAX_LINE_BYTES = 4096
 BURST_BYTES = 256 * 1024
 BYTES_PER_SECOND = 32 * 1024
 TAIL_BYTES = 2048
 
+_KEY = re.compile(r"(?<=/r/)[A-Za-z0-9_-]{20,}")
+"""In the address of an attempt, as HTTP libraries log it."""
 _COST_OF_A_LINE = 200
 """What logging even an empty line costs, in bytes of the budget."""
 
@@ -47,7 +52,7 @@ class Lines:
 
     def tail(self) -> str:
         """The last bytes written, decoded."""
-        return self._tail.decode(errors="replace").strip()
+        return _decoded(self._tail).strip()
 
     def _within_budget(self, lines: list[bytes], now: float) -> list[str]:
         earned = (now - self._filled_at) * BYTES_PER_SECOND
@@ -62,5 +67,9 @@ class Lines:
                 continue
             self._budget -= cost
             self.dropped_bytes += len(line) - len(shown)
-            passed.append(shown.decode(errors="replace").rstrip("\r"))
+            passed.append(_decoded(shown).rstrip("\r"))
         return passed
+
+
+def _decoded(text: bytes) -> str:
+    return _KEY.sub("***", text.decode(errors="replace"))
