@@ -78,12 +78,14 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(*words: object, folder: Path, **popen: Any) -> Iterator[Running]:
+def running(
+    *words: object, folder: Path, program: Path = ENVSERVER, **popen: Any
+) -> Iterator[Running]:
     """A command in the background; ended by its id on the way out."""
     log = folder / f"output-{time.monotonic_ns()}.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [str(ENVSERVER), *map(str, words)],
+            [str(program), *map(str, words)],
             cwd=folder,
             env=environment_variables(),
             stdout=out,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+
+from support.commands import free_port
 
 MODEL = "tiny"
 _START_SECONDS = 300.0
@@ -56,7 +57,7 @@ def running_vllm(python: Path, folder: Path) -> Iterator[VllmServer]:
         "VLLM_NO_USAGE_STATS": "1",
     }
     subprocess.run([python, script, model_folder], check=True, env=environ, capture_output=True)
-    port = _free_port()
+    port = free_port()
     log = folder / "vllm.log"
     command: list[str | Path] = [
         *(python, "-m", "vllm.entrypoints.openai.api_server"),
@@ -94,9 +95,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, how)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_SECONDS)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
