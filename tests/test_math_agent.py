@@ -129,6 +129,7 @@ async def test_single_mode_asks_once_without_tools() -> None:
         ('```bash\npython -c "print(1)"; ls\n```', "Error: "),
         ('```bash\npython -c "print(1)\n```', "Error: "),
         ("```bash\na\n```\n```bash\nb\n```", "Error: "),
+        ("```python\nprint(6*7)\n```", "Error: "),
     ],
 )
 async def test_seed0_commands_are_calculated_never_run(text: str, output: str) -> None:

@@ -314,8 +314,40 @@ def test_generated_problems_are_endless_split_and_scored_safely(
     procedural._block.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("6*x**2 - x*y", 1.0),
+        (r"-y*x + 2*x*3*x", 1.0),
+        ("6*x^2-x*y", 1.0),
+        ("6*x**2 - x*y + 0*z", 1.0),
+        ("6*x**2 + x*y", 0.0),
+        ("x*(6*x - y)", 0.0),
+        ("6 x**2 - x*y", 0.0),
+        ("9**9**9", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_polynomials_are_compared_term_by_term(answer: str, reward: float) -> None:
+    env = Math()
+    assert env.score(polynomial_task(env), Result(output=f"\\boxed{{{answer}}}")).reward == reward
+
+
+def test_a_generated_problem_never_evaluates_its_answer(tmp_path: Path) -> None:
+    answer = f'__import__("pathlib").Path("{tmp_path}/hole").touch()'
+    env = Math()
+    score = env.score(polynomial_task(env), Result(output={"answer": answer, "text": ""}))
+    assert score.reward == 0.0 and not list(tmp_path.iterdir())
+
+
+def polynomial_task(env: Math) -> Task:
+    metadata = {"source_dataset": "polynomial_multiplication"}
+    row = {"question": "x*(6*x - y)", "answer": "6*x**2 - x*y", "metadata": metadata}
+    return env.task_from_row(row)
+
+
 def test_generators_of_the_real_library_score_their_own_answers() -> None:
-    pytest.importorskip("reasoning_gym", reason="the extra `procedural` is not installed")
+    needs_reasoning_gym(request)
     procedural._library.cache_clear()
     procedural._block.cache_clear()
     env = Math(Math.Config(data_set="procedural"))

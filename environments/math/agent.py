@@ -108,7 +108,7 @@ async def _with_commands(messages: list[Message], run: Rollout) -> dict[str, Any
     return {"answer": None, "text": text}
 
 
-_FENCE = re.compile(r"```(?:bash|sh|shell)?[ \t]*\n(.*?)```", re.DOTALL)
+_FENCE = re.compile(r"```(?:bash|sh|shell|console|python|py)?[ \t]*\r?\n(.*?)```", re.DOTALL)
 _PRINT = re.compile(r"print\((.*)\)", re.DOTALL)
 
 

@@ -1,7 +1,8 @@
 """Problems that reasoning-gym generates without end, and its scorers made safe.
 
 Only generators whose scorer cannot be fooled are allowed (several of the library give full credit
-to a constant or to any text). The library comes with the extra `procedural`.
+to a constant or to any text, or evaluate the answer as Python). The library comes with the extra
+`procedural`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from envserver import ConfigError, InputError, Split
+
+from .polynomials import equal_polynomials
 
 ALLOWED = (
     "chain_sum", "basic_arithmetic", "decimal_arithmetic", "decimal_chain_sum",
@@ -83,9 +86,13 @@ def score_entry(name: str, entry: Entry, answer: str, *, partial_credit: bool) -
     Raises:
         ConfigError: the library is missing.
     """
+    answer = _plain(answer)
+    if name == "polynomial_multiplication":
+        # Its own scorer hands the answer to Python's `eval`.
+        return float(equal_polynomials(answer, entry["answer"]))
     scorer = _library().get_score_answer_fn(name)
     try:
-        score = float(scorer(_plain(answer), entry))
+        score = float(scorer(answer, entry))
     except Exception:  # noqa: BLE001 - its scorers raise anything at unexpected answers
         return 0.0
     if not score > 0:
