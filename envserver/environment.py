@@ -21,7 +21,7 @@ state between the three; `setup` and `close` run once per worker process.
             return reply.content
 
         def score(self, task, result):
-            return Score(reward=float(str(task.hidden["answer"]) in result.output))
+            return Score(reward=float(str(task.hidden["answer"]) in (result.output or "")))
 """
 
 from __future__ import annotations

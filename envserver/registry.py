@@ -17,8 +17,10 @@ import sys
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 
-from .environment import Environment
+from .config import EnvironmentConfig
+from .environment import Environment, Isolation
 from .errors import ConfigError, NotFoundError
 
 ENTRY_POINT_GROUP = "envserver.environments"
@@ -48,7 +50,7 @@ def find(reference: str) -> type[Environment]:
 
     Raises:
         NotFoundError: nothing has that name; the message holds the nearest one.
-        ConfigError: the file cannot be imported, or it does not say which class is meant.
+        ConfigError: it cannot be imported, does not say which class is meant, or is not whole.
     """
     path, _, class_name = reference.partition(":")
     if path.endswith(".py"):
@@ -87,7 +89,7 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script ends the program where a module does not
         del sys.modules[name]
         raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
@@ -107,13 +109,37 @@ def _only_environment(module: ModuleType, class_name: str, reference: str) -> ty
                 f"{reference}: no environment class {class_name!r}.",
                 hint=f"It has: {', '.join(found)}.",
             )
-        return found[class_name]
+        return _sound(found[class_name], reference)
     if len(found) != 1:
         raise ConfigError(
             f"{reference} defines {len(found)} environments, one is needed.",
             hint=f"Name one: {reference}:ClassName" if found else "Subclass envserver.Environment.",
         )
-    return next(iter(found.values()))
+    return _sound(next(iter(found.values())), reference)
+
+
+def _sound(environment: type[Environment], reference: str) -> type[Environment]:
+    """`environment`, when it can be used as it is written.
+
+    Raises:
+        ConfigError: a method is missing, its isolation is none, or its Config is none of ours.
+    """
+    missing = ", ".join(sorted(environment.__abstractmethods__))
+    levels = get_args(Isolation)
+    if missing:
+        raise ConfigError(f"{reference}: {environment.__name__} does not define {missing}.")
+    if environment.isolation not in levels:
+        raise ConfigError(
+            f"{reference}: isolation is {environment.isolation!r}.",
+            hint=f"It must be one of {', '.join(levels)}.",
+        )
+    config = environment.Config
+    if not (inspect.isclass(config) and issubclass(config, EnvironmentConfig)):
+        raise ConfigError(
+            f"{reference}: {environment.__name__}.Config is not derived from Environment.Config.",
+            hint="Write: class Config(Environment.Config):",
+        )
+    return environment
 
 
 def _load_entry_point(point: EntryPoint) -> type[Environment]:
@@ -125,4 +151,4 @@ def _load_entry_point(point: EntryPoint) -> type[Environment]:
         ) from error
     if not (inspect.isclass(loaded) and issubclass(loaded, Environment)):
         raise ConfigError(f"Entry point {point.name!r} ({point.value}) is no Environment subclass.")
-    return loaded
+    return _sound(loaded, point.name)

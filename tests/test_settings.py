@@ -134,7 +134,7 @@ def test_flags_variables_and_files_say_the_same(values: dict[str, int]) -> None:
         (["--group_size", "8"], "Did you mean --env.group_size?"),
         (["--env.digit", "8"], "Did you mean --env.digits?"),
         (["--env.total_steps", "-1"], "--env.total_steps: must be greater than or equal to 1 (gi"),
-        (["--env.seed", "many"], "--env.seed: must be integer, not"),
+        (["--env.seed", "many"], "--env.seed: must be a valid integer"),
         (["--env.seed"], "--env.seed: a value is needed (int)"),
         (["--env.limits", "{turns}"], "--env.limits: must be JSON"),
         (["--env.split", "tset"], "--env.split: must be 'train', 'validation' or 'test' (given"),
@@ -172,7 +172,7 @@ def test_mistakes_in_variables(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ("env:\n  seed: 1\n  grop_size: 2\n", ":3: env.grop_size: there is no such setting"),
-        ("env:\n  seed: many\n", ":2: env.seed: must be integer"),
+        ("env:\n  seed: many\n", ":2: env.seed: must be a valid integer"),
         ("sevrer:\n  port: 1\n", "Did you mean server?"),
         ("env:\n  seed: 1\n  seed: 2\n", ":3: 'seed' stands there twice"),
         ("env: [1]\n", "env must be a mapping"),

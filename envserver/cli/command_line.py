@@ -8,18 +8,22 @@ def run(argv: list[str]) -> int:
     line = read_command_line("process", "Makes ...", argv, settings_class=ProcessSettings)
     if line is None:
         return 0  # the help was shown
-    ... line.settings.resume, line.environment_class, line.reference ...
+    ... line.settings.resume, line.make_environment(), line.reference ...
 """
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
 from typing import Any, Generic, TypeVar
 
 from ..config import EnvironmentSettings
 from ..environment import Environment
-from ..errors import UsageError
+from ..errors import ConfigError, EnvserverError, UsageError
 from ..registry import find
 from .help import show_help
 from .settings import load_settings
@@ -40,6 +44,37 @@ class CommandLine(Generic[S]):
     settings: S
     reference: str
     environment_class: type[Environment]
+
+    def make_environment(self) -> Environment:
+        """The environment with its settings.
+
+        Raises:
+            ConfigError: it cannot be made with them.
+        """
+        try:
+            return self.environment_class(self.settings.env)
+        except EnvserverError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"Environment {self.reference!r} cannot be made: {type(error).__name__}: {error}.",
+                hint="--debug shows where.",
+            ) from error
+
+
+def program() -> str:
+    """How this program was called, as it can be typed again."""
+    path = sys.argv[0]
+    if Path(path).name == "__main__.py":
+        return f"{_typed(sys.executable)} -m envserver"
+    return _typed(path)
+
+
+def _typed(path: str) -> str:
+    """The bare name of a program that the shell would find under it, else its path."""
+    found = shutil.which(Path(path).name)
+    known = found is not None and Path(found).absolute() == Path(path).absolute()
+    return quote(Path(path).name if known else path)
 
 
 def read_command_line(

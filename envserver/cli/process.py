@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
+from textwrap import shorten
 
 from rich.console import Console
 
-from ..config import Settings
+from ..config import OpenAIConfig, Settings
 from ..environment import Environment
 from ..export.jsonl import FailuresFile, JsonlSink, open_sink
 from ..rollouts.events import Event
 from ..rollouts.group import Machinery
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import tickets
-from .command_line import read_command_line
+from .command_line import program, read_command_line
 from .logs import configure_logs
 from .loop import run_loop
-from .progress import ProgressView, Tally, summary_table
+from .progress import ProgressView, Tally, counted, summary_table
 from .runtime import SIMULATED, machinery, two_stage_stop
 
 SUMMARY = """Runs rollouts of one environment and writes each finished group as a line of JSON.
 Ctrl-C once finishes the open groups and stops; twice stops at once. Nothing written is lost."""
+
+LONGEST_WORDS = 200
+"""Of a failure's message, on the terminal; the whole stands in the failures file."""
 
 
 class ProcessSettings(Settings):
@@ -44,7 +50,7 @@ def run(argv: list[str]) -> int:
     if line is None:
         return 0
     configure_logs(line.settings.log_level)
-    environment = line.environment_class(line.settings.env)
+    environment = line.make_environment()
     return run_loop(process(line.reference, environment, line.settings, Console(stderr=True)))
 
 
@@ -83,13 +89,14 @@ async def process(
                 environment,
                 reference,
                 observer=observe,
+                need_engine=True,
                 need_exact=False,
                 drop_zero_variance=bool(config.ensure_scores_are_not_same),
             ) as parts:
                 with view:
                     stopped = await _run(parts, sink, config.total_steps, view)
         finally:
-            show_result(console, view.tally, sink, failures, settings, stopped)
+            show_result(console, reference, view.tally, sink, failures, settings, stopped)
     return 130 if stopped else 0
 
 
@@ -110,7 +117,8 @@ async def _run(
     def drain() -> None:
         nonlocal stopped
         stopped = True
-        view.say(f"Finishing {scheduler.open_groups} open groups; Ctrl-C again stops at once.")
+        open_groups = counted(scheduler.open_groups, "open group")
+        view.say(f"Finishing {open_groups}; Ctrl-C again stops at once.")
         scheduler.drain()
 
     with two_stage_stop(drain, running.cancel):
@@ -124,6 +132,7 @@ async def _run(
 
 def show_result(
     console: Console,
+    reference: str,
     tally: Tally,
     sink: JsonlSink,
     failures: FailuresFile,
@@ -135,30 +144,38 @@ def show_result(
         console.print(summary_table(tally))
     if settings.model == SIMULATED:
         console.print("The model was simulated: these rewards are no measure of any real one.")
-    total = sink.already + tally.groups
-    console.print(f"{total} groups in [bold]{sink.path}[/bold]", highlight=False)
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    say(f"{counted(sink.already + tally.groups, 'group')} in {sink.path}")
     for reason, count in sorted(tally.drops.items()):
-        console.print(f"{count} groups not written: {reason}", highlight=False)
+        say(f"{counted(count, 'group')} not written: {reason}")
     for kind, count in sorted(tally.failures.items()):
-        console.print(f"{count} failed attempts: {kind}", highlight=False)
+        words = shorten(tally.last_words[kind], LONGEST_WORDS, placeholder=" ...")
+        say(f"{counted(count, 'failed attempt')}: {kind} ({words})")
     if failures.lines:
-        console.print(f"Why: {failures.path}", highlight=False)
+        say(f"Why: {failures.path}")
     for flag, count in sorted(tally.flags.items()):
-        console.print(f"{count} rollouts flagged: {flag}", highlight=False)
+        say(f"{counted(count, 'rollout')} flagged: {flag}")
     if stopped:
-        console.print("Stopped early; the same command with --resume goes on.")
+        say("Stopped early; the same command with --resume goes on.")
     elif tally.groups:
-        _suggest(console, settings, sink.path)
+        say("Try next:")
+        for command in suggestions(reference, settings, sink.path):
+            say(f"  {command}")
 
 
-def _suggest(console: Console, settings: Settings, path: Path) -> None:
-    first = os.fspath(path)
-    console.print("Try next:")
-    console.print(f"  head -c 600 {first}", highlight=False)
-    if settings.model == SIMULATED:
-        console.print(
-            "  envserver process --env math --openai.base_url http://localhost:8000/v1"
-            "   # a real engine",
-            highlight=False,
-        )
-    console.print("  envserver serve --env math --model sim   # for a trainer", highlight=False)
+def suggestions(reference: str, settings: Settings, path: Path) -> Iterator[str]:
+    """Commands that go on from here, as they can be typed."""
+    yield f"head -c 600 {quote(os.fspath(path))}"
+    envserver, environment = program(), f"--env {quote(reference)}"
+    if settings.model != SIMULATED:
+        if settings.openai.server_type == "vllm":
+            urls = quote(",".join(settings.openai.base_urls))
+            yield f"{envserver} serve {environment} --openai.base_url {urls}   # for a trainer"
+        return
+    replaced = "" if settings.env.data_path_to_save_groups else " --overwrite"
+    url = OpenAIConfig().base_urls[0]
+    yield (f"{envserver} process {environment} --openai.base_url {url}{replaced}   # a real engine")
+    yield f"{envserver} serve {environment} --model sim   # for a trainer"

@@ -63,6 +63,8 @@ class Tally:
         self.rewards = Rewards()
         self.completion_tokens = 0
         self.failures: Counter[str] = Counter()
+        self.last_words: dict[str, str] = {}
+        """By kind of failure, what the latest one said."""
         self.lost = 0
         self.drops: Counter[str] = Counter()
         self.flags: Counter[str] = Counter()
@@ -76,6 +78,7 @@ class Tally:
                 self.rewards.add(event.reward)
         elif isinstance(event, RolloutFailed):
             self.failures[event.failure.kind] += 1
+            self.last_words[event.failure.kind] = event.failure.message
             self.lost += event.final
         elif isinstance(event, GroupDropped):
             self.drops[event.reason] += 1
@@ -159,7 +162,7 @@ class ProgressView:
 def summary_table(tally: Tally) -> Table:
     """The first groups of a run and their rewards, with the totals below."""
     table = Table(title=None, show_footer=True)
-    table.add_column("task", footer=f"{tally.groups} groups", overflow="fold")
+    table.add_column("task", footer=counted(tally.groups, "group"), overflow="fold")
     table.add_column("rewards", footer=str(tally.rewards))
     table.add_column("mean", justify="right", footer=_mean(tally.rewards.mean))
     table.add_column("turns", justify="right")
@@ -177,6 +180,11 @@ def summary_table(tally: Tally) -> Table:
     if tally.groups > len(tally.first_groups):
         table.add_row(f"... and {tally.groups - len(tally.first_groups)} more", "", "", "", "")
     return table
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 group`, `2 groups`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _reward(reward: float) -> str:

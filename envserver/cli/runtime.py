@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
+from http import HTTPStatus
 from typing import Literal
+
+import structlog
 
 from ..api.server import serve_api
 from ..config import Settings
 from ..environment import Environment
-from ..errors import ConfigError
+from ..errors import ConfigError, EngineError
 from ..models.engine import Engine
 from ..proxy.server import Proxy
 from ..registry import absolute
@@ -21,6 +24,8 @@ from ..rollouts.scoring import ScorerPool
 from ..workers.local import LocalPool
 
 SIMULATED = "sim"
+
+_log = structlog.get_logger("envserver.engine")
 
 
 def make_engine(settings: Settings) -> tuple[Engine, Demonstrator | None]:
@@ -51,13 +56,18 @@ async def machinery(
     env_reference: str,
     *,
     observer: Observer,
+    need_engine: bool,
     need_exact: bool,
     drop_zero_variance: bool,
 ) -> AsyncIterator[Machinery]:
     """Everything that running rollouts needs, started; all of it is ended on the way out.
 
+    Args:
+        need_engine: whether the engine must answer now, or may come later (its name must then be
+            set).
+
     Raises:
-        EngineError: the engine does not answer.
+        EngineError: the engine does not answer, or refuses us.
         ConfigError: RL needs exact tokens and the engine does not give any.
     """
     if environment.isolation == "sandboxed":
@@ -74,6 +84,7 @@ async def machinery(
         )
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(engine)
+        await _look_at(engine, must_answer=need_engine)
         model = await engine.model_name()
         proxy = Proxy(engine)
         server = await serve_api(proxy.asgi(), "127.0.0.1", 0)
@@ -103,6 +114,26 @@ async def machinery(
             slots=asyncio.Semaphore(_slots(settings, environment.isolation)),
             demonstrator=demonstrator,
         )
+
+
+async def _look_at(engine: Engine, *, must_answer: bool) -> None:
+    """Finds out now, not after many failed rollouts, that there is no engine at its address.
+
+    An engine that does not list its models (HTTP 404) may still answer calls.
+
+    Raises:
+        EngineError: it must answer, and does not, or refuses our key.
+    """
+    replicas = await engine.health()
+    for replica in replicas:
+        if not replica.healthy:
+            _log.warning("engine_does_not_answer", base_url=replica.base_url, reason=replica.reason)
+    if must_answer and not any(replica.healthy for replica in replicas):
+        try:
+            await engine.get("/v1/models")
+        except EngineError as error:
+            if error.detail.get("status") != HTTPStatus.NOT_FOUND:
+                raise
 
 
 @contextlib.asynccontextmanager

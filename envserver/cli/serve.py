@@ -22,7 +22,7 @@ from ..store.sink import StoreSink
 from .command_line import read_command_line
 from .logs import configure_logs
 from .loop import run_loop
-from .progress import Tally
+from .progress import Tally, counted
 from .runtime import machinery, two_stage_stop
 
 SUMMARY = """Runs rollouts of one environment and offers the groups to trainers over HTTP.
@@ -43,7 +43,7 @@ def run(argv: list[str]) -> int:
     if line is None:
         return 0
     configure_logs(line.settings.log_level)
-    environment = line.environment_class(line.settings.env)
+    environment = line.make_environment()
     return run_loop(serve(line.reference, environment, line.settings, Console(stderr=True)))
 
 
@@ -63,6 +63,7 @@ async def serve(
             environment,
             reference,
             observer=tally,
+            need_engine=False,
             need_exact=True,
             drop_zero_variance=environment.config.ensure_scores_are_not_same is not False,
         ) as parts,
@@ -135,7 +136,8 @@ async def _until_stopped(scheduler: Scheduler, store: Store, console: Console) -
     def drain() -> None:
         nonlocal draining
         draining = True
-        console.print(f"Finishing {scheduler.open_groups} open groups; again stops at once.")
+        open_groups = counted(scheduler.open_groups, "open group")
+        console.print(f"Finishing {open_groups}; again stops at once.")
         scheduler.drain()
 
     with two_stage_stop(drain, running.cancel):

@@ -272,8 +272,8 @@ def _explained(
         about = f" ({option.description.rstrip('.')})" if option and option.description else ""
         return f"--{path} is needed{about}."
     message = re.sub(r"^Value error, ", "", message)
-    message = re.sub(r"^Input should be (a valid )?", r"must be ", message)
-    message = message.rstrip(".").replace(", unable to parse string as", ", not")
+    message = re.sub(r"^Input should be ", "must be ", message)
+    message = re.sub(r", unable to parse string as .*$", "", message.rstrip("."))
     where = chosen[path][-1].where if path in chosen else f"--{path}"
     shown = _shown(values[path]) if path in values and option and not option.secret else ""
     return f"{where}: {message}{shown}."

@@ -22,6 +22,7 @@ from .options import Option
 VARIABLE_PREFIX = "ENVSERVER_"
 _OF_TESTS = "ENVSERVER_TEST_"
 _MAPPING = "tag:yaml.org,2002:map"
+_DOTENV_HINT = "Lines look like NAME=value."
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Given:
     Args:
         path: dotted name.
         value: text, or for a YAML file the parsed value; None also for a flag without a value.
-        origin: the flag, the variable or `file:line`.
+        origin: the flag, the variable (behind `.env:line` if it is from there) or `file:line`.
         kind: flag, variable or file.
         is_text: whether `value` is still to be parsed by the option's type.
     """
@@ -96,10 +97,13 @@ def read_dotenv(path: Path) -> list[Given]:
     for binding in parse_stream(io.StringIO(_read_text(path))):
         origin = f"{path.name}:{binding.original.line}"
         if binding.error and VARIABLE_PREFIX in binding.original.string.upper():
-            raise ConfigError(f"{origin}: cannot be read.", hint="Lines look like NAME=value.")
+            raise ConfigError(f"{origin}: cannot be read.", hint=_DOTENV_HINT)
         if binding.key is None or not _is_setting(binding.key):
             continue
-        given.append(Given(_variable_path(binding.key), binding.value or "", origin, "variable"))
+        if binding.value is None:
+            raise ConfigError(f"{origin}: {binding.key} has no value.", hint=_DOTENV_HINT)
+        origin = f"{origin}: {binding.key}"
+        given.append(Given(_variable_path(binding.key), binding.value, origin, "variable"))
     return given
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 
 from ..environment import Environment
-from ..errors import ConfigError
+from ..errors import ConfigError, EnvserverError
 from ..records import Split, Task
 
 
@@ -43,14 +43,14 @@ def tickets(environment: Environment, *, repeat: bool) -> Iterator[Ticket]:
         repeat: begin again after the last task, for as long as anyone asks.
 
     Raises:
-        ConfigError: the split has no task.
+        ConfigError: the split has no task, `tasks` raised, or gave something that is no Task.
     """
     config = environment.config
     prefix = id_prefix(environment)
     index = 0
     for _ in itertools.count() if repeat else range(1):
         before = index
-        for task in environment.tasks(config.split):
+        for task in _tasks(environment):
             yield Ticket(
                 group_id=group_id(prefix, index, task.id),
                 index=index,
@@ -65,3 +65,19 @@ def tickets(environment: Environment, *, repeat: bool) -> Iterator[Ticket]:
                 f"Environment {environment.name!r} has no tasks in its split {config.split!r}.",
                 hint="Choose another with --env.split, or another data set.",
             )
+
+
+def _tasks(environment: Environment) -> Iterator[Task]:
+    try:
+        for task in environment.tasks(environment.config.split):
+            if not isinstance(task, Task):
+                raise TypeError(f"{type(task).__name__} is no Task")
+            yield task
+    except EnvserverError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"Environment {environment.name!r} cannot give its tasks: "
+            f"{type(error).__name__}: {error}.",
+            hint="--debug shows where.",
+        ) from error

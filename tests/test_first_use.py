@@ -1,0 +1,137 @@
+"""What a new user meets: commands that can be typed again, mistakes told at once and plainly."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from support.commands import envserver
+
+from envserver.cli import main
+
+WHOLE = """
+from envserver import Environment, Score, Task
+
+class Echo(Environment):
+    def tasks(self, split):
+        yield Task("one", {"question": "Say 1."}, {"answer": "1"})
+
+    def rollout(self, task, run):
+        return run.chat_blocking([{"role": "user", "content": task.public["question"]}]).content
+
+    def score(self, task, result):
+        return Score(reward=float(task.hidden["answer"] in (result.output or "")))
+
+    def demonstration(self, task):
+        return [{"role": "assistant", "content": task.hidden["answer"]}]
+"""
+TASKS = 'yield Task("one", {"question": "Say 1."}, {"answer": "1"})'
+
+
+def written(folder: Path, code: str) -> Path:
+    path = folder / "echo of mine.py"
+    path.write_text(code)
+    return path
+
+
+def test_the_commands_that_are_suggested_can_be_typed(tmp_path: Path) -> None:
+    ran = envserver("process", "--env", written(tmp_path, WHOLE), "--model", "sim", folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "1 group in data/echo.jsonl" in ran.stderr
+    shown = ran.stderr.partition("Try next:\n")[2].splitlines()
+    look, real, serve = (line.partition(" # ")[0] for line in shown)
+    assert "echo of mine.py" in real
+    assert "echo of mine.py" in serve
+    for command in (look, f"{real} --help", f"{serve} --help"):
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, ""), command
+        assert done.stdout
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("from envserver", "import sys; sys.exit(3)\nfrom envserver", "SystemExit: 3"),
+        ("def score", "def scores", "Echo does not define score."),
+        (
+            "def tasks",
+            "isolation = 'sandbox'\n    def tasks",
+            "It must be one of pooled, dedicated",
+        ),
+        ("def tasks", "class Config: pass\n    def tasks", "class Config(Environment.Config):"),
+        ("def tasks", "def __init__(self, config): 1 / 0\n    def tasks", "ZeroDivisionError"),
+        (TASKS, "yield 1 / 0", "cannot give its tasks: ZeroDivisionError: division by zero."),
+        (TASKS, "yield 'one'", "cannot give its tasks: TypeError: str is no Task."),
+        (TASKS, "return []", "has no tasks in its split 'train'"),
+    ],
+)
+def test_an_environment_that_cannot_run_is_told_in_a_line(
+    tmp_path: Path, old: str, new: str, expected: str
+) -> None:
+    path = written(tmp_path, WHOLE.replace(old, new, 1))
+    ran = envserver("process", "--env", path, "--model", "sim", folder=tmp_path)
+    assert ran.returncode == 2, ran.stderr
+    assert expected in ran.stderr.splitlines()[-1]
+    assert "Traceback" not in ran.stderr
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """Refuses every key, and repeats it."""
+
+    def do_GET(self) -> None:
+        said = (
+            f'{{"error": {{"message": "No such key: {self.headers["authorization"]}"}}}}'.encode()
+        )
+        self.send_response(401)
+        self.send_header("content-length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Prints nothing."""
+
+
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_an_engine_that_refuses_us_is_found_out_before_any_rollout(
+    refusing: str, tmp_path: Path
+) -> None:
+    ran = envserver(
+        "process", "--env", "math", "--openai.base_url", refusing, "--openai.model_name", "m",
+        "--openai.api_key", "sk-of-mine", folder=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 1, ran.stderr
+    assert "HTTP 401" in ran.stderr.splitlines()[-1]
+    assert "Set openai.api_key." in ran.stderr
+    assert "sk-of-mine" not in ran.stderr + ran.stdout
+    assert not (tmp_path / "data" / "math.failures.jsonl").exists()
+
+
+def test_a_line_of_a_dotenv_file_is_named_with_its_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "ENVSERVER_ENV__GROUP_SIZE"
+    for line, expected in (
+        (f"{name}=many", f".env:2: {name}: must be a valid integer (given: many)."),
+        (name, f".env:2: {name} has no value."),
+        (f"{name}2=1", f".env:2: {name}2: there is no such setting. Did you mean {name}?"),
+    ):
+        (tmp_path / ".env").write_text(f"OTHER=1\n{line}\n")
+        assert main(["process", "--env", "math", "--model", "sim"]) == 2
+        assert expected in capsys.readouterr().err
