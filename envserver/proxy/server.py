@@ -181,8 +181,9 @@ class Proxy:
                 await send_nothing(send)
             case _:
                 # An endpoint that is not recorded must not give tokens to an attempt.
+                path = path[:80]
                 _log.warning("foreign_endpoint", rollout_id=attempt.spec.rollout_id, path=path)
-                raise NotFoundError(f"/{path[:80]} is not offered here.")
+                raise NotFoundError(f"/{path} is not offered here.")
 
     async def _guest_route(
         self, scope: Scope, key: str, path: str, receive: Receive, send: Send
