@@ -347,7 +347,7 @@ def polynomial_task(env: Math) -> Task:
 
 
 def test_generators_of_the_real_library_score_their_own_answers() -> None:
-    needs_reasoning_gym(request)
+    pytest.importorskip("reasoning_gym", reason="the extra `procedural` is not installed")
     procedural._library.cache_clear()
     procedural._block.cache_clear()
     env = Math(Math.Config(data_set="procedural"))
