@@ -79,10 +79,6 @@ class EnvironmentConfig(Section):
     """Seconds of wall clock per rollout, from start to result."""
     score_range: Literal["unit", "pm1"] = "unit"
     """Rewards in Atropos groups as [0, 1] (unit) or mapped to [-1, 1] (pm1)."""
-    weight: float = Field(default=1.0, gt=0)
-    """Share of rollouts when several environments run at once."""
-    min_batch_allocation: float | None = Field(default=None, ge=0, le=1)
-    """Smallest share of each trainer batch when several environments run at once."""
 
 
 class OpenAIConfig(Section):

@@ -55,14 +55,14 @@ def test_flags_of_every_type() -> None:
     config = env(
         *("--env.group_size", "8"),
         *("--env.seed=-3",),
-        *("--env.weight", "0.5"),
+        *("--env.worker_timeout", "0.5"),
         *("--env.include_messages", "false"),
         *("--env.ratio", "none"),
         *("--env.limits", '{"turns": 4}'),
         *("--env.data_path_to_save_groups", "out.jsonl"),
         *("--env.split", "test"),
     )
-    assert (config.group_size, config.seed, config.weight) == (8, -3, 0.5)
+    assert (config.group_size, config.seed, config.worker_timeout) == (8, -3, 0.5)
     assert (config.include_messages, config.ratio, config.limits) == (False, None, {"turns": 4})
     assert (config.data_path_to_save_groups, config.split) == (Path("out.jsonl"), "test")
 
@@ -107,10 +107,10 @@ def test_the_stronger_source_wins(tmp_path: Path) -> None:
         *("--config", str(config), "--env.group_size", "5"),
         environ=variables,
         folder=tmp_path,
-        defaults={"env": {"digits": 1, "weight": 0.1}},
+        defaults={"env": {"digits": 1, "worker_timeout": 0.1}},
     )
     assert (settings.group_size, settings.seed, settings.max_turns) == (5, 4, 3)
-    assert (settings.digits, settings.weight) == (2, 0.1)
+    assert (settings.digits, settings.worker_timeout) == (2, 0.1)
 
 
 def test_the_same_flag_twice_takes_the_last() -> None:

@@ -15,6 +15,7 @@ RENAMED: dict[str, str] = {
 _METRICS = "numbers are served at /metrics and shown while a command runs"
 _PROMPTS = "prompts belong to the environment; see its own --env.* settings"
 _EVALUATION = "training and evaluation are separate commands"
+_ALONE = "one environment runs at a time"
 _EXACT = "token ids come from the engine, so that no tokenizer is needed"
 
 IGNORED: dict[str, str] = {
@@ -26,7 +27,8 @@ IGNORED: dict[str, str] = {
     "env.tokenizer_name": _EXACT,
     "env.rollout_server_url": "`envserver serve` is the server itself; see --server.port",
     "env.batch_size": "the trainer's batch size counts, set when it registers",
-    "env.inference_weight": "see --env.weight",
+    "env.inference_weight": _ALONE,
+    "env.min_batch_allocation": _ALONE,
     "env.max_num_workers": "see --rollouts.max_concurrent",
     "env.max_num_workers_per_node": "see --rollouts.max_concurrent",
     "env.max_eval_workers": _EVALUATION,
