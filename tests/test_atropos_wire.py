@@ -199,6 +199,18 @@ async def test_status_of_environments(api: Api) -> None:
     assert (await api.http.get("/status-env", params={"env_id": 0})).status_code == 422
 
 
+async def test_our_own_groups_stop_no_environment_of_others(api: Api) -> None:
+    """If both waited for room in the queue, an environment that comes second would never begin."""
+    await api.start(batch_size=8)
+    env_id = await api.add_environment(group_size=2)
+    for number in range(5):
+        await put_native(api.store, native_group(f"native-{number}"))
+    await api.post("/scored_data", wire_group(2, env_id=env_id))
+    status = await api.get("/status-env", json={"env_id": env_id})
+    assert (status["queue_size"], status["self_queue_size"]) == (1, 1)
+    assert (await api.get("/status"))["queue_size"] == 6
+
+
 async def test_weights_that_sum_to_nothing_are_no_error(api: Api) -> None:
     await api.start()
     ignored = await api.add_environment(weight=-1.0)

@@ -1,4 +1,4 @@
-"""PyPI's atroposlib against our server: its HTTP tests, BaseEnv, a trainer's loop, its SFT tool.
+"""PyPI's atroposlib against our server: its HTTP tests, BaseEnv, trainers' loops, its data tools.
 
 All of it runs unchanged in `.venv-atropos` (`make atropos-peer`).
 """
@@ -15,9 +15,10 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from support.api import Api, api_process, running_api
-from support.commands import free_port
+from support.commands import free_port, running, until
 
 from envserver.config import SimConfig
 from envserver.models.sim.server import serve_sim
@@ -155,15 +156,71 @@ def sources(batches: list[list[dict[str, Any]]]) -> set[int]:
     return {group["env_id"] for batch in batches for group in batch}
 
 
-async def test_its_sft_tool_gets_its_data(
+def test_its_trainer_is_fed_by_our_rollouts_and_by_its_own_environment(
     atropos_python: Path, tokenizer: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "sft.jsonl"
-    command = [str(atropos_python.with_name("atropos-sft-gen")), str(out), "--group-size", "2"]
-    command += ["--tasks-per-step", "2", "--num-seqs-to-save", "6", "--tokenizer", str(tokenizer)]
+    """All on one server, whose model its environment samples from token by token."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = ["serve", "--env", "math", "--model", "sim", "--port", port, "--store", "s.db"]
+    with running(*command, folder=tmp_path) as server:
+        engine, key = server.wait_for(r"(http://\S+/r/(\S+)/v1)").groups()
+        trainer = [str(atropos_python), str(PEER / "trainer.py"), url, "8", "2"]
+        run = subprocess.run(trainer, capture_output=True, text=True, timeout=SECONDS, check=False)
+        assert run.returncode == 0, run.stderr[-3000:]
+        trained = json.loads(run.stdout.splitlines()[-1])
+        assert trained["rows"] == 8 * trained["batches"]
+        assert trained["trained"] > trained["rows"]
+        more = ["--openai.server_type", "vllm", "--openai.tokenizer_name", str(tokenizer)]
+        more += ["--openai.api_key", key]
+        with environment(atropos_python, "managed", url, engine, tokenizer, tmp_path, *more):
+            groups: list[dict[str, Any]] = []
+            own = until(
+                lambda: next_of_an_environment(url, groups),
+                SECONDS,
+                lambda: (tmp_path / "managed.log").read_text()[-2000:],
+                alive=server.process,
+            )
+    for tokens, masks, logprobs in zip(
+        own["tokens"], own["masks"], own["inference_logprobs"], strict=True
+    ):
+        assert len(tokens) == len(masks) == len(logprobs)
+        assert all(
+            (logprob <= 0) == (mask != -100) for mask, logprob in zip(masks, logprobs, strict=True)
+        )
+    ours = [group for group in groups if group["env_id"] is None]
+    assert ours
+    assert all(isinstance(group["inference_logprobs"], list) for group in ours)
+
+
+def next_of_an_environment(url: str, groups: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """A group that a registered environment made, as soon as one comes; `groups` gets all."""
+    batch = httpx.get(f"{url}/batch", timeout=10).json()["batch"] or []
+    groups += batch
+    return next((group for group in batch if group["env_id"] is not None), None)
+
+
+@pytest.mark.parametrize(
+    ("tool", "more", "columns"),
+    [
+        ("atropos-sft-gen", ["--tasks-per-step", "2"], ("completion", "prefix", "score")),
+        ("atropos-dpo-gen", [], ("neg", "pos", "prefix", "score")),
+    ],
+)
+async def test_its_data_tools_get_their_data(
+    atropos_python: Path,
+    tokenizer: Path,
+    tmp_path: Path,
+    tool: str,
+    more: list[str],
+    columns: tuple[str, ...],
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    command = [str(atropos_python.with_name(tool)), str(out), "--group-size", "2", *more]
+    command += ["--num-seqs-to-save", "6", "--tokenizer", str(tokenizer)]
     async with running_api(tmp_path / "store.db") as api:
         # It resets, and so drops this one; an environment that lives on is no trouble.
-        await api.post("/scored_data", sft_group(99))
+        await api.post("/scored_data", two_rows(99))
         process = await asyncio.create_subprocess_exec(
             *command,
             "--api-url",
@@ -177,17 +234,17 @@ async def test_its_sft_tool_gets_its_data(
         async with asyncio.timeout(SECONDS):
             while process.returncode is None:
                 number += 1
-                await api.post("/scored_data", sft_group(number))
+                await api.post("/scored_data", two_rows(number))
                 await asyncio.sleep(0.1)
         output, _ = await process.communicate()
     assert process.returncode == 0, output.decode()[-3000:]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) >= 6
-    assert {tuple(sorted(row)) for row in rows} == {("completion", "prefix", "score")}
+    assert {tuple(sorted(row)) for row in rows} == {columns}
     assert all(row["score"] > 0 for row in rows)
 
 
-def sft_group(number: int) -> dict[str, Any]:
+def two_rows(number: int) -> dict[str, Any]:
     """Two rows with a common beginning, the second one good."""
     rows = [[10, 11, 12, 20 + number % 50, last] for last in (80, 90)]
     return {"tokens": rows, "masks": rows, "scores": [-1.0, 1.0]}

@@ -42,7 +42,11 @@ class Registered(msgspec.Struct, kw_only=True):
 
 
 class WaitingQueue:
-    """Groups by id, in the order of `Waiting.order`; every count is incremental."""
+    """Groups by id, in the order of `Waiting.order`; every count is incremental.
+
+    Groups of our own environments count for no environment: those hold themselves back, and one
+    that others run would never begin if it had to wait for them.
+    """
 
     def __init__(self) -> None:
         self._groups: dict[str, Waiting] = {}
@@ -65,6 +69,8 @@ class WaitingQueue:
             return
         self._groups[group.group_id] = group
         self._sizes[group.size] += 1
+        if group.native:
+            return
         self._sequences[group.env_id] += group.size
         self._sizes_of.setdefault(group.env_id, Counter())[group.size] += 1
 
@@ -74,6 +80,8 @@ class WaitingQueue:
         if group is None:
             return
         _less(self._sizes, group.size, 1)
+        if group.native:
+            return
         _less(self._sequences, group.env_id, group.size)
         own = self._sizes_of[group.env_id]
         _less(own, group.size, 1)

@@ -1,8 +1,9 @@
-"""Two environments on atroposlib's BaseEnv: `python environments.py whole|parts serve --env...`.
+"""Environments on atroposlib's BaseEnv: `python environments.py whole|parts|managed serve ...`.
 
 `whole` makes one group at a time through the default `collect_trajectories`; `parts` makes a list
-of two half groups, which the server has to put together. Both sample from an OpenAI-compatible
-server.
+of two half groups, which the server has to put together; both sample from an OpenAI-compatible
+server. `managed` samples token by token through its ManagedServer, from a server that offers
+`/generate`.
 """
 
 from __future__ import annotations
@@ -76,5 +77,25 @@ class Parts(Whole):
         )
 
 
+class Managed(Whole):
+    """Groups with the logprobs of the sampled tokens, as example_trainer needs them."""
+
+    name = "managed"
+
+    async def collect_trajectories(self, item: tuple[int]) -> tuple[ScoredDataGroup, list[Any]]:
+        messages = [{"role": "user", "content": f"{item[0]} + {item[0]}?"}]
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            await managed.chat_completion(
+                messages=messages, n=self.config.group_size, max_tokens=32, temperature=1.0
+            )
+            nodes = managed.get_state()["nodes"]
+        return ScoredDataGroup(
+            tokens=[node.tokens for node in nodes],
+            masks=[node.masked_tokens for node in nodes],
+            scores=[float(index % 2) for index in range(len(nodes))],
+            inference_logprobs=[node.logprobs for node in nodes],
+        ), []
+
+
 if __name__ == "__main__":
-    {"whole": Whole, "parts": Parts}[sys.argv.pop(1)].cli()
+    {"whole": Whole, "parts": Parts, "managed": Managed}[sys.argv.pop(1)].cli()
