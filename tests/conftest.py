@@ -6,8 +6,10 @@ Where such a program is not installed its tests skip and say how to install it; 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from support.vllm_server import VllmServer, running_vllm
@@ -19,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-peers",
         action="store_true",
-        help="fail, do not skip, where vLLM or atroposlib is not installed",
+        help="fail, do not skip, where vLLM, atroposlib or reasoning-gym is not installed",
     )
 
 
@@ -44,11 +46,22 @@ def vllm_server(
         yield server
 
 
+@pytest.fixture
+def reasoning_gym(request: pytest.FixtureRequest) -> None:
+    """The library that generates problems is installed."""
+    if importlib.util.find_spec("reasoning_gym") is None:
+        _missing("reasoning-gym", "make procedural", request.config)
+
+
 def _python_of(folder: str, remedy: str, config: pytest.Config) -> Path:
     python = ROOT / folder / "bin" / "python"
-    if python.exists():
-        return python
-    message = f"{folder} is missing: run `{remedy}`"
+    if not python.exists():
+        _missing(folder, remedy, config)
+    return python
+
+
+def _missing(what: str, remedy: str, config: pytest.Config) -> NoReturn:
+    message = f"{what} is missing: run `{remedy}`"
     if config.getoption("--all-peers"):
         pytest.fail(message)
     pytest.skip(message)

@@ -346,8 +346,8 @@ def polynomial_task(env: Math) -> Task:
     return env.task_from_row(row)
 
 
+@pytest.mark.usefixtures("reasoning_gym")
 def test_generators_of_the_real_library_score_their_own_answers() -> None:
-    pytest.importorskip("reasoning_gym", reason="the extra `procedural` is not installed")
     procedural._library.cache_clear()
     procedural._block.cache_clear()
     env = Math(Math.Config(data_set="procedural"))
