@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from support.commands import envserver
+from support.commands import envserver, running, until
 
 from envserver.cli import main
 
@@ -135,3 +136,21 @@ def test_a_line_of_a_dotenv_file_is_named_with_its_variable(
         (tmp_path / ".env").write_text(f"OTHER=1\n{line}\n")
         assert main(["process", "--env", "math", "--model", "sim"]) == 2
         assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_while_it_starts_it_leaves_nothing(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    words = ("serve", "--env", "math", "--model", "sim", "--port", 0)
+    with running(*words, folder=tmp_path) as process:
+        until(
+            lambda: any(temporary.iterdir()), 60, process.output, alive=process.process
+        )  # the workers' folder, before they are up
+        process.send(number)
+        assert process.end() in (0, 128 + number)
+    assert not any(path.name.startswith("envserver") for path in temporary.iterdir())
+    assert "Traceback" not in process.output()

@@ -90,13 +90,26 @@ async def serve_api(app: ASGIApp, host: str, port: int) -> RunningServer:
     )
     server = _Server(config)
     task = asyncio.create_task(server.serve([listener]), name="http-server")
+    running = RunningServer(server, task, host, listener.getsockname()[1])
+    starting = asyncio.ensure_future(_started(server, task))
+    try:
+        await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await starting  # a few milliseconds; only what has begun can be ended properly
+        await running.close()
+        raise
+    except BaseException:
+        listener.close()
+        raise
+    return running
+
+
+async def _started(server: _Server, task: asyncio.Task[None]) -> None:
     while not server.started:
         if task.done():
-            listener.close()
             await task
             raise ConfigError("The server did not start; its log says why.")
         await asyncio.sleep(0.005)
-    return RunningServer(server, task, host, listener.getsockname()[1])
 
 
 def require_loopback(host: str) -> None:

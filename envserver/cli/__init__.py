@@ -3,7 +3,7 @@
 One small module a command, imported when it is called; this one imports only the standard library,
 so that `--help` and `--version` answer at once. A command is a function `run(argv) -> exit status`;
 its errors become one clear line here: status 2 where the caller is at fault, 1 otherwise, 130 for
-Ctrl-C. Tracebacks only with `--debug`.
+Ctrl-C, 143 for SIGTERM. Tracebacks only with `--debug`.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _run(command: Command, argv: list[str], debug: bool) -> int:
     try:
         module = importlib.import_module(f".{command.module}", __name__)
         return int(module.run(argv))
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as stop:
+        return int(getattr(stop, "status", 130))
     except BrokenPipeError:
         # Whoever read our output has gone (`| head`): nothing more can be said on it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 from rich.console import Console
@@ -34,11 +30,12 @@ class ScoreSettings(EnvironmentSettings):
 
 
 def run(argv: list[str]) -> int:
-    """The command; rows with an error do not change its status. 130 and 143: it was stopped.
+    """The command; rows with an error do not change its status.
 
     Raises:
         NotFoundError: there is no such file or environment.
         StoreError: the output cannot be written.
+        KeyboardInterrupt: it was stopped.
     """
     line = read_command_line("score", SUMMARY, argv, settings_class=ScoreSettings)
     if line is None:
@@ -57,19 +54,12 @@ def run(argv: list[str]) -> int:
                 processes=settings.processes,
                 progress=lambda rows, share: bar.update(shown, completed=share, rows=rows),
             )
-            summary = run_loop(_stoppable(scoring))
-    except (KeyboardInterrupt, asyncio.CancelledError) as stop:
+            summary = run_loop(scoring)
+    except KeyboardInterrupt:
         console.print(f"Stopped: {settings.output} is as it was.", highlight=False, markup=False)
-        return 130 if isinstance(stop, KeyboardInterrupt) else 143
+        raise
     _show(console, summary, settings.output)
     return 0
-
-
-async def _stoppable(scoring: Coroutine[Any, Any, Summary]) -> Summary:
-    """`scoring`, which SIGTERM ends as Ctrl-C does: with nothing left behind."""
-    task = asyncio.ensure_future(scoring)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await task
 
 
 def _bar(console: Console) -> Progress:
