@@ -1,6 +1,6 @@
-"""The data sets of `math` through the real `datasets` library, on tiny copies in their own shapes.
+"""The data sets of `math` through the real library `datasets`, on tiny copies of their shapes.
 
-A folder with the hub's id as its path stands for the hub: `load_dataset` takes a local folder first.
+A folder with the hub's id as its path stands for the hub: `load_dataset` looks there first.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "mathqa": (
         {
-            "Problem": "half of 8 ?", "Rationale": "", "options": "a ) 1 , b ) 2 , c ) 4 , d ) 5 , e ) 6",
+            "Problem": "half of 8 ?", "Rationale": "",
+            "options": "a ) 1 , b ) 2 , c ) 4 , d ) 5 , e ) 6",
             "correct": "c", "annotated_formula": "", "linear_formula": "", "category": "general",
         },
         "C",

@@ -101,13 +101,17 @@ def test_an_environment_in_a_file_runs(own: Path, tmp_path: Path) -> None:
     assert all(score == 1.0 for group in groups for score in group["scores"])
 
 
-def test_killed_and_resumed_it_writes_the_same_groups(own: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_and_resumed_it_writes_the_same_groups(
+    own: Path, tmp_path: Path, kills: int
+) -> None:
+    total = 5 * (kills + 2)
     words = (
-        "process", "--env", own, *SIM, "--sim.seconds_per_token", 0.01, "--env.total_steps", 24,
+        "process", "--env", own, *SIM, "--sim.seconds_per_token", 0.01, "--env.total_steps", total,
         "--rollouts.max_concurrent", 8, "--env.data_path_to_save_groups", "out.jsonl", "--resume",
     )  # fmt: skip
     output = tmp_path / "out.jsonl"
-    for wanted in (2, 7, 12):
+    for wanted in range(2, 5 * kills, 5):
         with running(*words, folder=tmp_path) as process:
             until(
                 lambda wanted=wanted: output.exists() and len(group_ids_so_far(output)) >= wanted,
@@ -121,7 +125,7 @@ def test_killed_and_resumed_it_writes_the_same_groups(own: Path, tmp_path: Path)
     ran = envserver(*words, folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
     found = group_ids(output)
-    assert len(found) == len(set(found)) == 24
+    assert len(found) == len(set(found)) == total
     undisturbed = envserver(*words[:-2], "undisturbed.jsonl", folder=tmp_path)
     assert undisturbed.returncode == 0, undisturbed.stderr
     assert set(found) == set(group_ids(tmp_path / "undisturbed.jsonl"))

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import orjson
+import pytest
 from support.commands import Running, envserver, free_port, running, until
 
 from clients.http import SyncEnvClient
@@ -42,22 +43,26 @@ def next_batch(url: str, server: Running) -> list[dict[str, Any]]:
     return list(answer)
 
 
+@pytest.mark.parametrize("kills", [1, pytest.param(15, marks=pytest.mark.slow)])
 def test_killed_and_started_again_every_group_comes_once_to_an_unregistered_trainer(
-    tmp_path: Path,
+    tmp_path: Path, kills: int
 ) -> None:
-    total = ("--env.total_steps", 24)
+    groups = 8 * (kills + 2)
+    total = ("--env.total_steps", groups)
     got: list[dict[str, Any]] = []
-    with serving(tmp_path, *total) as (server, url):
-        assert "uuid" in httpx.post(f"{url}/register", json=REGISTRATION).json()
-        for _ in range(3):
-            got += next_batch(url, server)
-        server.kill()
+    for time_around in range(kills):
+        with serving(tmp_path, *total) as (server, url):
+            if time_around == 0:
+                assert "uuid" in httpx.post(f"{url}/register", json=REGISTRATION).json()
+            for _ in range(3):
+                got += next_batch(url, server)
+            server.kill()
     with serving(tmp_path, *total) as (server, url):
         assert httpx.get(f"{url}/info").json() == {"batch_size": 4, "max_token_len": 4096}
-        while len(got) < 24:
+        while len(got) < groups:
             got += next_batch(url, server)
         assert server.end() == 0  # all groups are made and delivered
-    assert len({orjson.dumps(group["tokens"]) for group in got}) == len(got) == 24
+    assert len({orjson.dumps(group["tokens"]) for group in got}) == len(got) == groups
 
 
 def test_a_lease_that_was_not_acknowledged_comes_again_after_a_crash(tmp_path: Path) -> None:
