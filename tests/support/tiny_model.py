@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-VOCABULARY = 2048
+VOCABULARY = 4096
 END_OF_TURN = "<|im_end|>"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", END_OF_TURN]
 TEMPLATE = """\
@@ -78,10 +78,11 @@ def _corpus() -> list[str]:
         for count, noun in enumerate(nouns * 4, start=7)
     ]
     calls = ['<tool_call>{"name": "calculate", "arguments": {"expression": "1+1"}}</tool_call>'] * 9
-    # What environments really send, so that their prompts are a few hundred tokens: beyond about a
-    # thousand a CPU adds up a prompt and an answer in different orders, and logprobs differ by 1e-6.
+    # What environments really send, so that their prompts stay short.
     root = Path(__file__).parent.parent.parent
-    sent = [*root.glob("environments/*/prompts/*.txt"), root / "tools" / "calculator.py"]
+    patterns = ("environments/*/prompts/*.txt", "environments/*/agent.py", "environments/*/data/*")
+    sent = [path for pattern in patterns for path in sorted(root.glob(pattern))]
+    sent += sorted((root / "tools").glob("*.py"))
     texts = [path.read_text() for path in [Path(__file__), *sent]] * 3
     return [*numbers, *calls, "The final answer is \\boxed{42}.\n" * 9, *texts]
 
