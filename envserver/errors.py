@@ -33,7 +33,7 @@ An infrastructure failure is never a reward of 0: only what is scored reaches a 
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -200,3 +200,14 @@ class StoreFull(StoreError):
 
 class AllFailed(EnvserverError):
     kind = "all_failed"
+
+
+R = TypeVar("R", bound=RolloutError)
+
+
+def by_kind(*bases: type[R]) -> dict[str, type[R]]:
+    """`bases` and all their subclasses, under the kind by which they travel."""
+    found = {base.kind: base for base in bases}
+    for base in bases:
+        found |= by_kind(*base.__subclasses__())
+    return found

@@ -19,9 +19,9 @@ from ..errors import (
     Failure,
     InputError,
     LimitReached,
-    RolloutError,
     TooLargeError,
     WorkerGarbage,
+    by_kind,
 )
 from .attempts import Attempt
 
@@ -30,19 +30,7 @@ _MAX_MESSAGE = 4000
 
 _log = structlog.get_logger("envserver.worker")
 
-
-def _kinds(base: type[RolloutError]) -> dict[str, type[RolloutError]]:
-    found = {base.kind: base}
-    for kind in base.__subclasses__():
-        found |= _kinds(kind)
-    return found
-
-
-_FAILURES = {
-    kind: error
-    for kind, error in _kinds(RolloutError).items()
-    if issubclass(error, LimitReached | AgentError | EngineError)
-}
+_FAILURES = by_kind(LimitReached, AgentError, EngineError)
 """The kinds that a worker may post, and what they mean. How a worker died, others see."""
 
 

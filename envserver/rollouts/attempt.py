@@ -14,16 +14,12 @@ import msgspec
 
 from ..errors import (
     AgentError,
-    EngineError,
-    EngineGarbage,
-    EngineRefused,
-    EngineTimeout,
-    EngineUnavailable,
     Failure,
     LimitReached,
     Outcome,
     RolloutError,
     WorkerGarbage,
+    by_kind,
 )
 from ..proxy.attempts import Attempt, AttemptSpec
 from ..proxy.server import Proxy
@@ -32,19 +28,7 @@ from ..tokens.builder import build
 from ..tokens.invariants import check
 from ..workers.pool import Assignment, WorkerPool
 
-_ERRORS: dict[str, type[RolloutError]] = {
-    error.kind: error
-    for error in (
-        LimitReached,
-        AgentError,
-        WorkerGarbage,
-        EngineError,
-        EngineUnavailable,
-        EngineTimeout,
-        EngineRefused,
-        EngineGarbage,
-    )
-}
+_ERRORS = by_kind(RolloutError)
 
 
 class Finished(msgspec.Struct, kw_only=True):

@@ -16,27 +16,15 @@ from ..errors import (
     AgentError,
     EngineError,
     EngineGarbage,
-    EngineRefused,
-    EngineTimeout,
-    EngineUnavailable,
     LimitReached,
     RolloutError,
+    by_kind,
 )
 
 MAX_TRACEBACK_CHARACTERS = 8000
 MAX_MESSAGE_CHARACTERS = 2000
 
-_BY_CODE: dict[str, type[RolloutError]] = {
-    kind.kind: kind
-    for kind in (
-        LimitReached,
-        EngineError,
-        EngineUnavailable,
-        EngineTimeout,
-        EngineRefused,
-        EngineGarbage,
-    )
-}
+_BY_CODE = by_kind(LimitReached, EngineError)
 
 
 def error_of_answer(status: int, body: bytes) -> RolloutError:
