@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
+from fastapi import FastAPI
 from support.api import KEYS, Api, native_group, put_native, running_api, wire_group
 
 from envserver.api.server import serve_api
-from envserver.errors import ConfigError, StoreError
+from envserver.errors import ConfigError, StoreError, StoreFull
 from envserver.records import Group, unpack
 
 MSGPACK = "application/vnd.envserver.groups+msgpack"
@@ -204,3 +206,37 @@ async def test_a_port_that_is_taken_is_named(api: Api) -> None:
     port = int(api.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=str(port)):
         await serve_api(httpx.ASGITransport, "127.0.0.1", port)  # type: ignore[arg-type]
+
+
+async def test_what_an_application_raises_at_its_start_reaches_the_caller(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    @asynccontextmanager
+    async def full(app: FastAPI) -> AsyncIterator[None]:
+        raise StoreFull("No space.")
+        yield
+
+    with pytest.raises(StoreFull, match="No space"):
+        await serve_api(FastAPI(lifespan=full), "127.0.0.1", 0)
+    assert not caplog.records  # no traceback in anybody's face
+
+
+async def test_a_start_that_is_cancelled_ends_the_application() -> None:
+    seen: list[str] = []
+    starting = asyncio.Event()
+
+    @asynccontextmanager
+    async def watched(app: FastAPI) -> AsyncIterator[None]:
+        seen.append("started")
+        starting.set()
+        try:
+            yield
+        finally:
+            seen.append("ended")
+
+    serving = asyncio.create_task(serve_api(FastAPI(lifespan=watched), "127.0.0.1", 0))
+    await starting.wait()
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    assert seen == ["started", "ended"]

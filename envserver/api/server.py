@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from ..config import is_loopback
 from ..errors import ConfigError
+from .lifespan import Lifespan
 
 _BACKLOG: Final = 2048
 _GRACE_SECONDS: Final = 2
@@ -29,10 +30,16 @@ class RunningServer:
     """A server that answers; made by `serve_api`. `async with` closes it."""
 
     def __init__(
-        self, server: uvicorn.Server, task: asyncio.Task[None], host: str, port: int
+        self,
+        server: uvicorn.Server,
+        task: asyncio.Task[None],
+        lifespan: Lifespan,
+        host: str,
+        port: int,
     ) -> None:
         self._server = server
         self._task = task
+        self._lifespan = lifespan
         self.host = host
         self.port = port
 
@@ -49,7 +56,10 @@ class RunningServer:
     async def close(self) -> None:
         """Lets requests end for two seconds, cancels the rest, ends the app's lifespan."""
         self._server.should_exit = True
-        await self._task
+        try:
+            await self._task
+        finally:
+            await self._lifespan.stop()
 
     async def __aenter__(self) -> Self:
         return self
@@ -75,14 +85,21 @@ async def serve_api(app: ASGIApp, host: str, port: int) -> RunningServer:
 
     Raises:
         ConfigError: `host` can be reached from elsewhere, or the port cannot be had.
+        Exception: what `app` raised while it started.
     """
     require_loopback(host)
     listener = _listen(host, port)
+    lifespan = Lifespan(app)
+    try:
+        await lifespan.start()
+    except BaseException:
+        listener.close()
+        raise
     config = uvicorn.Config(
         app,
         http="httptools",
         ws="none",
-        lifespan="on",
+        lifespan="off",
         access_log=False,
         log_config=None,
         timeout_graceful_shutdown=_GRACE_SECONDS,
@@ -90,26 +107,18 @@ async def serve_api(app: ASGIApp, host: str, port: int) -> RunningServer:
     )
     server = _Server(config)
     task = asyncio.create_task(server.serve([listener]), name="http-server")
-    running = RunningServer(server, task, host, listener.getsockname()[1])
-    starting = asyncio.ensure_future(_started(server, task))
+    running = RunningServer(server, task, lifespan, host, listener.getsockname()[1])
     try:
-        await asyncio.shield(starting)
+        while not (server.started or task.done()):
+            await asyncio.sleep(0.005)
     except asyncio.CancelledError:
-        await starting  # a few milliseconds; only what has begun can be ended properly
         await running.close()
         raise
-    except BaseException:
+    if task.done():
         listener.close()
-        raise
+        await running.close()
+        raise ConfigError("The server did not start; its log says why.")
     return running
-
-
-async def _started(server: _Server, task: asyncio.Task[None]) -> None:
-    while not server.started:
-        if task.done():
-            await task
-            raise ConfigError("The server did not start; its log says why.")
-        await asyncio.sleep(0.005)
 
 
 def require_loopback(host: str) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 
+from pydantic import Field
+
 from ..config import EnvironmentSettings, LoopbackHost, SimConfig
 from ..errors import UsageError
 from ..registry import find
+from .command_line import CommandLine
 from .help import show_help
 from .logs import configure_logs
 from .loop import run_loop
@@ -22,7 +25,7 @@ class ModelsSettings(EnvironmentSettings):
 
     host: LoopbackHost = "127.0.0.1"
     """Address to listen at; only loopback."""
-    port: int = 9001
+    port: int = Field(default=9001, ge=0, le=65535)
     """Port; 0 takes a free one."""
     sim: SimConfig = SimConfig()
 
@@ -44,7 +47,9 @@ def run(argv: list[str]) -> int:
     configure_logs(settings.log_level)
     solver = None
     if settings.environment is not None:
-        environment = find(settings.environment)(settings.env)
+        environment_class = find(settings.environment)
+        line = CommandLine(settings, settings.environment, environment_class)
+        environment = line.make_environment()
         solver = demonstration_solver(environment, settings.env.split)
     run_loop(
         run_sim(

@@ -96,7 +96,11 @@ async def process(
                 with view:
                     stopped = await _run(parts, sink, config.total_steps, view)
         finally:
-            show_result(console, reference, view.tally, sink, failures, settings, stopped)
+            show_result(console, view.tally, sink, failures, settings)
+        if stopped:
+            console.print("Stopped early; the same command with --resume goes on.")
+        elif view.tally.groups:
+            show_suggestions(console, reference, settings, sink.path)
     return 130 if stopped else 0
 
 
@@ -131,15 +135,9 @@ async def _run(
 
 
 def show_result(
-    console: Console,
-    reference: str,
-    tally: Tally,
-    sink: JsonlSink,
-    failures: FailuresFile,
-    settings: Settings,
-    stopped: bool,
+    console: Console, tally: Tally, sink: JsonlSink, failures: FailuresFile, settings: Settings
 ) -> None:
-    """What came out, where it lies, what to try next."""
+    """What came out and where it lies."""
     if tally.first_groups:
         console.print(summary_table(tally))
     if settings.model == SIMULATED:
@@ -158,12 +156,13 @@ def show_result(
         say(f"Why: {failures.path}")
     for flag, count in sorted(tally.flags.items()):
         say(f"{counted(count, 'rollout')} flagged: {flag}")
-    if stopped:
-        say("Stopped early; the same command with --resume goes on.")
-    elif tally.groups:
-        say("Try next:")
-        for command in suggestions(reference, settings, sink.path):
-            say(f"  {command}")
+
+
+def show_suggestions(console: Console, reference: str, settings: Settings, path: Path) -> None:
+    """What to try next."""
+    console.print("Try next:")
+    for command in suggestions(reference, settings, path):
+        console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
 
 
 def suggestions(reference: str, settings: Settings, path: Path) -> Iterator[str]:

@@ -1,0 +1,55 @@
+"""The start and the end of an ASGI application, with its errors as they are.
+
+uvicorn's own way logs a traceback and ends the process when an application cannot start; here what
+it raised reaches the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+
+class Lifespan:
+    """Starts `app` and ends it. `stop` must follow a `start` that returned."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._requests: asyncio.Queue[Message] = asyncio.Queue()
+        self._started = asyncio.Event()
+
+    async def start(self) -> None:
+        """Returns when the application is ready.
+
+        Raises:
+            Exception: whatever it raised instead.
+        """
+        scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}}
+        self._task = asyncio.ensure_future(self._live(scope))
+        self._requests.put_nowait({"type": "lifespan.startup"})
+        started = asyncio.ensure_future(self._started.wait())
+        try:
+            await asyncio.wait({started, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            raise
+        finally:
+            started.cancel()
+        if self._task.done():
+            self._task.result()
+
+    async def stop(self) -> None:
+        """Returns when the application has ended; raises what it raised."""
+        self._requests.put_nowait({"type": "lifespan.shutdown"})
+        await self._task
+
+    async def _live(self, scope: dict[str, Any]) -> None:
+        await self._app(scope, self._requests.get, self._hear)
+
+    async def _hear(self, message: Message) -> None:
+        # What failed is raised as well; here only the success is news.
+        if message["type"] == "lifespan.startup.complete":
+            self._started.set()
