@@ -220,6 +220,17 @@ async def test_a_million_faults_are_one_short_answer(api: Api) -> None:
     assert [error["loc"] for error in answer.json()["detail"]] == [["body", "tokens", 0, 0]]
 
 
+async def test_a_bomb_of_tiny_values_is_refused_before_it_is_read(api: Api) -> None:
+    bomb = gzip.compress(b'{"tokens":[[' + b"1," * 20_000_000 + b"1]]}", 1)
+    headers = JSON | {"content-encoding": "gzip"}
+    answer = await api.http.post("/scored_data", content=bomb, headers=headers)
+    assert (answer.status_code, answer.json()["detail"][:25]) == (413, "The body has more than 20")
+    missing = b'{"tokens":[[' + b"1," * 1_000_000 + b"1]]}"
+    answer = await api.http.post("/scored_data", content=missing, headers=JSON)
+    assert answer.status_code == 422
+    assert len(answer.content) < 1000
+
+
 async def test_json_is_taken_whatever_it_is_called(api: Api) -> None:
     raw = json.dumps(REGISTRATION).encode()
     for headers in ({"content-type": "text/plain"}, {"content-type": "x/y"}, {}):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import codecs
 import json
 import math
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import orjson
@@ -18,13 +19,18 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
-from ..errors import InputError, UsageError
+from ..errors import InputError, TooLargeError, UsageError
 
 T = TypeVar("T")
 
 _MOST_ERRORS: Final = 100
 _LONGEST_INPUT: Final = 1000
 _MOST_READ_TWICE: Final = 1_000_000
+_MOST_VALUES: Final = 20_000_000
+"""In one body. While it is read and refused each can take a hundred bytes, however few it has."""
+
+_BRIEFLY: Final = reprlib.Repr()
+_BRIEFLY.maxstring = _BRIEFLY.maxother = 200
 
 
 class Refused(InputError):
@@ -59,6 +65,7 @@ async def read_body(request: Request, wanted: TypeAdapter[T]) -> T:
     Raises:
         Refused: no body, no JSON, or JSON of another form.
         Unreadable: not UTF-8, or nested too deeply.
+        TooLargeError: more than 20 million values.
     """
     return parse_body(await request.body(), wanted)
 
@@ -67,6 +74,8 @@ def parse_body(raw: bytes, wanted: TypeAdapter[T]) -> T:
     """`raw` as `wanted`; raises as `read_body`."""
     if not raw:
         raise Refused([refusal("missing", ["body"], "Field required", None)])
+    if raw.count(b",") >= _MOST_VALUES:
+        raise TooLargeError(f"The body has more than {_MOST_VALUES} values.")
     text = raw.removeprefix(codecs.BOM_UTF8)
     try:
         return wanted.validate_json(text)
@@ -88,10 +97,11 @@ def _refused(raw: bytes, wanted: TypeAdapter[T], error: ValidationError) -> Usag
     """What FastAPI says of such a body, which is what Python's own reader says of it. Of a large
     one it is said in pydantic's words for JSON.
     """
-    found = error.errors(include_url=False)
+    large = len(raw) > _MOST_READ_TWICE
+    found = error.errors(include_url=False, include_input=not large)
     if "recursion limit" in found[0]["msg"]:
         return Unreadable()
-    if len(raw) <= _MOST_READ_TWICE:
+    if not large:
         return _refused_exactly(raw, wanted, found)
     if found[0]["type"] == "json_invalid":
         return _no_json(0, str(found[0]["ctx"]["error"]))
@@ -121,7 +131,7 @@ def _no_json(position: int, reason: str) -> Refused:
 
 
 def _as_fastapi(found: ErrorDetails) -> dict[str, Any]:
-    error = refusal(found["type"], ["body", *found["loc"]], found["msg"], found["input"])
+    error = refusal(found["type"], ["body", *found["loc"]], found["msg"], found.get("input"))
     if context := found.get("ctx"):
         error["ctx"] = {name: shown(value) for name, value in context.items()}
     return error
@@ -138,9 +148,20 @@ def shown(value: object) -> object:
     if isinstance(value, str) and len(value) <= _LONGEST_INPUT:
         return value
     try:
-        text = orjson.dumps(value)
+        text = orjson.dumps(value) if _is_small(value) else b""
     except (TypeError, ValueError):
-        return str(value)[:_LONGEST_INPUT]
-    if len(text) <= _LONGEST_INPUT:
+        text = b""
+    if text and len(text) <= _LONGEST_INPUT:
         return orjson.loads(text)
-    return text[:_LONGEST_INPUT].decode(errors="ignore") + "…"
+    return _BRIEFLY.repr(value)
+
+
+def _is_small(value: object) -> bool:
+    """Whether it has few parts; looks at no more than that many."""
+    parts = [value]
+    for part in parts:
+        if isinstance(part, Mapping | list):
+            parts.extend(part.values() if isinstance(part, Mapping) else part)
+        if len(parts) > _LONGEST_INPUT:
+            return False
+    return True

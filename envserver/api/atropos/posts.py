@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Final
 
+import orjson
 import structlog
 from msgspec import structs
 from pydantic import TypeAdapter
@@ -152,10 +153,17 @@ def _as_put(group: ScoredData, group_id: str, state: WireState) -> GroupPut:
         group_id=group_id,
         env=state.environments[env_id].real_name if known and env_id is not None else "atropos",
         format="atropos",
-        body=_GROUP.dump_json(group),
+        body=_as_json(group),
         size=len(lengths),
         tokens=sum(lengths),
         max_length=max(lengths),
         env_id=env_id if env_id is not None and -_INT64 <= env_id < _INT64 else None,
         state="buffered" if _is_part(group, state) else "queued",
     )
+
+
+def _as_json(group: ScoredData) -> bytes:
+    try:
+        return orjson.dumps(vars(group))
+    except TypeError:  # a number of more than 64 bits
+        return _GROUP.dump_json(group)
