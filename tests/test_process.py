@@ -166,6 +166,33 @@ def test_an_output_that_exists_is_not_touched(own: Path, tmp_path: Path) -> None
     assert "another run" in ran.stderr
 
 
+def test_resume_cuts_off_only_what_it_wrote(own: Path, tmp_path: Path) -> None:
+    output = tmp_path / "data" / "echo.jsonl"
+    words = ("process", "--env", own, *SIM, "--env.total_steps", 2)
+    assert envserver(*words, folder=tmp_path).returncode == 0
+    written, ids = output.read_bytes(), group_ids(output)
+    for others in (b"my notes", b'{"model": "qwen"}', written + b"my notes"):
+        output.write_bytes(others)
+        ran = envserver(*words, "--resume", folder=tmp_path)
+        assert (ran.returncode, output.read_bytes()) == (2, others)
+        assert "was not written by" in ran.stderr
+    for torn in (written[:3], written[:-1]):
+        output.write_bytes(torn)
+        assert envserver(*words, "--resume", folder=tmp_path).returncode == 0
+        assert sorted(group_ids(output)) == sorted(ids)
+
+
+def test_two_models_are_not_mixed_in_one_file(own: Path, tmp_path: Path) -> None:
+    output = tmp_path / "data" / "echo.jsonl"
+    words = ("process", "--env", own, *SIM, "--env.total_steps", 1)
+    assert envserver(*words, folder=tmp_path).returncode == 0
+    others = output.read_bytes().replace(b'"model":"sim"', b'"model":"qwen"')
+    output.write_bytes(others)
+    ran = envserver(*words, "--resume", folder=tmp_path)
+    assert (ran.returncode, output.read_bytes()) == (2, others)
+    assert "holds groups of the model qwen; this run's is sim" in ran.stderr
+
+
 @pytest.mark.parametrize(
     ("broken", "kind", "words"),
     [

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from ..config import OpenAIConfig, Settings
 from ..environment import Environment
+from ..errors import ConfigError
 from ..export.jsonl import FailuresFile, JsonlSink, open_sink
 from ..rollouts.events import Event
 from ..rollouts.group import Machinery
@@ -61,8 +62,10 @@ async def process(
 
     Raises:
         AllFailed: too many groups failed in a row; what was written stays.
-        ConfigError, InputError, StoreError: see `open_sink`.
+        ConfigError, InputError, StoreError: see `open_sink`; or the file is of another model.
     """
+    if settings.resume and settings.overwrite:
+        raise ConfigError("--resume and --overwrite exclude each other.")
     config = settings.env
     output = config.data_path_to_save_groups or Path("data") / f"{environment.name}.jsonl"
     async with open_sink(
@@ -93,6 +96,7 @@ async def process(
                 need_exact=False,
                 drop_zero_variance=bool(config.ensure_scores_are_not_same),
             ) as parts:
+                sink.expect(parts.model)
                 with view:
                     stopped = await _run(parts, sink, config.total_steps, view)
         finally:

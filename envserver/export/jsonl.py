@@ -28,6 +28,7 @@ from ..rollouts.events import Event, GroupDropped, RolloutFailed
 log = structlog.get_logger()
 
 SCHEMA_VERSION = 1
+_BEGINNING = b'{"tokens"'
 
 ScoreRange = Literal["unit", "pm1"]
 
@@ -118,18 +119,32 @@ class JsonlSink:
         self,
         path: Path,
         file: IO[bytes],
-        done: set[str],
+        written: _Written,
         *,
         include_messages: bool,
         score_range: ScoreRange,
     ) -> None:
         self.path = path
-        self.already = len(done)
+        self.already = len(written.group_ids)
         self._file = file
-        self._done = done
+        self._done = written.group_ids
+        self._models = written.models
         self._include_messages = include_messages
         self._score_range = score_range
         self._lock = asyncio.Lock()
+
+    def expect(self, model: str) -> None:
+        """Makes sure that no two models are mixed in one file.
+
+        Raises:
+            ConfigError: the file holds groups of another one.
+        """
+        if others := self._models - {model}:
+            raise ConfigError(
+                f"{self.path} holds groups of the model {', '.join(sorted(others))}; "
+                f"this run's is {model}.",
+                hint="Name another file, or --overwrite this one.",
+            )
 
     async def put(self, group: Group) -> None:
         """Appends `group` and syncs it to disk.
@@ -208,10 +223,10 @@ async def open_sink(
             )
         if overwrite:
             file.truncate(0)
+        written = await asyncio.to_thread(_read, path, {"env": env, "split": split, "seed": seed})
         cut_torn_line(file)
-        done = await asyncio.to_thread(_read_done, path, {"env": env, "split": split, "seed": seed})
         yield JsonlSink(
-            path, file, done, include_messages=include_messages, score_range=score_range
+            path, file, written, include_messages=include_messages, score_range=score_range
         )
 
 
@@ -253,6 +268,7 @@ class _Facts(msgspec.Struct):
     env: str
     split: str
     seed: int
+    model: str
 
 
 class _Line(msgspec.Struct):
@@ -261,27 +277,48 @@ class _Line(msgspec.Struct):
     envserver: _Facts
 
 
-def _read_done(path: Path, expected: dict[str, Any]) -> set[str]:
+class _Written(msgspec.Struct):
+    """What a file holds: the ids of its groups, and the models that made them."""
+
+    group_ids: set[str]
+    models: set[str]
+
+
+def _read(path: Path, expected: dict[str, Any]) -> _Written:
     decoder = msgspec.json.Decoder(_Line)
-    done = set()
+    written = _Written(set(), set())
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                _check_torn(line, path, number)
+                break
             try:
                 facts = decoder.decode(line).envserver
             except msgspec.DecodeError as error:
-                raise InputError(
-                    f"{path}, line {number} was not written by `envserver process`: {error}.",
-                    hint="Name another file, or --overwrite this one.",
-                    place=f"line {number}",
-                ) from error
+                raise _not_ours(path, number, str(error)) from error
             found = {key: getattr(facts, key) for key in expected}
             if found != expected:
                 raise ConfigError(
                     f"{path}, line {number} is of another run: {found}; this one is {expected}.",
                     hint="Resume with the settings of that run, or name another file.",
                 )
-            done.add(facts.group_id)
-    return done
+            written.group_ids.add(facts.group_id)
+            written.models.add(facts.model)
+    return written
+
+
+def _check_torn(line: bytes, path: Path, number: int) -> None:
+    """A line without its end is cut off, so it must be certain that we began it."""
+    if line[: len(_BEGINNING)] != _BEGINNING[: len(line)]:
+        raise _not_ours(path, number, "it has no end and does not begin like a group")
+
+
+def _not_ours(path: Path, number: int, reason: str) -> InputError:
+    return InputError(
+        f"{path}, line {number} was not written by `envserver process`: {reason}.",
+        hint="Name another file, or --overwrite this one.",
+        place=f"line {number}",
+    )
 
 
 class FailuresFile:
