@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from support.commands import envserver, running, until
+from support.commands import ENVSERVER, envserver, read_jsonl, running, until
 
 from envserver.cli import main
 
@@ -154,3 +154,19 @@ def test_stopped_while_it_starts_it_leaves_nothing(
         assert process.end() in (0, 128 + number)
     assert not any(path.name.startswith("envserver") for path in temporary.iterdir())
     assert "Traceback" not in process.output()
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_do_no_harm(closed: str, tmp_path: Path) -> None:
+    words = f"process --env math --model sim --sim.latency_seconds 0 --env.total_steps 1 {closed}"
+    done = subprocess.run(
+        f"{ENVSERVER} {words}",
+        shell=True,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    groups = read_jsonl(tmp_path / "data" / "math.jsonl")
+    assert [group["envserver"]["index"] for group in groups] == [0]

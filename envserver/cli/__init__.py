@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None, *, environment: str | None = None) -
     Returns:
         The exit status.
     """
+    _open_closed_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
@@ -89,6 +90,20 @@ def _run(command: Command, argv: list[str], debug: bool) -> int:
             f"Internal error: {type(error).__name__}: {error}", "--debug shows the traceback."
         )
         return 1
+
+
+def _open_closed_streams() -> None:
+    """Gives stdin, stdout and stderr a place where they have none (`>&-`).
+
+    The next file to be opened would else become one of them, and get what is printed.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, os.fdopen(number, mode))
 
 
 def _help(commands: dict[str, Command], environment: str | None) -> str:
