@@ -1,4 +1,6 @@
-"""kill -9 of the server while environments post and a trainer fetches: nothing accepted is lost."""
+"""kill -9 of the server and a full disk while environments post and a trainer fetches: nothing that
+was accepted is lost.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from support.api import ENVIRONMENT, REGISTRATION, api_process, mark_of, wire_group
+import pytest
+from support.api import (
+    ENVIRONMENT,
+    REGISTRATION,
+    api_process,
+    mark_of,
+    running_api,
+    wire_group,
+)
 from support.commands import free_port
+
+from envserver.errors import StoreFull
 
 KILLS = 3
 
@@ -106,3 +118,24 @@ def test_a_batch_that_was_formed_and_not_fetched_survives(tmp_path: Path) -> Non
         assert fetch(url) == [4, 5]
         assert fetch(url) == []
         assert mark_of(httpx.get(f"{url}/latest_example").json()) == 6
+
+
+@pytest.mark.parametrize("broken", ["lease", "set_value", "ack"])
+async def test_a_batch_that_could_not_be_recorded_is_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    async with running_api(tmp_path / "s.db") as api:
+        await api.start()
+        for mark in range(6):
+            await api.post("/scored_data", wire_group(mark=mark))
+
+        async def fail(*_: object, **__: object) -> None:
+            raise StoreFull("No.")
+
+        with monkeypatch.context() as full:
+            full.setattr(api.store, broken, fail)
+            for _ in range(2):
+                assert (await api.http.get("/batch")).status_code == 507
+        assert [await api.batch_marks() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+        assert await api.batch_marks() is None
+        assert (await api.get("/status"))["current_step"] == 6

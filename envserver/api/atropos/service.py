@@ -75,6 +75,7 @@ class AtroposService:
         self._posts = Posts(store, self._view, self._encoded)
         self._lock = asyncio.Lock()
         self._stale = False
+        self._undelivered: list[str] = []
         self._last_reason = ""
         self._refused: Counter[str] = Counter()
 
@@ -127,6 +128,7 @@ class AtroposService:
         async with self._lock:
             if not self._state.registered:
                 return Batch(None, "no trainer is registered")
+            await self._give_back_undelivered()
             first = not self._state.started
             self._state.started = True
             for _ in range(_TRIES):
@@ -170,12 +172,20 @@ class AtroposService:
             if not leased:
                 await self._store.ack(lease.lease_id)
         except StoreError:
-            # The trainer does not get this batch: it is delivered when its lease has expired.
-            self._stale = True
+            # The trainer does not get this batch; whoever asks next does.
+            self._state.leases[lease.lease_id] = ids
+            self._undelivered.append(lease.lease_id)
             raise
         for group_id in ids:
             self._encoded.forget(group_id)
         return Batch(bodies, lease_id=lease.lease_id if leased else None)
+
+    async def _give_back_undelivered(self) -> None:
+        """Queues again what was leased for an answer that could not be given."""
+        while self._undelivered:
+            await self._give_back(self._undelivered[-1])
+            self._undelivered.pop()
+            self._stale = True
 
     async def acknowledge(self, lease_id: str) -> None:
         """The trainer has the batch for good.
