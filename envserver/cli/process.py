@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from .command_line import program, read_command_line
 from .logs import configure_logs
 from .loop import run_loop
 from .progress import ProgressView, Tally, counted, summary_table
-from .runtime import SIMULATED, machinery, two_stage_stop
+from .runtime import SIMULATED, machinery, run_until_stopped
 
 SUMMARY = """Runs rollouts of one environment and writes each finished group as a line of JSON.
 Ctrl-C once finishes the open groups and stops; twice stops at once. Nothing written is lost."""
@@ -119,23 +118,7 @@ async def _run(
         wanted=None if total_steps is None else max(0, total_steps - sink.already),
         stop_on_failures=True,
     )
-    running = asyncio.ensure_future(scheduler.run())
-    stopped = False
-
-    def drain() -> None:
-        nonlocal stopped
-        stopped = True
-        open_groups = counted(scheduler.open_groups, "open group")
-        view.say(f"Finishing {open_groups}; Ctrl-C again stops at once.")
-        scheduler.drain()
-
-    with two_stage_stop(drain, running.cancel):
-        try:
-            await running
-        except asyncio.CancelledError:
-            if not stopped:
-                raise
-    return stopped
+    return await run_until_stopped(scheduler.run(), scheduler, view.say)
 
 
 def show_result(

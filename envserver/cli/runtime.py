@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from http import HTTPStatus
-from typing import Literal
+from typing import Any, Literal
 
 import structlog
 
@@ -20,8 +20,10 @@ from ..proxy.server import Proxy
 from ..registry import absolute
 from ..rollouts.events import Observer
 from ..rollouts.group import Demonstrator, Machinery
+from ..rollouts.scheduler import Scheduler
 from ..rollouts.scoring import ScorerPool
 from ..workers.local import LocalPool
+from .progress import counted
 
 SIMULATED = "sim"
 
@@ -160,21 +162,34 @@ def _slots(settings: Settings, isolation: Literal["pooled", "dedicated"]) -> int
     return min(settings.rollouts.max_concurrent, room)
 
 
-@contextlib.contextmanager
-def two_stage_stop(drain: Callable[[], object], stop: Callable[[], object]) -> Iterator[None]:
-    """Within: the first SIGINT or SIGTERM calls `drain`, the second `stop`."""
+async def run_until_stopped(
+    work: Coroutine[Any, Any, None], scheduler: Scheduler, say: Callable[[str], object]
+) -> bool:
+    """Awaits `work`, which runs `scheduler`; whether a signal stopped it before its end.
+
+    The first SIGINT or SIGTERM lets the open groups end, the second ends everything at once.
+    """
     loop = asyncio.get_running_loop()
-    seen = 0
+    running = asyncio.ensure_future(work)
+    stopped = False
 
     def on_signal() -> None:
-        nonlocal seen
-        seen += 1
-        (drain if seen == 1 else stop)()
+        nonlocal stopped
+        if stopped:
+            running.cancel()
+            return
+        stopped = True
+        say(f"Finishing {counted(scheduler.open_groups, 'open group')}; again stops at once.")
+        scheduler.drain()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     try:
-        yield
+        await running
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
+    return stopped

@@ -22,8 +22,8 @@ from ..store.sink import StoreSink
 from .command_line import read_command_line
 from .logs import configure_logs
 from .loop import run_loop
-from .progress import Tally, counted
-from .runtime import machinery, two_stage_stop
+from .progress import Tally
+from .runtime import machinery, run_until_stopped
 
 SUMMARY = """Runs rollouts of one environment and offers the groups to trainers over HTTP.
 SIGTERM or Ctrl-C once finishes the open groups and stops; twice stops at once."""
@@ -94,7 +94,8 @@ async def serve(
         server = await serve_api(api, settings.server.host, settings.server.port)
         try:
             _announce(console, settings.server.host, server.port, parts)
-            await _until_stopped(scheduler, store, console)
+            work = _run_then_wait(scheduler, store)
+            await run_until_stopped(work, scheduler, console.print)
         finally:
             await server.close()
     return 0
@@ -128,27 +129,8 @@ def _status(parts: Machinery, scheduler: Scheduler, tally: Tally) -> dict[str, A
     }
 
 
-async def _until_stopped(scheduler: Scheduler, store: Store, console: Console) -> None:
-    """Runs the scheduler; after its last group waits until trainers have all of them."""
-    running = asyncio.ensure_future(_run_then_wait(scheduler, store))
-    draining = False
-
-    def drain() -> None:
-        nonlocal draining
-        draining = True
-        open_groups = counted(scheduler.open_groups, "open group")
-        console.print(f"Finishing {open_groups}; again stops at once.")
-        scheduler.drain()
-
-    with two_stage_stop(drain, running.cancel):
-        try:
-            await running
-        except asyncio.CancelledError:
-            if not draining:
-                raise
-
-
 async def _run_then_wait(scheduler: Scheduler, store: Store) -> None:
+    """Runs the scheduler; after its last group waits until trainers have all of them."""
     await scheduler.run()
     while not scheduler.drained:
         counts = await store.counts()
