@@ -170,3 +170,15 @@ def test_closed_streams_do_no_harm(closed: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     groups = read_jsonl(tmp_path / "data" / "math.jsonl")
     assert [group["envserver"]["index"] for group in groups] == [0]
+
+
+def test_serve_tells_what_fails_and_what_it_leaves(tmp_path: Path) -> None:
+    broken = WHOLE.replace(
+        "return run.chat", "raise ValueError('no such tool')\n        run.chat", 1
+    )
+    words = ("serve", "--env", written(tmp_path, broken), "--model", "sim", "--port", 0)
+    with running(*words, "--rollouts.max_attempts", 1, folder=tmp_path) as process:
+        process.wait_for('"latest_failure": "ValueError: no such tool".*"group_dropped"')
+        process.send(signal.SIGTERM)
+        assert process.end() == 0
+    assert process.output().endswith("\n0 groups kept in the store for trainers.\n")

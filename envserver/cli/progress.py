@@ -65,6 +65,7 @@ class Tally:
         self.failures: Counter[str] = Counter()
         self.last_words: dict[str, str] = {}
         """By kind of failure, what the latest one said."""
+        self.latest_failure = ""
         self.lost = 0
         self.drops: Counter[str] = Counter()
         self.flags: Counter[str] = Counter()
@@ -79,6 +80,7 @@ class Tally:
         elif isinstance(event, RolloutFailed):
             self.failures[event.failure.kind] += 1
             self.last_words[event.failure.kind] = event.failure.message
+            self.latest_failure = event.failure.message
             self.lost += event.final
         elif isinstance(event, GroupDropped):
             self.drops[event.reason] += 1

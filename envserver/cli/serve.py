@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import structlog
 from rich.console import Console
 
 from ..api.app import create_api
 from ..api.server import serve_api
 from ..config import Settings
 from ..environment import Environment
+from ..rollouts.events import Event, GroupDropped
 from ..rollouts.group import Machinery
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import id_prefix, tickets
@@ -22,7 +24,7 @@ from ..store.sink import StoreSink
 from .command_line import read_command_line
 from .logs import configure_logs
 from .loop import run_loop
-from .progress import Tally
+from .progress import Tally, counted
 from .runtime import machinery, run_until_stopped
 
 SUMMARY = """Runs rollouts of one environment and offers the groups to trainers over HTTP.
@@ -31,6 +33,8 @@ SIGTERM or Ctrl-C once finishes the open groups and stops; twice stops at once."
 ALIASES = {"host": "server.host", "port": "server.port"}
 
 POLL_SECONDS = 0.2
+
+_log = structlog.get_logger("envserver.serve")
 
 
 def run(argv: list[str]) -> int:
@@ -56,13 +60,25 @@ async def serve(
         ConfigError, StoreError, EngineError: see the parts.
     """
     tally = Tally()
+
+    def observe(event: Event) -> None:
+        tally(event)
+        if isinstance(event, GroupDropped) and event.failed:
+            _log.warning(
+                "group_dropped",
+                group_id=event.group_id,
+                reason=event.reason,
+                message=event.message,
+                latest_failure=tally.latest_failure,
+            )
+
     async with (
         open_store(settings.store) as store,
         machinery(
             settings,
             environment,
             reference,
-            observer=tally,
+            observer=observe,
             need_engine=False,
             need_exact=True,
             drop_zero_variance=environment.config.ensure_scores_are_not_same is not False,
@@ -98,6 +114,9 @@ async def serve(
             await run_until_stopped(work, scheduler, console.print)
         finally:
             await server.close()
+        waiting = await _waiting(store)
+    # The address of a database may hold a password: it is not repeated.
+    console.print(f"{counted(waiting, 'group')} kept in the store for trainers.", highlight=False)
     return 0
 
 
@@ -122,6 +141,7 @@ def _status(parts: Machinery, scheduler: Scheduler, tally: Tally) -> dict[str, A
         "rollouts_scored": tally.rollouts,
         "rollouts_lost": tally.lost,
         "failed_attempts": dict(tally.failures),
+        "latest_failure": tally.latest_failure,
         "mean_reward": tally.rewards.mean,
         "completion_tokens": tally.completion_tokens,
         "seconds": tally.seconds,
@@ -133,7 +153,12 @@ async def _run_then_wait(scheduler: Scheduler, store: Store) -> None:
     """Runs the scheduler; after its last group waits until trainers have all of them."""
     await scheduler.run()
     while not scheduler.drained:
-        counts = await store.counts()
-        if not counts["queued"] + counts["buffered"] + counts["leased"]:
+        if not await _waiting(store):
             return
         await asyncio.sleep(POLL_SECONDS)
+
+
+async def _waiting(store: Store) -> int:
+    """Groups that no trainer has acknowledged."""
+    counts = await store.counts()
+    return counts["queued"] + counts["buffered"] + counts["leased"]
