@@ -177,6 +177,9 @@ async def test_a_guest_is_passed_through_and_not_recorded(home: House) -> None:
     assert text.choices[0].text == "Hë"
     assert (await home.get(key, "rollout"))[0] == 404
     assert (await home.get(key, "v1/models"))[1]["data"][0]["id"] == "tiny"
+    other = openai.AsyncOpenAI(base_url=str(client.base_url), api_key="x", max_retries=0)
+    assert (await chat(other)).message.content == "Hëllo."
+    await other.close()
 
 
 async def test_generate_gives_ids_and_logprobs_for_ids(home: House) -> None:

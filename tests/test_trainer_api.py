@@ -240,3 +240,16 @@ async def test_a_start_that_is_cancelled_ends_the_application() -> None:
     with pytest.raises(asyncio.CancelledError):
         await serving
     assert seen == ["started", "ended"]
+
+
+async def test_a_page_of_another_site_may_look_and_not_touch(api: Api) -> None:
+    foreign = {"sec-fetch-site": "cross-site", "content-type": "text/plain"}
+    for answer in (
+        await api.http.post("/v1/policy-version", content=b'{"version": 3}', headers=foreign),
+        await api.http.post("/scored_data", json=wire_group(2, 1), headers=foreign),
+        await api.http.get("/reset_data", headers=foreign),
+        await api.http.get("/batch", headers=foreign),
+    ):
+        assert answer.status_code == 403
+    assert (await api.http.get("/v1/status", headers=foreign)).status_code == 200
+    assert (await api.get("/v1/policy-version"))["version"] == -1

@@ -29,6 +29,7 @@ from .transfer import CompressedAnswers, RequestBodies
 log = structlog.get_logger(__name__)
 
 _EXPIRY_SECONDS: Final = 0.5
+_CHANGING_GETS: Final = frozenset({"/batch", "/reset_data"})
 
 
 def create_api(
@@ -82,6 +83,7 @@ def create_api(
     app.add_middleware(RequestBodies, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(CompressedAnswers)
     app.add_middleware(_WireCors, paths={str(getattr(route, "path", "")) for route in wire.routes})
+    app.add_middleware(_NoForeignPages)
     return app
 
 
@@ -116,3 +118,27 @@ class _WireCors:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         wire = scope["type"] == "http" and scope["path"] in self._paths
         await (self._open if wire else self._plain)(scope, receive, send)
+
+
+class _NoForeignPages:
+    """A page of another site, open in a browser of this machine, may look and not touch.
+
+    Browsers say so themselves (`Sec-Fetch-Site`); no other client sends that header.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _touches(scope):
+            refusal = problems.error_answer(
+                scope["path"], 403, "A page of another site may not change anything here."
+            )
+            await refusal(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _touches(scope: Scope) -> bool:
+    changes = scope["method"] not in ("GET", "HEAD", "OPTIONS") or scope["path"] in _CHANGING_GETS
+    return changes and (b"sec-fetch-site", b"cross-site") in scope["headers"]
