@@ -75,7 +75,8 @@ class Result(msgspec.Struct, kw_only=True):
         output: what the environment's `rollout` returned (JSON-like).
         messages: the conversation as the agent sent it last, plus the model's last answer.
         finish_reason: of the last call ("length" means cut off), None without a call.
-        truncated: the model was cut off: its last call ended by length, or a limit was reached.
+        truncated: the model was cut off: its last call ended by length, or tokens, time or the
+            context were used up (where turns were, its last answer is whole).
         limit: which limit ended the rollout: "turns", "tokens", "time", "context" or None.
         turns: model calls made.
         completion_tokens: tokens sampled over all calls.

@@ -178,7 +178,7 @@ def test_cut_off_texts_score_zero_and_whole_ones_count() -> None:
     task = env.task_from_row({"question": "q", "answer": "#### 4"})
     output = {"answer": None, "text": r"\boxed{4}"}
     cut = Result(output=output, finish_reason="length", truncated=True)
-    out_of_turns = Result(output=output, truncated=True, limit="turns")
+    out_of_turns = Result(output=output, limit="turns")
     out_of_tokens = Result(output=output, truncated=True, limit="tokens")
     assert env.score(task, cut).reward == 0.0 and env.score(task, cut).metrics["truncated"] == 1.0
     assert env.score(task, out_of_turns).reward == 1.0

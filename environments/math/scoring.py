@@ -56,7 +56,7 @@ class Said:
 def score_rollout(task: Task, result: Result, rules: Rules) -> Score:
     """The score of `result`; `task.hidden` holds `answer` and `kind`, or a generator's `entry`."""
     tool_errors = float(result.metrics.get("tool_errors", 0.0))
-    metrics = {"tool_errors": tool_errors, "truncated": float(was_cut_off(result))}
+    metrics = {"tool_errors": tool_errors, "truncated": float(result.truncated)}
     if metrics["truncated"]:
         return Score(reward=0.0, components={"correct": 0.0}, metrics=metrics)
     correct = _correctness(task, said(result), rules, metrics)
@@ -64,11 +64,6 @@ def score_rollout(task: Task, result: Result, rules: Rules) -> Score:
         return Score(reward=None, metrics=metrics)
     reward = max(0.0, correct - rules.tool_error_penalty * tool_errors)
     return Score(reward=reward, components={"correct": correct}, metrics=metrics)
-
-
-def was_cut_off(result: Result) -> bool:
-    """Whether the model's last words are only a part. Out of turns, they are whole."""
-    return result.finish_reason == "length" or (result.truncated and result.limit != "turns")
 
 
 def said(result: Result) -> Said:

@@ -30,6 +30,9 @@ from ..workers.pool import Assignment, WorkerPool
 
 _ERRORS = by_kind(RolloutError)
 
+_CUTTING_LIMITS = ("tokens", "time", "context")
+"""These end an agent in the middle; where turns are used up, its last answer is whole."""
+
 
 class Finished(msgspec.Struct, kw_only=True):
     """An attempt that can be scored."""
@@ -80,7 +83,7 @@ async def run_attempt(
             output=attempt.output,
             messages=[*last.messages, last.message] if last else [],
             finish_reason=last.finish_reason if last else None,
-            truncated=limit is not None or bool(last and last.finish_reason == "length"),
+            truncated=limit in _CUTTING_LIMITS or bool(last and last.finish_reason == "length"),
             limit=limit,
             turns=sum(call.choice == 0 for call in calls),
             completion_tokens=sum(len(call.completion_ids) for call in calls),

@@ -2,7 +2,7 @@
 there.
 
 In: `records.Group`. Out: a dict with the 14 keys of that wire, all JSON-like. One row per sequence,
-with the reward of its trajectory. What holds: `masks` is the token id where the row is trained and
+with the reward of its trajectory; one without tokens for a trajectory of which only text is known. What holds: `masks` is the token id where the row is trained and
 -100 elsewhere, `inference_logprobs` the sampled logprob there and 1.0 elsewhere.
 """
 
@@ -34,7 +34,7 @@ def group_to_atropos(
         (trajectory, sequence)
         for trajectory in group.trajectories
         if trajectory.score.reward is not None
-        for sequence in trajectory.sequences
+        for sequence in trajectory.sequences or [_text_only()]
     ]
     return {
         "tokens": [sequence.tokens.tolist() for _, sequence in rows],
@@ -52,6 +52,18 @@ def group_to_atropos(
         "distill_token_ids": None,
         "distill_logprobs": None,
     }
+
+
+def _text_only() -> Sequence:
+    none = np.empty(0, np.int32)
+    return Sequence(
+        tokens=none,
+        mask=np.empty(0, np.uint8),
+        logprobs=np.empty(0, np.float32),
+        calls=none,
+        versions=none,
+        path=[],
+    )
 
 
 def _masks(sequence: Sequence) -> list[int]:

@@ -90,6 +90,6 @@ class EncodedGroups:
         wire = group_to_atropos(
             group, include_messages=self._include_messages, score_range=self._score_range
         )
-        if not wire["tokens"]:
+        if not all(wire["tokens"]) or not wire["tokens"]:
             raise BrokenBody(f"Group {group_id} has no row to train on.", group_id=group_id)
         return orjson.dumps(wire)
