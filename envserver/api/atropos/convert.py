@@ -2,8 +2,9 @@
 there.
 
 In: `records.Group`. Out: a dict with the 14 keys of that wire, all JSON-like. One row per sequence,
-with the reward of its trajectory; one without tokens for a trajectory of which only text is known. What holds: `masks` is the token id where the row is trained and
--100 elsewhere, `inference_logprobs` the sampled logprob there and 1.0 elsewhere.
+with the reward of its trajectory; one without tokens for a trajectory of which only text is known.
+What holds: `masks` is the token id where the row is trained and -100 elsewhere,
+`inference_logprobs` the sampled logprob there and 1.0 elsewhere.
 """
 
 from __future__ import annotations
