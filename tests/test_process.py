@@ -153,6 +153,21 @@ def test_one_interrupt_finishes_open_groups_and_resume_goes_on(own: Path, tmp_pa
     assert group_ids(output)[: len(written)] == written
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_stop_does_not_wait_for_tasks_that_are_being_loaded(tmp_path: Path, times: int) -> None:
+    own = tmp_path / "echo.py"
+    loading = "for n in range(self.config.tasks_in_all):\n            n and time.sleep(600)"
+    own.write_text(OWN_ENVIRONMENT.replace("for n in range(self.config.tasks_in_all):", loading, 1))
+    output = tmp_path / "out.jsonl"
+    words = ("process", "--env", own, *SIM, "--env.data_path_to_save_groups", output)
+    with running(*words, folder=tmp_path) as process:
+        until(lambda: output.exists() and output.stat().st_size, 60, process.output)
+        for _ in range(times):
+            process.send(signal.SIGINT)
+        assert process.end(20) == 130
+    assert len(group_ids(output)) == 1
+
+
 def test_an_output_that_exists_is_not_touched(own: Path, tmp_path: Path) -> None:
     output = tmp_path / "data" / "echo.jsonl"
     words = ("process", "--env", own, *SIM, "--env.total_steps", 1)
@@ -278,3 +293,25 @@ def test_groups_of_equal_rewards_are_dropped_when_asked(own: Path, tmp_path: Pat
     assert "zero_variance" in ran.stderr
     dropped = read_jsonl(tmp_path / "data" / "echo.failures.jsonl")
     assert {line["reason"] for line in dropped} == {"zero_variance"}
+
+
+def test_an_engine_that_gives_only_text_gives_conversations(tmp_path: Path) -> None:
+    with running("models", "sim", "--port", 0, "--env", "math", folder=tmp_path) as engine:
+        url = engine.wait_for(r"http://\S+/v1").group()
+        ran = envserver(
+            "process", "--env", "math", "--openai.base_url", url, "--openai.server_type", "openai",
+            "--env.group_size", 2, "--env.total_steps", 2,
+            "--env.data_path_to_save_groups", "out.jsonl", folder=tmp_path,
+        )  # fmt: skip
+        refused = envserver(
+            "serve", "--env", "math", "--openai.base_url", url, "--openai.server_type", "openai",
+            folder=tmp_path,
+        )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "missing_token_ids" in ran.stderr
+    for group in read_jsonl(tmp_path / "out.jsonl"):
+        assert group["tokens"] == group["masks"] == group["inference_logprobs"] == [[], []]
+        assert len(group["scores"]) == 2
+        assert all(messages[-1]["role"] == "assistant" for messages in group["messages"])
+    assert refused.returncode == 2
+    assert "not fit for RL" in refused.stderr

@@ -11,6 +11,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import structlog
 
@@ -19,7 +20,7 @@ from ..records import Group
 from .events import GroupDelivered, GroupDropped, GroupSink
 from .group import Machinery, make_group
 from .policy import Drop, retry_delay_seconds
-from .stream import Ticket
+from .stream import Ticket, read
 
 log = structlog.get_logger()
 
@@ -84,8 +85,7 @@ class Scheduler:
                 await self._until_fewer_than(most)
                 if not self._is_wanting() or not await self._has_room():
                     continue
-                # In a thread: the first task may come with a data set to be loaded.
-                ticket = await asyncio.to_thread(next, self._tickets, None)
+                ticket = await self._next_ticket()
                 if ticket is None:
                     break
                 if not await self._sink.known([ticket.group_id]):
@@ -129,6 +129,19 @@ class Scheduler:
             for task in (room, drain):
                 task.cancel()
             await asyncio.gather(room, drain, return_exceptions=True)
+
+    async def _next_ticket(self) -> Ticket | None:
+        """None behind the last, and when the run is being drained meanwhile."""
+        reading = read(self._tickets)
+        drain = asyncio.create_task(self._draining.wait())
+        try:
+            first: set[asyncio.Future[Any]] = {reading, drain}
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            return None if drain.done() else reading.result()
+        finally:
+            reading.cancel()
+            drain.cancel()
+            await asyncio.gather(reading, drain, return_exceptions=True)
 
     async def _one(self, ticket: Ticket) -> None:
         made = await make_group(self._machinery, ticket)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import hashlib
 import itertools
+import threading
 from collections.abc import Iterator
 
 import msgspec
@@ -67,11 +70,32 @@ def tickets(environment: Environment, *, repeat: bool) -> Iterator[Ticket]:
             )
 
 
+def read(tickets: Iterator[Ticket]) -> asyncio.Future[Ticket | None]:
+    """The next of `tickets`, None behind the last.
+
+    It is read in a thread, for the first task may come with a data set to be loaded; and in one
+    that nobody waits for, so that a stop does not wait for the data set.
+    """
+    reading: concurrent.futures.Future[Ticket | None] = concurrent.futures.Future()
+    reading.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            reading.set_result(next(tickets, None))
+        except BaseException as error:  # noqa: BLE001 - it goes to whoever awaits
+            reading.set_exception(error)
+
+    threading.Thread(target=work, name="tasks", daemon=True).start()
+    return asyncio.wrap_future(reading)
+
+
 def _tasks(environment: Environment) -> Iterator[Task]:
     try:
         for task in environment.tasks(environment.config.split):
             if not isinstance(task, Task):
                 raise TypeError(f"{type(task).__name__} is no Task")
+            if not (isinstance(task.id, str) and isinstance(task.public, dict)):
+                raise TypeError(f"the id of task {task.id!r} must be text, its public part a dict")
             yield task
     except EnvserverError:
         raise
