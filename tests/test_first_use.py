@@ -70,6 +70,7 @@ def test_the_commands_that_are_suggested_can_be_typed(tmp_path: Path) -> None:
         (TASKS, "yield 1 / 0", "cannot give its tasks: ZeroDivisionError: division by zero."),
         (TASKS, "yield 'one'", "cannot give its tasks: TypeError: str is no Task."),
         (TASKS, "yield Task(1, {})", "the id of task 1 must be text"),
+        ("return [{", "1 / 0; return [{", "cannot demonstrate its task 'one': ZeroDivisionError"),
         (TASKS, "return []", "has no tasks in its split 'train'"),
     ],
 )

@@ -41,12 +41,22 @@ def test_every_byte_of_output_is_passed_on_or_counted(pieces: list[bytes], pause
     lines, passed, dropped = Lines(0.0), 0, 0
     for number, piece in enumerate(pieces):
         passed += sum(len(line) for line in lines.feed(piece, number * pause))
-        dropped += lines.take_dropped()
+        dropped += lines.take_dropped(number * pause)
     passed += sum(len(line) for line in lines.finish(len(pieces) * pause))
     dropped += lines.take_dropped()
     assert passed + dropped == b"".join(pieces).count(b"x")
     assert passed <= BURST_BYTES + len(pieces) * pause * BYTES_PER_SECOND
     assert lines.tail().encode() == b"".join(pieces)[-TAIL_BYTES:].strip()
+
+
+def test_a_flood_is_told_once_a_second() -> None:
+    lines = Lines(0.0)
+    told = []
+    for tick in range(300):  # three seconds of a megabyte a tick
+        lines.feed(b"y" * 1_000_000 + b"\n", tick / 100)
+        told.append(lines.take_dropped(tick / 100))
+    assert sum(map(bool, told)) == 3
+    assert sum(told) + lines.take_dropped() > 298_000_000
 
 
 def test_output_holds_no_key_of_an_attempt() -> None:

@@ -17,7 +17,7 @@ import msgspec
 
 from ..config import RolloutsConfig, SamplingConfig
 from ..environment import Environment
-from ..errors import Failure, RolloutError, ScorerError, Straggler
+from ..errors import ConfigError, Failure, RolloutError, ScorerError, Straggler
 from ..proxy.attempts import AttemptSpec, Limits
 from ..proxy.server import Proxy
 from ..records import Group, Message, PublicTask, Result, Score, Task, Trajectory
@@ -208,7 +208,7 @@ async def _run(machinery: Machinery, ticket: Ticket, rollout_id: str, attempt: i
 def _demonstrated(machinery: Machinery, task: Task, rollout_id: str) -> Iterator[None]:
     """Within: the demonstrator, if there is one, knows how to solve `task`."""
     demonstrator = machinery.demonstrator
-    turns = machinery.environment.demonstration(task) if demonstrator else None
+    turns = _solution(machinery.environment, task) if demonstrator else None
     if demonstrator is None or turns is None:
         yield
         return
@@ -217,6 +217,17 @@ def _demonstrated(machinery: Machinery, task: Task, rollout_id: str) -> Iterator
         yield
     finally:
         demonstrator.forget(rollout_id)
+
+
+def _solution(environment: Environment, task: Task) -> list[Message] | None:
+    try:
+        return environment.demonstration(task)
+    except Exception as error:
+        raise ConfigError(
+            f"Environment {environment.name!r} cannot demonstrate its task {task.id!r}: "
+            f"{type(error).__name__}: {error}.",
+            hint="--debug shows where.",
+        ) from error
 
 
 def attempt_spec(

@@ -182,13 +182,13 @@ class Nursery:
         except BlockingIOError:
             return False
         now = time.monotonic()
-        self._pass_on(worker, worker.lines.feed(data, now) if data else worker.lines.finish(now))
+        lines = worker.lines.feed(data, now) if data else worker.lines.finish(now)
+        self._pass_on(worker, lines, worker.lines.take_dropped(now))
         if not data:
             self._selector.unregister(worker.output_fd)
         return bool(data)
 
-    def _pass_on(self, worker: _Worker, lines: list[str]) -> None:
-        dropped = worker.lines.take_dropped()
+    def _pass_on(self, worker: _Worker, lines: list[str], dropped: int) -> None:
         if not lines and not dropped:
             return
         message = msgspec.msgpack.encode(["lines", worker.id, lines, dropped])
@@ -220,7 +220,8 @@ class Nursery:
     def _bury(self, worker: _Worker, status: int) -> None:
         while worker.output_fd in self._selector.get_map() and self._read(worker):
             continue
-        self._pass_on(worker, worker.lines.finish(time.monotonic()))
+        lines = worker.lines.finish(time.monotonic())
+        self._pass_on(worker, lines, worker.lines.take_dropped())
         if worker.output_fd in self._selector.get_map():
             self._selector.unregister(worker.output_fd)
         os.close(worker.output_fd)

@@ -247,5 +247,5 @@ class NurseryProcess:
         now = self._loop.time()
         for line in self._lines.feed(data, now) if data else self._lines.finish(now):
             _log.info("nursery_output", line=line)
-        if dropped_bytes := self._lines.take_dropped():
+        if dropped_bytes := self._lines.take_dropped(now):
             _log.warning("nursery_output_dropped", bytes=dropped_bytes)

@@ -7,12 +7,14 @@ either.
 
 from __future__ import annotations
 
+import math
 import re
 
 MAX_LINE_BYTES = 4096
 BURST_BYTES = 256 * 1024
 BYTES_PER_SECOND = 32 * 1024
 TAIL_BYTES = 2048
+TELL_SECONDS = 1.0
 
 _KEY = re.compile(r"(?<=/r/)[A-Za-z0-9_-]{20,}")
 """In the address of an attempt, as HTTP libraries log it."""
@@ -28,6 +30,7 @@ class Lines:
         self._filled_at = now
         self._rest = b""
         self._tail = b""
+        self._told_at = -math.inf
         self.dropped_bytes = 0
         """Dropped since the last `take_dropped`, ends of lines not counted."""
 
@@ -45,8 +48,15 @@ class Lines:
         rest, self._rest = self._rest, b""
         return self._within_budget([rest], now) if rest else []
 
-    def take_dropped(self) -> int:
-        """Bytes dropped since the last call."""
+    def take_dropped(self, now: float | None = None) -> int:
+        """Bytes dropped since they were last told.
+
+        With `now`, 0 for a second after that: a flood is no reason for a flood of warnings.
+        """
+        if not self.dropped_bytes or (now is not None and now < self._told_at + TELL_SECONDS):
+            return 0
+        if now is not None:
+            self._told_at = now
         dropped, self.dropped_bytes = self.dropped_bytes, 0
         return dropped
 
