@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -184,3 +185,20 @@ def test_serve_tells_what_fails_and_what_it_leaves(tmp_path: Path) -> None:
         process.send(signal.SIGTERM)
         assert process.end() == 0
     assert process.output().endswith("\n0 groups kept in the store for trainers.\n")
+
+
+def test_log_lines_go_where_a_progress_bar_puts_stderr() -> None:
+    code = """
+import io, sys, logging, structlog
+from envserver.cli.logs import configure_logs
+
+configure_logs("info")
+sys.stderr = bar = io.StringIO()
+structlog.get_logger().info("ours")
+logging.getLogger("other").warning("theirs")
+print(bar.getvalue())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert '"event": "ours"' in done.stdout
+    assert "WARNING other: theirs" in done.stdout
+    assert not done.stderr
