@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.commands import ENVSERVER
 
 import envserver
 from envserver.cli import COMMANDS, main
@@ -151,3 +153,14 @@ def test_list_shows_built_in_environments(capsys: pytest.CaptureFixture[str]) ->
     (math,) = [row for row in rows if row.startswith("math ")]
     assert "pooled" in math
     assert "built in" in math
+
+
+@pytest.mark.parametrize("words", [["--help"], ["process", "--env", "math", "--help"]])
+def test_a_reader_that_goes_away_is_no_error_worth_a_traceback(words: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    ran = subprocess.run(
+        [ENVSERVER, *words], stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writing)
+    assert (ran.returncode, ran.stderr) == (1, "")

@@ -45,6 +45,17 @@ def main(argv: Sequence[str] | None = None, *, environment: str | None = None) -
         The exit status.
     """
     _open_closed_streams()
+    try:
+        status = _main(argv, environment)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read our output has gone (`| head`): nothing more can be said on it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
+def _main(argv: Sequence[str] | None, environment: str | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
@@ -75,9 +86,7 @@ def _run(command: Command, argv: list[str], debug: bool) -> int:
     except KeyboardInterrupt as stop:
         return int(getattr(stop, "status", 130))
     except BrokenPipeError:
-        # Whoever read our output has gone (`| head`): nothing more can be said on it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        raise
     except EnvserverError as error:
         if debug:
             raise
