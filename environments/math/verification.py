@@ -16,6 +16,7 @@ import functools
 import importlib
 import logging
 import os
+import re
 import resource
 import select
 import signal
@@ -32,6 +33,7 @@ KILL_SECONDS = 6.0
 MEMORY_BYTES = 1 << 30
 """That one comparison may take beyond what the scorer holds."""
 
+_INTEGER = re.compile(r"-?[0-9]{1,100}")
 
 _WARM_UP = (
     ("12", "-7"),
@@ -67,6 +69,9 @@ def compare(gold: str, answer: str, *, lenient: bool = False) -> Verdict:
     Raises:
         ConfigError: math-verify is not installed.
     """
+    if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(answer):
+        # Most answers by far, and what math-verify says of them: 25 times less work.
+        return Verdict.EQUAL if int(gold) == int(answer) else Verdict.DIFFERENT
     # Here and not in the child, so that what the parser learns is there for the next answer.
     parsed_gold = _parsed_gold(gold)
     return _in_child(lambda: _verdict(parsed_gold, answer, lenient))
