@@ -84,7 +84,7 @@ class EnvironmentConfig(Section):
 class OpenAIConfig(Section):
     """The engine: an OpenAI-compatible server, or several replicas of one."""
 
-    base_url: str | list[str] = "http://localhost:8000/v1"
+    base_url: str | list[str] = "http://localhost:9001/v1"
     """Address or addresses (repeat the flag, or separate with commas) of the engine."""
     model_name: str = "default"
     """Name of the model as the engine serves it; "default": the first that it lists."""
@@ -103,7 +103,7 @@ class OpenAIConfig(Section):
         parts = [value] if isinstance(value, str) else value
         urls = [url.strip().rstrip("/") for part in parts for url in part.split(",") if url.strip()]
         if not urls:
-            raise ValueError("an address is needed, such as http://localhost:8000/v1")
+            raise ValueError("an address is needed, such as http://localhost:9001/v1")
         for url in urls:
             _check_url(url)
         if len(set(urls)) != len(urls):
