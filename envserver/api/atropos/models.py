@@ -82,8 +82,6 @@ class ScoredData(WireModel):
     distill_logprobs: Array[Array[Array[float]]] | None = None
 
 
-GROUP_KEYS: Final = tuple(ScoredData.model_fields)
-
 _FREE_FIELDS: Final = ("messages", "generation_params", "overrides", "group_overrides", "images")
 _PER_TOKEN: Final = ("ref_logprobs", "inference_logprobs")
 # Rows of advantages may have any length: one per sequence is as usual as one per token.

@@ -30,8 +30,6 @@ from .view import View
 
 log = structlog.get_logger(__name__)
 
-"""The store's run under which batches of this wire are leased."""
-
 _MOST_ENVIRONMENTS: Final = 4096
 _TRIES: Final = 5
 
