@@ -70,20 +70,20 @@ def test_output_holds_no_key_of_an_attempt() -> None:
 @given(
     st.sets(st.text(min_size=1), max_size=6),
     st.sampled_from([None, WorkerHung, WorkerGarbage]),
-    st.booleans(),
+    st.integers(0, 3),
     st.sampled_from([0, 3 << 8, signal.SIGKILL, signal.SIGSEGV, None]),
 )
-def test_a_death_blames_one_or_suspects_all(
-    running: set[str], kind: type[WorkerError] | None, known: bool, status: int | None
+def test_a_death_blames_those_who_are_known_or_suspects_all(
+    running: set[str], kind: type[WorkerError] | None, known: int, status: int | None
 ) -> None:
-    culprit = min(running) if running and known and kind else None
-    verdict = Verdict(kind, "so", culprit) if kind else None
+    culprits = frozenset(sorted(running)[:known]) if kind else frozenset()
+    verdict = Verdict(kind, "so", culprits) if kind else None
     errors = errors_by_rollout(running, End(status), verdict)
     assert set(errors) == running
     blamed = {one for one, error in errors.items() if not error.detail.get("mate")}
     suspects = {one for one, error in errors.items() if error.detail.get("suspect")}
-    if culprit:
-        assert (blamed, suspects) == ({culprit}, set())
+    if culprits:
+        assert (blamed, suspects) == (culprits, set())
     elif len(running) == 1:
         assert (blamed, suspects) == (running, set())
     else:

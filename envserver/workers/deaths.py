@@ -1,7 +1,7 @@
 """Pure functions: how a worker ended -> which of its rollouts gets which error.
 
-One rollout in the process: the death is its own. Several: if one is known to be the cause it gets
-the error and the rest are its mates; if not, all are suspects, marked as mates too, and each next
+One rollout in the process: the death is its own. Several: those known to be the cause get the error
+and the rest are their mates; if none is, all are suspects, marked as mates too, and each next
 runs in a process of its own, where a second death leaves no doubt.
 """
 
@@ -18,11 +18,11 @@ from ..errors import WorkerDied, WorkerError
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the server had a worker killed. `culprit`: the rollout at fault, None where unknown."""
+    """Why the server had a worker killed. `culprits`: the rollouts at fault, none where unknown."""
 
     kind: type[WorkerError]
     message: str
-    culprit: str | None = None
+    culprits: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ def errors_by_rollout(
     alone = len(running) == 1
     errors: dict[str, WorkerError] = {}
     for rollout_id in running:
-        if verdict.culprit == rollout_id or (verdict.culprit is None and alone):
+        if rollout_id in verdict.culprits or (not verdict.culprits and alone):
             errors[rollout_id] = verdict.kind(verdict.message, **detail)
-        elif verdict.culprit is None:
+        elif not verdict.culprits:
             errors[rollout_id] = verdict.kind(verdict.message, mate=True, suspect=True, **detail)
         else:
             message = "The worker was killed because of another rollout in it."

@@ -20,6 +20,8 @@ from .pool import Assignment
 
 START_SECONDS = 20.0
 """For a fork to say that it is ready; a machine out of breath may need some."""
+NEARLY = 0.75
+"""Of the grace: a rollout that was cancelled so long ago has had its chance to obey."""
 LAST_WORDS_SECONDS = 1.0
 """Between the end of a process and the end of its socket, and the other way round."""
 
@@ -31,7 +33,7 @@ class _Ticket:
     assignment: Assignment
     done: asyncio.Future[None]
     timer: asyncio.TimerHandle | None = None
-    cancelled: bool = False
+    cancelled_at: float | None = None
 
     def finish(self, error: Exception | None = None) -> None:
         if self.done.done():
@@ -184,13 +186,13 @@ class WorkerHandle(asyncio.Protocol):
             self._transport.write(encode(*parts))
 
     def _cancel(self, ticket: _Ticket) -> None:
-        if ticket.cancelled:
+        if ticket.cancelled_at is not None:
             return
-        ticket.cancelled = True
+        loop = asyncio.get_running_loop()
+        ticket.cancelled_at = loop.time()
         self._send("cancel", ticket.assignment.rollout_id)
         if ticket.timer is not None:
             ticket.timer.cancel()
-        loop = asyncio.get_running_loop()
         ticket.timer = loop.call_later(self._grace, self._overdue, ticket)
 
     def _overdue(self, ticket: _Ticket) -> None:
@@ -199,15 +201,26 @@ class WorkerHandle(asyncio.Protocol):
             return
         blocked = self._silent_ticks > BEATS_PER_SILENCE // 2
         message = "The rollout went on after it was cancelled; its process was killed."
-        culprit = None if blocked else ticket.assignment.rollout_id
-        self.condemn(Verdict(WorkerHung, message, culprit))
+        self.condemn(Verdict(WorkerHung, message, frozenset() if blocked else self._stubborn()))
+
+    def _stubborn(self) -> frozenset[str]:
+        """The rollouts that have had nearly all their grace: often a whole group hangs together."""
+        since = asyncio.get_running_loop().time() - NEARLY * self._grace
+        return frozenset(
+            rollout_id
+            for rollout_id, ticket in self.tickets.items()
+            if ticket.cancelled_at is not None
+            and ticket.cancelled_at <= since
+            and not ticket.done.done()
+        )
 
     async def _see_it_end(self, ticket: _Ticket) -> None:
         try:
             await asyncio.wait([ticket.done])
         except asyncio.CancelledError:
             message = "The rollout was cancelled and had no time to obey."
-            self.condemn(Verdict(WorkerHung, message, ticket.assignment.rollout_id))
+            culprits = frozenset({ticket.assignment.rollout_id})
+            self.condemn(Verdict(WorkerHung, message, culprits))
             raise
 
     def _bury(self) -> None:
