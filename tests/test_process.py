@@ -31,6 +31,8 @@ class Echo(Environment):
     def rollout(self, task, run):
         if self.config.broken == "raises":
             raise ValueError("no such tool")
+        if self.config.broken == "hangs":
+            time.sleep(60)
         if self.config.broken == "kills itself":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.config.broken == "once" and run.attempt == 1:
@@ -214,6 +216,7 @@ def test_two_models_are_not_mixed_in_one_file(own: Path, tmp_path: Path) -> None
         ("raises", "agent_error", "no such tool"),
         ("kills itself", "worker_died", "SIGKILL"),
         ("unscorable", "unscorable", "no reward"),
+        ("hangs", "worker_hung", "went on after it was cancelled"),
     ],
 )
 def test_when_everything_fails_it_stops_and_says_why(
@@ -221,8 +224,8 @@ def test_when_everything_fails_it_stops_and_says_why(
 ) -> None:
     ran = envserver(
         "process", "--env", own, *SIM, "--env.broken", broken, "--env.total_steps", 50,
-        "--env.group_size", 2, "--rollouts.max_attempts", 2,
-        "--rollouts.stop_after_failed_groups", 2, folder=tmp_path,
+        "--env.group_size", 2, "--rollouts.max_attempts", 2, "--env.worker_timeout", 2,
+        "--workers.kill_grace_seconds", 0.5, "--rollouts.stop_after_failed_groups", 2, folder=tmp_path,
     )  # fmt: skip
     assert ran.returncode == 1, ran.stderr
     assert kind in ran.stderr
