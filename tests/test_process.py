@@ -225,13 +225,15 @@ def test_when_everything_fails_it_stops_and_says_why(
     ran = envserver(
         "process", "--env", own, *SIM, "--env.broken", broken, "--env.total_steps", 50,
         "--env.group_size", 2, "--rollouts.max_attempts", 2, "--env.worker_timeout", 2,
-        "--workers.kill_grace_seconds", 0.5, "--rollouts.stop_after_failed_groups", 2, folder=tmp_path,
+        "--workers.kill_grace_seconds", 0.5, "--rollouts.stop_after_failed_groups", 2,
+        folder=tmp_path,
     )  # fmt: skip
     assert ran.returncode == 1, ran.stderr
     assert kind in ran.stderr
     failures = read_jsonl(tmp_path / "data" / "echo.failures.jsonl")
     failed = [line for line in failures if line["event"] == "rollout_failed"]
-    assert {line["kind"] for line in failed} == {kind}
+    at_fault = [line for line in failed if not line["detail"].get("mate")]
+    assert {line["kind"] for line in at_fault} == {kind}
     assert any(words in line["message"] for line in failed)
     assert any(line["final"] for line in failed)
 
