@@ -18,6 +18,8 @@ from .records import Split
 
 StorePlace = Annotated[str, Field(min_length=1)]
 LogLevel = Literal["debug", "info", "warning", "error"]
+Edit = Literal["exact", "appended", "whitespace", "calls"]
+Mode = Literal["auto", "tokens", "completions", "chat", "opaque"]
 
 
 def is_loopback(host: str) -> bool:
@@ -93,9 +95,11 @@ class OpenAIConfig(Section):
     timeout: float = Field(default=1200.0, gt=0)
     """Seconds for one model call."""
     num_max_requests_at_once: int = Field(default=512, ge=1)
-    """Calls in flight per replica."""
+    """Most calls in flight per replica; fewer while its metrics say that calls wait there."""
     server_type: Literal["vllm", "openai"] = "vllm"
     """vllm: ask for token ids and logprobs; openai: text only, not fit for RL."""
+    mode: Mode = "auto"
+    """How the engine is asked; auto: the first of tokens, completions, chat, opaque that it can."""
 
     @field_validator("base_url")
     @classmethod
@@ -126,6 +130,32 @@ def _check_url(url: str) -> None:
         raise ValueError("the port must be a number from 0 to 65535") from error
     if parts.query or parts.fragment:
         raise ValueError("an address must not have a query or a fragment")
+
+
+class TokensConfig(Section):
+    """How calls are continued token by token, and what is done about odd ones."""
+
+    stitch: bool = True
+    """Continue a conversation from the tokens that were recorded instead of rendering it anew."""
+    tokenizer: Path | None = None
+    """Folder of the model's tokenizer.json and chat template; unset: found by the model's name."""
+    edits: list[Edit] = ["exact", "appended", "whitespace", "calls"]
+    """How an agent may have changed an answer that it sends back for its tokens to be continued."""
+    think: Literal["template", "keep"] = "template"
+    """Where the chat template drops earlier reasoning: begin a new sequence that lacks it, as after
+    deployment (template), or go on in one sequence that has it all (keep)."""
+    train: list[str] = []
+    """Flags whose calls are trained, whatever the default says."""
+    mask: list[str] = []
+    """Flags whose calls become context that is not trained."""
+    drop: list[str] = []
+    """Flags that drop the rollout."""
+    audit_fraction: float = Field(default=0.0, ge=0, le=1)
+    """`serve`: share of the rollouts whose logprobs the engine is asked for again, as a check."""
+    audit_tolerance: float = Field(default=0.05, ge=0)
+    """Largest difference of a logprob that an audit takes for rounding."""
+    keep_calls: bool = False
+    """Keep every call (its tokens as differences) beside the sequences of a trajectory."""
 
 
 class SimConfig(Section):
@@ -227,6 +257,7 @@ class Settings(EnvironmentSettings):
     """"sim" for the simulated engine; unset: the engine at `openai.base_url`."""
     sim: SimConfig = SimConfig()
     sampling: SamplingConfig = SamplingConfig()
+    tokens: TokensConfig = TokensConfig()
     workers: WorkersConfig = WorkersConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     server: ServerConfig = ServerConfig()

@@ -93,6 +93,13 @@ class Result(msgspec.Struct, kw_only=True):
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
 
 
+Dialect = Literal["chat", "completions", "responses", "messages"]
+"""The API in which an agent asks: OpenAI's chat, text completions or responses, or Anthropic's."""
+Delivered = Literal["full", "partial", "none"]
+Edge = Literal["root", "exact", "appended", "whitespace", "calls", "think_kept", "lossy_detok"]
+"""How the prompt of a call continues an earlier one; root: it was rendered anew."""
+
+
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     """Tokens [start, end) of a completion were sampled by policy `version` (-1: unknown)."""
 
@@ -106,16 +113,30 @@ class Call(msgspec.Struct, kw_only=True):
 
     Args:
         index: order of commit within the attempt, from 0.
+        model: the name that was asked for.
         agent: name of the agent of the rollout that called, None for the only one.
         choice: which of `n` answers; each choice is its own Call.
-        prompt_ids: int32[P], as the engine echoed them; empty when it did not.
+        prompt_ids: int32[P], as the engine echoed them (or as it was sent them, where it echoes
+            none but takes ids); empty when they are not known.
         completion_ids: int32[C], with the end-of-turn token where it was sampled.
         logprobs: float32[C], as the engine returned them.
         versions: partition of [0, C).
         exact: ids and logprobs are all there; only exact calls become training tokens.
         message: the assistant message as returned to the agent.
-        messages, tools: what the agent sent.
+        messages, tools: what the agent sent, in OpenAI's chat shape whatever the dialect.
         sampling: the sampling fields that were sent to the engine.
+        stop_reason: the stop string or stop token id that ended it, None for the ordinary end.
+        eot_sampled: the last id is a token that ends the model's turn.
+        delivered: how much of the answer reached the agent.
+        replayed: an answer that had been recorded was given again to a retry of the same request.
+        body_digest: BLAKE2b-128 of the agent's request body.
+        planned_parent: index of the call whose tokens the prompt was continued from, None for none.
+        edge: how it continues that one.
+        refusal: why the prompt was rendered anew although an earlier call matched, None where none
+            did.
+        served_model: the model as named in the engine's answer.
+        started_at: `time.time()`; `seconds` from there to the commit, `seconds_to_first` to the
+            first chunk of a stream.
         flags: see `tokens.flags`.
     """
 
@@ -134,10 +155,19 @@ class Call(msgspec.Struct, kw_only=True):
     agent: str | None = None
     choice: int = 0
     stop_reason: int | str | None = None
+    eot_sampled: bool = False
+    dialect: Dialect = "chat"
     streamed: bool = False
-    delivered: bool = True
+    delivered: Delivered = "full"
+    replayed: bool = False
+    body_digest: bytes = b""
+    planned_parent: int | None = None
+    edge: Edge = "root"
+    refusal: str | None = None
+    served_model: str = ""
     started_at: float = 0.0
     seconds: float = 0.0
+    seconds_to_first: float | None = None
     flags: list[str] = msgspec.field(default_factory=list)
 
 

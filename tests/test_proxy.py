@@ -51,7 +51,7 @@ async def test_a_call_is_recorded_exactly_and_the_answer_shows_nothing_of_it(
     assert call.message == {"role": "assistant", "content": "Hëllo."}
     assert call.messages == ASK
     assert call.versions[0].version == 7
-    assert (call.flags, call.delivered, call.streamed) == ([], True, streamed)
+    assert (call.flags, call.delivered, call.streamed) == ([], "full", streamed)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 100])

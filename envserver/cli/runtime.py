@@ -22,6 +22,7 @@ from ..rollouts.events import Observer
 from ..rollouts.group import Demonstrator, Machinery
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.scoring import ScorerPool
+from ..tokens.flags import chosen
 from ..workers.local import LocalPool
 from .progress import counted
 
@@ -110,6 +111,7 @@ async def machinery(
             model=model,
             sampling=settings.sampling,
             rollouts=settings.rollouts,
+            actions=chosen(settings.tokens.train, settings.tokens.mask, settings.tokens.drop),
             need_exact=need_exact,
             drop_zero_variance=drop_zero_variance,
             observer=observer,

@@ -149,7 +149,7 @@ def calls_of(exchange: Exchange, given: Circumstances, broken: str | None = None
 def mark_undelivered(calls: list[Call]) -> None:
     """The client was gone before it had the whole answer."""
     for call in calls:
-        call.delivered = False
+        call.delivered = "none"
         call.flags = _union(call.flags, ["undelivered_completion"])
 
 

@@ -25,6 +25,7 @@ from ..proxy.attempts import Attempt, AttemptSpec
 from ..proxy.server import Proxy
 from ..records import Call, Result, Sequence, Usage
 from ..tokens.builder import build
+from ..tokens.flags import Actions
 from ..tokens.invariants import check
 from ..workers.pool import Assignment, WorkerPool
 
@@ -51,6 +52,7 @@ async def run_attempt(
     proxy_url: str,
     pool: WorkerPool,
     isolation: Literal["pooled", "dedicated"],
+    actions: Actions,
 ) -> Finished:
     """Runs the agent once.
 
@@ -76,7 +78,7 @@ async def run_attempt(
         proxy.seal(attempt)
     limit = ending_limit(attempt)
     calls = list(attempt.calls)
-    sequences = await asyncio.to_thread(_checked_sequences, calls)
+    sequences = await asyncio.to_thread(_checked_sequences, calls, actions)
     last = main_call(calls)
     return Finished(
         result=Result(
@@ -96,10 +98,10 @@ async def run_attempt(
     )
 
 
-def _checked_sequences(calls: list[Call]) -> list[Sequence]:
+def _checked_sequences(calls: list[Call], actions: Actions) -> list[Sequence]:
     """The training rows of `calls`; tens of milliseconds for hundreds of long calls."""
-    sequences = build(calls)
-    check(calls, sequences)
+    sequences = build(calls, actions)
+    check(calls, sequences, actions)
     return sequences
 
 
@@ -138,7 +140,7 @@ def as_error(failure: Failure) -> RolloutError:
 
 def main_call(calls: list[Call]) -> Call | None:
     """The last call that was delivered, preferably of the rollout's first agent."""
-    delivered = [call for call in calls if call.delivered and call.choice == 0]
+    delivered = [call for call in calls if call.delivered != "none" and call.choice == 0]
     of_first = [call for call in delivered if call.agent == delivered[0].agent]
     return of_first[-1] if of_first else None
 

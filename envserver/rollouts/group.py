@@ -21,6 +21,7 @@ from ..errors import ConfigError, Failure, RolloutError, ScorerError, Straggler
 from ..proxy.attempts import AttemptSpec, Limits
 from ..proxy.server import Proxy
 from ..records import Group, Message, PublicTask, Result, Score, Task, Trajectory
+from ..tokens.flags import Actions
 from ..workers.pool import WorkerPool
 from .attempt import Finished, run_attempt
 from .events import Observer, RolloutFailed, RolloutScored
@@ -53,6 +54,7 @@ class Machinery(msgspec.Struct, kw_only=True):
         env_reference: how a worker finds the environment.
         proxy_url: where workers reach the proxy.
         model: name of the model as the engine serves it.
+        actions: what is done about each flag of a call or a trajectory.
         need_exact: only trajectories with exact tokens are delivered.
         drop_zero_variance: drop groups whose rewards are all equal.
         slots: one per rollout in flight.
@@ -69,6 +71,7 @@ class Machinery(msgspec.Struct, kw_only=True):
     model: str
     sampling: SamplingConfig
     rollouts: RolloutsConfig
+    actions: Actions
     need_exact: bool
     drop_zero_variance: bool
     observer: Observer
@@ -201,6 +204,7 @@ async def _run(machinery: Machinery, ticket: Ticket, rollout_id: str, attempt: i
             proxy_url=machinery.proxy_url,
             pool=machinery.pool,
             isolation=machinery.isolation,
+            actions=machinery.actions,
         )
 
 
@@ -300,7 +304,9 @@ def _judged(
     """The group of those of `trajectories` (by number) that may be delivered, if it may be."""
     kept = []
     for number, trajectory in trajectories.items():
-        why_not = judge_trajectory(trajectory, need_exact=machinery.need_exact)
+        why_not = judge_trajectory(
+            trajectory, need_exact=machinery.need_exact, actions=machinery.actions
+        )
         if why_not is None:
             kept.append(trajectory)
         else:

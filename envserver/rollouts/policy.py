@@ -6,7 +6,7 @@ import msgspec
 
 from ..errors import Outcome, RolloutError, TokensError, Unscorable, WorkerError
 from ..records import Group, Trajectory
-from ..tokens.flags import worst
+from ..tokens.flags import Actions
 
 
 def is_retried(error: RolloutError, attempts: int, max_attempts: int) -> bool:
@@ -36,17 +36,20 @@ class Drop(msgspec.Struct, frozen=True):
     failed: bool
 
 
-def judge_trajectory(trajectory: Trajectory, *, need_exact: bool) -> RolloutError | None:
+def judge_trajectory(
+    trajectory: Trajectory, *, need_exact: bool, actions: Actions
+) -> RolloutError | None:
     """Why this trajectory may not be delivered, None if it may.
 
     Args:
         need_exact: whether token ids and logprobs must be there (for RL), or text will do.
+        actions: what is done about each flag.
     """
     if trajectory.score.reward is None:
         return Unscorable("Its score has no reward.")
     if need_exact and not trajectory.sequences:
         return TokensError("No token of it was recorded.")
-    if need_exact and worst(trajectory.flags) == "drop":
+    if need_exact and actions.worst(trajectory.flags) == "drop":
         return TokensError(f"Its tokens are not exact ({', '.join(trajectory.flags)}).")
     return None
 

@@ -15,15 +15,16 @@ from collections.abc import Iterable
 import numpy as np
 
 from ..records import Call, Sequence, Tokens
-from .flags import worst
+from .flags import DEFAULT, Actions
 
 
-def build(calls: list[Call]) -> list[Sequence]:
+def build(calls: list[Call], actions: Actions = DEFAULT) -> list[Sequence]:
     """Sequences in which every sampled token of `calls` is trained exactly once.
 
     Args:
         calls: of one attempt, in order of commit. Those that are not exact are left out; the tokens
             of those with a flag whose action is `mask` become context.
+        actions: what is done about each flag.
 
     Returns:
         One sequence per leaf that trains anything, longest path first.
@@ -35,7 +36,7 @@ def build(calls: list[Call]) -> list[Sequence]:
     sequences = []
     for leaf in leaves:
         path = _path(parents, leaf)
-        sequence = _sequence([exact[k] for k in path], trained)
+        sequence = _sequence([exact[k] for k in path], trained, actions)
         if sequence.mask.any():
             sequences.append(sequence)
     return sequences
@@ -77,13 +78,13 @@ def _depth(parents: list[int], leaf: int) -> int:
     return len(_path(parents, leaf))
 
 
-def _sequence(path: list[Call], trained: set[int]) -> Sequence:
+def _sequence(path: list[Call], trained: set[int], actions: Actions) -> Sequence:
     tokens: list[Tokens] = []
     mask, logprobs, calls, versions = [], [], [], []
     length = 0
     for call in path:
         context = call.prompt_ids[length:]
-        own = call.index not in trained and worst(call.flags) == "train"
+        own = call.index not in trained and actions.worst(call.flags) == "train"
         trained.add(call.index)
         sampled = len(call.completion_ids)
         tokens += [context, call.completion_ids]

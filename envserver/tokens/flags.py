@@ -1,42 +1,110 @@
 """What may be odd about a call, a sequence or a trajectory, and what is done about it by default.
 
 One table. `train`: harmless, kept and counted. `mask`: the call's tokens stay as context
-but are not trained. `drop`: the rollout is not delivered.
+but are not trained. `drop`: the rollout is not delivered. A run overrides single flags by
+`Actions`. Every flag is counted wherever it appears.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
+
+from ..errors import ConfigError
 
 Action = Literal["train", "mask", "drop"]
 
-ACTIONS: dict[str, Action] = {
+
+class Flag(NamedTuple):
+    """The default action, and what the flag says."""
+
+    action: Action
+    meaning: str
+
+
+FLAGS: dict[str, Flag] = {
     # The engine did not say what was sampled.
-    "missing_token_ids": "drop",
-    "missing_logprobs": "drop",
-    "logprob_count_mismatch": "drop",
+    "missing_token_ids": Flag("drop", "the engine gave no token ids"),
+    "missing_logprobs": Flag("drop", "the engine gave no logprobs"),
+    "logprob_count_mismatch": Flag("drop", "ids, logprobs and the engine's count differ"),
+    "prompt_mismatch": Flag("drop", "the engine saw another prompt than it was sent"),
+    "other_model_served": Flag("drop", "another model than the one asked for answered"),
     # The tokens are exact, but were cut or not acted on.
-    "undelivered_completion": "mask",
-    "finish_abort": "mask",
-    "truncated_length": "train",
+    "undelivered_completion": Flag("mask", "sampled, but the agent never got it"),
+    "finish_abort": Flag("mask", "the engine broke the answer off"),
+    "truncated_length": Flag("train", "cut off at its longest length"),
+    "truncated_in_tool_call": Flag("train", "cut off in the middle of a tool call"),
+    "stop_string_tail": Flag("train", "ended by a stop string: the tokens say more than the text"),
+    "client_retry_replayed": Flag("train", "given again to a retry of the same request"),
+    "call_after_seal": Flag("train", "the agent asked on after its rollout had ended"),
+    # What the agent saw is not all that was sampled.
+    "lossy_detokenization": Flag("train", "the text lacks what some of the tokens say"),
+    "special_token_in_completion": Flag("train", "a special token was sampled inside the answer"),
+    "reasoning_dropped_answer_lost": Flag("train", "the agent sent an empty answer back"),
     # The policy changed while it sampled.
-    "mixed_versions": "train",
+    "mixed_versions": Flag("train", "sampled by more than one policy version"),
+    "version_unknown": Flag("train", "nobody said which policy version sampled"),
     # The recorded logprobs are not those of the distribution that was sampled from.
-    "structured_output_masked": "train",
-    "top_p_active": "train",
-    "temperature_not_one": "train",
+    "structured_output_masked": Flag("train", "a grammar or bias masked the distribution"),
+    "top_p_active": Flag("train", "sampled from a part of the distribution only"),
+    "temperature_not_one": Flag("train", "logprobs from before the temperature was applied"),
+    # How the prompt came to be.
+    "assistant_edited": Flag("train", "the agent changed an answer before sending it back"),
+    "unsampled_assistant_in_history": Flag("train", "an answer in the prompt was never sampled"),
+    "template_rewrites_history": Flag("train", "the chat template shows the past differently"),
+    "think_stripped": Flag("train", "the chat template dropped earlier reasoning"),
+    "think_kept": Flag("train", "earlier reasoning was kept that the template would drop"),
+    "ambiguous_parent": Flag("train", "several recorded answers match; the latest was continued"),
+    "render_mismatch": Flag("train", "our rendering of the prompt is not the engine's"),
+    "suffix_refused": Flag("train", "the conversation could not be continued exactly"),
+    "multimodal_unstitched": Flag("train", "images: the prompt was rendered by the engine"),
     # The engine failed, and the agent went on.
-    "engine_error_seen": "train",
+    "engine_error_seen": Flag("train", "the engine failed and the agent went on"),
 }
 
 
-def action(flag: str) -> Action:
-    """The default action of `flag`; an unknown flag is dropped, since nothing is known about it."""
-    return ACTIONS.get(flag, "drop")
+class Actions:
+    """What is done about each flag: the table, with a run's own choices over it.
+
+    Args:
+        overrides: action by flag.
+
+    Raises:
+        ConfigError: a flag is not in the table.
+    """
+
+    def __init__(self, overrides: Mapping[str, Action] | None = None) -> None:
+        self._overrides = dict(overrides or {})
+        for flag in self._overrides:
+            if flag not in FLAGS:
+                known = ", ".join(sorted(FLAGS))
+                raise ConfigError(f"There is no flag {flag!r}.", hint=f"Known: {known}.")
+
+    def of(self, flag: str) -> Action:
+        """The action of `flag`; an unknown one is dropped, since nothing is known about it."""
+        known = FLAGS.get(flag)
+        return self._overrides.get(flag, known.action if known else "drop")
+
+    def worst(self, flags: Iterable[str]) -> Action:
+        """The strictest action among those of `flags` ("train" for none)."""
+        actions = {self.of(flag) for flag in flags}
+        return "drop" if "drop" in actions else "mask" if "mask" in actions else "train"
 
 
-def worst(flags: Iterable[str]) -> Action:
-    """The strictest action among those of `flags` ("train" for none)."""
-    actions = {action(flag) for flag in flags}
-    return "drop" if "drop" in actions else "mask" if "mask" in actions else "train"
+DEFAULT = Actions()
+"""The table as it stands."""
+
+
+def chosen(
+    train: Iterable[str] = (), mask: Iterable[str] = (), drop: Iterable[str] = ()
+) -> Actions:
+    """The actions of a run that names flags for each action; the strictest wins.
+
+    Raises:
+        ConfigError: a flag is not in the table.
+    """
+    overrides: dict[str, Action] = {}
+    overrides.update(dict.fromkeys(train, "train"))
+    overrides.update(dict.fromkeys(mask, "mask"))
+    overrides.update(dict.fromkeys(drop, "drop"))
+    return Actions(overrides)

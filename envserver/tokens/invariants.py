@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from ..errors import TokensError
 from ..records import Call, Sequence
-from .flags import worst
+from .flags import DEFAULT, Actions
 
 LOGPROB_ROUNDING = 1e-6
 """A sampled token's logprob may be this much above 0."""
 
 
-def check(calls: list[Call], sequences: list[Sequence]) -> None:
+def check(calls: list[Call], sequences: list[Sequence], actions: Actions = DEFAULT) -> None:
     """Returns if `sequences` say exactly what `calls` recorded.
 
     Raises:
@@ -35,7 +35,7 @@ def check(calls: list[Call], sequences: list[Sequence]) -> None:
         for index in sequence.path:
             by_call.setdefault(index, []).append(sequence)
     for call in exact:
-        if worst(call.flags) == "train":
+        if actions.worst(call.flags) == "train":
             _check_trained_once(call, by_call.get(call.index, []))
 
 
