@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import EnvserverError
+from ...records import Dialect
 from ..asgi import DONE, error_body, event
 from ..ask import Ask
 from .base import Memory
@@ -26,7 +27,7 @@ _NOT_FIELDS = (
 class ChatApi:
     """See Api."""
 
-    name = "chat"
+    name: Dialect = "chat"
 
     def read(self, request: dict[str, Any], memory: Memory) -> Ask:
         """See Api."""
