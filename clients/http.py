@@ -36,9 +36,10 @@ from anyio.from_thread import start_blocking_portal
 
 from envserver import ConflictError, EnvserverError, InputError, NotFoundError, StoreError
 
-from .records import Batch, decode_batch
+from .records import Batch, ClientGroup, GroupSummary, decode_batch, decode_group, decode_page
 
 MSGPACK: Final = "application/vnd.envserver.groups+msgpack"
+GROUP_MSGPACK: Final = "application/vnd.envserver.group+msgpack"
 
 _LONGEST_WAIT_SECONDS: Final = 60.0
 _PASSING: Final = frozenset({502, 503, 504})
@@ -106,6 +107,14 @@ class _Run:
 
     def on_lease(self, what: str, batch: Batch, **more: float) -> _Call:
         return _Call("POST", f"{self._path}/{what}", {"lease_id": batch.lease_id, **more})
+
+    @staticmethod
+    def groups(after: int, limit: int) -> _Call:
+        return _Call("GET", f"/v1/groups?after={after}&limit={limit}")
+
+    @staticmethod
+    def group(group_id: str) -> _Call:
+        return _Call("GET", f"/v1/groups/{quote(group_id, safe='')}", accept=GROUP_MSGPACK)
 
     @staticmethod
     def policy_version(version: int) -> _Call:
@@ -251,6 +260,17 @@ class EnvClient:
         answer = await self._send(self._run.on_lease("extend", batch, seconds=seconds))
         return float(answer.json()["expires_at"])
 
+    async def list_groups(self, *, after: int = 0, limit: int = 100) -> list[GroupSummary]:
+        """What is known of up to `limit` (at most 1024) groups behind number `after`, oldest first.
+
+        Nothing is leased; the next page begins after the `seq` of the last of them.
+        """
+        return decode_page((await self._send(self._run.groups(after, limit))).content)
+
+    async def get_group(self, group_id: str) -> ClientGroup:
+        """One group with its rows, whatever its state; it is neither leased nor consumed."""
+        return decode_group((await self._send(self._run.group(group_id))).content)
+
     async def publish_policy_version(self, version: int) -> None:
         """The engine samples with the weights of `version` from now on."""
         await self._send(self._run.policy_version(version))
@@ -356,6 +376,14 @@ class SyncEnvClient:
     def extend(self, batch: Batch, seconds: float) -> float:
         """As `EnvClient.extend`."""
         return self._portal.call(self._client.extend, batch, seconds)
+
+    def list_groups(self, *, after: int = 0, limit: int = 100) -> list[GroupSummary]:
+        """As `EnvClient.list_groups`."""
+        return self._portal.call(partial(self._client.list_groups, after=after, limit=limit))
+
+    def get_group(self, group_id: str) -> ClientGroup:
+        """As `EnvClient.get_group`."""
+        return self._portal.call(self._client.get_group, group_id)
 
     def publish_policy_version(self, version: int) -> None:
         """As `EnvClient.publish_policy_version`."""

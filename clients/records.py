@@ -76,6 +76,29 @@ class ClientGroup(msgspec.Struct, dict=True):
         )
 
 
+class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server knows of a group without its rows.
+
+    Args:
+        seq: order of arrival.
+        size: trajectories, or rows of a group posted over the Atropos wire.
+        tokens, max_length: of all its rows together, and of the longest.
+        state: buffered, queued, leased, acked or dropped.
+        created_at: seconds of the server's clock.
+    """
+
+    seq: int
+    group_id: str
+    env: str
+    format: str
+    size: int
+    tokens: int
+    max_length: int
+    policy_version: int
+    state: str
+    created_at: float
+
+
 class Batch(msgspec.Struct):
     """Groups under one lease, to be acknowledged before `expires_at` (the server's clock)."""
 
@@ -99,6 +122,34 @@ def decode_batch(answer: bytes) -> Batch:
         return msgspec.msgpack.decode(answer, type=Batch)
     except msgspec.DecodeError as error:
         raise InputError(f"The server's answer is no batch: {error}.", place="body") from error
+
+
+def decode_group(answer: bytes) -> ClientGroup:
+    """The group in the answer to `GET /v1/groups/{group_id}`; its body is a view of `answer`.
+
+    Raises:
+        InputError: it is none.
+    """
+    try:
+        return msgspec.msgpack.decode(answer, type=ClientGroup)
+    except msgspec.DecodeError as error:
+        raise InputError(f"The server's answer is no group: {error}.", place="body") from error
+
+
+class _Page(msgspec.Struct):
+    groups: list[GroupSummary]
+
+
+def decode_page(answer: bytes) -> list[GroupSummary]:
+    """The groups in the answer to `GET /v1/groups`.
+
+    Raises:
+        InputError: it is none.
+    """
+    try:
+        return msgspec.json.decode(answer, type=_Page).groups
+    except msgspec.DecodeError as error:
+        raise InputError(f"The server's answer is no list: {error}.", place="body") from error
 
 
 def _rows_of_group(group_id: str, group: Group) -> Iterator[Row]:

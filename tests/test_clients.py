@@ -104,6 +104,24 @@ async def test_what_is_given_back_comes_again(api: Api) -> None:
             await client.ack(first)
 
 
+async def test_groups_are_read_without_being_consumed(api: Api) -> None:
+    await put(api, "a", "b/c")
+
+    def look() -> list[list[int]]:
+        with SyncEnvClient(api.url, run="run", batch_size=2, retries=QUICK) as client:
+            (first,) = client.list_groups(limit=1)
+            (second,) = client.list_groups(after=first.seq)
+            assert (first.group_id, first.tokens, first.state) == ("a", 10, "queued")
+            assert client.list_groups(after=second.seq) == []
+            rows = client.get_group(second.group_id).rows
+            with pytest.raises(NotFoundError):
+                client.get_group("none")
+            assert client.lease() is not None
+            return [row.tokens.tolist() for row in rows]
+
+    assert await asyncio.to_thread(look) == [[1, 2, 3, 4, 5]] * 2
+
+
 async def test_errors_have_types(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     client = EnvClient(api.url, run="unknown", retries=QUICK)
     with pytest.raises(NotFoundError, match="unknown"):

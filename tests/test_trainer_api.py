@@ -140,6 +140,32 @@ async def test_a_lease_as_json_has_the_keys_of_the_wire(api: Api) -> None:
     assert group["group"]["masks"] == [[-100, -100, 3, 4, 5]] * 2
 
 
+async def test_groups_are_listed_and_read_without_being_leased(api: Api) -> None:
+    await put(api, "a", "math/b", "c")
+    await api.post("/scored_data", wire_group(2, 5))
+    before = await api.store.counts()
+    first = await api.get("/v1/groups?limit=2")
+    assert [group["group_id"] for group in first["groups"]] == ["a", "math/b"]
+    rest = await api.get(f"/v1/groups?after={first['next']}")
+    assert [group["format"] for group in rest["groups"]] == ["group", "atropos"]
+    assert rest["next"] is None
+    assert rest["groups"][0] | {"seq": 0, "created_at": 0} == {
+        "seq": 0, "group_id": "c", "env": "math", "format": "group", "size": 2, "tokens": 10,
+        "max_length": 5, "policy_version": 7, "env_id": None, "state": "queued", "created_at": 0,
+    }  # fmt: skip
+    assert (await api.get("/v1/groups/a"))["group"]["masks"] == [[-100, -100, 3, 4, 5]] * 2
+    answer = await api.http.get(
+        "/v1/groups/math%2Fb", headers={"accept": "application/vnd.envserver.group+msgpack"}
+    )
+    assert answer.headers["content-type"] == "application/vnd.envserver.group+msgpack"
+    assert unpack(msgspec.msgpack.decode(answer.content)["body"], Group).group_id == "math/b"
+    assert await api.store.counts() == before
+    problem(await api.http.get("/v1/groups/none"), 404)
+    for query in ("limit=0", "limit=x", "after=-1", f"after={2**64}"):
+        body = problem(await api.http.get(f"/v1/groups?{query}"), 422)
+        assert body["errors"][0]["loc"] == ["query", query.partition("=")[0]]
+
+
 async def test_policy_versions_go_up_and_survive(tmp_path: Path) -> None:
     seen: list[int] = []
     place = tmp_path / "store.db"
@@ -194,6 +220,13 @@ async def test_the_document_describes_every_route(api: Api) -> None:
     assert {"/v1/runs/{run}/lease", "/v1/policy-version", "/scored_data", "/healthz"} <= set(paths)
     body = paths["/v1/runs/{run}/lease"]["post"]["requestBody"]["content"]["application/json"]
     assert "wait_seconds" in body["schema"]["properties"]
+    listing = paths["/v1/groups"]["get"]["parameters"]
+    assert {(one["name"], one["schema"]["default"]) for one in listing} == {
+        ("after", 0),
+        ("limit", 100),
+    }
+    content = paths["/v1/groups/{group_id}"]["get"]["responses"]["200"]["content"]
+    assert "application/vnd.envserver.group+msgpack" in content
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.168.1.1", "example.org"])

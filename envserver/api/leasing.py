@@ -1,4 +1,6 @@
-"""Waiting for groups, and leases as bytes: what stands behind `POST /v1/runs/{run}/lease`."""
+"""Waiting for groups, and groups as bytes: what stands behind `POST /v1/runs/{run}/lease` and
+`GET /v1/groups/{group_id}`.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,20 @@ import msgspec
 import orjson
 
 from ..records import Group, unpack
-from ..store import Lease, Store
+from ..store import GroupRow, Lease, Store
 from .atropos.convert import group_to_atropos
 
 MSGPACK: Final = "application/vnd.envserver.groups+msgpack"
 """Media type of a lease whose bodies are bytes."""
+GROUP_MSGPACK: Final = "application/vnd.envserver.group+msgpack"
+"""Media type of one group whose body is bytes."""
 
 _FIRST_POLL_SECONDS: Final = 0.02
 _LONGEST_POLL_SECONDS: Final = 0.25
 
 
-class LeasedGroup(msgspec.Struct):
-    """One group of a lease as it travels: `format` says how to read `body`."""
+class TravellingGroup(msgspec.Struct):
+    """One group, of a lease or alone, as it travels: `format` says how to read `body`."""
 
     group_id: str
     env: str
@@ -36,7 +40,7 @@ class LeaseEnvelope(msgspec.Struct):
 
     lease_id: str
     expires_at: float
-    groups: list[LeasedGroup]
+    groups: list[TravellingGroup]
 
 
 async def wait_for_lease(
@@ -71,10 +75,7 @@ async def wait_for_lease(
 async def lease_as_msgpack(store: Store, lease: Lease) -> bytes:
     """The lease with the bodies as they are stored: nothing is decoded."""
     bodies = await store.bodies([row.group_id for row in lease.groups])
-    groups = [
-        LeasedGroup(row.group_id, row.env, row.format, row.policy_version, body)
-        for row, body in zip(lease.groups, bodies, strict=True)
-    ]
+    groups = [_travelling(row, body) for row, body in zip(lease.groups, bodies, strict=True)]
     return msgspec.msgpack.encode(LeaseEnvelope(lease.lease_id, lease.expires_at, groups))
 
 
@@ -85,19 +86,36 @@ async def lease_as_json(store: Store, lease: Lease) -> bytes:
 
 
 def _as_json(lease: Lease, bodies: list[bytes]) -> bytes:
-    groups: list[dict[str, Any]] = [
-        {
-            "group_id": row.group_id,
-            "env": row.env,
-            "format": row.format,
-            "policy_version": row.policy_version,
-            "group": _json_group(row.format, body),
-        }
-        for row, body in zip(lease.groups, bodies, strict=True)
-    ]
+    groups = [_json_object(row, body) for row, body in zip(lease.groups, bodies, strict=True)]
     return orjson.dumps(
         {"lease_id": lease.lease_id, "expires_at": lease.expires_at, "groups": groups}
     )
+
+
+async def group_as_msgpack(store: Store, row: GroupRow) -> bytes:
+    """One group with its body as it is stored."""
+    (body,) = await store.bodies([row.group_id])
+    return msgspec.msgpack.encode(_travelling(row, body))
+
+
+async def group_as_json(store: Store, row: GroupRow) -> bytes:
+    """One group with the keys of the Atropos wire, as in a lease."""
+    (body,) = await store.bodies([row.group_id])
+    return await asyncio.to_thread(lambda: orjson.dumps(_json_object(row, body)))
+
+
+def _travelling(row: GroupRow, body: bytes) -> TravellingGroup:
+    return TravellingGroup(row.group_id, row.env, row.format, row.policy_version, body)
+
+
+def _json_object(row: GroupRow, body: bytes) -> dict[str, Any]:
+    return {
+        "group_id": row.group_id,
+        "env": row.env,
+        "format": row.format,
+        "policy_version": row.policy_version,
+        "group": _json_group(row.format, body),
+    }
 
 
 def _json_group(kind: str, body: bytes) -> object:

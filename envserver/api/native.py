@@ -1,4 +1,4 @@
-"""The native routes under /v1: runs, leases, policy versions, status; and health.
+"""The native routes under /v1: runs, leases, groups, policy versions, status; and health.
 
 What holds: creating a run is idempotent by its name, a lease is handed out once, acknowledging
 twice is fine, a policy version never goes down. Errors are problem details.
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 import orjson
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,16 +20,25 @@ from starlette.responses import Response
 from .. import __version__
 from ..config import ServerConfig
 from ..errors import ConflictError, NotFoundError
-from ..store import ATROPOS_RUN, Run, Store
+from ..store import ATROPOS_RUN, GroupRow, Run, Store
 from .atropos.service import AtroposService
 from .bodies import read_body, request_body
-from .leasing import MSGPACK, lease_as_json, lease_as_msgpack, wait_for_lease
+from .leasing import (
+    GROUP_MSGPACK,
+    MSGPACK,
+    group_as_json,
+    group_as_msgpack,
+    lease_as_json,
+    lease_as_msgpack,
+    wait_for_lease,
+)
 
 _POLICY_VERSION: Final = "policy_version"
 _LONGEST_WAIT_SECONDS: Final = 60.0
 _MOST_GROUPS: Final = 1024
 _LONGEST_LEASE_SECONDS: Final = 7 * 24 * 3600.0
 _VERSION_LIMIT: Final = 2**31 - 1
+_SEQ_LIMIT: Final = 2**63 - 1
 
 Seconds = Annotated[float, Field(gt=0, le=_LONGEST_LEASE_SECONDS, allow_inf_nan=False)]
 
@@ -136,6 +145,7 @@ def native_routes(
     router = APIRouter(tags=["native"])
     _add_run_routes(router, store)
     _add_lease_routes(router, store, atropos, settings)
+    _add_group_routes(router, store)
     _add_policy_routes(router, policy)
     _add_status_routes(router, store, atropos, policy, status)
     return router
@@ -229,6 +239,34 @@ def _add_lease_routes(
         return wanted.lease_id
 
 
+def _add_group_routes(router: APIRouter, store: Store) -> None:
+    @router.get("/v1/groups")
+    async def list_groups(
+        after: Annotated[int, Query(ge=0, le=_SEQ_LIMIT, description="`seq` behind which")] = 0,
+        limit: Annotated[int, Query(ge=1, le=_MOST_GROUPS, description="most groups")] = 100,
+    ) -> Response:
+        """What is known of the groups that arrived after number `after`, whatever their state,
+        oldest first; `next` is the `after` of the following page, null behind the last group.
+        Nothing is leased or consumed.
+        """
+        rows = await store.arrived_after(after, limit)
+        following = rows[-1].seq if len(rows) == limit else None
+        return _json({"groups": [_summary(row) for row in rows], "next": following})
+
+    @router.get(
+        "/v1/groups/{group_id:path}",
+        responses={200: {"content": {"application/json": {}, GROUP_MSGPACK: {}}}},
+    )
+    async def get_group(group_id: str, request: Request) -> Response:
+        """One whole group, whatever its state; it is neither leased nor consumed.
+        MessagePack when `Accept` asks for `application/vnd.envserver.group+msgpack`, else JSON.
+        """
+        (row,) = await store.rows([group_id])
+        if GROUP_MSGPACK in request.headers.get("accept", ""):
+            return Response(await group_as_msgpack(store, row), media_type=GROUP_MSGPACK)
+        return Response(await group_as_json(store, row), media_type="application/json")
+
+
 def _add_policy_routes(router: APIRouter, policy: PolicyVersion) -> None:
     @router.post("/v1/policy-version", openapi_extra=request_body(PolicyVersionRequest))
     async def publish(request: Request) -> Response:
@@ -272,6 +310,12 @@ def _add_status_routes(
         """The store answers too."""
         await store.get_value(_POLICY_VERSION)
         return _json({"status": "ok"})
+
+
+def _summary(row: GroupRow) -> dict[str, Any]:
+    facts = msgspec.structs.asdict(row)
+    del facts["lease_id"]  # whoever has it could acknowledge for its owner
+    return facts
 
 
 def _run(run: Run) -> dict[str, Any]:

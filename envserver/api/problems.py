@@ -12,12 +12,14 @@ from typing import Any, Final
 import orjson
 import structlog
 from fastapi import FastAPI
+from fastapi.exception_handlers import request_validation_exception_handler
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ..errors import EnvserverError
-from .bodies import Refused
+from .bodies import Refused, refusal
 
 log = structlog.get_logger(__name__)
 
@@ -29,6 +31,7 @@ def install(app: FastAPI) -> None:
     """Makes `app` answer errors so."""
     app.add_exception_handler(EnvserverError, _on_ours)
     app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(Exception, _on_surprise)
 
 
@@ -93,6 +96,18 @@ async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     return error_answer(request.url.path, error.status_code, str(error.detail), headers=headers)
+
+
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    """A query or path whose values have another form than asked for."""
+    assert isinstance(error, RequestValidationError)
+    if not is_native(request.url.path):
+        return await request_validation_exception_handler(request, error)
+    errors = [
+        refusal(found["type"], found["loc"], found["msg"], found.get("input"))
+        for found in error.errors()
+    ]
+    return await _on_ours(request, Refused(errors))
 
 
 async def _on_surprise(request: Request, error: Exception) -> Response:

@@ -116,6 +116,12 @@ async def pending(connection: AsyncConnection) -> list[GroupRow]:
     return sorted(rows, key=lambda row: row.seq)
 
 
+async def arrived_after(connection: AsyncConnection, seq: int, limit: int) -> list[GroupRow]:
+    """Up to `limit` groups of any state that arrived after the one numbered `seq`, in order."""
+    query = select(groups).where(groups.c.seq > seq).order_by(groups.c.seq).limit(limit)
+    return [GroupRow(*row) for row in await connection.execute(query)]
+
+
 async def count_with_prefix(connection: AsyncConnection, prefix: str) -> int:
     """How many groups were ever stored whose id begins with `prefix`."""
     is_like = groups.c.group_id.startswith(prefix, autoescape=True)

@@ -114,6 +114,20 @@ class Store:
         async with self._reading() as connection:
             return await groups.pending(connection)
 
+    async def arrived_after(self, seq: int, limit: int) -> list[GroupRow]:
+        """Up to `limit` groups of any state behind number `seq`, oldest first; takes none."""
+        async with self._reading() as connection:
+            return await groups.arrived_after(connection, seq, limit)
+
+    async def rows(self, group_ids: Sequence[str]) -> list[GroupRow]:
+        """What is known of these groups, in this order, each once.
+
+        Raises:
+            NotFoundError: one does not exist.
+        """
+        async with self._reading() as connection:
+            return await groups.rows_of(connection, group_ids)
+
     async def existing(self, group_ids: Sequence[str]) -> set[str]:
         """Those of these ids that were ever stored, whatever became of them."""
         async with self._reading() as connection:
