@@ -1,0 +1,215 @@
+"""What a model has in its context against what the chat template shows for the same messages now.
+
+A conversation that is continued token by token is, as text, contexts (put there by the template)
+and turns (sampled) by turns. Every context must stand in the new rendering, in order, from its
+beginning to its end; what stands between two of them is how the template shows the turn there.
+Where that differs from what was sampled the difference gets names. Texts only: no template's syntax
+is known here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+from .edits import Answer
+
+Difference = Literal["whitespace", "calls", "think", "lossy_detok", "other"]
+"""whitespace: its runs; calls: the tool calls are written otherwise; think: reasoning is there on
+one side only; lossy_detok: the sampled tokens say what their text cannot; other: anything else."""
+
+THINK_TAGS = (
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<reasoning>", "</reasoning>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+"""What models put around reasoning, for where the engine does not tell it from the answer."""
+
+
+class Turn(NamedTuple):
+    """What one call added to a context.
+
+    Args:
+        context: text from the end of the turn before (or from the beginning) to the answer.
+        sampled: the completion's text, special tokens included.
+        answer: as the agent got it.
+        reasoning: as the engine told it apart.
+        specials: special tokens that were sampled inside the answer.
+        tail: what was sampled beyond the answer's content, see `edits.classify`.
+    """
+
+    context: str
+    sampled: str
+    answer: Answer
+    reasoning: str = ""
+    specials: tuple[str, ...] = ()
+    tail: str = ""
+
+
+def compare(
+    turns: Sequence[Turn], suffix: str, shown: str, head: Callable[[], str]
+) -> list[set[Difference]]:
+    """The differences in each of `turns`, up to the first that has "other"; empty sets: none.
+
+    Args:
+        turns: of one conversation, from its beginning.
+        suffix: the context that follows the last of them, up to its end.
+        shown: the template's rendering of the whole.
+        head: gives the generation prompt, with which a context ends. In later renderings it is a
+            part of the turn, and may be changed with it.
+    """
+    if shown == "".join(turn.context + turn.sampled for turn in turns) + suffix:
+        return [set() for _ in turns]
+    return list(_compare_turns(turns, suffix, shown, head()))
+
+
+def _compare_turns(
+    turns: Sequence[Turn], suffix: str, shown: str, head: str
+) -> Iterator[set[Difference]]:
+    contexts = [turn.context.removesuffix(head) for turn in turns]
+    if not shown.startswith(contexts[0]):
+        yield {"other"}
+        return
+    at = len(contexts[0])
+    for number, turn in enumerate(turns):
+        begins = turn.context[len(contexts[number]) :]
+        last = number + 1 == len(turns)
+        following = suffix if last else contexts[number + 1]
+        end = _end(shown, at, begins + turn.sampled, following, last)
+        if end is None:
+            yield {"other"}
+            return
+        differences = _differences(turn, begins, shown[at:end])
+        yield differences
+        if "other" in differences:
+            return
+        at = end + len(following)
+
+
+def _end(shown: str, at: int, turn: str, following: str, last: bool) -> int | None:
+    """Where the turn that begins at `at` ends, None if what follows it is not there."""
+    if last:
+        end = len(shown) - len(following)
+        return end if end >= at and shown.endswith(following) else None
+    if shown.startswith(turn, at) and shown.startswith(following, at + len(turn)):
+        return at + len(turn)
+    end = shown.find(following, at)
+    return end if end >= 0 else None
+
+
+def _differences(turn: Turn, begins: str, shown: str) -> set[Difference]:
+    """How `shown` differs from what was sampled behind `begins`."""
+    sampled = begins + turn.sampled
+    if sampled == shown:
+        return set()
+    if _pressed(sampled) == _pressed(shown):
+        return {"whitespace"}
+    found: set[Difference] = set()
+    block, empty = _think_block(sampled, turn.reasoning, len(begins)), _empty_block(shown)
+    if _thinks_otherwise(sampled, shown, block, empty):
+        found.add("think")
+        sampled, shown = _cut(sampled, block), _cut(shown, empty)
+    if _pressed(sampled) == _pressed(shown):
+        return found
+    if _pressed(_sayable(sampled, turn)) == _pressed(_sayable(shown, turn)):
+        return found | {"lossy_detok"}
+    if turn.answer.calls and _shows(shown, turn.answer):
+        return found | {"calls"}
+    return found | {"other"}
+
+
+def _pressed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _thinks_otherwise(sampled: str, shown: str, block: _Block | None, empty: _Block | None) -> bool:
+    """Only one of the two has reasoning, or tags for it."""
+    if block is None or not block.inner:
+        return (block is None) != (empty is None)
+    if _pressed(block.inner) not in _pressed(shown):
+        return True
+    return _pressed(_cut(sampled, block)) == _pressed(_cut(shown, empty))
+
+
+class _Block(NamedTuple):
+    """Reasoning in a text, [start, end) with its tags; `inner` without them."""
+
+    start: int
+    end: int
+    inner: str
+
+
+def _think_block(text: str, reasoning: str, begin: int) -> _Block | None:
+    """The reasoning of a turn.
+
+    A turn whose opening tag is missing thinks from `begin`, one whose closing tag is to its end.
+    """
+    for opening, closing in THINK_TAGS:
+        first, last = text.find(opening), text.rfind(closing)
+        if first < 0 and last < 0:
+            continue
+        start = first if first >= 0 and (last < 0 or first < last) else begin
+        stop, end = (last, last + len(closing)) if last >= 0 else (len(text), len(text))
+        return _Block(start, end, text[start:stop].removeprefix(opening).strip())
+    reasoning = reasoning.strip()
+    start = text.find(reasoning, begin) if reasoning else -1
+    return _Block(start, start + len(reasoning), reasoning) if start >= 0 else None
+
+
+def _empty_block(text: str) -> _Block | None:
+    """Tags with nothing between them."""
+    for opening, closing in THINK_TAGS:
+        start = text.find(opening)
+        end = text.find(closing, start)
+        if start >= 0 and end >= 0 and not text[start + len(opening) : end].strip():
+            return _Block(start, end + len(closing), "")
+    return None
+
+
+def _cut(text: str, block: _Block | None) -> str:
+    return text if block is None else text[: block.start] + text[block.end :]
+
+
+def _sayable(text: str, turn: Turn) -> str:
+    """Without what the returned answer could not say: broken UTF-8, special tokens, the tail."""
+    for piece in (*turn.specials, "\ufffd"):
+        text = text.replace(piece, "")
+    return text.rstrip().removesuffix(turn.tail.rstrip()) if turn.tail.strip() else text
+
+
+def _shows(shown: str, answer: Answer) -> bool:
+    """`shown` has the answer's content and each call's name and arguments, in whatever form."""
+    pressed = _pressed(shown)
+    content = _cut(answer.content, _think_block(answer.content, "", 0))
+    said = [[content], *([name] for _, name, _ in answer.calls)]
+    said += [forms for _, _, arguments in answer.calls for forms in _leaves(arguments)]
+    return all(any(_pressed(form) in pressed for form in forms) for forms in said)
+
+
+def _leaves(arguments: str) -> Iterator[list[str]]:
+    """For each key and plain value in a call's arguments the ways in which it may be written."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        yield [arguments]
+        return
+    stack = [value]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            stack += [*value, *value.values()]
+        elif isinstance(value, list):
+            stack += value
+        else:
+            yield _forms(value)
+
+
+def _forms(value: Any) -> list[str]:
+    written = [json.dumps(value, ensure_ascii=False), json.dumps(value)]
+    if isinstance(value, str):
+        return [value, *(form[1:-1] for form in written)]
+    return [str(value), *written]
