@@ -5,6 +5,7 @@
     │   ├── ConfigError        a setting is unknown, ill-typed or contradictory
     │   ├── InputError         a request or file holds something unusable (its place is named)
     │   ├── TooLargeError      a body, an inflated body or a nesting is over its limit
+    │   ├── TemplateRefused    the chat template takes no such conversation
     │   ├── NotFoundError      no such environment, run, lease, group, key
     │   └── ConflictError      the thing exists but is in a state that forbids this
     ├── RolloutError           a rollout did not end with a result
@@ -112,6 +113,12 @@ class InputError(UsageError):
 
 class TooLargeError(UsageError):
     kind, status = "too_large", 413
+
+
+class TemplateRefused(UsageError):
+    """The message holds the chat template's own words."""
+
+    kind = "template_refused"
 
 
 class NotFoundError(UsageError):

@@ -1,0 +1,176 @@
+"""How a model writes conversations: its chat template and its vocabulary, messages <-> ids.
+
+Everything here is pure: the same conversation gives the same text, unless the template names the
+time. Whether an engine renders as we do is found out by others, who say so by `distrust`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..records import Message
+from .prepare import prepare, prepare_tools
+from .template import ChatTemplate
+from .vocabulary import CONFIG, Vocabulary, read_json
+
+_PROMPTS_KEPT = 64
+"""Texts whose ids are remembered: the rollouts of a group begin with the same prompt."""
+
+
+class ChatFormat:
+    """Renders and encodes; safe to share between attempts and threads.
+
+    Args:
+        vocabulary: the model's tokenizer.
+        templates: the model's chat templates by name: `default`, and `tool_use` for conversations
+            with tools where the model has one.
+        stop_ids: ids that end the model's turn by its own configuration.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, templates: Mapping[str, str], stop_ids: frozenset[int]
+    ) -> None:
+        self.vocabulary = vocabulary
+        self.stop_ids = stop_ids
+        self.distrusted: str | None = None
+        """Why prompts must not be rendered here, None while they may be."""
+        self._templates = {
+            name: ChatTemplate(source, vocabulary.variables) for name, source in templates.items()
+        }
+        self._ids = lru_cache(maxsize=_PROMPTS_KEPT)(vocabulary.encode)
+
+    @classmethod
+    def load(cls, folder: Path) -> ChatFormat:
+        """The format of the model in `folder`.
+
+        Raises:
+            ConfigError: `folder` has no tokenizer.json or no chat template, or they are unusable.
+        """
+        vocabulary = Vocabulary.load(folder)
+        return cls(vocabulary, _read_templates(folder), _read_stop_ids(folder, vocabulary))
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the engine's prompts have been equal to ours so far."""
+        return self.distrusted is None
+
+    def distrust(self, why: str) -> None:
+        """Prompts are rendered by the engine from now on; the first reason is kept."""
+        self.distrusted = self.distrusted or why
+
+    @property
+    def template_digest(self) -> str:
+        """Of the chat templates, as hex."""
+        return "+".join(self._templates[name].digest for name in sorted(self._templates))
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """Of the tokenizer's files, as hex."""
+        return self.vocabulary.digest
+
+    def template(self, with_tools: bool) -> ChatTemplate:
+        """The template for conversations with or without tools."""
+        name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
+        return self._templates[name]
+
+    def render(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+        *,
+        generation_prompt: bool,
+    ) -> str:
+        """The text of a conversation.
+
+        Args:
+            messages, tools: in OpenAI's chat shape, as an agent sends them.
+            kwargs: further template variables (see `prepare.template_kwargs`).
+            generation_prompt: end with what opens the model's next turn.
+
+        Raises:
+            TemplateRefused: the template does not take it.
+            Refused: multimodal, unusual_message, unusual_tool: only the engine can render it.
+        """
+        template = self.template(bool(tools))
+        return template.render(
+            prepare(messages, parts=template.parts, developer=template.developer),
+            prepare_tools(tools),
+            generation_prompt=generation_prompt,
+            kwargs=kwargs,
+        )
+
+    def prompt_text(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+    ) -> str:
+        """What a chat request puts before the model. Raises as `render`."""
+        own = {name: value for name, value in kwargs.items() if name != "add_generation_prompt"}
+        asked = bool(kwargs.get("add_generation_prompt", True))
+        return self.render(messages, tools, own, generation_prompt=asked)
+
+    def prompt_ids(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+    ) -> list[int]:
+        """Its ids. Raises as `render`; Refused, too, for text that is no Unicode."""
+        return list(self._ids(self.prompt_text(messages, tools, kwargs)))
+
+    def encode(self, text: str) -> list[int]:
+        """See `Vocabulary.encode`."""
+        return self.vocabulary.encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        """See `Vocabulary.decode`."""
+        return self.vocabulary.decode(ids)
+
+
+def _read_templates(folder: Path) -> dict[str, str]:
+    """Templates by name; files of their own go before those in the tokenizer's configuration."""
+    found: Any = None
+    alone, several = folder / "chat_template.jinja", folder / "additional_chat_templates"
+    if alone.is_file():
+        found = {"default": alone.read_text(encoding="utf-8")}
+        for path in sorted(several.glob("*.jinja")):
+            found[path.stem] = path.read_text(encoding="utf-8")
+    else:
+        found = read_json(folder / "chat_template.json").get("chat_template")
+        found = found or read_json(folder / CONFIG).get("chat_template")
+    if isinstance(found, str):
+        found = {"default": found}
+    elif isinstance(found, list):
+        found = {one["name"]: one["template"] for one in found}
+    if not isinstance(found, dict) or not found:
+        raise ConfigError(
+            f"There is no chat template in {folder}.",
+            hint=f"It stands in chat_template.jinja, chat_template.json or {CONFIG}.",
+        )
+    if "default" not in found:
+        raise ConfigError(
+            f"None of the chat templates in {folder} is named default.",
+            hint=f"They are named {', '.join(sorted(found))}.",
+        )
+    return found
+
+
+def _read_stop_ids(folder: Path, vocabulary: Vocabulary) -> frozenset[int]:
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        value = read_json(folder / name).get("eos_token_id")
+        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    eos = vocabulary.special_id(vocabulary.variables.get("eos_token", ""))
+    return frozenset(ids if eos is None else ids | {eos})
+
+
+def kwargs_key(kwargs: Mapping[str, Any]) -> str:
+    """`kwargs` as something to compare by."""
+    return json.dumps(dict(kwargs), sort_keys=True, default=repr)

@@ -1,0 +1,248 @@
+"""What an engine does to a request's messages and tools before the chat template sees them.
+
+The template's text depends on it: which fields there are, their order (some templates print whole
+objects), arguments as objects instead of JSON, content as one text or as parts. Written to the
+behaviour of vLLM 0.32. What is out of the ordinary is refused: the engine knows better.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ..records import Message
+from .refusal import Refused
+
+_TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+"""Where each kind of part holds its text."""
+_MEDIA_PARTS = ("image", "audio", "video", "input_image", "input_audio", "prompt_embeds")
+_PART_FIELDS = frozenset(
+    "type text refusal thinking closed name data uuid file detail file_id prompt_cache_breakpoint "
+    "image_url image_pil image_embeds audio_url audio_embeds input_audio video_url video_embeds "
+    "prompt_embeds".split()
+)
+"""Fields of parts that are not handed on to the template; unknown ones are."""
+_WITHOUT_CONTENT = ("assistant", "function")
+_BILLING = "x-anthropic-billing-header"
+"""A line of Claude Code's that differs in every request; engines drop it from system messages."""
+_RESERVED = frozenset(
+    "messages conversation conversations tools chat_template tokenize padding truncation max_length "
+    "return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
+"""Names of the engine's own arguments, which no request may pass to the template."""
+
+
+def template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The further variables that a chat request gives to the template.
+
+    `add_generation_prompt` is among them where the request turns it off.
+
+    Raises:
+        Refused: template_kwargs, continue_final_message: only the engine can render this.
+    """
+    if body.get("continue_final_message"):
+        raise Refused("continue_final_message")
+    kwargs = dict(body.get("chat_template_kwargs") or {})
+    for name in ("add_generation_prompt", "continue_final_message"):
+        kwargs.pop(name, None)
+    if body.get("chat_template") is not None or _RESERVED & kwargs.keys():
+        raise Refused("template_kwargs")
+    if body.get("documents") is not None:
+        kwargs["documents"] = body["documents"]
+    effort = body.get("reasoning_effort")
+    if effort is not None:
+        kwargs["reasoning_effort"] = effort
+        kwargs.setdefault("enable_thinking", effort != "none")
+    if body.get("add_generation_prompt") is False:
+        kwargs["add_generation_prompt"] = False
+    return kwargs
+
+
+def prepare_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Tools with the fields and the order in which templates get them.
+
+    Raises:
+        Refused: unusual_tool: one is no function in OpenAI's form.
+    """
+    if not tools:
+        return None
+    return [_prepare_tool(tool) for tool in tools]
+
+
+def _prepare_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if (
+        not isinstance(function, dict)
+        or tool.get("type", "function") != "function"
+        or tool.get("defer_loading") is not None
+        or function.get("defer_loading") is not None
+        or not isinstance(function.get("name"), str)
+        or not isinstance(function.get("description"), str | None)
+        or not isinstance(function.get("parameters"), dict | None)
+        or not isinstance(function.get("strict"), bool | None)
+    ):
+        raise Refused("unusual_tool")
+    known = {name: function.get(name) for name in ("name", "description", "parameters")}
+    if function.get("strict") is not None:
+        known["strict"] = function["strict"]
+    return {"type": "function", "function": known}
+
+
+def prepare(messages: list[Message], *, parts: bool, developer: bool = True) -> list[Message]:
+    """Messages as the template gets them; the given ones are left as they are.
+
+    Args:
+        messages: in OpenAI's chat shape.
+        parts: the template reads content as parts (see `ChatTemplate`).
+        developer: it knows the role `developer`.
+
+    Raises:
+        Refused: multimodal, unusual_message: only the engine can render it (or refuse it).
+    """
+    prepared = [_prepare_message(message, parts) for message in messages]
+    if not developer and any(message["role"] == "developer" for message in prepared):
+        return _one_system([_as_system(message) for message in prepared])
+    return prepared
+
+
+def _prepare_message(message: Message, parts: bool) -> Message:
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise Refused("unusual_message")
+    prepared: Message = {"role": role, "content": _content(message, role, parts)}
+    if role == "assistant":
+        calls = message.get("tool_calls")
+        if calls:
+            prepared["tool_calls"] = [_call(call) for call in calls]
+        reasoning = message.get("reasoning")
+        if reasoning is None:
+            reasoning = message.get("reasoning_content")
+        if reasoning is not None:
+            prepared["reasoning"] = prepared["reasoning_content"] = reasoning
+    elif role == "tool" and "tool_call_id" in message:
+        prepared["tool_call_id"] = message["tool_call_id"]
+    for name in ("name", "task"):
+        if isinstance(message.get(name), str):
+            prepared[name] = message[name]
+    if role == "developer":
+        prepared["tools"] = _developer_tools(message.get("tools"))
+    return prepared
+
+
+def _content(message: Message, role: str, parts: bool) -> str | list[dict[str, Any]]:
+    content = message.get("content")
+    if content is None:
+        if role not in _WITHOUT_CONTENT:
+            raise Refused("unusual_message")
+        content = []
+    elif isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    elif not isinstance(content, list):
+        raise Refused("unusual_message")
+    read = [text for part in content for text in [_part(part, role)] if text is not None]
+    if parts and role != "tool":
+        return read
+    return "\n".join(part["text"] for part in read)
+
+
+def _part(part: Any, role: str) -> dict[str, Any] | None:
+    """A part of a content as a text part; None where it says nothing."""
+    if not isinstance(part, dict):
+        raise Refused("unusual_message")
+    kind = part.get("type")
+    if kind not in _TEXT_PARTS:
+        media = isinstance(kind, str) and kind.startswith(_MEDIA_PARTS)
+        raise Refused("multimodal" if media else "unusual_message")
+    text = part.get(_TEXT_PARTS[kind])
+    if text is None:
+        return None
+    if not isinstance(text, str) or part.get("uuid") is not None:
+        raise Refused("unusual_message")
+    if role == "system" and kind == "text" and text.startswith(_BILLING):
+        text = text.partition("\n")[2]
+        if not text:
+            return None
+    more = {name: value for name, value in part.items() if name not in _PART_FIELDS}
+    return {"type": "text", "text": text, **more}
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """A tool call with its arguments as an object; what is none becomes an empty one."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if (
+        not isinstance(function, dict)
+        or call.get("type") != "function"
+        or not isinstance(call.get("id"), str)
+        or not isinstance(function.get("name"), str)
+        or not isinstance(function.get("arguments"), str)
+    ):
+        raise Refused("unusual_message")
+    try:
+        arguments = json.loads(function["arguments"]) if function["arguments"] else {}
+    except json.JSONDecodeError:
+        arguments = {}
+    except (ValueError, RecursionError):  # a number or a nesting beyond what Python reads
+        raise Refused("unusual_message") from None
+    if not isinstance(arguments, dict):
+        arguments = {}
+    ordered = {"arguments": arguments, "name": function["name"]}
+    return {
+        "id": call["id"],
+        "function": {**ordered, **_without(function, "arguments", "name")},
+        "type": "function",
+        **_without(call, "id", "function", "type"),
+    }
+
+
+def _developer_tools(tools: Any) -> list[dict[str, Any]] | None:
+    if tools is None:
+        return None
+    try:
+        return [
+            {
+                "function": _first(tool["function"], "name", "description", "parameters", "strict"),
+                "type": tool["type"],
+                **_without(tool, "function", "type"),
+            }
+            for tool in tools
+        ]
+    except (TypeError, KeyError, AttributeError):
+        raise Refused("unusual_message") from None
+
+
+def _as_system(message: Message) -> Message:
+    if message["role"] != "developer":
+        return message
+    return {**_without(message, "tools"), "role": "system"}
+
+
+def _one_system(messages: list[Message]) -> list[Message]:
+    """All system messages as one at the front, unless a single one stands there already."""
+    system = [message for message in messages if message["role"] == "system"]
+    if len(system) == 1 and messages[0] is system[0]:
+        return messages
+    texts = []
+    for message in system:
+        content = message["content"]
+        if isinstance(content, list):
+            content = "\n".join(part["text"] for part in content)
+        if content:
+            texts.append(content)
+    merged = {"role": "system", "content": "\n\n".join(texts)}
+    return [merged, *(message for message in messages if message["role"] != "system")]
+
+
+def _without(value: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: item for name, item in value.items() if name not in names}
+
+
+def _first(value: dict[str, Any], *names: str) -> dict[str, Any]:
+    """`value` with the items of `names` in front, in their order."""
+    return {name: value[name] for name in names if name in value} | _without(value, *names)

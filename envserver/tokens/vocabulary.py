@@ -1,0 +1,187 @@
+"""A model's tokenizer by the `tokenizers` library, without transformers.
+
+What it encodes is what an engine puts before the model for a rendered chat: the special tokens that
+stand in the text are recognised, none is added.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from ..errors import ConfigError
+from .refusal import Refused
+
+TOKENIZER = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+
+_BEFORE = ("x", "x.", "é\n", "12", "}")
+_AFTER = ("", "x", "\nx", " x", "\n\n1")
+
+
+class Vocabulary:
+    """Text <-> ids.
+
+    Args:
+        tokenizer: its special tokens among its added tokens.
+        variables: what a chat template may name: `bos_token`, `eos_token`, ...
+        digest: of the files it was made from.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, variables: Mapping[str, str], digest: str = ""
+    ) -> None:
+        self._tokenizer = tokenizer
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.variables = dict(variables)
+        self.digest = digest
+        self._added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
+        self._ids = {token.content: id for id, token in self._added.items()}
+        self._stands_alone = lru_cache(maxsize=256)(self._check_stands_alone)
+
+    @classmethod
+    def load(cls, folder: Path) -> Vocabulary:
+        """The tokenizer of a model's folder.
+
+        Raises:
+            ConfigError: `folder` has no usable tokenizer.json.
+        """
+        path = folder / TOKENIZER
+        if not path.is_file():
+            raise ConfigError(
+                f"There is no {TOKENIZER} in {folder}.",
+                hint="Name the folder of a model with a tokenizer of the `tokenizers` library.",
+            )
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(f"{path} cannot be read: {error}.") from error
+        config = read_json(folder / CONFIG)
+        named = _named_tokens({**config, **read_json(folder / SPECIAL_TOKENS)})
+        _add_missing(tokenizer, config, named)
+        return cls(tokenizer, named, _digest([path, folder / CONFIG, folder / SPECIAL_TOKENS]))
+
+    @cached_property
+    def size(self) -> int:
+        """Number of ids, those of added tokens among them."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, special tokens in it recognised, none added.
+
+        Raises:
+            Refused: not_unicode: the text holds half of a surrogate pair.
+        """
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        except (UnicodeEncodeError, TypeError):
+            raise Refused("not_unicode") from None
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of `ids`, special tokens kept, spaces left as they are."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the added token that reads `text`."""
+        return self._ids.get(text)
+
+    def is_special(self, id: int) -> bool:
+        """Whether `id` steers the conversation rather than being part of what is said."""
+        token = self._added.get(id)
+        return token is not None and token.special
+
+    def added_text(self, id: int) -> str | None:
+        """What the added token `id` reads in a rendered prompt, None for an ordinary token."""
+        token = self._added.get(id)
+        return None if token is None else token.content
+
+    def first_added(self, text: str) -> int:
+        """Where the first added token begins in `text`, -1 for none."""
+        starts = [at for content in self._ids if (at := text.find(content)) >= 0]
+        return min(starts, default=-1)
+
+    def stands_alone(self, id: int) -> bool:
+        """Whether text may be encoded in two pieces, the second beginning with added token `id`.
+
+        Tried, not derived: normalizers, tokens that swallow the spaces around them and prefixes
+        that are put before a text's beginning all show in what is encoded.
+        """
+        return self._stands_alone(id)
+
+    def _check_stands_alone(self, id: int) -> bool:
+        text = self.added_text(id)
+        if text is None:
+            return False
+        for after in _AFTER:
+            tail = self.encode(text + after)
+            if tail[:1] != [id]:
+                return False
+            if any(self.encode(b + text + after) != self.encode(b) + tail for b in _BEFORE):
+                return False
+        return True
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`, empty where there is no such file.
+
+    Raises:
+        ConfigError: it is no JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds no JSON object.")
+    return value
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and its like; a token is a string or an object with its `content`."""
+    named = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            value = value.get("content")
+        if name.endswith("_token") and isinstance(value, str):
+            named[name] = value
+    return named
+
+
+def _add_missing(tokenizer: Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+    """Makes added tokens of all that the configuration calls so, as transformers does."""
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    listed = config.get("added_tokens_decoder") or {}
+    tokens = [_added_token(listed[id]) for id in sorted(listed, key=int)]
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    more = [*named.values(), *(extra.values() if isinstance(extra, dict) else extra)]
+    tokens += [_added_token(token) for token in more]
+    for token in tokens:
+        if token.content and token.content not in known:
+            known.add(token.content)
+            (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
+
+
+def _added_token(value: Any) -> AddedToken:
+    if isinstance(value, dict):
+        flags = ("single_word", "lstrip", "rstrip", "normalized")
+        chosen = {flag: bool(value[flag]) for flag in flags if flag in value}
+        return AddedToken(value["content"], special=value.get("special", True), **chosen)
+    return AddedToken(str(value), special=True, normalized=False)
+
+
+def _digest(paths: list[Path]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for path in paths:
+        body = path.read_bytes() if path.is_file() else b""
+        digest.update(len(body).to_bytes(8, "little") + body)
+    return digest.hexdigest()
