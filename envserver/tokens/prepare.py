@@ -22,19 +22,17 @@ _TEXT_PARTS = {
     "thinking": "thinking",
 }
 """Where each kind of part holds its text."""
-_MEDIA_PARTS = ("image", "audio", "video", "input_image", "input_audio", "prompt_embeds")
-_PART_FIELDS = frozenset(
-    "type text refusal thinking closed name data uuid file detail file_id prompt_cache_breakpoint "
-    "image_url image_pil image_embeds audio_url audio_embeds input_audio video_url video_embeds "
-    "prompt_embeds".split()
-)
-"""Fields of parts that are not handed on to the template; unknown ones are."""
+_MEDIA = ("image", "audio", "video", "input_image", "input_audio", "prompt_embeds")
+_NOT_TEXT = (*_MEDIA, "uuid", "prompt_cache_breakpoint")
+_PART_FIELDS = ("type", "text", "refusal", "thinking", "closed", "name", "data", "file")
+"""Fields of text parts that are not handed on to the template; unknown ones are."""
 _WITHOUT_CONTENT = ("assistant", "function")
 _BILLING = "x-anthropic-billing-header"
 """A line of Claude Code's that differs in every request; engines drop it from system messages."""
-_RESERVED = frozenset(
-    "messages conversation conversations tools chat_template tokenize padding truncation max_length "
-    "return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+_RESERVED = (
+    *("messages", "conversation", "conversations", "tools", "chat_template", "tokenize", "padding"),
+    *("truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+    "return_assistant_tokens_mask",
 )
 """Names of the engine's own arguments, which no request may pass to the template."""
 
@@ -52,7 +50,7 @@ def template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
     kwargs = dict(body.get("chat_template_kwargs") or {})
     for name in ("add_generation_prompt", "continue_final_message"):
         kwargs.pop(name, None)
-    if body.get("chat_template") is not None or _RESERVED & kwargs.keys():
+    if body.get("chat_template") is not None or any(name in kwargs for name in _RESERVED):
         raise Refused("template_kwargs")
     if body.get("documents") is not None:
         kwargs["documents"] = body["documents"]
@@ -158,18 +156,18 @@ def _part(part: Any, role: str) -> dict[str, Any] | None:
         raise Refused("unusual_message")
     kind = part.get("type")
     if kind not in _TEXT_PARTS:
-        media = isinstance(kind, str) and kind.startswith(_MEDIA_PARTS)
+        media = isinstance(kind, str) and kind.startswith(_MEDIA)
         raise Refused("multimodal" if media else "unusual_message")
     text = part.get(_TEXT_PARTS[kind])
     if text is None:
         return None
-    if not isinstance(text, str) or part.get("uuid") is not None:
+    more = {name: value for name, value in part.items() if name not in _PART_FIELDS}
+    if not isinstance(text, str) or any(name.startswith(_NOT_TEXT) for name in more):
         raise Refused("unusual_message")
     if role == "system" and kind == "text" and text.startswith(_BILLING):
         text = text.partition("\n")[2]
         if not text:
             return None
-    more = {name: value for name, value in part.items() if name not in _PART_FIELDS}
     return {"type": "text", "text": text, **more}
 
 

@@ -1,0 +1,258 @@
+"""Chat templates of our own, tokenizers trained on the spot, and what to try on them.
+
+The templates follow the published behaviour of well-known families; none is a copy. `TRAPS` are
+templates that no rollout should ever meet: each breaks a rule that continuing a conversation token
+by token relies on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.trainers import BpeTrainer
+
+from envserver.records import Message
+from envserver.tokens.chat_format import ChatFormat
+from envserver.tokens.vocabulary import Vocabulary
+
+CHATML = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+{{- '# Tools\\n\\n<tools>' }}
+{%- for tool in tools %}{{- '\\n' + tool | tojson }}{%- endfor %}
+{{- '\\n</tools><|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- elif message.role == 'assistant' %}
+{{- '<|im_start|>assistant' }}
+{%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}
+{%- if messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+"""ChatML with tools in the form of Hermes, as Qwen2.5 has it."""
+
+THINKING = """\
+{%- if messages[0].role == 'system' %}
+{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set last = namespace(user=-1) %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{%- set last.user = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{%- set answer = message.content %}
+{%- set thought = message.reasoning_content or '' %}
+{%- if not thought and '</think>' in answer %}
+{%- set thought = answer.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+{%- set answer = answer.split('</think>')[-1].lstrip('\\n') %}
+{%- endif %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if loop.index0 > last.user and (loop.last or thought) %}
+{{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- answer }}
+{%- for call in message.tool_calls or [] %}
+{%- if answer or not loop.first %}{{- '\\n' }}{%- endif %}
+{{- '<tool_call>\\n' + {'name': call.function.name} | tojson | replace('}', '') }}
+{{- ', "arguments": ' + call.function.arguments | tojson + '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + message.content }}
+{{- '\\n</tool_response><|im_end|>\\n' }}
+{%- elif message.role == 'user' %}
+{{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}
+{{- '<think>\\n\\n</think>\\n\\n' }}
+{%- endif %}
+{%- endif %}
+"""
+"""Drops the reasoning of earlier turns, as Qwen3 does."""
+
+LLAMA = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'assistant' and message.tool_calls %}
+{%- set call = message.tool_calls[0].function %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{{- '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}<|eot_id|>' }}
+{%- else %}
+{{- '<|start_header_id|>' + ('ipython' if message.role == 'tool' else message.role) }}
+{{- '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+"""Headers between special tokens, one call as bare JSON, content trimmed, as Llama 3 has it."""
+
+MISTRAL = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'user' %}
+{{- '[INST]' + message.content + '[/INST]' }}
+{%- elif message.role == 'tool' %}
+{{- '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}
+{%- elif message.tool_calls %}
+{{- '[TOOL_CALLS][' }}
+{%- for call in message.tool_calls %}
+{{- '{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson }}
+{{- ', "id": "' + call.id + '"}' }}
+{%- if not loop.last %}{{- ', ' }}{%- endif %}
+{%- endfor %}
+{{- ']' + eos_token }}
+{%- else %}
+{{- message.content + eos_token }}
+{%- endif %}
+{%- endfor %}
+"""
+"""No generation prompt; ids of calls behind their arguments, as Mistral has it."""
+
+ROLE_STOPS = """\
+{{- '[gMASK]<sop>' }}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{- '<|user|>\\n' + message.content }}
+{%- elif message.role == 'tool' %}
+{%- if messages[loop.index0 - 1].role != 'tool' %}{{- '<|observation|>' }}{%- endif %}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- elif message.role == 'assistant' %}
+{{- '<|assistant|>' + ('\\n' + message.content.strip() if message.content else '') }}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>' + call.function.name }}
+{%- for name, value in call.function.arguments.items() %}
+{{- '\\n<arg_key>' + name + '</arg_key>\\n<arg_value>' }}
+{{- value if value is string else value | tojson }}
+{{- '</arg_value>' }}
+{%- endfor %}
+{{- '\\n</tool_call>' }}
+{%- endfor %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
+"""
+"""A turn ends where the next role's marker begins, calls as XML, as GLM 4.5 has it."""
+
+OWN = {
+    "chatml": CHATML,
+    "thinking": THINKING,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "role_stops": ROLE_STOPS,
+}
+"""All of them, by name."""
+
+BOS, EOS = "<s>", "</s>"
+
+_SPECIAL = re.compile(
+    r"<\|[^|<>\s]+\|>|<｜[^｜<>\s]+｜>|<\|[a-z_]+>|<[a-z_]+\|>|\[/?[A-Z_]+\]|\[gMASK\]|<sop>"
+    r"|<(?:start|end)_of_(?:turn|utterance|image)>|</?tool_calls?>|</?tool_response>|</?think>"
+)
+_SAMPLE = (
+    """\
+The quick brown fox jumps over the lazy dog. What is 2 + 2? It is 4, of course: 2 + 2 = 4.
+system user assistant tool name arguments parameters function calculate search query expression
+{"name": "calculate", "arguments": {"expression": "1+1", "precision": 2}}
+Look at this: "quoted", (bracketed), [listed]; and so on.  Two spaces,\ttabs,\n\nempty lines.
+"""
+    * 4
+)
+
+
+@cache
+def _trained(kind: str) -> str:
+    """A tokenizer without special tokens, as JSON."""
+    trainer = BpeTrainer(vocab_size=700, show_progress=False)
+    if kind == "byte_level":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = BpeTrainer(
+            vocab_size=700,
+            show_progress=False,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        )
+        tokenizer.train_from_iterator([_SAMPLE], trainer)
+        return tokenizer.to_str()
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    learner.train_from_iterator([_SAMPLE], trainer)
+    model = json.loads(learner.to_str())["model"]
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {piece: id for id, piece in enumerate([*pieces, *model["vocab"]])}
+    merges = [tuple(merge) for merge in model["merges"]]
+    bpe = models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    tokenizer = Tokenizer(bpe)
+    if kind == "metaspace":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:  # as the first Llama tokenizers: a space before every stretch of text
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer.to_str()
+
+
+KINDS = ("byte_level", "metaspace", "prepended")
+"""Kinds of tokenizers: GPT's, and SentencePiece's newer and older behaviour."""
+
+
+def vocabulary(special: Iterable[str], kind: str = "byte_level") -> Vocabulary:
+    """A small vocabulary with these special tokens beside `<s>` and `</s>`."""
+    tokenizer = Tokenizer.from_str(_trained(kind))
+    tokens = dict.fromkeys([BOS, EOS, *special])
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in tokens])
+    return Vocabulary(tokenizer, {"bos_token": BOS, "eos_token": EOS})
+
+
+def chat_format(
+    source: str, kind: str = "byte_level", special: Iterable[str] = (), stops: Iterable[str] = ()
+) -> ChatFormat:
+    """A chat format of `source`, whose special tokens are found by their look (or given)."""
+    words = vocabulary([*_SPECIAL.findall(source), *special], kind)
+    ids = (words.special_id(stop) for stop in (EOS, *stops))
+    return ChatFormat(words, {"default": source}, frozenset(id for id in ids if id is not None))
+
+
+def tool(name: str = "calculate") -> dict[str, Any]:
+    """A tool of one or two parameters."""
+    properties = {"expression": {"type": "string"}, "precision": {"type": "integer"}}
+    schema = {"type": "object", "properties": properties, "required": ["expression"]}
+    function = {"name": name, "description": "Works it out.", "parameters": schema}
+    return {"type": "function", "function": function}
+
+
+def call(
+    arguments: dict[str, Any] | str, name: str = "calculate", id: str = "call00001"
+) -> Message:
+    """A tool call as an assistant message holds it."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
