@@ -18,6 +18,7 @@ from .prepare import prepare, prepare_tools
 from .template import ChatTemplate
 from .vocabulary import CONFIG, Vocabulary, read_json
 
+_SHAPES_KEPT = 4096
 _PROMPTS_KEPT = 64
 """Texts whose ids are remembered: the rollouts of a group begin with the same prompt."""
 
@@ -39,6 +40,8 @@ class ChatFormat:
         self.stop_ids = stop_ids
         self.distrusted: str | None = None
         """Why prompts must not be rendered here, None while they may be."""
+        self.shapes: dict[Any, str | None] = {}
+        """What has been found out about shapes of conversations (see `shape`)."""
         self._templates = {
             name: ChatTemplate(source, vocabulary.variables) for name, source in templates.items()
         }
@@ -62,6 +65,12 @@ class ChatFormat:
     def distrust(self, why: str) -> None:
         """Prompts are rendered by the engine from now on; the first reason is kept."""
         self.distrusted = self.distrusted or why
+
+    def remember(self, shape: Any, found: str | None) -> None:
+        """Adds to `shapes`; the oldest is forgotten where there are too many."""
+        if len(self.shapes) >= _SHAPES_KEPT:
+            self.shapes.pop(next(iter(self.shapes)), None)
+        self.shapes[shape] = found
 
     @property
     def template_digest(self) -> str:

@@ -1,4 +1,13 @@
-"""What follows a sampled answer in the prompt of the next call, without touching the answer."""
+"""What follows a sampled answer in the prompt of the next call, without touching the answer.
+
+The template is asked what it writes behind the answer (the tail, see `shape`). The model has
+sampled the tail's beginning, up to its end-of-turn token, or was cut off before it; the rest is the
+suffix. Only the tail is encoded, from the end-of-turn token on: text before it never matters to
+what follows it.
+
+What is not certain is refused: templates that move, drop, repeat or change messages, answers whose
+end is not where the template has it, calls that were cut off.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +17,7 @@ from typing import Any, NamedTuple
 from ..records import Message
 from .chat_format import ChatFormat
 from .refusal import Refused
+from .shape import Turn, call_opener, check, tail, without_space
 
 
 class Completion(NamedTuple):
@@ -19,11 +29,11 @@ class Completion(NamedTuple):
 
 
 class Suffix(NamedTuple):
-    """What stands behind the completion.
+    """What stands behind the completion; all of it is context.
 
-    `text` and `ids` are all of it; `closing` is the beginning of `text` that the model did not
-    sample although it belongs to its turn: text that the agent appended and the template's own
-    close, where the answer was cut off. All of it is context.
+    `text` and `ids` are all of it; `closing` is the beginning of `text` that belongs to the answer
+    although the model did not sample it: what the agent appended and, where the answer was cut off,
+    the template's own end of the turn.
     """
 
     text: str
@@ -56,4 +66,99 @@ def suffix(
     Raises:
         Refused: exactness cannot be shown; the reason is one word.
     """
-    raise Refused("not_yet")
+    if not new or any(message.get("role") == "assistant" for message in new):
+        raise Refused("answer_not_sampled")
+    if kwargs.get("add_generation_prompt") is False:
+        raise Refused("no_generation_prompt")
+    turn = Turn(history, assistant, new, tools, kwargs)
+    stop = _stop_token(format, completion)
+    if stop is None:
+        return _after_cut(format, turn, completion.ids, extra)
+    if extra:
+        raise Refused("extra_after_end")
+    return _after_end(format, turn, completion.ids, stop)
+
+
+def _stop_token(format: ChatFormat, completion: Completion) -> int | None:
+    """The sampled token that ended the turn, None where the answer was cut off before its end."""
+    ids, finish, reason = completion
+    if not ids:
+        raise Refused("nothing_sampled")
+    if finish not in ("stop", "tool_calls", "length"):
+        raise Refused("end_unknown")
+    last = ids[-1]
+    ends = last in format.stop_ids or format.vocabulary.is_special(last)
+    if isinstance(reason, str) or finish == "length":
+        if last in format.stop_ids:  # the engine went on after it, or says two things
+            raise Refused("end_unknown")
+        return None
+    if isinstance(reason, int):
+        if last != reason:
+            raise Refused("end_unknown")
+        return last if ends else None
+    if not ends and finish == "stop":
+        raise Refused("end_unknown")
+    return last if ends else None
+
+
+def _after_end(format: ChatFormat, turn: Turn, ids: list[int], stop: int) -> Suffix:
+    """The suffix of an answer that the model ended by `stop`."""
+    vocabulary = format.vocabulary
+    text = vocabulary.added_text(stop)
+    if text is None or not vocabulary.stands_alone(stop):
+        raise Refused("no_boundary")
+    behind = tail(format, turn)
+    at = behind.find(text)
+    if at < 0:
+        raise Refused("stop_not_rendered")
+    closers = behind[:at]
+    call_end = check(format, turn, closers + text, text)
+    if call_end is not None:
+        said = without_space(format.decode(ids[-len(closers.encode()) - 9 : -1]))
+        if not said.endswith(without_space(call_end)):
+            raise Refused("call_end")
+    elif closers and not format.decode(ids[-len(closers.encode()) - 9 : -1]).endswith(closers):
+        raise Refused("closer_not_sampled")
+    rest = format.encode(behind[at:])
+    if rest[:1] != [stop]:
+        raise Refused("no_boundary")
+    return Suffix(behind[at + len(text) :], rest[1:], "")
+
+
+def _after_cut(format: ChatFormat, turn: Turn, ids: list[int], extra: str) -> Suffix:
+    """The suffix of an answer that ended by length or a stop string: the template ends it."""
+    if turn.calls or _in_call(format, turn, ids):
+        raise Refused("truncated_in_call")
+    vocabulary = format.vocabulary
+    behind = tail(format, turn)
+    boundary = vocabulary.find_added(behind)
+    if boundary is None:
+        raise Refused("no_boundary")
+    stop = vocabulary.special_id(boundary.group())
+    if stop is None or not vocabulary.stands_alone(stop):
+        raise Refused("no_boundary")
+    check(format, turn, behind[: boundary.end()], boundary.group())
+    missing = extra + behind[: boundary.start()]
+    rest = format.encode(behind[boundary.start() :])
+    if rest[:1] != [stop]:
+        raise Refused("no_boundary")
+    between = _continue(format, ids, missing) if missing else []
+    return Suffix(extra + behind, between + rest, missing + boundary.group())
+
+
+def _in_call(format: ChatFormat, turn: Turn, ids: list[int]) -> bool:
+    """Whether the model had begun a tool call."""
+    opener = call_opener(format, turn) if turn.tools else ""
+    return bool(opener) and opener in without_space(format.decode(ids))
+
+
+def _continue(format: ChatFormat, ids: list[int], text: str) -> list[int]:
+    """Ids that add `text` behind `ids`; not those of `ids` and `text` as one, which are sampled."""
+    near = ids[-16:]
+    said = format.decode(near)
+    for stem in ("", "x", "."):  # SentencePiece puts a space before what begins a text
+        before, both = format.encode(stem), format.encode(stem + text)
+        added = both[len(before) :]
+        if both == before + added and format.decode(near + added) == said + text:
+            return added
+    raise Refused("extra_not_encodable")

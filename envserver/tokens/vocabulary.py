@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -103,10 +104,14 @@ class Vocabulary:
         token = self._added.get(id)
         return None if token is None else token.content
 
-    def first_added(self, text: str) -> int:
-        """Where the first added token begins in `text`, -1 for none."""
-        starts = [at for content in self._ids if (at := text.find(content)) >= 0]
-        return min(starts, default=-1)
+    def find_added(self, text: str) -> re.Match[str] | None:
+        """The first added token in `text`."""
+        return self._any_added.search(text)
+
+    @cached_property
+    def _any_added(self) -> re.Pattern[str]:
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def stands_alone(self, id: int) -> bool:
         """Whether text may be encoded in two pieces, the second beginning with added token `id`.

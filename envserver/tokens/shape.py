@@ -1,0 +1,240 @@
+"""Where a chat template puts an answer and what comes after it: asked by words that stand for it.
+
+A conversation's shape is its roles, its calls and its tools without what is said. Whether a
+template keeps messages whole and in order is a matter of the shape, so it is found out once for
+each and remembered on the format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..errors import TemplateRefused
+from ..records import Message
+from .chat_format import ChatFormat, kwargs_key
+from .refusal import Refused
+
+# Mixed case, letters and digits: no template takes them apart, and one that changes case is found
+# out. Descending: one that sorts is found out, too.
+_ANSWER = "zQ7answer4Kx"
+_LATER = "yQ7later"
+_EARLIER = "xQ7earlier"
+
+_PUNCTUATION = " \t\r\n\"'`,:>)]}"
+"""What may end a value or an argument list rather than a call."""
+
+
+class Turn(NamedTuple):
+    """An answer in its conversation: what stood before it and what the agent put behind it."""
+
+    history: list[Message]
+    assistant: Message
+    new: list[Message]
+    tools: list[dict[str, Any]] | None
+    kwargs: Mapping[str, Any]
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The answer's tool calls."""
+        return self.assistant.get("tool_calls") or []
+
+
+def tail(format: ChatFormat, turn: Turn) -> str:
+    """What the template writes behind the answer: behind its content, or behind the value of an
+    argument of its last call where it has calls.
+
+    Raises:
+        Refused: answer_not_rendered, calls_not_rendered, answer_repeated; and as `render`.
+    """
+    messages = [*turn.history, _stand_in(turn), *turn.new]
+    return _behind(_render(format, turn, messages, generation_prompt=True), bool(turn.calls))
+
+
+def check(format: ChatFormat, turn: Turn, head: str, stop: str) -> str | None:
+    """Returns if the template keeps what comes after the answer in order and ends it by `head`.
+
+    Args:
+        head: beginning of the tail, up to and with the first `stop`.
+        stop: the text of the token that ends the answer.
+
+    Returns:
+        What every call ends with before `stop`, whatever its arguments; None without calls.
+
+    Raises:
+        Refused: messages_moved: messages are dropped, changed, repeated or moved;
+            end_moves: the answer's end depends on what comes after it.
+    """
+    key = (_shape(turn), head)
+    if key not in format.shapes:
+        _check_order(format, turn)
+        format.remember(key, _check_end(format, turn, head, stop))
+    return format.shapes[key]
+
+
+def call_opener(format: ChatFormat, turn: Turn) -> str:
+    """What a tool call begins with, without white space; empty where the template writes none."""
+    key = ("opener", json.dumps(turn.tools), kwargs_key(turn.kwargs))
+    if key not in format.shapes:
+        format.remember(key, _find_opener(format, turn))
+    return format.shapes[key] or ""
+
+
+def _render(
+    format: ChatFormat, turn: Turn, messages: list[Message], *, generation_prompt: bool
+) -> str:
+    try:
+        return format.render(messages, turn.tools, turn.kwargs, generation_prompt=generation_prompt)
+    except TemplateRefused:
+        raise Refused("template_refuses") from None
+
+
+def _behind(text: str, calls: bool) -> str:
+    before, found, after = text.partition(_ANSWER)
+    del before
+    if not found:
+        raise Refused("calls_not_rendered" if calls else "answer_not_rendered")
+    if _ANSWER in after:
+        raise Refused("answer_repeated")
+    return after
+
+
+def _stand_in(turn: Turn) -> Message:
+    """The answer without its reasoning, `_ANSWER` in place of what it says last."""
+    message: Message = {
+        name: turn.assistant[name] for name in ("content", "name") if name in turn.assistant
+    }
+    if not turn.calls:
+        return {**message, "role": "assistant", "content": _ANSWER}
+    last = turn.calls[-1]
+    try:
+        names = [*json.loads(last["function"]["arguments"] or "{}")]
+        name = str(names[-1]) if names else "argument"
+        function = {**last["function"], "arguments": json.dumps({name: _ANSWER})}
+    except (TypeError, KeyError, ValueError, RecursionError):
+        raise Refused("unusual_call") from None
+    calls = [*turn.calls[:-1], {**last, "function": function}]
+    return {**message, "role": "assistant", "tool_calls": calls}
+
+
+def _check_order(format: ChatFormat, turn: Turn) -> None:
+    words: list[str] = []
+    new = [_marked(message, _LATER, words) for message in turn.new]
+    messages = [*_earlier(turn), _stand_in(turn), *new]
+    text = _render(format, turn, messages, generation_prompt=True)
+    after = _behind(text, bool(turn.calls))
+    places = [after.find(word) for word in words]
+    if (
+        -1 in places
+        or places != sorted(places)
+        or any(text.count(word) != 1 for word in words)
+        or _EARLIER in after
+    ):
+        raise Refused("messages_moved")
+
+
+def _check_end(format: ChatFormat, turn: Turn, head: str, stop: str) -> str | None:
+    earlier = _earlier(turn)
+    alone = _render(format, turn, [*earlier, _stand_in(turn)], generation_prompt=False)
+    end = _behind(alone, bool(turn.calls))
+    # Some templates end an answer by what opens the next message: alone, it has no end.
+    closers = head.removesuffix(stop)
+    if not end.startswith(head) and end != closers:
+        raise Refused("end_moves")
+    if not turn.calls:
+        return None
+    other = _render(format, turn, [*earlier, _other_call(turn)], generation_prompt=False)
+    rest = end[len(closers) :]
+    common = _shared(end[::-1], other.rpartition(_ANSWER)[2][::-1])[::-1]
+    if _ANSWER not in other or not common.endswith(rest):
+        return closers
+    return common.removesuffix(rest).lstrip(_PUNCTUATION)
+
+
+def _other_call(turn: Turn) -> Message:
+    """The answer with another last call: another name and id, no arguments."""
+    last = turn.calls[-1]
+    function = {"name": _ANSWER, "arguments": "{}"}
+    calls = [*turn.calls[:-1], {**last, "id": "B" * len(last["id"]), "function": function}]
+    return {**_stand_in(turn), "tool_calls": calls}
+
+
+def _find_opener(format: ChatFormat, turn: Turn) -> str:
+    question = {"role": "user", "content": "x"}
+    function = {"name": _ANSWER, "arguments": "{}"}
+    call = {"id": "B" * 9, "type": "function", "function": function}
+    said = {"role": "assistant", "content": _ANSWER}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    try:
+        texts = [
+            _render(format, turn, [question, message], generation_prompt=False)
+            for message in (said, called)
+        ]
+    except Refused:
+        return ""
+    if _ANSWER not in texts[1]:
+        return ""
+    opener = texts[1].partition(_ANSWER)[0][len(_shared(*texts)) :].strip()
+    marker = format.vocabulary.find_added(opener)
+    if marker is not None and marker.start() == 0:
+        return without_space(marker.group())
+    tag = opener.partition("{")[0]
+    return without_space(tag or opener)
+
+
+def _shared(one: str, other: str) -> str:
+    """What both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return one[: next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))]
+
+
+def without_space(text: str) -> str:
+    """`text` without its white space."""
+    return "".join(text.split())
+
+
+def _earlier(turn: Turn) -> list[Message]:
+    """The history with a word in place of what each message says."""
+    words: list[str] = []
+    return [
+        _marked(message, _EARLIER, words) if message.get("content") else message
+        for message in turn.history
+    ]
+
+
+def _marked(message: Message, word: str, words: list[str]) -> Message:
+    """`message` with a word of its own for each text that it says; they are added to `words`."""
+
+    def next_word() -> str:
+        words.append(f"{word}{9_999_999 - len(words)}k")
+        return words[-1]
+
+    content = message.get("content")
+    marked = dict(message)
+    for reasoning in ("reasoning", "reasoning_content"):
+        if isinstance(message.get(reasoning), str):
+            marked[reasoning] = f"{word}0k"
+    if isinstance(content, list):
+        marked["content"] = [
+            {**part, "text": next_word()} if isinstance(part, dict) and "text" in part else part
+            for part in content
+        ]
+    elif content is not None:
+        marked["content"] = next_word()
+    return marked
+
+
+def _shape(turn: Turn) -> tuple[Any, ...]:
+    """What the checks depend on, as something to compare by."""
+    asked = [_role(message) for message in turn.history]
+    given = [_role(message) for message in turn.new]
+    names = tuple(sorted(turn.assistant))
+    said = (_role(turn.assistant), bool(turn.assistant.get("content")), names)
+    return (*asked, said, *given, bool(turn.tools), kwargs_key(turn.kwargs))
+
+
+def _role(message: Message) -> tuple[Any, ...]:
+    content = message.get("content")
+    size = len(content) if isinstance(content, list) else 0 if content is None else -1
+    return (message.get("role"), size, len(message.get("tool_calls") or ()))
