@@ -30,7 +30,7 @@ THINK_TAGS = (
 """What models put around reasoning, for where the engine does not tell it from the answer."""
 
 
-class Turn(NamedTuple):
+class Stretch(NamedTuple):
     """What one call added to a context.
 
     Args:
@@ -51,39 +51,39 @@ class Turn(NamedTuple):
 
 
 def compare(
-    turns: Sequence[Turn], suffix: str, shown: str, head: Callable[[], str]
+    stretches: Sequence[Stretch], suffix: str, shown: str, head: Callable[[], str]
 ) -> list[set[Difference]]:
-    """The differences in each of `turns`, up to the first that has "other"; empty sets: none.
+    """The differences in each of `stretches`, up to the first that has "other"; empty sets: none.
 
     Args:
-        turns: of one conversation, from its beginning.
+        stretches: of one conversation, from its beginning.
         suffix: the context that follows the last of them, up to its end.
         shown: the template's rendering of the whole.
         head: gives the generation prompt, with which a context ends. In later renderings it is a
             part of the turn, and may be changed with it.
     """
-    if shown == "".join(turn.context + turn.sampled for turn in turns) + suffix:
-        return [set() for _ in turns]
-    return list(_compare_turns(turns, suffix, shown, head()))
+    if shown == "".join(stretch.context + stretch.sampled for stretch in stretches) + suffix:
+        return [set() for _ in stretches]
+    return list(_compare_each(stretches, suffix, shown, head()))
 
 
-def _compare_turns(
-    turns: Sequence[Turn], suffix: str, shown: str, head: str
+def _compare_each(
+    stretches: Sequence[Stretch], suffix: str, shown: str, head: str
 ) -> Iterator[set[Difference]]:
-    contexts = [turn.context.removesuffix(head) for turn in turns]
+    contexts = [stretch.context.removesuffix(head) for stretch in stretches]
     if not shown.startswith(contexts[0]):
         yield {"other"}
         return
     at = len(contexts[0])
-    for number, turn in enumerate(turns):
-        begins = turn.context[len(contexts[number]) :]
-        last = number + 1 == len(turns)
+    for number, stretch in enumerate(stretches):
+        begins = stretch.context[len(contexts[number]) :]
+        last = number + 1 == len(stretches)
         following = suffix if last else contexts[number + 1]
-        end = _end(shown, at, begins + turn.sampled, following, last)
+        end = _end(shown, at, begins + stretch.sampled, following, last)
         if end is None:
             yield {"other"}
             return
-        differences = _differences(turn, begins, shown[at:end])
+        differences = _differences(stretch, begins, shown[at:end])
         yield differences
         if "other" in differences:
             return
@@ -101,23 +101,23 @@ def _end(shown: str, at: int, turn: str, following: str, last: bool) -> int | No
     return end if end >= 0 else None
 
 
-def _differences(turn: Turn, begins: str, shown: str) -> set[Difference]:
+def _differences(stretch: Stretch, begins: str, shown: str) -> set[Difference]:
     """How `shown` differs from what was sampled behind `begins`."""
-    sampled = begins + turn.sampled
+    sampled = begins + stretch.sampled
     if sampled == shown:
         return set()
     if _pressed(sampled) == _pressed(shown):
         return {"whitespace"}
     found: set[Difference] = set()
-    block, empty = _think_block(sampled, turn.reasoning, len(begins)), _empty_block(shown)
+    block, empty = _think_block(sampled, stretch.reasoning, len(begins)), _empty_block(shown)
     if _thinks_otherwise(sampled, shown, block, empty):
         found.add("think")
         sampled, shown = _cut(sampled, block), _cut(shown, empty)
     if _pressed(sampled) == _pressed(shown):
         return found
-    if _pressed(_sayable(sampled, turn)) == _pressed(_sayable(shown, turn)):
+    if _pressed(_sayable(sampled, stretch)) == _pressed(_sayable(shown, stretch)):
         return found | {"lossy_detok"}
-    if turn.answer.calls and _shows(shown, turn.answer):
+    if stretch.answer.calls and _shows(shown, stretch.answer):
         return found | {"calls"}
     return found | {"other"}
 
@@ -174,11 +174,11 @@ def _cut(text: str, block: _Block | None) -> str:
     return text if block is None else text[: block.start] + text[block.end :]
 
 
-def _sayable(text: str, turn: Turn) -> str:
+def _sayable(text: str, stretch: Stretch) -> str:
     """Without what the returned answer could not say: broken UTF-8, special tokens, the tail."""
-    for piece in (*turn.specials, "\ufffd"):
+    for piece in (*stretch.specials, "\ufffd"):
         text = text.replace(piece, "")
-    return text.rstrip().removesuffix(turn.tail.rstrip()) if turn.tail.strip() else text
+    return text.rstrip().removesuffix(stretch.tail.rstrip()) if stretch.tail.strip() else text
 
 
 def _shows(shown: str, answer: Answer) -> bool:

@@ -43,10 +43,10 @@ def classify(recorded: Message, replayed: Message, *, ended: bool = True, tail: 
         ended: the model ended its turn with a token of its own; nothing can be appended behind it.
         tail: what was sampled beyond the content: the stop string, and what came in its last token.
     """
-    return compare(answer_of(recorded), answer_of(replayed), ended=ended, tail=tail)
+    return change_of(answer_of(recorded), answer_of(replayed), ended=ended, tail=tail)
 
 
-def compare(was: Answer, now: Answer, *, ended: bool, tail: str) -> Replay:
+def change_of(was: Answer, now: Answer, *, ended: bool, tail: str) -> Replay:
     """`classify` for messages that have been reduced to what counts."""
     if was == now:
         return Replay("exact")

@@ -1,0 +1,292 @@
+"""An agent's request -> the prompt: either what was recorded, continued, or rendered anew.
+
+In: the requests of one attempt and, after each, the calls it came to. Out: for each request a
+`PromptPlan`. A prompt that continues a call is that call's prompt and completion, token by token,
+and behind them what the chat template puts there now. What cannot be shown to continue a call is a
+root, which the engine renders: that costs tokens and merges less, but is never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from ..config import Edit
+from ..errors import TemplateRefused
+from ..records import Call, Edge, Message, Tokens
+from .chain import hashes
+from .chat_format import ChatFormat
+from .comparison import Difference, compare
+from .flags import FLAGS
+from .parents import Match, Parent, Parents, is_ambiguous, reasoning_of, stretch_of
+from .prompts import PromptPlan
+from .refusal import Refused
+from .suffix import Completion, Suffix, suffix
+
+_MOST_TRIES = 3
+"""Calls that are tried for one request: each takes some renderings."""
+
+
+class History:
+    """The calls of one attempt, of all its agents and models.
+
+    Args:
+        format: of the model; shared between attempts.
+        edits: changes to an answer after which its tokens are still continued.
+        think: what happens where the template drops earlier reasoning, see `TokensConfig`.
+    """
+
+    def __init__(
+        self, format: ChatFormat, *, edits: Collection[Edit], think: Literal["template", "keep"]
+    ) -> None:
+        self._format = format
+        self._edits = frozenset(edits)
+        self._think = think
+        self._parents = Parents()
+
+    def plan(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]],
+        *,
+        kwargs: Mapping[str, Any],
+        model: str,
+        agent: str | None,
+    ) -> PromptPlan:
+        """How to prompt for an answer to `messages`. Reads what `add` was given, changes nothing.
+
+        Args:
+            messages, tools: in OpenAI's chat shape.
+            kwargs: of the chat template, see `prepare.template_kwargs`.
+            model, agent: calls of another model or agent are never continued.
+        """
+        if not self._format.trusted:
+            return PromptPlan()
+        try:
+            chain = hashes(messages, tools, kwargs=kwargs, model=model, agent=agent)
+            text = self._format.prompt_text(messages, tools, kwargs)
+            text.encode()
+        except Refused as refused:
+            flags = ["multimodal_unstitched"] if refused.reason == "multimodal" else []
+            return PromptPlan(flags=flags)
+        except (TemplateRefused, UnicodeEncodeError):  # the engine will say so to the agent
+            return PromptPlan()
+        request = _Request(messages, tools, dict(kwargs), chain, text)
+        return _Search(self._format, self._parents, self._edits, self._think, request).plan()
+
+    def add(self, call: Call, plan: PromptPlan, *, same: bool | None = None) -> None:
+        """Takes up a committed call, from which later ones may go on.
+
+        A call whose prompt was not the planned one is flagged and never continued; where the
+        prompt was a root, that ends all continuing for the format.
+
+        Args:
+            call: as committed; flags are added to it.
+            plan: what its request was answered by.
+            same: what `same_prompt` says of it; None: it is found out here.
+        """
+        if not call.exact or not call.completion_ids.size or plan.text is None or not plan.key:
+            return
+        if same is None:
+            same = same_prompt(self._format, plan, call.prompt_ids)
+        if not same:
+            self._mistrust(call, plan)
+            return
+        context = plan.text if plan.added is None else plan.added
+        stretch, ended = stretch_of(call, context, self._format.vocabulary)
+        before = None if plan.parent is None else self._parents.by_index(plan.parent)
+        parent = Parent(call=call, stretch=stretch, ended=ended, before=before, kwargs=plan.kwargs)
+        self._parents.add(plan.key, parent)
+
+    def _mistrust(self, call: Call, plan: PromptPlan) -> None:
+        if plan.ids is not None:
+            call.flags = list(dict.fromkeys([*call.flags, "prompt_mismatch"]))
+            return
+        call.flags = list(dict.fromkeys([*call.flags, "render_mismatch"]))
+        self._format.distrust("The engine's prompt is not what its chat template gives here.")
+
+
+def same_prompt(format: ChatFormat, plan: PromptPlan, prompt_ids: Tokens) -> bool:
+    """Whether the engine put before the model what the plan says. Pure.
+
+    Encodes the whole text of a root: about 2 ms for each 1000 tokens, so have a thread do it
+    where that is long.
+    """
+    ids = plan.ids
+    if ids is None:
+        if plan.text is None:
+            return True
+        ids = format.encode(plan.text)
+    return np.array_equal(np.asarray(ids, np.int32), prompt_ids)
+
+
+class _Request(msgspec.Struct, frozen=True):
+    """`text`: its whole prompt, as the template shows it now."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    kwargs: dict[str, Any]
+    chain: list[bytes]
+    text: str
+
+
+class _Search:
+    """For the call whose answer stands last in a request, and that can be gone on from."""
+
+    def __init__(
+        self,
+        format: ChatFormat,
+        parents: Parents,
+        edits: Collection[Edit],
+        think: Literal["template", "keep"],
+        request: _Request,
+    ) -> None:
+        self._format = format
+        self._parents = parents
+        self._edits = edits
+        self._think = think
+        self._request = request
+        self._flags: list[str] = []
+        self._refusal: str | None = None
+
+    def plan(self) -> PromptPlan:
+        roles = [message.get("role") for message in self._request.messages]
+        answers = [at for at, role in enumerate(roles) if role == "assistant"]
+        if not answers:
+            return self._root()
+        last = answers.pop()
+        accepted = self._accepted(last)
+        for match in accepted[:_MOST_TRIES]:
+            try:
+                plan = self._continue(last, match)
+            except Refused as refused:
+                self._refuse(refused.reason)
+                continue
+            if is_ambiguous(accepted):
+                self._flag("ambiguous_parent")
+            plan.flags = self._flags + plan.flags
+            return plan
+        for at in answers:
+            self._accepted(at)
+        return self._root()
+
+    def _root(self) -> PromptPlan:
+        request = self._request
+        return PromptPlan(
+            text=request.text,
+            refusal=self._refusal,
+            flags=self._flags,
+            key=request.chain[-1],
+            kwargs=request.kwargs,
+        )
+
+    def _accepted(self, at: int) -> list[Match]:
+        """The calls that gave the answer at `at`, as far as it may be changed; flags if none."""
+        message = self._request.messages[at]
+        matches = self._parents.matches(self._request.chain[at], message)
+        accepted = [match for match in matches if match.replay.change in self._edits]
+        if matches and not accepted:
+            self._flag("assistant_edited")
+        elif not matches and not self._parents.was_answered(message):
+            self._flag("unsampled_assistant_in_history")
+        return accepted
+
+    def _continue(self, at: int, match: Match) -> PromptPlan:
+        """The request's prompt, continued from the answer at `at`.
+
+        Raises:
+            Refused: it cannot be.
+        """
+        request, path = self._request, match.parent.path()
+        if _lost_its_answer(match.parent.call.message, request.messages[at]):
+            self._flag("reasoning_dropped_answer_lost")
+        if at + 1 == len(request.messages):
+            raise Refused("ends_with_assistant")
+        new = self._suffix(at, match)
+        differences = compare(
+            [before.stretch for before in path], new.text, request.text, lambda: self._head(path[0])
+        )
+        self._check(differences)
+        call = match.parent.call
+        edge = _edge(match, differences)
+        return PromptPlan(
+            ids=[*call.prompt_ids.tolist(), *call.completion_ids.tolist(), *new.ids],
+            text=request.text,
+            parent=call.index,
+            edge=edge,
+            flags=["think_kept"] if edge == "think_kept" else [],
+            added=new.text,
+            key=request.chain[-1],
+            kwargs=request.kwargs,
+        )
+
+    def _suffix(self, at: int, match: Match) -> Suffix:
+        request, call = self._request, match.parent.call
+        return suffix(
+            self._format,
+            history=request.messages[:at],
+            assistant=request.messages[at],
+            new=request.messages[at + 1 :],
+            tools=request.tools,
+            kwargs=request.kwargs,
+            completion=Completion(
+                call.completion_ids.tolist(), call.finish_reason, call.stop_reason
+            ),
+            extra=match.replay.extra,
+        )
+
+    def _check(self, differences: list[set[Difference]]) -> None:
+        """Refuses what the prompt shows otherwise than the model has it."""
+        found = set().union(*differences)
+        if "other" in found:
+            raise Refused("template_rewrites_history")
+        if "think" in found and self._think == "template":
+            raise Refused("think_stripped")
+
+    def _head(self, root: Parent) -> str:
+        """The generation prompt at the end of a root's prompt; empty if it cannot be told."""
+        if root.head is None:
+            call, text = root.call, root.stretch.context
+            try:
+                before = self._format.render(
+                    call.messages, call.tools, root.kwargs, generation_prompt=False
+                )
+            except (Refused, TemplateRefused):
+                before = text
+            root.head = text.removeprefix(before) if text.startswith(before) else ""
+        return root.head
+
+    def _refuse(self, reason: str) -> None:
+        self._refusal = self._refusal or reason
+        if reason not in _WITHOUT_FLAG:
+            self._flag(reason if reason in FLAGS else "suffix_refused")
+
+    def _flag(self, flag: str) -> None:
+        if flag not in self._flags:
+            self._flags.append(flag)
+
+
+_WITHOUT_FLAG = ("ends_with_assistant", "no_generation_prompt")
+"""The request's own doing."""
+_EDGES: tuple[Edge, ...] = ("think_kept", "lossy_detok", "appended", "calls", "whitespace")
+"""The one that says most first."""
+
+
+def _edge(match: Match, differences: list[set[Difference]]) -> Edge:
+    """How the last turn of a conversation is continued: by what the agent and the template did."""
+    found: set[str] = {match.replay.change, *differences[-1]}
+    if any("think" in some for some in differences):
+        found.add("think_kept")
+    return next((edge for edge in _EDGES if edge in found), "exact")
+
+
+def _lost_its_answer(recorded: Message, replayed: Message) -> bool:
+    """All that was answered is reasoning by the engine's reading, and the agent dropped that."""
+    return bool(
+        reasoning_of(recorded)
+        and not (recorded.get("content") or recorded.get("tool_calls"))
+        and not reasoning_of(replayed)
+    )

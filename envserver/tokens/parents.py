@@ -1,0 +1,142 @@
+"""The recorded calls of one attempt from whose tokens a later call may go on, by what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from ..records import Call, Message
+from .comparison import Stretch
+from .edits import Answer, Change, Replay, answer_of, change_of
+from .vocabulary import Vocabulary
+
+
+class Parent(msgspec.Struct, kw_only=True, eq=False):
+    """A recorded call, and what it added to its conversation.
+
+    Args:
+        before: the call whose tokens its own prompt was continued from.
+        ended: the model ended its turn itself: not at its longest length, nor by a stop string.
+        kwargs: of the chat template.
+        head: the generation prompt, when somebody asked for it.
+    """
+
+    call: Call
+    stretch: Stretch
+    ended: bool
+    before: Parent | None
+    kwargs: Mapping[str, Any]
+    head: str | None = None
+
+    def path(self) -> list[Parent]:
+        """The calls of its conversation, first to last; this one is the last."""
+        path = [self]
+        while path[-1].before is not None:
+            path.append(path[-1].before)
+        return path[::-1]
+
+    def same_tokens(self, other: Parent) -> bool:
+        """Whether going on from either gives the same prompt."""
+        return np.array_equal(
+            self.call.completion_ids, other.call.completion_ids
+        ) and np.array_equal(self.call.prompt_ids, other.call.prompt_ids)
+
+
+class Match(NamedTuple):
+    """A call whose answer stands in a request, and what became of that answer."""
+
+    parent: Parent
+    replay: Replay
+
+
+class Parents:
+    """Calls by the requests that they answered."""
+
+    def __init__(self) -> None:
+        self._by_request: dict[bytes, list[Parent]] = {}
+        self._by_index: dict[int, Parent] = {}
+        self._answers: set[Answer] = set()
+
+    def add(self, request: bytes, parent: Parent) -> None:
+        """`request`: the last hash of the request's chain."""
+        self._by_request.setdefault(request, []).append(parent)
+        self._by_index[parent.call.index] = parent
+        self._answers.add(parent.stretch.answer)
+
+    def by_index(self, index: int) -> Parent | None:
+        """The parent that is the attempt's call `index`."""
+        return self._by_index.get(index)
+
+    def matches(self, request: bytes, replayed: Message) -> list[Match]:
+        """What `replayed` may be the answer of, among the calls that answered `request`.
+
+        The least changed come first; among these those that reached the agent, then the latest.
+        """
+        now = answer_of(replayed)
+        found = [
+            Match(p, change_of(p.stretch.answer, now, ended=p.ended, tail=p.stretch.tail))
+            for p in reversed(self._by_request.get(request, []))
+        ]
+        return sorted(found, key=_rank)
+
+    def was_answered(self, message: Message) -> bool:
+        """Whether any call of the attempt gave just this answer, to whatever request."""
+        return answer_of(message) in self._answers
+
+
+_CHANGES: tuple[Change, ...] = ("exact", "whitespace", "appended", "calls", "edited")
+
+
+def _rank(match: Match) -> tuple[int, bool]:
+    return _CHANGES.index(match.replay.change), match.parent.call.delivered == "none"
+
+
+def is_ambiguous(accepted: Collection[Match]) -> bool:
+    """Several of the matches are as good as the first, but have other tokens."""
+    first, *others = accepted
+    return any(
+        _rank(match) == _rank(first) and not match.parent.same_tokens(first.parent)
+        for match in others
+    )
+
+
+def stretch_of(call: Call, context: str, vocabulary: Vocabulary) -> tuple[Stretch, bool]:
+    """What `call` added behind `context`, and whether the model ended its turn itself."""
+    sampled = vocabulary.decode(call.completion_ids.tolist())
+    stopped_by = call.stop_reason if isinstance(call.stop_reason, str) else None
+    ended = stopped_by is None and call.finish_reason in _ENDED
+    inside = call.completion_ids[:-1] if ended else call.completion_ids
+    answer = answer_of(call.message)
+    stretch = Stretch(
+        context=context,
+        sampled=sampled,
+        answer=answer,
+        reasoning=reasoning_of(call.message),
+        specials=tuple(
+            {vocabulary.decode([id]) for id in inside.tolist() if vocabulary.is_special(id)}
+        ),
+        tail="" if stopped_by is None else _tail(sampled, stopped_by, answer.content),
+    )
+    return stretch, ended
+
+
+_ENDED = ("stop", "tool_calls")
+
+
+def reasoning_of(message: Message) -> str:
+    """The reasoning that stands beside a message's content."""
+    for name in ("reasoning", "reasoning_content"):
+        if isinstance(message.get(name), str) and message[name]:
+            return str(message[name])
+    return ""
+
+
+def _tail(sampled: str, stop: str, content: str) -> str:
+    """What was sampled from the stop string on, or behind it where the content includes it."""
+    at = sampled.rfind(stop)
+    if at < 0:
+        return ""
+    return sampled[at + len(stop) :] if content.endswith(stop) else sampled[at:]
