@@ -2,10 +2,12 @@
 
 Calls form a forest: a call is the child of the longest earlier call whose prompt and completion
 its own prompt begins with, token by token. Each path from a root to a leaf is one sequence, and
-concatenating a path reproduces exactly what the model saw. Where paths share a call, its tokens are
-trained in the first one only and are context in the others.
+holds exactly what the model saw at its leaf. Where paths share a call, its tokens are trained in
+the first one only and are context in the others. Calls are never merged, however equal their
+tokens: each was a choice of the policy.
 
-Cost: comparisons of byte strings, linear in the prompts where calls follow each other.
+Cost: linear in the tokens of the prompts and in the rows that come out (beside a few nanoseconds
+for each pair of calls).
 """
 
 from __future__ import annotations
@@ -13,9 +15,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..records import Call, Sequence, Tokens
+from ..records import Call, Mask, Sequence, Tokens
 from .flags import DEFAULT, Actions
+from .invariants import check_calls
+from .versions import flags_of, token_versions
+
+_SEED = 20_230_612
+_NEVER = np.iinfo(np.int64).max
 
 
 def build(calls: list[Call], actions: Actions = DEFAULT) -> list[Sequence]:
@@ -24,22 +32,32 @@ def build(calls: list[Call], actions: Actions = DEFAULT) -> list[Sequence]:
     Args:
         calls: of one attempt, in order of commit. Those that are not exact are left out; the tokens
             of those with a flag whose action is `mask` become context.
-        actions: what is done about each flag.
+        actions: what is done about each flag. Where `mixed_versions` masks, a sequence whose
+            trained tokens come from several policy versions keeps those of the newest; the others
+            become context, there and in every other sequence.
 
     Returns:
         One sequence per leaf that trains anything, longest path first.
+
+    Raises:
+        TokensError: an exact call contradicts itself (see `invariants.check_calls`).
     """
+    check_calls(calls)
     exact = [call for call in calls if call.exact]
     parents = find_parents(exact)
-    leaves = sorted(set(range(len(exact))) - set(parents), key=lambda k: (-_depth(parents, k), k))
     trained: set[int] = set()
     sequences = []
-    for leaf in leaves:
-        path = _path(parents, leaf)
-        sequence = _sequence([exact[k] for k in path], trained, actions)
+    for leaf in _leaves(parents):
+        path = [exact[k] for k in _path(parents, leaf)]
+        sequence = _sequence(path, trained, actions)
         if sequence.mask.any():
             sequences.append(sequence)
     return sequences
+
+
+def all_flags(calls: list[Call], sequences: list[Sequence]) -> list[str]:
+    """What is odd about a trajectory's tokens: the flags of all its calls and of its sequences."""
+    return _union([*map(flags_of, calls), *(sequence.flags for sequence in sequences)])
 
 
 def find_parents(calls: list[Call]) -> list[int]:
@@ -47,24 +65,55 @@ def find_parents(calls: list[Call]) -> list[int]:
 
     The parent is an earlier call of the same agent and model, with a completion, whose tokens are
     the longest prefix of this call's prompt; among equals the latest.
+
+    Prefixes are told apart by the sum of their tokens, each times a random number of its position:
+    one pass over a prompt gives the sums of all its prefixes. What has the sum is then compared.
     """
-    seen: list[bytes] = []
+    ends = np.array([_end(call) for call in calls], np.int64)
+    factors = np.random.default_rng(_SEED).integers(
+        -(2**63), 2**63 - 1, ends.max(initial=0), dtype=np.int64
+    )
+    lineages: dict[tuple[str | None, str], int] = {}
+    lineage = np.array(
+        [lineages.setdefault((call.agent, call.model), len(lineages)) for call in calls], np.int64
+    )
+    # A call without a completion ends after every prompt.
+    lengths = np.where([call.completion_ids.size > 0 for call in calls], ends, _NEVER)
+    sums = np.zeros(len(calls), np.int64)
     parents = []
     for k, call in enumerate(calls):
-        prompt = call.prompt_ids.tobytes()
-        best, best_length = -1, 0
-        for j in range(k - 1, -1, -1):
-            other = calls[j]
-            if (
-                len(seen[j]) > best_length
-                and other.completion_ids.size
-                and (other.agent, other.model) == (call.agent, call.model)
-                and prompt.startswith(seen[j])
-            ):
-                best, best_length = j, len(seen[j])
-        parents.append(best)
-        seen.append(prompt + call.completion_ids.tobytes())
+        size = len(call.prompt_ids)
+        tokens = np.concatenate([call.prompt_ids, call.completion_ids])
+        prefix_sums = np.zeros(ends[k] + 1, np.int64)
+        np.cumsum(tokens * factors[: ends[k]], out=prefix_sums[1:])
+        sums[k] = prefix_sums[ends[k]]
+        shorter = np.flatnonzero((lengths[:k] <= size) & (lineage[:k] == lineage[k]))
+        likely = shorter[sums[shorter] == prefix_sums[lengths[shorter]]]
+        longest_first = likely[np.argsort(lengths[likely], kind="stable")][::-1]
+        parents.append(
+            next((int(j) for j in longest_first if _continues(call.prompt_ids, calls[j])), -1)
+        )
     return parents
+
+
+def _end(call: Call) -> int:
+    return len(call.prompt_ids) + len(call.completion_ids)
+
+
+def _continues(prompt: Tokens, call: Call) -> bool:
+    """Whether `prompt` begins with what `call` saw and sampled; it is at least that long."""
+    size = len(call.prompt_ids)
+    return np.array_equal(prompt[:size], call.prompt_ids) and np.array_equal(
+        prompt[size : _end(call)], call.completion_ids
+    )
+
+
+def _leaves(parents: list[int]) -> list[int]:
+    """Positions without children, those of the longest paths first, then in order of commit."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 1)
+    return sorted(set(range(len(parents))) - set(parents), key=lambda k: (-depths[k], k))
 
 
 def _path(parents: list[int], leaf: int) -> list[int]:
@@ -74,46 +123,44 @@ def _path(parents: list[int], leaf: int) -> list[int]:
     return path[::-1]
 
 
-def _depth(parents: list[int], leaf: int) -> int:
-    return len(_path(parents, leaf))
-
-
 def _sequence(path: list[Call], trained: set[int], actions: Actions) -> Sequence:
-    tokens: list[Tokens] = []
-    mask, logprobs, calls, versions = [], [], [], []
-    length = 0
+    """The row of `path`, root first; calls in `trained` are context, the others are added to it."""
+    leaf = path[-1]
+    size = _end(leaf)
+    mask, logprobs = np.zeros(size, np.uint8), np.zeros(size, np.float32)
+    calls, versions = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
     for call in path:
-        context = call.prompt_ids[length:]
-        own = call.index not in trained and actions.worst(call.flags) == "train"
+        sampled = slice(len(call.prompt_ids), _end(call))
+        calls[sampled] = call.index
+        versions[sampled] = token_versions(call)
+        if call.index not in trained and actions.worst(flags_of(call)) == "train":
+            mask[sampled] = 1
+            logprobs[sampled] = call.logprobs
         trained.add(call.index)
-        sampled = len(call.completion_ids)
-        tokens += [context, call.completion_ids]
-        mask += [np.zeros(len(context), np.uint8), np.full(sampled, own, np.uint8)]
-        logprobs += [
-            np.zeros(len(context), np.float32),
-            call.logprobs if own else np.zeros(sampled, np.float32),
-        ]
-        calls += [np.full(len(context), -1, np.int32), np.full(sampled, call.index, np.int32)]
-        versions += [np.full(len(context), -1, np.int32), token_versions(call)]
-        length = len(call.prompt_ids) + sampled
+    flags = [flags_of(call) for call in path]
+    outdated = _outdated(mask, versions)
+    if outdated.any():
+        flags.append(["mixed_versions"])
+        if actions.of("mixed_versions") == "mask":
+            mask[outdated] = 0
+            logprobs[outdated] = 0
     return Sequence(
-        tokens=np.concatenate(tokens).astype(np.int32, copy=False),
-        mask=np.concatenate(mask),
-        logprobs=np.concatenate(logprobs).astype(np.float32, copy=False),
-        calls=np.concatenate(calls),
-        versions=np.concatenate(versions),
+        tokens=np.concatenate([leaf.prompt_ids, leaf.completion_ids]).astype(np.int32, copy=False),
+        mask=mask,
+        logprobs=logprobs,
+        calls=calls,
+        versions=versions,
         path=[call.index for call in path],
-        agent=path[-1].agent,
-        flags=_union(call.flags for call in path),
+        agent=leaf.agent,
+        flags=_union(flags),
     )
 
 
-def token_versions(call: Call) -> Tokens:
-    """int32[C]: the policy version that sampled each token of the call's completion."""
-    versions = np.full(len(call.completion_ids), -1, np.int32)
-    for span in call.versions:
-        versions[span.start : span.end] = span.version
-    return versions
+def _outdated(mask: Mask, versions: Tokens) -> NDArray[np.bool_]:
+    """bool[T]: trained, but by an older policy version than the newest that is trained."""
+    newest = versions[mask == 1].max(initial=-1)
+    outdated: NDArray[np.bool_] = (mask == 1) & (versions < newest)
+    return outdated
 
 
 def _union(flags: Iterable[list[str]]) -> list[str]:

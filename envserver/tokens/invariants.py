@@ -1,13 +1,23 @@
 """What holds of every trajectory's tokens. Checked on each one before it may be delivered.
 
-By number: 1 every sampled token is trained once, in order; 2 its logprob with it, finite and
-not positive; 3 the arrays of a row have one length, and what is trained was sampled; 4 what the
-model saw stands in some row; 6 as many logprobs as ids; 7 version spans are a partition.
+By number:
+ 1 every sampled token is trained once (none of a call that is masked), as it was sampled;
+ 2 its logprob with it, finite and not positive;
+ 3 the arrays of a row have one length, and say of each token which call of the row's path
+   sampled it; what is trained was sampled; context has no logprob;
+ 4 a row begins with what the model saw and sampled, for each call of its path, and ends there;
+ 6 as many logprobs as ids;
+ 7 version spans are a partition of the completion, and rows repeat them; a row that trains several
+   versions says so, and trains the newest alone where those are masked;
+ 8 each call of a path continues the one before it, which was committed earlier, by the same agent
+   and model, and is the same in every row;
+10 calls are numbered in the order in which they were committed.
+
+(5, that the engine saw what it was sent, is checked where it is sent; 9, that independent calls may
+come in any order, follows from no single trajectory.)
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,38 +25,71 @@ from numpy.typing import NDArray
 from ..errors import TokensError
 from ..records import Call, Sequence
 from .flags import DEFAULT, Actions
+from .versions import flags_of, token_versions
 
 LOGPROB_ROUNDING = 1e-6
 """A sampled token's logprob may be this much above 0."""
 
+Positions = NDArray[np.int64]
+
 
 def check(calls: list[Call], sequences: list[Sequence], actions: Actions = DEFAULT) -> None:
-    """Returns if `sequences` say exactly what `calls` recorded.
+    """Returns if `sequences` say exactly what `calls` recorded; linear in their tokens.
 
     Raises:
         TokensError: one does not; `detail` holds the invariant's number and the call or row.
     """
-    exact = [call for call in calls if call.exact]
-    for call in exact:
-        _check_call(call)
-    by_call: dict[int, list[Sequence]] = {}
+    check_calls(calls)
+    recorded = _Recorded([call for call in calls if call.exact])
+    masks_old = actions.of("mixed_versions") == "mask"
+    times = np.zeros(len(recorded.tokens), np.int32)
+    outdated = np.zeros(len(recorded.tokens), np.bool_)
+    met = np.zeros(len(recorded.tokens), np.bool_)
+    before: dict[int, int] = {}
     for row, sequence in enumerate(sequences):
-        _check_row(row, sequence)
-        for index in sequence.path:
-            by_call.setdefault(index, []).append(sequence)
-    for call in exact:
-        if actions.worst(call.flags) == "train":
-            _check_trained_once(call, by_call.get(call.index, []))
+        _check_shape(row, sequence)
+        _check_path(row, sequence, recorded)
+        sampled = np.flatnonzero(sequence.calls >= 0)
+        places = recorded.places(sequence, sampled)
+        trained = sequence.mask[sampled] == 1
+        _check_columns(row, sequence, recorded, sampled[trained], places[trained])
+        newest = _check_versions(row, sequence, recorded, places, trained, masks_old)
+        times[places[trained]] += 1
+        fresh = places[~met[places]]
+        met[fresh] = True
+        outdated[fresh] = masks_old & (recorded.versions[fresh] < newest)
+        _check_prefixes(row, sequence, recorded, before)
+    _check_trained_once(recorded, times, outdated, actions)
 
 
-def _check_call(call: Call) -> None:
+def check_calls(calls: list[Call]) -> None:
+    """Returns if each exact call of `calls` can be true (2, 6, 7), and their order (10).
+
+    Raises:
+        TokensError: as in `check`.
+    """
+    last = -1
+    for call in calls:
+        if call.index <= last:
+            raise _broken(10, f"it was committed after call {last}", call=call.index)
+        last = call.index
+        if call.exact:
+            _check_sizes(call)
+    exact = [call for call in calls if call.exact]
+    logprobs = np.concatenate([np.empty(0, np.float32), *(call.logprobs for call in exact)])
+    # Also false for what is no number.
+    possible = (logprobs <= LOGPROB_ROUNDING) & (logprobs > -np.inf)
+    if not possible.all():
+        index = _call_at(exact, int(np.argmin(possible)))
+        raise _broken(2, "a logprob is positive or not finite", call=index)
+
+
+def _check_sizes(call: Call) -> None:
     size = len(call.completion_ids)
     if len(call.logprobs) != size:
         raise _broken(
             6, f"{len(call.logprobs)} logprobs for {size} sampled tokens", call=call.index
         )
-    if not np.all(np.isfinite(call.logprobs)) or np.any(call.logprobs > LOGPROB_ROUNDING):
-        raise _broken(2, "a logprob is positive or not finite", call=call.index)
     at = 0
     for span in call.versions:
         if span.start != at or span.end < span.start:
@@ -56,36 +99,154 @@ def _check_call(call: Call) -> None:
         raise _broken(7, f"version spans end at {at} of {size} tokens", call=call.index)
 
 
-def _check_row(row: int, sequence: Sequence) -> None:
+class _Recorded:
+    """What was sampled, as columns: the completions of all calls one after the other.
+
+    Args:
+        calls: exact ones, in order of commit.
+    """
+
+    def __init__(self, calls: list[Call]) -> None:
+        self.calls = calls
+        self.by_index = {call.index: call for call in calls}
+        self.sizes = np.array([len(call.completion_ids) for call in calls], np.int64)
+        none, no_logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
+        self.tokens = np.concatenate([none, *(call.completion_ids for call in calls)])
+        self.logprobs = np.concatenate([no_logprobs, *(call.logprobs for call in calls)])
+        self.versions = np.concatenate([none, *map(token_versions, calls)])
+        begins = np.cumsum(self.sizes) - self.sizes
+        self._shift = np.zeros(calls[-1].index + 1 if calls else 0, np.int64)
+        for call, begin in zip(calls, begins, strict=True):
+            self._shift[call.index] = begin - len(call.prompt_ids)
+
+    def places(self, sequence: Sequence, sampled: Positions) -> Positions:
+        """Where the columns hold the tokens at `sampled` in `sequence`."""
+        return sampled + self._shift[sequence.calls[sampled]]
+
+
+def _check_shape(row: int, sequence: Sequence) -> None:
     columns = (sequence.mask, sequence.logprobs, sequence.calls, sequence.versions)
     if any(len(column) != len(sequence.tokens) for column in columns):
         raise _broken(3, "the arrays of a row differ in length", row=row)
-    if not np.all(np.isin(sequence.calls[sequence.mask == 1], sequence.path)):
-        raise _broken(3, "a trained token was not sampled by a call of its row", row=row)
+    if np.any(sequence.mask > 1):
+        raise _broken(3, "a mask is neither 0 nor 1", row=row)
     if np.any(sequence.logprobs[sequence.mask == 0] != 0):
         raise _broken(3, "context carries a logprob", row=row)
+    if np.any(sequence.calls[sequence.mask == 1] < 0):
+        raise _broken(3, "a trained token was not sampled", row=row)
 
 
-def _check_trained_once(call: Call, sequences: list[Sequence]) -> None:
-    """`sequences`: those whose path holds `call`; no other has a trained token of it."""
-    tokens, logprobs = [], []
-    seen = np.concatenate([call.prompt_ids, call.completion_ids])
-    stands = False
-    for sequence in sequences:
-        own = (sequence.calls == call.index) & (sequence.mask == 1)
-        tokens.append(sequence.tokens[own])
-        logprobs.append(sequence.logprobs[own])
-        stands = stands or (np.array_equal(sequence.tokens[: len(seen)], seen))
-    if not np.array_equal(_join(tokens), call.completion_ids):
-        raise _broken(1, "sampled tokens are missing, doubled or changed", call=call.index)
-    if not np.array_equal(_join(logprobs), call.logprobs):
-        raise _broken(2, "logprobs are not those recorded", call=call.index)
-    if call.completion_ids.size and not stands:
-        raise _broken(4, "no row begins with what the model saw and sampled", call=call.index)
+def _check_path(row: int, sequence: Sequence, recorded: _Recorded) -> None:
+    """The row's tokens were sampled by the calls of its path, which follow each other."""
+    calls = np.full(len(sequence.tokens), -1, np.int32)
+    previous: Call | None = None
+    for index in sequence.path:
+        call = recorded.by_index.get(index)
+        if call is None:
+            raise _broken(3, f"its path holds call {index}, which is not exact", row=row)
+        if previous is not None and not _may_follow(previous, call):
+            raise _broken(8, f"call {index} does not continue call {previous.index}", row=row)
+        calls[len(call.prompt_ids) : _end(call)] = index
+        previous = call
+    if previous is None or _end(previous) != len(sequence.tokens):
+        raise _broken(4, "a row does not end with its last call", row=row)
+    if previous.agent != sequence.agent:
+        raise _broken(8, "a row names another agent than that of its calls", row=row)
+    if not np.array_equal(calls, sequence.calls):
+        raise _broken(3, "a token is said to be of another call than it is", row=row)
 
 
-def _join(parts: list[NDArray[Any]]) -> NDArray[Any]:
-    return np.concatenate(parts) if parts else np.empty(0)
+def _may_follow(previous: Call, call: Call) -> bool:
+    return (
+        previous.index < call.index
+        and len(previous.completion_ids) > 0
+        and _end(previous) <= len(call.prompt_ids)
+        and (previous.agent, previous.model) == (call.agent, call.model)
+    )
+
+
+def _check_columns(
+    row: int, sequence: Sequence, recorded: _Recorded, trained: Positions, places: Positions
+) -> None:
+    """`trained`: positions in the row; `places`: the same tokens in the columns of `recorded`."""
+    if not np.array_equal(sequence.tokens[trained], recorded.tokens[places]):
+        raise _broken(1, "a trained token is not the one that was sampled", row=row)
+    if not np.array_equal(sequence.logprobs[trained], recorded.logprobs[places]):
+        raise _broken(2, "logprobs are not those recorded", row=row)
+
+
+def _check_versions(
+    row: int,
+    sequence: Sequence,
+    recorded: _Recorded,
+    places: Positions,
+    trained: NDArray[np.bool_],
+    masks_old: bool,
+) -> int:
+    """The newest version that the row trains; `places` are of its sampled tokens."""
+    versions = recorded.versions[places]
+    if not np.array_equal(sequence.versions[sequence.calls >= 0], versions):
+        raise _broken(7, "versions are not those recorded", row=row)
+    if np.any(sequence.versions[sequence.calls < 0] != -1):
+        raise _broken(7, "context carries a version", row=row)
+    newest = int(versions[trained].max(initial=-1))
+    if np.any(versions[trained] != newest):
+        if "mixed_versions" not in sequence.flags:
+            raise _broken(7, "several versions are trained, and no flag says so", row=row)
+        if masks_old:
+            raise _broken(7, "tokens of an older version are trained", row=row)
+    return newest
+
+
+def _check_prefixes(
+    row: int, sequence: Sequence, recorded: _Recorded, before: dict[int, int]
+) -> None:
+    """The row begins with prompt and completion of each call of its path.
+
+    A call that an earlier row holds was compared there, with all that precede it: of those, the
+    last one alone is compared again. `before` maps each call to the one before it, over all rows.
+    """
+    compared: list[int] = []
+    shared, previous = None, -1
+    for index in sequence.path:
+        if index not in before:
+            before[index] = previous
+            compared.append(index)
+        elif before[index] == previous:
+            shared = index
+        else:
+            raise _broken(8, f"call {index} continues another call elsewhere", row=row)
+        previous = index
+    for index in compared if shared is None else [shared, *compared]:
+        call = recorded.by_index[index]
+        size = len(call.prompt_ids)
+        if not (
+            np.array_equal(sequence.tokens[:size], call.prompt_ids)
+            and np.array_equal(sequence.tokens[size : _end(call)], call.completion_ids)
+        ):
+            raise _broken(4, f"it is not what the model saw at call {index}", row=row)
+
+
+def _check_trained_once(
+    recorded: _Recorded, times: NDArray[np.int32], outdated: NDArray[np.bool_], actions: Actions
+) -> None:
+    """`times`: how often each sampled token is trained; `outdated`: it need not be."""
+    wanted = [actions.worst(flags_of(call)) == "train" for call in recorded.calls]
+    owed = np.repeat(np.array(wanted, np.int32), recorded.sizes)
+    wrong = np.flatnonzero((times != owed) & ~(outdated & (times == 0)))
+    if wrong.size:
+        index = _call_at(recorded.calls, int(wrong[0]))
+        raise _broken(1, "sampled tokens are missing, doubled or masked", call=index)
+
+
+def _call_at(calls: list[Call], place: int) -> int:
+    """Index of the call that sampled token `place` of all completions, one after the other."""
+    ends = np.cumsum([len(call.completion_ids) for call in calls])
+    return calls[int(np.searchsorted(ends, place, side="right"))].index
+
+
+def _end(call: Call) -> int:
+    return len(call.prompt_ids) + len(call.completion_ids)
 
 
 def _broken(invariant: int, message: str, **where: int) -> TokensError:

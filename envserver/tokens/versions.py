@@ -1,0 +1,31 @@
+"""Which policy version sampled which token, and what that makes odd about a call.
+
+A version counts as newer the higher it is; -1, unknown, is older than any.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..records import Call, Tokens
+
+UNKNOWN = -1
+
+
+def token_versions(call: Call) -> Tokens:
+    """int32[C]: the policy version that sampled each token of the call's completion."""
+    versions = np.full(len(call.completion_ids), UNKNOWN, np.int32)
+    for span in call.versions:
+        versions[span.start : span.end] = span.version
+    return versions
+
+
+def flags_of(call: Call) -> list[str]:
+    """The flags that were recorded with `call`, and those that its version spans add."""
+    sampled = {span.version for span in call.versions if span.end > span.start}
+    added = set()
+    if UNKNOWN in sampled:
+        added.add("version_unknown")
+    if len(sampled) > 1:
+        added.add("mixed_versions")
+    return sorted(added.union(call.flags)) if added else call.flags
