@@ -65,3 +65,45 @@ def count(request: dict[str, Any], name: str) -> int | None:
 def bad(name: str, what: str) -> InputError:
     """The error that says what is wrong with field `name`."""
     return InputError(f"{name} {what}.", place=name)
+
+
+def string(holder: dict[str, Any], name: str, place: str = "") -> str:
+    """The text in field `name` of `holder`, which stands at `place` in the request.
+
+    Raises:
+        InputError: it is none.
+    """
+    value = holder.get(name)
+    if not isinstance(value, str):
+        raise bad(_path(place, name), "must be a text")
+    return value
+
+
+def mapping(holder: dict[str, Any], name: str, place: str = "") -> dict[str, Any]:
+    """The object in field `name` of `holder`, which stands at `place`; empty without one.
+
+    Raises:
+        InputError: it is something else.
+    """
+    value = holder.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise bad(_path(place, name), "must be an object")
+    return value
+
+
+def boolean(holder: dict[str, Any], name: str, place: str = "") -> bool | None:
+    """The truth value in field `name` of `holder`, which stands at `place`; None without one.
+
+    Raises:
+        InputError: it is something else.
+    """
+    value = holder.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise bad(_path(place, name), "must be true or false")
+    return value
+
+
+def _path(place: str, name: str) -> str:
+    return f"{place}.{name}" if place else name

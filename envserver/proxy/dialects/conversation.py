@@ -1,0 +1,98 @@
+"""Chat messages, put together from what other dialects have in their place.
+
+What always holds: the results of tool calls stand one behind the other, and what the model said at
+once is one message, so that a history reads as the chat that it was. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ...records import Message
+from .answers import ToolCall
+
+Part = dict[str, Any]
+"""One part of a chat message's content: text or image_url."""
+
+
+class Conversation:
+    """Messages in the order in which they are added; `messages` ends it."""
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []
+        self._images: list[Part] = []
+
+    def system(self, parts: list[Part]) -> None:
+        """What the model is told first, or in between."""
+        self._show_images()
+        self._messages.append({"role": "system", "content": content_of(parts)})
+
+    def user(self, parts: list[Part]) -> None:
+        """What a user says; images that tools gave stand before it."""
+        parts = [*self._images, *parts]
+        self._images = []
+        self._messages.append({"role": "user", "content": content_of(parts)})
+
+    def tool(self, call_id: str, parts: list[Part]) -> None:
+        """A tool's result. Chats know text only there: its images are shown behind it."""
+        texts = [part for part in parts if part["type"] == "text"]
+        self._images.extend(part for part in parts if part["type"] != "text")
+        content = "\n".join(part["text"] for part in texts)
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+    def assistant(
+        self, *, reasoning: str = "", text: str = "", calls: Iterable[ToolCall] = ()
+    ) -> None:
+        """What the model said at once."""
+        self._show_images()
+        self._messages.append(answer_message(reasoning, text, calls))
+
+    def messages(self) -> list[Message]:
+        """All of them."""
+        self._show_images()
+        return self._messages
+
+    def _show_images(self) -> None:
+        if self._images:
+            self.user([])
+
+
+def answer_message(reasoning: str, text: str, calls: Iterable[ToolCall]) -> Message:
+    """An assistant's chat message."""
+    message: Message = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning"] = reasoning
+    tool_calls = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in calls
+    ]
+    if tool_calls:
+        message["content"] = text or None
+        message["tool_calls"] = tool_calls
+    return message
+
+
+def content_of(parts: list[Part]) -> str | list[Part]:
+    """`parts` as a message's content: where there is one text only, just that."""
+    if not parts:
+        return ""
+    if len(parts) == 1 and parts[0]["type"] == "text":
+        text: str = parts[0]["text"]
+        return text
+    return parts
+
+
+def text_part(text: str) -> Part:
+    """A part of text."""
+    return {"type": "text", "text": text}
+
+
+def image_part(url: str, detail: str | None = None) -> Part:
+    """A part with the image at `url`, which may be a data URL."""
+    image = {"url": url} if detail is None else {"url": url, "detail": detail}
+    return {"type": "image_url", "image_url": image}

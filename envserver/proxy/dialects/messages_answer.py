@@ -1,0 +1,93 @@
+"""A chat answer -> the message object of Anthropic's messages API. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..ask import Ask
+from .answers import Ending, ToolCall, choice_of, ending_of, new_id, parts_of
+from .messages_arguments import Arguments, as_object
+
+Block = dict[str, Any]
+
+_STOPS = {"length": "max_tokens", "content_filter": "refusal"}
+"""Why an answer ended early, by the engine's finish reason."""
+_WHOLE = ("stop", "tool_calls", "function_call")
+
+
+def message_of(ask: Ask, answer: dict[str, Any], arguments: Arguments) -> dict[str, Any]:
+    """The message object of a whole answer."""
+    content = []
+    called = False
+    for part in parts_of(choice_of(answer)["message"]):
+        if isinstance(part, ToolCall):
+            called = True
+            arguments.keep(part.id, part.arguments)
+            content.append(call_block(part))
+        elif part.kind == "reasoning":
+            content.append(thinking_block(part.text))
+        else:
+            content.append(text_block(part.text))
+    ending = ending_of(answer)
+    message = head_of(ask, answer) | {"content": content} | stop_of(ending, called=called)
+    return message | {"usage": usage_of(ending)}
+
+
+def head_of(ask: Ask, answer: dict[str, Any]) -> dict[str, Any]:
+    """A message of which nothing is known yet but that it is the answer to `ask`.
+
+    Args:
+        answer: or its first chunk; empty where the engine gave none.
+    """
+    return {
+        "id": new_id("msg"),
+        "type": "message",
+        "role": "assistant",
+        "model": answer.get("model") or str(ask.request.get("model") or ""),
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "stop_details": None,
+        "usage": usage_of(Ending()),
+    }
+
+
+def text_block(text: str) -> Block:
+    """What the model said."""
+    return {"type": "text", "text": text, "citations": None}
+
+
+def thinking_block(text: str) -> Block:
+    """What the model thought; nobody signs it here."""
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
+def call_block(call: ToolCall) -> Block:
+    """A call of a tool."""
+    value = as_object(call.arguments)
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": value}
+
+
+def stop_of(ending: Ending, *, called: bool) -> dict[str, Any]:
+    """Why the model stopped. What cut it off otherwise (the engine was halted) reads as if its
+    tokens were used up: an agent then knows that there may be more.
+
+    Args:
+        called: the model called a tool.
+    """
+    reason, sequence = _STOPS.get(ending.finish_reason or "", "max_tokens"), None
+    if ending.finish_reason in _WHOLE:
+        reason = "tool_use" if called else "end_turn"
+        if not called and ending.stop_string is not None:
+            reason, sequence = "stop_sequence", ending.stop_string
+    return {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def usage_of(ending: Ending) -> dict[str, Any]:
+    """Tokens, by the engine's count. What its cache held counts as input like the rest."""
+    return {
+        "input_tokens": ending.tokens("prompt_tokens"),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "output_tokens": ending.tokens("completion_tokens"),
+    }

@@ -1,0 +1,24 @@
+"""Errors as Anthropic's messages API tells them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import EnvserverError
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_of(error: EnvserverError) -> dict[str, Any]:
+    """The body of an answer, or the event, that says `error`."""
+    other = "invalid_request_error" if error.status < 500 else "api_error"
+    said = {"type": _TYPES.get(error.status, other), "message": str(error)}
+    return {"type": "error", "error": said}

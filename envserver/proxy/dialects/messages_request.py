@@ -1,0 +1,145 @@
+"""A request of Anthropic's messages API -> the fields of the chat API.
+
+What cannot be done here is refused by name; what has no meaning for an engine of one's own (prices,
+caches, accounts) is left out. How long the model thinks is its own affair: `budget_tokens` is not
+enforced, since tokens that an engine forces are not sampled. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...records import Message
+from .fields import effort_fields, engine_fields, template_fields
+from .reading import bad, boolean, mapping, objects, string
+
+_REFUSED = {
+    "container": "there are no containers",
+    "mcp_servers": "there are no tools but the agent's own",
+}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_THINKING = ("enabled", "adaptive", "between_tools")
+
+
+def refuse_impossible(request: dict[str, Any]) -> None:
+    """
+    Raises:
+        InputError: the request asks for what is not possible here.
+    """
+    for name, reason in _REFUSED.items():
+        if request.get(name):
+            raise bad(name, f"is not possible here: {reason}")
+    if request.get("n") not in (None, 1):
+        raise bad("n", "must be 1: a message is one answer")
+
+
+def tools_of(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tools in the chat API's shape.
+
+    Raises:
+        InputError: a tool is not one that the agent itself describes and runs.
+    """
+    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(objects(request, "tools"))]
+
+
+def wants_thinking(request: dict[str, Any]) -> bool:
+    """Whether the agent asked to see what the model thinks.
+
+    Raises:
+        InputError: `thinking` has another form.
+    """
+    thinking = mapping(request, "thinking")
+    kind = thinking.get("type", "disabled")
+    if kind not in (*_THINKING, "disabled"):
+        raise bad("thinking.type", f"cannot be {str(kind)[:80]!r}")
+    return kind in _THINKING and thinking.get("display") != "omitted"
+
+
+def fields_of(
+    request: dict[str, Any], tools: list[dict[str, Any]], messages: list[Message]
+) -> dict[str, Any]:
+    """What the engine is to be sent beside messages and tools.
+
+    Raises:
+        InputError: a field has the wrong form, or is not possible.
+    """
+    fields = engine_fields(request)
+    stop = request.get("stop_sequences")
+    if stop:
+        if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop):
+            raise bad("stop_sequences", "must be a list of texts")
+        fields["stop"] = stop
+    fields |= _tool_fields(request, tools) | _prefill_fields(messages)
+    output = mapping(request, "output_config")
+    form = mapping(output, "format", "output_config") or mapping(request, "output_format")
+    if form:
+        fields["response_format"] = _response_format(form)
+    kind = mapping(request, "thinking").get("type")
+    if kind is not None:
+        fields = template_fields(fields, enable_thinking=kind != "disabled")
+    return effort_fields(fields, output.get("effort"), "output_config.effort")
+
+
+def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise bad(
+            f"{place}.type",
+            f"{str(tool['type'])[:80]!r} is not possible here: there are no tools but the agent's"
+            " own, each with its input_schema",
+        )
+    schema = mapping(tool, "input_schema", place)
+    function = {
+        "name": string(tool, "name", place),
+        "parameters": schema if "type" in schema else {"type": "object"} | schema,
+    }
+    kept = ("description", "strict")
+    function |= {name: tool[name] for name in kept if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _tool_fields(request: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
+    choice = mapping(request, "tool_choice")
+    if not choice:
+        return {}
+    kind = choice.get("type")
+    fields: dict[str, Any] = {}
+    if kind == "tool":
+        name = string(choice, "name", "tool_choice")
+        if all(tool["function"]["name"] != name for tool in tools):
+            raise bad("tool_choice.name", f"{name[:80]!r} is not among the tools")
+        fields["tool_choice"] = {"type": "function", "function": {"name": name}}
+    elif isinstance(kind, str) and kind in _CHOICES:
+        fields["tool_choice"] = _CHOICES[kind]
+    else:
+        raise bad("tool_choice.type", f"cannot be {str(kind)[:80]!r}")
+    if boolean(choice, "disable_parallel_tool_use", "tool_choice"):
+        fields["parallel_tool_calls"] = False
+    if not tools and kind == "any":
+        raise bad("tool_choice", "needs tools")
+    return fields if tools else {}
+
+
+def _prefill_fields(messages: list[Message]) -> dict[str, Any]:
+    """Where the assistant spoke last the model goes on with it, as it stands."""
+    last = messages[-1]
+    if last["role"] != "assistant":
+        return {}
+    if last.get("tool_calls"):
+        raise bad("messages", "end with tool calls that have no results")
+    text = last["content"]
+    if not text or text != text.rstrip():
+        raise bad(
+            "messages",
+            "end with what the assistant is to go on with; that must have text, and not end with"
+            " whitespace",
+        )
+    return {"continue_final_message": True, "add_generation_prompt": False}
+
+
+def _response_format(form: dict[str, Any]) -> dict[str, Any]:
+    if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
+        raise bad("output_config.format", "must be a json_schema with its schema")
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "output", "schema": form["schema"], "strict": True},
+    }

@@ -1,0 +1,77 @@
+"""OpenAI's responses API.
+
+    responses_request   fields of a request -> fields of the chat API
+    responses_input     input items -> chat messages
+    responses_answer    a whole chat answer -> the response object
+    responses_events    a streamed one -> events; responses_items has those of each item
+    responses_memory    what later requests of the attempt can refer to
+
+Reasoning that the model gave is shown as it is, as the content of a reasoning item; nothing is
+summarised or encrypted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import EnvserverError
+from ...records import Dialect, Message
+from ..asgi import error_body
+from ..ask import Ask
+from .answers import choice_of, ending_of, parts_of
+from .base import Memory
+from .reading import boolean, count, mapping, refuse_inexact, string
+from .responses_answer import Head, output_of, status_of
+from .responses_events import ResponsesWriter
+from .responses_input import messages_of
+from .responses_memory import earlier_messages, find_item, remember
+from .responses_request import fields_of, refuse_impossible, tools_of, wants_logprobs
+
+
+class ResponsesApi:
+    """See Api."""
+
+    name: Dialect = "responses"
+
+    def read(self, request: dict[str, Any], memory: Memory) -> Ask:
+        """See Api."""
+        refuse_inexact(request)
+        refuse_impossible(request)
+        mapping(request, "metadata")
+        boolean(request, "store")
+        tools = tools_of(request)
+        return Ask(
+            dialect="responses",
+            request=request,
+            messages=[
+                *_instructions(request),
+                *earlier_messages(memory, request),
+                *messages_of(request.get("input"), lambda item_id: find_item(memory, item_id)),
+            ],
+            tools=tools,
+            fields=fields_of(request, tools),
+            wanted_tokens=count(request, "max_output_tokens"),
+            stream=bool(boolean(request, "stream")),
+            wants_logprobs=wants_logprobs(request),
+        )
+
+    def whole(self, ask: Ask, answer: dict[str, Any], memory: Memory) -> dict[str, Any]:
+        """See Api."""
+        ending = ending_of(answer)
+        response = Head(ask, answer).response(status_of(ending), output_of(answer), ending)
+        remember(memory, ask, response, parts_of(choice_of(answer)["message"]))
+        return response
+
+    def writer(self, ask: Ask, memory: Memory) -> ResponsesWriter:
+        """See Api."""
+        return ResponsesWriter(ask, memory)
+
+    def error(self, error: EnvserverError) -> dict[str, Any]:
+        """See Api."""
+        return error_body(error)
+
+
+def _instructions(request: dict[str, Any]) -> list[Message]:
+    if not request.get("instructions"):
+        return []
+    return [{"role": "system", "content": string(request, "instructions")}]

@@ -1,0 +1,108 @@
+"""A streamed chat answer -> the events of OpenAI's responses API. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import EnvserverError
+from ..ask import Ask
+from .answers import Ending, ToolCall, Words, choice_of, named_event, parts_of
+from .base import Memory
+from .responses_answer import Head, Item, Status, logprobs_of, status_of
+from .responses_items import Event, OpenCall, OpenItem, OpenReasoning, OpenText
+from .responses_memory import remember
+
+
+class ResponsesWriter:
+    """See EventWriter. Items follow each other: one is open at most, the last until the end."""
+
+    def __init__(self, ask: Ask, memory: Memory) -> None:
+        self._ask = ask
+        self._memory = memory
+        self._head: Head | None = None
+        self._events = 0
+        self._items: list[Item] = []
+        self._open: OpenItem | None = None
+        self._logprobs: list[Any] = []
+        self._said: list[Words | ToolCall] = []
+        self._ending = Ending()
+
+    def begin(self) -> bytes:
+        """See EventWriter. What the first events say comes with the first chunk."""
+        return b""
+
+    def chunk(self, chunk: dict[str, Any]) -> bytes:
+        """See EventWriter."""
+        _, events = self._begun(chunk)
+        self._ending.take(chunk)
+        choice = choice_of(chunk)
+        self._logprobs += logprobs_of(choice)
+        for part in parts_of(choice.get("delta") or {}):
+            self._said.append(part)
+            events += self._call(part) if isinstance(part, ToolCall) else self._words(part)
+        return events
+
+    def end(self) -> bytes:
+        """See EventWriter."""
+        head, events = self._begun({})
+        if self._open is None:
+            events += self._opened(OpenText(self._logprobs))
+        status = status_of(self._ending)
+        events += self._closed(status)
+        response = head.response(status, self._items, self._ending)
+        remember(self._memory, self._ask, response, self._said)
+        return events + self._tell({"type": f"response.{status}", "response": response})
+
+    def fail(self, error: EnvserverError) -> bytes:
+        """See EventWriter."""
+        head, events = self._begun({})
+        events += self._closed("incomplete")
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        said = {"code": code, "message": str(error)}
+        response = head.response("failed", self._items, error=said)
+        return events + self._tell({"type": "response.failed", "response": response})
+
+    def _begun(self, chunk: dict[str, Any]) -> tuple[Head, bytes]:
+        """What all states of the response share; its first events when it has just begun."""
+        if self._head is not None:
+            return self._head, b""
+        self._head = Head(self._ask, chunk)
+        response = self._head.response("in_progress", [])
+        kinds = ("response.created", "response.in_progress")
+        return self._head, self._tell(*({"type": kind, "response": response} for kind in kinds))
+
+    def _words(self, words: Words) -> bytes:
+        events = b""
+        growing = self._open
+        wanted = OpenReasoning if words.kind == "reasoning" else OpenText
+        if not isinstance(growing, wanted):
+            growing = OpenReasoning() if wanted is OpenReasoning else OpenText(self._logprobs)
+            events = self._closed("completed") + self._opened(growing)
+        return events + self._tell_of_item(growing.grow(words.text))
+
+    def _call(self, call: ToolCall) -> bytes:
+        return self._closed("completed") + self._opened(OpenCall(call))
+
+    def _opened(self, item: OpenItem) -> bytes:
+        self._open = item
+        return self._tell_of_item(*item.begin())
+
+    def _closed(self, status: Status) -> bytes:
+        if self._open is None:
+            return b""
+        last = list(self._open.end(status))
+        events = self._tell_of_item(*last)
+        self._items.append(last[-1]["item"])
+        self._open = None
+        return events
+
+    def _tell_of_item(self, *events: Event) -> bytes:
+        """Events of the item that follows those in `_items`."""
+        index = len(self._items)
+        return self._tell(*(event | {"output_index": index} for event in events))
+
+    def _tell(self, *events: Event) -> bytes:
+        first = self._events
+        self._events += len(events)
+        numbered = (e | {"sequence_number": first + n} for n, e in enumerate(events))
+        return b"".join(named_event(event) for event in numbered)

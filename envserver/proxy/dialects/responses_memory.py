@@ -1,0 +1,66 @@
+"""What the responses API keeps of an attempt: its answers, for requests that refer to them.
+
+Under the id of each response stands the conversation up to its end, without the instructions, which
+hold for one response only; under the id of each output item the item. Nothing is kept of a response
+that the agent asked not to `store`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ...records import Message
+from ..ask import Ask
+from .answers import ToolCall, Words
+from .base import Memory
+from .conversation import answer_message
+from .reading import bad, string
+
+_RESPONSES = "responses"
+_ITEMS = "items"
+
+
+def earlier_messages(memory: Memory, request: dict[str, Any]) -> list[Message]:
+    """The conversation that `previous_response_id` names; empty without one.
+
+    Raises:
+        InputError: nothing was kept under it.
+    """
+    if request.get("previous_response_id") is None:
+        return []
+    previous = string(request, "previous_response_id")
+    kept: list[Message] | None = memory.get(_RESPONSES, {}).get(previous)
+    if kept is None:
+        raise bad(
+            "previous_response_id",
+            f"is of no response that was stored in this attempt: {previous[:80]!r}",
+        )
+    return kept
+
+
+def find_item(memory: Memory, item_id: str) -> dict[str, Any] | None:
+    """The output item with this id, None where none was kept."""
+    item: dict[str, Any] | None = memory.get(_ITEMS, {}).get(item_id)
+    return item
+
+
+def remember(
+    memory: Memory, ask: Ask, response: dict[str, Any], said: Iterable[Words | ToolCall]
+) -> None:
+    """Keeps `response` to `ask`, in which the model said `said`."""
+    if ask.request.get("store") is False:
+        return
+    instructed = bool(ask.request.get("instructions"))
+    messages = [*ask.messages[instructed:], _message(list(said))]
+    memory.setdefault(_RESPONSES, {})[response["id"]] = messages
+    memory.setdefault(_ITEMS, {}).update({item["id"]: item for item in response["output"]})
+
+
+def _message(said: list[Words | ToolCall]) -> Message:
+    words = [part for part in said if isinstance(part, Words)]
+    return answer_message(
+        "".join(part.text for part in words if part.kind == "reasoning"),
+        "".join(part.text for part in words if part.kind == "text"),
+        [part for part in said if isinstance(part, ToolCall)],
+    )

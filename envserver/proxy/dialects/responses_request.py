@@ -1,0 +1,145 @@
+"""A request of OpenAI's responses API -> the fields of the chat API.
+
+What cannot be done here, or would make the record inexact, is refused by name. What has no meaning
+for an engine of one's own (prices, caches, accounts) is left out. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .fields import effort_fields, engine_fields
+from .reading import bad, boolean, mapping, objects, string
+
+_REFUSED = {
+    "background": "answers are given at once",
+    "conversation": "conversations are not kept here; use previous_response_id",
+    "prompt": "prompts are not kept here",
+    "context_management": "it would cut the prompt where nobody sees it",
+}
+_LOGPROBS = "message.output_text.logprobs"
+_MAX_TOP_LOGPROBS = 20
+
+
+def refuse_impossible(request: dict[str, Any]) -> None:
+    """
+    Raises:
+        InputError: the request asks for what is not possible here.
+    """
+    for name, reason in _REFUSED.items():
+        if request.get(name):
+            raise bad(name, f"is not possible here: {reason}")
+    if request.get("truncation") not in (None, "disabled"):
+        raise bad("truncation", "must be disabled: it would cut the prompt where nobody sees it")
+    if request.get("n") not in (None, 1):
+        raise bad("n", "must be 1: a response is one answer")
+
+
+def tools_of(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tools in the chat API's shape. Where only some are allowed, the model is shown those.
+
+    Raises:
+        InputError: a tool is none of the agent's own functions.
+    """
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(objects(request, "tools"))]
+    choice = request.get("tool_choice")
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return tools
+    allowed = objects(choice, "tools", needed=True)
+    names = {string(tool, "name", f"tool_choice.tools[{i}]") for i, tool in enumerate(allowed)}
+    unknown = names - {tool["function"]["name"] for tool in tools}
+    if unknown:
+        raise bad("tool_choice.tools", f"names what is not among the tools: {sorted(unknown)}")
+    return [tool for tool in tools if tool["function"]["name"] in names]
+
+
+def wants_logprobs(request: dict[str, Any]) -> bool:
+    """Whether the agent asked for logprobs."""
+    included = request.get("include") or []
+    if not isinstance(included, list):
+        raise bad("include", "must be a list")
+    return _LOGPROBS in included or bool(_top_logprobs(request))
+
+
+def fields_of(request: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the engine is to be sent beside messages and tools.
+
+    Raises:
+        InputError: a field has the wrong form, or is not possible.
+    """
+    fields = engine_fields(request)
+    if wants_logprobs(request):
+        fields["top_logprobs"] = _top_logprobs(request)
+    if tools:
+        fields |= _tool_fields(request, tools)
+    elif request.get("tool_choice") not in (None, "auto", "none"):
+        raise bad("tool_choice", "needs tools")
+    form = _response_format(mapping(mapping(request, "text"), "format", "text"))
+    if form is not None:
+        fields["response_format"] = form
+    effort = mapping(request, "reasoning").get("effort")
+    return effort_fields(fields, effort, "reasoning.effort")
+
+
+def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
+    kind = tool.get("type")
+    if kind != "function":
+        raise bad(
+            f"{place}.type",
+            f"{str(kind)[:80]!r} is not possible here: there are no tools but the agent's own"
+            " functions",
+        )
+    function = {"name": string(tool, "name", place)}
+    kept = ("description", "parameters", "strict")
+    function |= {name: tool[name] for name in kept if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _tool_fields(request: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    choice = request.get("tool_choice")
+    if choice is not None:
+        fields["tool_choice"] = _tool_choice(choice, tools)
+    parallel = boolean(request, "parallel_tool_calls")
+    if parallel is not None:
+        fields["parallel_tool_calls"] = parallel
+    return fields
+
+
+def _tool_choice(choice: Any, tools: list[dict[str, Any]]) -> Any:
+    if choice in ("auto", "none", "required"):
+        return choice
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind == "allowed_tools":
+        if choice.get("mode") not in ("auto", "required"):
+            raise bad("tool_choice.mode", "must be auto or required")
+        return choice["mode"]
+    if kind != "function":
+        raise bad("tool_choice", f"{str(kind)[:80]!r} is not possible here")
+    name = string(choice, "name", "tool_choice")
+    if all(tool["function"]["name"] != name for tool in tools):
+        raise bad("tool_choice.name", f"{name[:80]!r} is not among the tools")
+    return {"type": "function", "function": {"name": name}}
+
+
+def _response_format(form: dict[str, Any]) -> dict[str, Any] | None:
+    kind = form.get("type", "text")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "json_object"}
+    if kind != "json_schema":
+        raise bad("text.format.type", f"{str(kind)[:80]!r} is not possible here")
+    if not isinstance(form.get("schema"), dict):
+        raise bad("text.format.schema", "must be an object")
+    schema = {"name": string(form, "name", "text.format"), "schema": form["schema"]}
+    kept = ("description", "strict")
+    schema |= {name: form[name] for name in kept if form.get(name) is not None}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _top_logprobs(request: dict[str, Any]) -> int:
+    wanted = request.get("top_logprobs") or 0
+    if not isinstance(wanted, int) or not 0 <= wanted <= _MAX_TOP_LOGPROBS:
+        raise bad("top_logprobs", f"must be a whole number from 0 to {_MAX_TOP_LOGPROBS}")
+    return wanted
