@@ -28,6 +28,7 @@ COMMANDS = {
     "process": Command("process", "make scored rollouts and write them to a JSONL file"),
     "serve": Command("serve", "run an environment and serve its groups to trainers over HTTP"),
     "run-api": Command("run_api", "serve trainers and others' environments, run none", False),
+    "verify": Command("verify_command", "check delivered tokens against the engine again", False),
     "score": Command("score_command", "score given answers, without any model"),
     "models": Command("models_command", "serve the simulated engine: `models sim`", False),
     "list": Command("list_command", "show the environments that are installed", False),

@@ -104,6 +104,7 @@ async def machinery(
             environment=environment,
             isolation=environment.isolation,
             env_reference=reference,
+            engine=engine,
             proxy=proxy,
             proxy_url=f"http://127.0.0.1:{server.port}",
             pool=pool,

@@ -15,7 +15,8 @@ from ..api.app import create_api
 from ..api.server import serve_api
 from ..config import Settings
 from ..environment import Environment
-from ..rollouts.events import Event, GroupDropped
+from ..rollouts.auditor import Auditor
+from ..rollouts.events import Event, GroupDelivered, GroupDropped
 from ..rollouts.group import Machinery
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import id_prefix, tickets
@@ -63,7 +64,10 @@ async def serve(
 
     def observe(event: Event) -> None:
         tally(event)
-        if isinstance(event, GroupDropped) and event.failed:
+        if isinstance(event, GroupDelivered):
+            for trajectory in event.group.trajectories:
+                auditor.offer(trajectory)
+        elif isinstance(event, GroupDropped) and event.failed:
             _log.warning(
                 "group_dropped",
                 group_id=event.group_id,
@@ -83,6 +87,12 @@ async def serve(
             need_exact=True,
             drop_zero_variance=environment.config.ensure_scores_are_not_same is not False,
         ) as parts,
+        Auditor(
+            parts.engine,
+            settings.tokens.audit_fraction,
+            settings.tokens.audit_tolerance,
+            version=lambda: parts.proxy.policy_version,
+        ) as auditor,
     ):
         config = environment.config
         sink = StoreSink(
@@ -102,7 +112,7 @@ async def serve(
         api = create_api(
             store,
             settings=settings.server,
-            status=lambda: _status(parts, scheduler, tally),
+            status=lambda: _status(parts, scheduler, tally) | {"audit": auditor.report()},
             on_policy_version=parts.proxy.publish_version,
             include_messages=config.include_messages,
             score_range=config.score_range,
@@ -115,6 +125,8 @@ async def serve(
         finally:
             await server.close()
         waiting = await _waiting(store)
+    if auditor.fraction:
+        console.print(auditor.summary(), highlight=False)
     # The address of a database may hold a password: it is not repeated.
     console.print(f"{counted(waiting, 'group')} kept in the store for trainers.", highlight=False)
     return 0

@@ -18,6 +18,7 @@ import msgspec
 from ..config import RolloutsConfig, SamplingConfig
 from ..environment import Environment
 from ..errors import ConfigError, Failure, RolloutError, ScorerError, Straggler
+from ..models.engine import Engine
 from ..proxy.attempts import AttemptSpec, Limits
 from ..proxy.server import Proxy
 from ..records import Group, Message, PublicTask, Result, Score, Task, Trajectory
@@ -52,6 +53,7 @@ class Machinery(msgspec.Struct, kw_only=True):
 
     Args:
         env_reference: how a worker finds the environment.
+        engine: what samples; rollouts reach it through the proxy.
         proxy_url: where workers reach the proxy.
         model: name of the model as the engine serves it.
         actions: what is done about each flag of a call or a trajectory.
@@ -64,6 +66,7 @@ class Machinery(msgspec.Struct, kw_only=True):
     environment: Environment
     isolation: Literal["pooled", "dedicated"]
     env_reference: str
+    engine: Engine
     proxy: Proxy
     proxy_url: str
     pool: WorkerPool

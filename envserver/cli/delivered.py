@@ -1,0 +1,358 @@
+"""Groups as they were delivered, read back with suspicion: each row is checked or named as broken.
+
+In: a line that `envserver process` wrote, or a group's body from a server. Out: a `Delivery`: the
+rows whose arrays belong together, and a `Finding` for everything that does not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..records import Group, Sequence, Tokens, Trajectory, unpack
+from ..rollouts.audit import Row, is_altered
+from ..tokens.invariants import LOGPROB_ROUNDING
+
+_NOT_TRAINED: Final = -100
+_NO_LOGPROB: Final = 1.0
+_LARGEST_ID: Final = 2**31 - 1
+
+Column = NDArray[Any]
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that is not as it should be, and where.
+
+    Args:
+        kind: unreadable, rows, lengths, token_id, mask, logprob or versions (what is written);
+            logprobs_differ, refused or the kind of an EngineError (what the engine says).
+    """
+
+    kind: str
+    message: str
+    line: int | None = None
+    group_id: str = ""
+    rollout_id: str = ""
+    row: int | None = None
+    position: int | None = None
+
+    @property
+    def place(self) -> str:
+        """Where, in words."""
+        parts = [
+            None if self.line is None else f"line {self.line}",
+            self.rollout_id or self.group_id,
+            None if self.row is None else f"row {self.row}",
+            None if self.position is None else f"position {self.position}",
+        ]
+        return ", ".join(part for part in parts if part)
+
+
+class Delivery(msgspec.Struct):
+    """What one group came to.
+
+    Args:
+        size: its rows, those that are broken included.
+        not_compared: rows that are right but have nothing to compare, by reason.
+        end: bytes of the file up to here.
+    """
+
+    rows: list[Row] = msgspec.field(default_factory=list)
+    findings: list[Finding] = msgspec.field(default_factory=list)
+    size: int = 0
+    not_compared: Counter[str] = msgspec.field(default_factory=Counter)
+    end: int = 0
+
+
+class _Rollout(msgspec.Struct):
+    rollout_id: str
+    rows: list[int]
+    flags: list[str] = msgspec.field(default_factory=list)
+    versions: list[list[tuple[int, int, int]]] = msgspec.field(default_factory=list)
+
+
+class _Facts(msgspec.Struct):
+    group_id: str
+    rollouts: list[_Rollout]
+
+
+class _Line(msgspec.Struct):
+    """A group of the Atropos wire, with what we wrote beside it if it is ours."""
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    inference_logprobs: list[list[float | None]] | None = None
+    generation_params: dict[str, Any] | None = None
+    envserver: _Facts | None = None
+
+
+def read_line(data: bytes, number: int) -> Delivery:
+    """Line `number` (from 1) of a JSONL file."""
+    try:
+        line = _decode(data)
+    except ValueError as error:
+        return Delivery(findings=[Finding(kind="unreadable", message=str(error), line=number)])
+    facts = line.envserver or _Facts("", [])
+    return _Reader(line, facts, number, -1).read()
+
+
+def read_body(group_id: str, kind: str, policy_version: int, body: bytes | memoryview) -> Delivery:
+    """A group of a server; `kind` is its format."""
+    try:
+        if kind == "group":
+            return _read_group(unpack(body, Group))
+        if kind != "atropos":
+            raise ValueError(f"its format {kind!r} is unknown")
+        return _Reader(_decode(bytes(body)), _Facts(group_id, []), None, policy_version).read()
+    except (ValueError, msgspec.DecodeError) as error:
+        found = Finding(kind="unreadable", message=str(error), group_id=group_id)
+        return Delivery(findings=[found])
+
+
+def newest_version(data: bytes) -> int:
+    """The highest policy version that a line names; -1 for none, or an unreadable line."""
+    try:
+        facts = _decode(data).envserver
+    except ValueError:
+        return -1
+    spans = [
+        span
+        for rollout in (facts.rollouts if facts else [])
+        for row in rollout.versions
+        for span in row
+    ]
+    return max((version for version, _, _ in spans), default=-1)
+
+
+def _decode(data: bytes) -> _Line:
+    """The line.
+
+    Raises:
+        ValueError: it is no group; says why.
+    """
+    try:
+        return msgspec.json.decode(data, type=_Line)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"it is no group: {error}") from None
+    except msgspec.DecodeError:
+        # What Python writes for a logprob that is no number (NaN) is no JSON, and must be named.
+        try:
+            return msgspec.convert(json.loads(data), _Line)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+        except msgspec.ValidationError as error:
+            raise ValueError(f"it is no group: {error}") from None
+
+
+class _Reader:
+    """Reads one group in the form of the Atropos wire.
+
+    Args:
+        line_number: None where it is no line of a file.
+        policy_version: of its trained tokens where the group does not say so itself.
+    """
+
+    def __init__(
+        self, line: _Line, facts: _Facts, line_number: int | None, policy_version: int
+    ) -> None:
+        self._line = line
+        self._facts = facts
+        self._number = line_number
+        self._policy_version = policy_version
+        self._delivery = Delivery(size=len(line.tokens))
+
+    def read(self) -> Delivery:
+        """The group as a delivery."""
+        if not self._columns_agree():
+            return self._delivery
+        owners = self._owners()
+        logprobs = self._line.inference_logprobs
+        for number in range(len(self._line.tokens)):
+            if logprobs is None:
+                self._delivery.not_compared["no_logprobs"] += 1
+            else:
+                self._read_row(number, logprobs[number], *owners.get(number, (None, 0)))
+        return self._delivery
+
+    def _columns_agree(self) -> bool:
+        """Whether every list has a place for every row: else nothing belongs to anything."""
+        line = self._line
+        sizes = {"tokens": len(line.tokens), "masks": len(line.masks), "scores": len(line.scores)}
+        if line.inference_logprobs is not None:
+            sizes["inference_logprobs"] = len(line.inference_logprobs)
+        if len(set(sizes.values())) == 1:
+            return True
+        words = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        self._find("rows", f"the lists differ in their rows: {words}")
+        return False
+
+    def _owners(self) -> dict[int, tuple[_Rollout, int]]:
+        """By row: the rollout that it is of, and which of that rollout's rows it is."""
+        owners: dict[int, tuple[_Rollout, int]] = {}
+        if not self._line.envserver:
+            return owners
+        for rollout in self._facts.rollouts:
+            for index, row in enumerate(rollout.rows):
+                if row in owners or not 0 <= row < len(self._line.tokens):
+                    words = "is another's too" if row in owners else "is missing"
+                    self._find("rows", f"its row {row} {words}", rollout_id=rollout.rollout_id)
+                owners[row] = (rollout, index)
+        for row in set(range(len(self._line.tokens))) - set(owners):
+            self._find("rows", "the row is of no rollout", row=row)
+        return owners
+
+    def _read_row(
+        self, number: int, logprobs: list[float | None], rollout: _Rollout | None, index: int
+    ) -> None:
+        rollout_id = rollout.rollout_id if rollout else ""
+        tokens, masks = self._line.tokens[number], self._line.masks[number]
+        if not len(tokens) == len(masks) == len(logprobs):
+            words = f"{len(tokens)} tokens, {len(masks)} masks, {len(logprobs)} logprobs"
+            self._find("lengths", words, rollout_id=rollout_id, row=number)
+            return
+        ids, labels = _integers(tokens), _integers(masks)
+        trained = labels != _NOT_TRAINED
+        said = np.array([np.nan if one is None else one for one in logprobs], np.float64)
+        versions = self._versions(rollout, index, trained)
+        faults = [
+            *_wrong_labels(ids, labels, trained),
+            *_wrong_numbers(ids, trained, said, _NO_LOGPROB if self._line.envserver else None),
+        ]
+        if versions is None:
+            faults.append(("versions", "its spans are no partition of the row", None))
+        for kind, words, position in faults:
+            self._find(kind, words, rollout_id=rollout_id, row=number, position=position)
+        if faults or versions is None:
+            return
+        flags = rollout.flags if rollout else []
+        self._delivery.rows.append(
+            Row(
+                tokens=ids.astype(np.int32),
+                mask=trained.astype(np.uint8),
+                logprobs=said.astype(np.float32),
+                versions=versions,
+                flags=flags,
+                altered=is_altered(flags, self._line.generation_params or {}),
+                group_id=self._facts.group_id,
+                rollout_id=rollout_id,
+                number=number,
+                line=self._number,
+            )
+        )
+
+    def _versions(self, rollout: _Rollout | None, index: int, trained: Column) -> Tokens | None:
+        """int32[T]; None where the spans do not fit the row."""
+        if rollout is None or not rollout.versions:
+            return np.where(trained, np.int32(self._policy_version), np.int32(-1))
+        if index >= len(rollout.versions):
+            return None
+        versions = np.full(len(trained), -1, np.int32)
+        at = 0
+        for version, start, end in rollout.versions[index]:
+            if start != at or end < start or not -1 <= version <= _LARGEST_ID:
+                return None
+            versions[start:end] = version
+            at = end
+        return versions if at == len(trained) else None
+
+    def _find(self, kind: str, message: str, **place: Any) -> None:
+        facts = {"line": self._number, "group_id": self._facts.group_id, **place}
+        self._delivery.findings.append(Finding(kind=kind, message=message, **facts))
+
+
+def _integers(numbers: list[int]) -> Column:
+    """int64[T]; what has no room in it becomes -1, which is no id."""
+    return np.array([number if abs(number) < 2**62 else -1 for number in numbers], np.int64)
+
+
+Fault = tuple[str, str, int | None]
+"""Kind, words, and the first position."""
+
+
+def _wrong_labels(ids: Column, labels: Column, trained: Column) -> Iterator[Fault]:
+    wrong = np.flatnonzero(trained & (labels != ids))
+    if len(wrong):
+        at = int(wrong[0])
+        words = f"the mask says {labels[at]} where the token is {ids[at]}{_more(wrong)}"
+        yield "mask", words, at
+
+
+def _wrong_numbers(
+    ids: Column, trained: Column, logprobs: Column, context_logprob: float | None
+) -> Iterator[Fault]:
+    """Args: context_logprob: what stands where nothing was sampled; None: anything may."""
+    wrong = np.flatnonzero((ids < 0) | (ids > _LARGEST_ID))
+    if len(wrong):
+        yield "token_id", f"{ids[wrong[0]]} is no token id{_more(wrong)}", int(wrong[0])
+    fine = np.isfinite(logprobs) & (logprobs <= LOGPROB_ROUNDING)
+    wrong = np.flatnonzero(trained & ~fine)
+    if len(wrong):
+        words = f"a trained token has the logprob {logprobs[wrong[0]]}{_more(wrong)}"
+        yield "logprob", words, int(wrong[0])
+    if context_logprob is None:
+        return
+    wrong = np.flatnonzero(~trained & (logprobs != context_logprob))
+    if len(wrong):
+        words = f"a token that is not trained has the logprob {logprobs[wrong[0]]}{_more(wrong)}"
+        yield "mask", words, int(wrong[0])
+
+
+def _more(wrong: Column) -> str:
+    return f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+
+
+def _read_group(group: Group) -> Delivery:
+    delivery = Delivery()
+    for trajectory in group.trajectories:
+        for sequence in trajectory.sequences:
+            _read_sequence(delivery, group, trajectory, sequence)
+            delivery.size += 1
+        if not trajectory.sequences:
+            delivery.not_compared["no_tokens"] += 1
+            delivery.size += 1
+    return delivery
+
+
+def _read_sequence(
+    delivery: Delivery, group: Group, trajectory: Trajectory, sequence: Sequence
+) -> None:
+    place: dict[str, Any] = {
+        "group_id": group.group_id,
+        "rollout_id": trajectory.rollout_id,
+        "row": delivery.size,
+    }
+    columns = (sequence.mask, sequence.logprobs, sequence.calls, sequence.versions)
+    if any(len(column) != len(sequence.tokens) for column in columns):
+        sizes = ", ".join(str(len(column)) for column in (sequence.tokens, *columns))
+        found = Finding(kind="lengths", message=f"its arrays have {sizes} numbers", **place)
+        delivery.findings.append(found)
+        return
+    trained = sequence.mask != 0
+    faults = [*_wrong_numbers(sequence.tokens, trained, sequence.logprobs, 0.0)]
+    unsampled = np.flatnonzero(trained & (sequence.calls < 0))
+    if len(unsampled):
+        words = f"a token is trained that no call sampled{_more(unsampled)}"
+        faults.append(("mask", words, int(unsampled[0])))
+    for kind, words, position in faults:
+        delivery.findings.append(Finding(kind=kind, message=words, position=position, **place))
+    if not faults:
+        delivery.rows.append(
+            Row(
+                tokens=sequence.tokens,
+                mask=sequence.mask,
+                logprobs=sequence.logprobs,
+                versions=sequence.versions,
+                flags=sequence.flags,
+                altered=is_altered(sequence.flags, group.generation_params),
+                group_id=group.group_id,
+                rollout_id=trajectory.rollout_id,
+                number=delivery.size,
+            )
+        )

@@ -1,0 +1,254 @@
+"""The work of `envserver verify`: what was delivered is held against what the engine says now.
+
+Every row is checked by itself (ids, masks, labels, logprobs, versions). Those that can be compared,
+or a sample of them, are scored again by the engine. What holds: each row is compared, or counted
+under a reason, or named in a finding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any, Final
+
+import msgspec
+
+from ..errors import ConfigError, EngineError, EngineUnavailable
+from ..models.engine import Engine
+from ..rollouts.audit import Difference, Outcome, Row, Totals, audit_row, share_of
+from ..rollouts.audit import why_not_comparable as why_not
+from ..rollouts.rescoring import Rescorer
+from .delivered import Delivery, Finding
+from .verify_sources import Source
+
+_MOST_FINDINGS: Final = 100
+_MOST_WORST: Final = 10
+
+Progress = Callable[[int, int, float | None], None]
+"""Gets the groups read, the rows compared, and the share of the input that was read."""
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """Which of the rows that can be compared are: a share of them, or a number, or all."""
+
+    share: float = 1.0
+    count: int | None = None
+
+
+def parse_sample(text: str | None) -> Sample:
+    """`1%` and `0.01` are a share, `20` is a number of rows; None is all.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if text is None:
+        return Sample()
+    try:
+        if text.endswith("%"):
+            return _share(float(text[:-1]) / 100)
+        if text.isdecimal():
+            if int(text) > 0:
+                return Sample(count=int(text))
+            raise ValueError
+        return _share(float(text))
+    except ValueError:
+        raise ConfigError(
+            f"--sample: {text!r} is neither a share (1% or 0.01) nor a number of rows (20)."
+        ) from None
+
+
+def _share(share: float) -> Sample:
+    if not 0 < share <= 1:
+        raise ValueError
+    return Sample(share=share)
+
+
+class Report:
+    """What was found so far."""
+
+    def __init__(self, tolerance: float, version: int) -> None:
+        self.version = version
+        self.groups = 0
+        self.rows = 0
+        self.totals = Totals(tolerance)
+        self.not_compared: Counter[str] = Counter()
+        self.kinds: Counter[str] = Counter()
+        """Findings by kind, all of them."""
+        self.findings: list[Finding] = []
+        """The first of them."""
+        self._worst: list[tuple[float, int, Difference]] = []
+
+    @property
+    def worst(self) -> list[Difference]:
+        """Of the rows that differ most the token that does, worst first."""
+        return [difference for _, _, difference in sorted(self._worst, reverse=True)]
+
+    @property
+    def verdict(self) -> str:
+        """`exact`, `within_tolerance`, `wrong`, or `nothing_compared`."""
+        if self.kinds:
+            return "wrong"
+        if not self.totals.rows:
+            return "nothing_compared"
+        return "exact" if self.totals.exact == self.totals.tokens else "within_tolerance"
+
+    def add_delivery(self, delivery: Delivery) -> None:
+        """Counts a group and what is wrong with it by itself."""
+        self.groups += 1
+        self.rows += delivery.size
+        self.not_compared.update(delivery.not_compared)
+        for finding in delivery.findings:
+            self.add_finding(finding)
+
+    def add_outcome(self, row: Row, outcome: Outcome) -> None:
+        """Counts what came of comparing `row`."""
+        if outcome.refused:
+            self.add_finding(_about(row, "refused", outcome.refused))
+        elif outcome.comparison is None:
+            self.not_compared[outcome.not_compared] += 1
+        else:
+            within = self.totals.add(outcome.comparison)
+            worst = outcome.comparison.worst()
+            if worst.difference:
+                self._keep(worst)
+            if not within:
+                words = (
+                    f"token {worst.token} was recorded with the logprob {worst.recorded:.6g}, "
+                    f"the engine says {worst.again:.6g}"
+                )
+                self.add_finding(_about(row, "logprobs_differ", words, worst.position))
+
+    def add_failure(self, row: Row, error: EngineError) -> None:
+        """The engine could not score `row`."""
+        self.add_finding(_about(row, error.kind, str(error)))
+
+    def add_finding(self, finding: Finding) -> None:
+        """Counts it, and keeps it if there are few."""
+        self.kinds[finding.kind] += 1
+        if len(self.findings) < _MOST_FINDINGS:
+            self.findings.append(finding)
+
+    def facts(self) -> dict[str, Any]:
+        """All of it, JSON-like."""
+        return {
+            "verdict": self.verdict,
+            "groups": self.groups,
+            "rows": self.rows,
+            "policy_version": self.version,
+            "compared": self.totals.facts(),
+            "not_compared": dict(self.not_compared),
+            "findings_by_kind": dict(self.kinds),
+            "findings": [msgspec.structs.asdict(finding) for finding in self.findings],
+            "worst": [msgspec.structs.asdict(difference) for difference in self.worst],
+        }
+
+    def _keep(self, difference: Difference) -> None:
+        # The count behind the size keeps the order of rows that differ equally.
+        entry = (abs(difference.difference), -self.totals.rows, difference)
+        if len(self._worst) < _MOST_WORST:
+            heapq.heappush(self._worst, entry)
+        else:
+            heapq.heappushpop(self._worst, entry)
+
+
+def _about(row: Row, kind: str, message: str, position: int | None = None) -> Finding:
+    return Finding(
+        kind=kind,
+        message=message,
+        line=row.line,
+        group_id=row.group_id,
+        rollout_id=row.rollout_id,
+        row=row.number,
+        position=position,
+    )
+
+
+async def verify(
+    source: Source,
+    engine: Engine,
+    *,
+    tolerance: float,
+    sample: Sample,
+    seed: int,
+    policy_version: int | None,
+    concurrency: int,
+    progress: Progress = lambda groups, rows, share: None,
+) -> Report:
+    """Verifies all of `source`.
+
+    Args:
+        tolerance: largest |difference| of a logprob that passes.
+        sample: which of the comparable rows are compared; `seed` decides with their names.
+        policy_version: the one that the engine serves; None: the newest of the source.
+        concurrency: requests to the engine at a time.
+
+    Raises:
+        EngineUnavailable: the engine does not answer (any more).
+        NotFoundError, InputError, ConflictError: the source cannot be read.
+    """
+    version = await source.newest_version() if policy_version is None else policy_version
+    report = Report(tolerance, version)
+    rescorer = Rescorer(engine)
+    await rescorer.context()  # an engine that is not there is told before anything is read
+
+    def tell(share: float | None = None) -> None:
+        progress(report.groups, report.totals.rows, share)
+
+    async def compare(rows: AsyncIterator[Row]) -> None:
+        while True:
+            async with taking:
+                row = await anext(rows, None)
+            if row is None:
+                return
+            try:
+                report.add_outcome(row, await audit_row(rescorer, row))
+            except EngineUnavailable:
+                raise
+            except EngineError as error:
+                report.add_failure(row, error)
+            tell()
+
+    taking = asyncio.Lock()
+    async with aclosing(_chosen(source, report, sample, seed, tell)) as rows:
+        workers = [asyncio.create_task(compare(rows)) for _ in range(concurrency)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+    return report
+
+
+async def _chosen(
+    source: Source, report: Report, sample: Sample, seed: int, tell: Callable[[float | None], None]
+) -> AsyncGenerator[Row]:
+    """The rows to compare; all others are counted in `report`.
+
+    Of a number of rows all that can be compared must be seen first: those with the lowest shares
+    are kept, so that the choice does not depend on the order of the rows.
+    """
+    kept: list[tuple[float, int, Row]] = []
+    seen = 0
+    async for delivery in source.deliveries():
+        report.add_delivery(delivery)
+        tell(delivery.end / source.size if source.size else None)
+        for row in delivery.rows:
+            seen += 1
+            share = share_of(seed, f"{row.group_id or row.line}\0{row.number}")
+            if reason := why_not(row, report.version):
+                report.not_compared[reason] += 1
+            elif sample.count is not None:
+                heapq.heappush(kept, (-share, seen, row))
+                if len(kept) > sample.count:
+                    heapq.heappop(kept)
+                    report.not_compared["not_sampled"] += 1
+            elif share < sample.share:
+                yield row
+            else:
+                report.not_compared["not_sampled"] += 1
+    for _, _, row in sorted(kept, key=lambda entry: entry[1]):
+        yield row

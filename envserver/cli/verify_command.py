@@ -1,0 +1,215 @@
+"""`envserver verify`: its settings and what it shows; the work is done in `verify.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import orjson
+from pydantic import Field
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.table import Table
+
+from ..config import LogLevel, OpenAIConfig, Section, SimConfig
+from ..errors import UsageError
+from ..models.engine import Engine
+from ..rollouts.audit import NOT_COMPARED
+from .help import show_help
+from .logs import configure_logs
+from .loop import run_loop
+from .progress import counted
+from .settings import load_settings
+from .verify import Progress as Told
+from .verify import Report, parse_sample, verify
+from .verify_sources import FileSource, ServerSource
+
+SUMMARY = """Checks that what was delivered is what the engine sampled: reads a JSONL file of
+`process`, or the groups of a running server (without leasing any), has the engine score the rows
+again (prompt_logprobs), and compares ids, masks and logprobs. Exit status 0: all is right; 1: it is
+not, or nothing could be compared; 2: the command line is wrong."""
+
+ALIASES = {"json": "as_json"}
+
+_FINDINGS_SHOWN = 20
+_WORST_SHOWN = 5
+_VERDICTS = {
+    "exact": "All right: every logprob is exactly what the engine says.",
+    "within_tolerance": "All right: every logprob is within the tolerance.",
+    "wrong": "WRONG: what is listed below.",
+    "nothing_compared": "NOTHING was compared.",
+}
+
+
+class VerifySettings(Section):
+    """The settings that `verify` has."""
+
+    source: str
+    """JSONL file, or address of a running server (http://127.0.0.1:8000); may be the first word."""
+    openai: OpenAIConfig = OpenAIConfig()
+    model: Literal["sim"] | None = None
+    """"sim" for groups of the simulated engine; unset: the engine at `openai.base_url`."""
+    tolerance: float = Field(default=1e-4, ge=0, allow_inf_nan=False)
+    """Largest difference of a logprob that passes. In float32 on a CPU vLLM says the very same
+    numbers again for rows of up to some 480 tokens, and beyond that differs by 1e-5, the order of
+    its sums; on a GPU kernels and batches differ, so set what you take for rounding, such as 0.05.
+    0: only what is exactly equal passes. How many are exactly equal is told in any case."""
+    policy_version: int | None = Field(default=None, ge=-1)
+    """The version of the policy that the engine serves now: only rows that it sampled are compared.
+    Unset: the newest of the file, or the one published at the server."""
+    sample: str | None = None
+    """Compare only a share of the rows (1% or 0.01), or a number of them (20); unset: all."""
+    seed: int = 0
+    """Which rows a sample holds: the same seed, the same rows."""
+    concurrency: int = Field(default=1, ge=1)
+    """Requests to the engine at a time. More is faster, but what is computed in one batch with
+    others may differ in its last digits."""
+    as_json: bool = False
+    """Print the report as one JSON object."""
+    log_level: LogLevel = "warning"
+    """Least serious event that is logged."""
+
+
+def run(argv: list[str]) -> int:
+    """The command.
+
+    Raises:
+        UsageError: a setting is wrong, or there is no such file or server.
+        EngineError: the engine does not answer.
+    """
+    usage = "envserver verify FILE|ADDRESS"
+    if show_help(
+        argv, usage=usage, summary=SUMMARY, settings_class=VerifySettings, aliases=ALIASES
+    ):
+        return 0
+    words = ["--source", *argv] if argv and not argv[0].startswith("-") else argv
+    settings = load_settings(words, settings_class=VerifySettings, aliases=ALIASES)
+    configure_logs(settings.log_level)
+    with _bar(Console(stderr=True)) as told:
+        report, model = run_loop(_verify(settings, told))
+    if settings.as_json:
+        facts = {"source": settings.source, "model": model, **report.facts()}
+        sys.stdout.write(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode() + "\n")
+    else:
+        _show(Console(), report, f"{settings.source} against {model}")
+    return 0 if report.verdict in ("exact", "within_tolerance") else 1
+
+
+async def _verify(settings: VerifySettings, told: Told) -> tuple[Report, str]:
+    sample = parse_sample(settings.sample)
+    async with contextlib.AsyncExitStack() as stack:
+        source: FileSource | ServerSource
+        if settings.source.startswith(("http://", "https://")):
+            source = await stack.enter_async_context(ServerSource(settings.source))
+        else:
+            source = FileSource(Path(settings.source))
+        engine = await stack.enter_async_context(_engine(settings))
+        report = await verify(
+            source,
+            engine,
+            tolerance=settings.tolerance,
+            sample=sample,
+            seed=settings.seed,
+            policy_version=settings.policy_version,
+            concurrency=settings.concurrency,
+            progress=told,
+        )
+        return report, await engine.model_name()
+
+
+def _engine(settings: VerifySettings) -> Engine:
+    if settings.model is None:
+        from ..models.openai import OpenAIEngine
+
+        if settings.openai.server_type != "vllm":
+            raise UsageError("Only an engine that gives prompt_logprobs (vllm) can verify.")
+        return OpenAIEngine(settings.openai)
+    from ..models.sim import SimEngine
+
+    return SimEngine(SimConfig(latency_seconds=0))
+
+
+@contextlib.contextmanager
+def _bar(console: Console) -> Iterator[Told]:
+    """A line on a terminal that says how far it is; elsewhere nothing."""
+    columns = (TextColumn("{task.fields[facts]}"), BarColumn(bar_width=24), TaskProgressColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=1.0, facts="reading")
+
+        def told(groups: int, rows: int, share: float | None) -> None:
+            facts = f"{counted(groups, 'group')} read, {counted(rows, 'row')} compared"
+            bar.update(task, completed=share, facts=facts)
+
+        yield told
+
+
+def _show(console: Console, report: Report, title: str) -> None:
+    for part in (title, _VERDICTS[report.verdict]):
+        console.print(part, highlight=False, markup=False, soft_wrap=True)
+    console.print(_sums(report))
+    if report.worst:
+        console.print("Where logprobs differ most:", highlight=False)
+        console.print(_worst(report))
+    for finding in report.findings[:_FINDINGS_SHOWN]:
+        text = f"{finding.kind}: {finding.place}: {finding.message}"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    if (more := report.kinds.total() - _FINDINGS_SHOWN) > 0:
+        console.print(f"... and {counted(more, 'finding')} more.", highlight=False)
+
+
+def _sums(report: Report) -> Table:
+    totals = report.totals.facts()
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 1))
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(overflow="fold")
+    count = totals["tokens"]
+    table.add_row("groups", f"{report.groups:,}", "")
+    table.add_row("rows", f"{report.rows:,}", "each checked by itself")
+    for reason, number in report.not_compared.most_common():
+        table.add_row("  not compared", f"{number:,}", NOT_COMPARED[reason])
+    table.add_row("  compared", f"{totals['rows']:,}", _version(report.version))
+    table.add_row("trained tokens", f"{count:,}", "of the compared rows")
+    if count:
+        exact, over = totals["tokens_exactly_equal"], totals["tokens_over_tolerance"]
+        table.add_row("  exactly equal", f"{exact:,}", _percent(exact, count))
+        words = f"{_percent(over, count)}, in {counted(totals['rows_over_tolerance'], 'row')}"
+        table.add_row(f"  off by over {totals['tolerance']:g}", f"{over:,}", words)
+        largest, mean = totals["largest_difference"], totals["mean_difference"]
+        table.add_row("largest difference", f"{largest:.3g}", f"mean {mean:.3g}")
+        kl = f"k1 {totals['kl_k1']:.3g}, k3 {totals['kl_k3']:.3g}"
+        table.add_row("KL estimates", "", f"{kl} (recorded policy to engine, per token)")
+    for kind, number in report.kinds.most_common():
+        table.add_row(f"[red]{kind}[/]", f"{number:,}", "")
+    return table
+
+
+def _version(version: int) -> str:
+    return "" if version < 0 else f"policy version {version}"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.4g} %"
+
+
+def _worst(report: Report) -> Table:
+    table = Table(box=None, padding=(0, 0, 0, 1))
+    table.add_column("line", justify="right")
+    table.add_column("rollout", overflow="fold")
+    for name in ("row", "place", "token", "recorded", "now", "off by"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for worst in report.worst[:_WORST_SHOWN]:
+        table.add_row(
+            "-" if worst.line is None else str(worst.line),
+            worst.rollout_id or worst.group_id,
+            *(str(number) for number in (worst.row, worst.position, worst.token)),
+            f"{worst.recorded:.5f}",
+            f"{worst.again:.5f}",
+            f"{worst.difference:+.2g}",
+        )
+    return table

@@ -1,0 +1,135 @@
+"""Where `envserver verify` reads from: a JSONL file, or a server that goes on running.
+
+Both give one `Delivery` a group, in the order in which the groups were written; a server's groups
+are looked at, neither leased nor consumed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Final, Protocol
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from ..api.leasing import GROUP_MSGPACK, TravellingGroup
+from ..errors import ConflictError, InputError, NotFoundError
+from .delivered import Delivery, newest_version, read_body, read_line
+
+_PAGE: Final = 256
+_SECONDS: Final = 60.0
+_NOT_DELIVERED: Final = ("buffered", "dropped")
+
+
+class Source(Protocol):
+    """Groups to be verified."""
+
+    @property
+    def size(self) -> int | None:
+        """Bytes, where that is known."""
+
+    async def newest_version(self) -> int:
+        """The policy version that the engine most likely serves now; -1 where nobody counts."""
+
+    def deliveries(self) -> AsyncIterator[Delivery]:
+        """One for each group."""
+
+
+class FileSource:
+    """A JSONL file.
+
+    Raises:
+        NotFoundError: there is no such file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise NotFoundError(f"There is no file {str(path)!r}.")
+        self.size = path.stat().st_size
+        self._path = path
+
+    async def newest_version(self) -> int:
+        """The highest that sampled any token of the file."""
+        return await asyncio.to_thread(self._newest_version)
+
+    def _newest_version(self) -> int:
+        with self._path.open("rb") as lines:
+            return max(map(newest_version, lines), default=-1)
+
+    async def deliveries(self) -> AsyncIterator[Delivery]:
+        """See Source. Lines without anything in them count for nothing."""
+        with self._path.open("rb") as lines:
+            number = end = 0
+            while data := await asyncio.to_thread(lines.readline):
+                number += 1
+                end += len(data)
+                if data.strip():
+                    delivery = await asyncio.to_thread(read_line, data, number)
+                    delivery.end = end
+                    yield delivery
+
+
+class ServerSource:
+    """A running server; an async context manager that owns its connections."""
+
+    size = None
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._http = httpx.AsyncClient(base_url=url, timeout=_SECONDS)
+
+    async def __aenter__(self) -> ServerSource:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._http.aclose()
+
+    async def newest_version(self) -> int:
+        """The one published last; without any, the highest of the groups."""
+        published = int((await self._get("/v1/policy-version")).json()["version"])
+        if published >= 0:
+            return published
+        return max([int(group["policy_version"]) async for group in self._groups()], default=-1)
+
+    async def deliveries(self) -> AsyncIterator[Delivery]:
+        """See Source. Groups that wait for others, or were dropped, are left out."""
+        async for group in self._groups():
+            if group["state"] in _NOT_DELIVERED:
+                continue
+            path = f"/v1/groups/{quote(group['group_id'], safe='')}"
+            answer = await self._get(path, accept=GROUP_MSGPACK)
+            try:
+                whole = msgspec.msgpack.decode(answer.content, type=TravellingGroup)
+            except msgspec.DecodeError as error:
+                raise InputError(f"{self._url} sent no group: {error}.", place=path) from error
+            yield await asyncio.to_thread(
+                read_body, whole.group_id, whole.format, whole.policy_version, whole.body
+            )
+
+    async def _groups(self) -> AsyncIterator[dict[str, Any]]:
+        after: int | None = 0
+        while after is not None:
+            page = (await self._get(f"/v1/groups?after={after}&limit={_PAGE}")).json()
+            for group in page["groups"]:
+                yield group
+            after = page["next"]
+
+    async def _get(self, path: str, accept: str = "application/json") -> httpx.Response:
+        try:
+            answer = await self._http.get(path, headers={"accept": accept})
+        except httpx.TransportError as error:
+            raise NotFoundError(
+                f"No server answers at {self._url}: {error or type(error).__name__}."
+            ) from error
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            raise NotFoundError(
+                f"{self._url} has no {path}.", hint="Is it an envserver of this version?"
+            )
+        if not answer.is_success:
+            raise ConflictError(
+                f"{self._url} answered {path} with HTTP {answer.status_code}: {answer.text[:300]}"
+            )
+        return answer

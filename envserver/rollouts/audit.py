@@ -1,0 +1,242 @@
+"""Recorded logprobs held against those that the engine gives now: one row, and sums over rows.
+
+In: a `Row` (a training sequence with its place) and a `Rescorer`. Out: an `Outcome`: a comparison
+of every trained token, or the reason why none can be made (`NOT_COMPARED`), or what is wrong. What
+holds: a row is compared or counted under a reason, never left out silently.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import EngineRefused
+from ..records import Logprobs, Mask, Tokens, Trajectory
+from .rescoring import Rescorer
+
+NOT_COMPARED: Final = {
+    "no_tokens": "only their text is known",
+    "nothing_trained": "no token is trained",
+    "no_logprobs": "no logprob was recorded",
+    "not_sampled": "not among those that were chosen",
+    "other_version": "sampled by another policy version, or by more than one",
+    "structured_output_masked": "a grammar or bias masked the distribution",
+    "multimodal_unstitched": "images stand in the prompt",
+    "processed_logprobs": "recorded after temperature and top_p were applied",
+    "too_long": "longer than the engine's context",
+}
+"""Why a row is not compared."""
+
+_INCOMPARABLE: Final = ("structured_output_masked", "multimodal_unstitched")
+_ALTERING: Final = ("temperature_not_one", "top_p_active")
+_LARGEST_EXPONENT: Final = 80.0
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """A delivered sequence and its place. The arrays have length T, as in `records.Sequence`.
+
+    Args:
+        versions: int32[T], -1 for context or unknown; where nobody wrote them down, of the group.
+        flags: of the sequence, or of its trajectory where only those are known.
+        altered: it was sampled at another temperature than 1 or with top_p.
+        number: which row of its group, from 0.
+        line: of the file that it stands in, from 1.
+    """
+
+    tokens: Tokens
+    mask: Mask
+    logprobs: Logprobs
+    versions: Tokens
+    flags: list[str]
+    altered: bool
+    group_id: str
+    rollout_id: str
+    number: int
+    line: int | None = None
+
+    @property
+    def trained(self) -> NDArray[np.intp]:
+        """The places of the trained tokens that have something before them."""
+        places = np.flatnonzero(self.mask)
+        return places[places > 0]
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """The largest difference of a row: at `position`, of `token`."""
+
+    group_id: str
+    rollout_id: str
+    row: int
+    line: int | None
+    position: int
+    token: int
+    recorded: float
+    again: float
+    difference: float
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """Two logprobs for each of N trained tokens; float64[N], from float32."""
+
+    row: Row
+    recorded: NDArray[np.float64]
+    again: NDArray[np.float64]
+
+    @property
+    def differences(self) -> NDArray[np.float64]:
+        """What the engine says now less what was recorded."""
+        return self.again - self.recorded
+
+    def worst(self) -> Difference:
+        """The token whose logprobs differ most."""
+        at = int(np.abs(self.differences).argmax())
+        position = int(self.row.trained[at])
+        return Difference(
+            group_id=self.row.group_id,
+            rollout_id=self.row.rollout_id,
+            row=self.row.number,
+            line=self.row.line,
+            position=position,
+            token=int(self.row.tokens[position]),
+            recorded=float(self.recorded[at]),
+            again=float(self.again[at]),
+            difference=float(self.differences[at]),
+        )
+
+
+class Totals(msgspec.Struct):
+    """Sums over compared rows. Differences are of logprobs, now less recorded, in nats.
+
+    Args:
+        exact: tokens whose two float32 are equal.
+        over: tokens whose |difference| is over the tolerance; `rows_over`: rows that have any.
+        sum_k1, sum_k3: of the two usual estimators of KL(recorded policy || engine now) from
+            samples of the former: -d, and exp(d) - 1 - d.
+    """
+
+    tolerance: float
+    rows: int = 0
+    rows_over: int = 0
+    tokens: int = 0
+    exact: int = 0
+    over: int = 0
+    largest: float = 0.0
+    sum_absolute: float = 0.0
+    sum_k1: float = 0.0
+    sum_k3: float = 0.0
+
+    def add(self, comparison: Comparison) -> bool:
+        """Counts `comparison`; whether all of it is within the tolerance."""
+        differences = comparison.differences
+        absolute = np.abs(differences)
+        over = int((absolute > self.tolerance).sum())
+        self.rows += 1
+        self.rows_over += over > 0
+        self.tokens += len(differences)
+        self.exact += int((differences == 0).sum())
+        self.over += over
+        self.largest = max(self.largest, float(absolute.max(initial=0.0)))
+        self.sum_absolute += float(absolute.sum())
+        self.sum_k1 -= float(differences.sum())
+        # A token that was all but impossible would make the sum infinite, which no JSON can say.
+        bounded = np.minimum(differences, _LARGEST_EXPONENT)
+        self.sum_k3 += float((np.expm1(bounded) - differences).sum())
+        return over == 0
+
+    def facts(self) -> dict[str, Any]:
+        """Counts and means; a mean over no token is None."""
+        count = self.tokens
+        return {
+            "rows": self.rows,
+            "rows_over_tolerance": self.rows_over,
+            "tokens": count,
+            "tokens_exactly_equal": self.exact,
+            "tokens_over_tolerance": self.over,
+            "tolerance": self.tolerance,
+            "largest_difference": self.largest,
+            "mean_difference": self.sum_absolute / count if count else None,
+            "kl_k1": self.sum_k1 / count if count else None,
+            "kl_k3": self.sum_k3 / count if count else None,
+        }
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What came of one row: a comparison, or a key of NOT_COMPARED, or what the engine refused."""
+
+    comparison: Comparison | None = None
+    not_compared: str = ""
+    refused: str = ""
+
+
+def rows_of(trajectory: Trajectory) -> Iterator[Row]:
+    """The rows of `trajectory`, numbered within it."""
+    for number, sequence in enumerate(trajectory.sequences):
+        yield Row(
+            tokens=sequence.tokens,
+            mask=sequence.mask,
+            logprobs=sequence.logprobs,
+            versions=sequence.versions,
+            flags=sequence.flags,
+            altered=is_altered(sequence.flags, {}),
+            group_id="",
+            rollout_id=trajectory.rollout_id,
+            number=number,
+        )
+
+
+def is_altered(flags: list[str], generation_params: Mapping[str, Any]) -> bool:
+    """Whether flags or settings say that temperature or top_p changed what was sampled from."""
+    params = [generation_params.get(name) for name in ("temperature", "top_p")]
+    return any(flag in flags for flag in _ALTERING) or any(one not in (None, 1) for one in params)
+
+
+def why_not_comparable(row: Row, version: int) -> str:
+    """The key of NOT_COMPARED that holds of `row` whatever the engine says; "" for none.
+
+    Args:
+        version: the policy version that the engine serves, -1 where nobody counts them.
+    """
+    if not len(row.tokens):
+        return "no_tokens"
+    if not len(row.trained):
+        return "nothing_trained"
+    for flag in _INCOMPARABLE:
+        if flag in row.flags:
+            return flag
+    if "mixed_versions" in row.flags or np.any(row.versions[row.trained] != version):
+        return "other_version"
+    return ""
+
+
+async def audit_row(rescorer: Rescorer, row: Row) -> Outcome:
+    """Compares `row`, which is comparable as far as it can tell itself.
+
+    Raises:
+        EngineError: the engine failed.
+    """
+    context = await rescorer.context()
+    if context is not None and len(row.tokens) >= context:
+        return Outcome(not_compared="too_long")  # the engine wants to sample one token behind it
+    try:
+        if row.altered and not await rescorer.is_raw(row.tokens[: row.trained[0]]):
+            return Outcome(not_compared="processed_logprobs")
+        again = await rescorer.score(row.tokens)
+    except EngineRefused as error:
+        if not await rescorer.takes(len(row.tokens)):
+            return Outcome(not_compared="too_long")
+        return Outcome(refused=error.message)
+    places = row.trained
+    return Outcome(
+        Comparison(row, row.logprobs[places].astype(np.float64), again[places].astype(np.float64))
+    )
+
+
+def share_of(seed: int, key: str) -> float:
+    """A number in [0, 1) that `key` alone decides, spread evenly: what is below f is a share f."""
+    digest = hashlib.blake2b(f"{seed}\0{key}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) / 2**64

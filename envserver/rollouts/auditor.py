@@ -1,0 +1,146 @@
+"""A share of the rollouts of a server, re-scored in the background while it works.
+
+`offer` never waits: what does not fit the queue is dropped and counted. One request at a time goes
+to the engine, so rollouts hardly notice; differences are logged as `audit_mismatch` and counted in
+`report`. Whether a rollout is audited depends on its id alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final, Self
+
+import msgspec
+import structlog
+
+from ..errors import EngineError
+from ..models.engine import Engine
+from ..records import Trajectory
+from .audit import Row, Totals, audit_row, rows_of, share_of, why_not_comparable
+from .rescoring import Rescorer
+
+_log = structlog.get_logger("envserver.audit")
+
+_MOST_WAITING: Final = 64
+_LAST_SECONDS: Final = 10.0
+"""For what still waits at an orderly end."""
+
+
+class Auditor:
+    """Audits a share of what it is offered; an async context manager.
+
+    Args:
+        engine: open for as long as the auditor works.
+        fraction: share of the rollouts, in [0, 1].
+        tolerance: largest |difference| of a logprob that is taken for rounding.
+        version: gives the policy version that the engine serves now, -1 where nobody counts them.
+        most_waiting: rollouts in the queue.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        fraction: float,
+        tolerance: float,
+        *,
+        version: Callable[[], int] = lambda: -1,
+        most_waiting: int = _MOST_WAITING,
+    ) -> None:
+        self.fraction = fraction
+        self._rescorer = Rescorer(engine)
+        self._version = version
+        self._queue: asyncio.Queue[Trajectory] = asyncio.Queue(most_waiting)
+        self._totals = Totals(tolerance)
+        self._rollouts = 0
+        self._dropped = 0
+        self._not_compared: Counter[str] = Counter()
+        self._refused = 0
+        self._errors: Counter[str] = Counter()
+        self._work: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self.fraction > 0:
+            self._work = asyncio.create_task(self._run(), name="audit")
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if self._work is None:
+            return
+        if kind is None and not self._work.done():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._queue.join(), _LAST_SECONDS)
+        self._work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._work
+
+    def offer(self, trajectory: Trajectory) -> bool:
+        """Queues `trajectory` if it is among those to be audited and there is room; whether."""
+        if share_of(0, trajectory.rollout_id) >= self.fraction:
+            return False
+        try:
+            self._queue.put_nowait(trajectory)
+        except asyncio.QueueFull:
+            self._dropped += 1
+            return False
+        return True
+
+    def report(self) -> dict[str, Any]:
+        """What was found so far: JSON-like."""
+        return {
+            "fraction": self.fraction,
+            "rollouts": self._rollouts,
+            **self._totals.facts(),
+            "rows_refused": self._refused,
+            "rows_not_compared": dict(self._not_compared),
+            "engine_failures": dict(self._errors),
+            "rollouts_waiting": self._queue.qsize(),
+            "rollouts_dropped": self._dropped,
+        }
+
+    def summary(self) -> str:
+        """The report in a line."""
+        totals = self._totals
+        if not totals.rows:
+            return "Audit: no row was compared."
+        words = [
+            f"{totals.rows_over} of {totals.rows} rows differ",
+            f"{totals.exact:,} of {totals.tokens:,} tokens exactly equal",
+            f"largest difference {totals.largest:.2g}",
+        ]
+        return f"Audit: {', '.join(words)}."
+
+    async def _run(self) -> None:
+        while True:
+            trajectory = await self._queue.get()
+            for row in rows_of(trajectory):
+                await self._audit(row)
+            self._rollouts += 1
+            self._queue.task_done()
+
+    async def _audit(self, row: Row) -> None:
+        version = self._version()
+        reason = why_not_comparable(row, version)
+        if reason:
+            self._not_compared[reason] += 1
+            return
+        try:
+            outcome = await audit_row(self._rescorer, row)
+        except EngineError as error:
+            self._errors[error.kind] += 1
+            _log.warning("audit_failed", rollout_id=row.rollout_id, error=str(error))
+            return
+        if self._version() != version:
+            # The weights may have changed before they were asked.
+            self._not_compared["other_version"] += 1
+        elif outcome.refused:
+            self._refused += 1
+            _log.warning("audit_refused", rollout_id=row.rollout_id, message=outcome.refused)
+        elif outcome.comparison is None:
+            self._not_compared[outcome.not_compared] += 1
+        elif not self._totals.add(outcome.comparison):
+            worst = msgspec.structs.asdict(outcome.comparison.worst())
+            facts = {name: value for name, value in worst.items() if value not in (None, "")}
+            _log.warning("audit_mismatch", **facts)

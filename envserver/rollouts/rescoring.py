@@ -1,0 +1,144 @@
+"""Logprobs asked for a second time: what the engine says now of tokens that it sampled before.
+
+A row's token ids go to `/v1/completions` as the prompt, with `prompt_logprobs`; nothing of the row
+is rendered or tokenized again. In float32 on a CPU vLLM gives the very numbers that it gave when it
+sampled, one request at a time; on a GPU kernels and batches differ, and so do the last digits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import numpy as np
+
+from ..errors import EngineGarbage, EngineRefused
+from ..models.engine import Engine
+from ..records import Logprobs, Tokens
+
+_PATH: Final = "/v1/completions"
+_PROBE_TEMPERATURE: Final = 4.0
+_PROBE_TOKENS: Final = 8
+_PROBE_DIFFERENCE: Final = 0.5
+"""A temperature of 4 moves the logprobs of eight sampled tokens by nats, rounding by far less."""
+
+
+class Rescorer:
+    """Asks `engine` for logprobs of given tokens."""
+
+    def __init__(self, engine: Engine, *, timeout_seconds: float = 600.0) -> None:
+        self._engine = engine
+        self._timeout_seconds = timeout_seconds
+        self._lock = asyncio.Lock()
+        self._context: int | None = None
+        self._context_known = False
+        self._raw: bool | None = None
+
+    async def context(self) -> int | None:
+        """The most tokens that a prompt and an answer may have together; None: it does not say.
+
+        Raises:
+            EngineError: it does not answer.
+        """
+        async with self._lock:
+            if not self._context_known:
+                self._context = await self._ask_for_context()
+                self._context_known = True
+        return self._context
+
+    async def score(self, tokens: Tokens) -> Logprobs:
+        """float32[T]: the logprob of each token behind those before it; of the first 0.
+
+        Raises:
+            EngineRefused: the engine does not take these tokens.
+            EngineGarbage: its answer is about other tokens, or lacks numbers.
+            EngineError: it failed.
+        """
+        choice = await self._complete(tokens, max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        echoed = choice.get("prompt_token_ids")
+        if echoed is not None and echoed != tokens.tolist():
+            raise EngineGarbage("The engine scored another prompt than it was sent.")
+        return _prompt_logprobs(choice, tokens)
+
+    async def takes(self, length: int) -> bool:
+        """Whether the engine takes a prompt of `length` tokens: what else it refuses is the tokens.
+
+        Raises:
+            EngineError: it failed.
+        """
+        try:
+            await self.score(np.zeros(length, np.int32))
+        except EngineRefused:
+            return False
+        return True
+
+    async def is_raw(self, context: Tokens) -> bool:
+        """Whether the logprobs that the engine returns with samples are those from before the
+        temperature is applied, as `score` gives them. Found out once, by sampling behind `context`.
+
+        Raises:
+            EngineError: it failed.
+        """
+        async with self._lock:
+            if self._raw is None:
+                self._raw = await self._probe(context)
+        return self._raw
+
+    async def _probe(self, context: Tokens) -> bool:
+        choice = await self._complete(
+            context, max_tokens=_PROBE_TOKENS, temperature=_PROBE_TEMPERATURE, logprobs=0, seed=0
+        )
+        try:
+            sampled = np.array(choice["token_ids"], np.int32)
+            said = np.array(choice["logprobs"]["token_logprobs"], np.float64)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise EngineGarbage("The engine's sample has no ids or logprobs.") from error
+        scored = (await self.score(np.concatenate([context, sampled])))[len(context) :]
+        if said.shape != scored.shape:
+            raise EngineGarbage("The engine's sample has not as many logprobs as ids.")
+        return bool(np.abs(said - scored).max(initial=0.0) < _PROBE_DIFFERENCE)
+
+    async def _complete(self, prompt: Tokens, **fields: Any) -> dict[str, Any]:
+        body = {
+            "model": await self._engine.model_name(),
+            "prompt": prompt.tolist(),
+            "return_token_ids": True,
+            **fields,
+        }
+        answer = await self._engine.post(
+            _PATH, body, rollout_id="", timeout_seconds=self._timeout_seconds
+        )
+        try:
+            choice = answer["choices"][0]
+        except (KeyError, IndexError, TypeError):
+            choice = None
+        if not isinstance(choice, dict):
+            raise EngineGarbage("The engine's answer has no choice.")
+        return choice
+
+    async def _ask_for_context(self) -> int | None:
+        model = await self._engine.model_name()
+        try:
+            listed = (await self._engine.get("/v1/models")).get("data")
+        except EngineRefused:
+            return None  # an engine that lists no models may still answer
+        for entry in listed if isinstance(listed, list) else []:
+            if isinstance(entry, dict) and entry.get("id") == model:
+                length = entry.get("max_model_len")
+                return length if isinstance(length, int) else None
+        return None
+
+
+def _prompt_logprobs(choice: dict[str, Any], tokens: Tokens) -> Logprobs:
+    entries = choice.get("prompt_logprobs")
+    if not isinstance(entries, list) or len(entries) != len(tokens):
+        raise EngineGarbage("The engine gives no prompt_logprobs.", hint="vLLM gives them.")
+    logprobs = np.zeros(len(tokens), np.float32)
+    try:
+        for place, token in enumerate(tokens.tolist()[1:], 1):
+            logprobs[place] = entries[place][str(token)]["logprob"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineGarbage(f"The engine gives no logprob for token {place} of a row.") from error
+    if not np.isfinite(logprobs).all():
+        raise EngineGarbage("The engine gives a logprob that is no number.")
+    return logprobs
