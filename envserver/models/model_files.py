@@ -1,0 +1,134 @@
+"""Where the tokenizer and the chat template of a served model lie on this machine.
+
+In flow what is known of an engine; out flows a folder, or a sentence that says why there is none
+and what to do. Looked for, in this order: the folder that the user names; the model's own folder,
+if the engine was given one that is here too; the Hugging Face cache; the Hugging Face hub, from
+which only the few small files are fetched (not with HF_HUB_OFFLINE).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import orjson
+
+from ..errors import ConfigError
+from .probing import sentence
+from .upstream import Upstream
+
+_TOKENIZER = "tokenizer.json"
+_CONFIG = "tokenizer_config.json"
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+_FETCHED = [
+    _TOKENIZER,
+    _CONFIG,
+    *_TEMPLATES,
+    "additional_chat_templates/*.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "config.json",
+    "generation_config.json",
+]
+_REMEDY = "Name a folder with tokenizer.json and chat template by --tokens.tokenizer DIR."
+_SIMULATED = "envserver-sim"
+_REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """A folder with tokenizer.json and a chat template, or why there is none."""
+
+    folder: Path | None = None
+    reason: str = ""
+
+
+def find_model_files(upstream: Upstream, explicit: Path | None = None) -> ModelFiles:
+    """The files of the model that an engine serves. May wait for the network.
+
+    Args:
+        explicit: the folder that the user names.
+
+    Raises:
+        ConfigError: `explicit` lacks one of the files.
+    """
+    if explicit is not None:
+        if lack := _lack(explicit):
+            raise ConfigError(f"tokens.tokenizer: {explicit} has {lack}.")
+        return ModelFiles(folder=explicit)
+    if upstream.server.startswith(_SIMULATED):
+        return ModelFiles(folder=Path(__file__).with_name("sim") / "assets")
+    name = upstream.root or upstream.model
+    reasons = []
+    for folder in [Path(name), *_cached(name)]:
+        if folder.is_dir():
+            lack = _lack(folder)
+            if not lack:
+                return ModelFiles(folder=folder.absolute())
+            reasons.append(f"{folder} has {lack}.")
+    if not reasons:
+        fetched = _fetch(name)
+        if fetched.folder is not None:
+            return fetched
+        reasons.append(fetched.reason)
+    return ModelFiles(reason=f"{' '.join(reasons)} {_REMEDY}")
+
+
+def _lack(folder: Path) -> str:
+    """What is missing for our own rendering; "" if nothing."""
+    if not (folder / _TOKENIZER).is_file():
+        return f"no {_TOKENIZER}"
+    if any((folder / name).is_file() for name in _TEMPLATES):
+        return ""
+    try:
+        config = orjson.loads((folder / _CONFIG).read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        config = {}
+    found = isinstance(config, dict) and bool(config.get("chat_template"))
+    return "" if found else "no chat template"
+
+
+def _cached(name: str) -> Iterator[Path]:
+    """The model's snapshots in the Hugging Face cache: that of `main` first, then the newest."""
+    if not _REPOSITORY.fullmatch(name):
+        return
+    model = _cache_folder() / f"models--{name.replace('/', '--')}"
+    main = model / "refs" / "main"
+    if main.is_file():
+        yield model / "snapshots" / main.read_text().strip()
+    snapshots = model / "snapshots"
+    if snapshots.is_dir():
+        yield from sorted(snapshots.iterdir(), key=_changed_at, reverse=True)
+
+
+def _changed_at(folder: Path) -> float:
+    return folder.stat().st_mtime
+
+
+def _cache_folder() -> Path:
+    """As huggingface_hub has it: HF_HUB_CACHE, else in HF_HOME, else in the user's cache."""
+    if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(cache).expanduser()
+    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{user}/huggingface"
+    return Path(home).expanduser() / "hub"
+
+
+def _fetch(name: str) -> ModelFiles:
+    """The files from the Hugging Face hub; only for names such as owner/model."""
+    if "/" not in name or not _REPOSITORY.fullmatch(name):
+        return ModelFiles(reason=f"{name} is no folder on this machine.")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        return ModelFiles(reason=f"{name} is neither on this machine nor in its cache.")
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=_FETCHED))
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        words = str(error).strip().partition("\n")[0]
+        return ModelFiles(reason=sentence(f"{name} cannot be fetched: {words}"))
+    lack = _lack(folder)
+    return ModelFiles(reason=f"{name} has {lack}.") if lack else ModelFiles(folder=folder)

@@ -1,0 +1,264 @@
+"""The modes in which an engine can be asked, each tried on one small conversation.
+
+Every check is exact: what a mode gives for the conversation must be, token by token, what a chat
+call gave. What fails is a `Cannot` with a sentence for the user.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any, Literal
+
+import msgspec
+
+from ..errors import EngineGarbage, EngineRefused
+from .probing import (
+    Answer,
+    Asker,
+    Cannot,
+    Choice,
+    Message,
+    convert,
+    read,
+    refusal,
+    same_tokens,
+)
+
+LogprobsKind = Literal["raw", "processed", "unknown"]
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RENDER, DERENDER = f"{CHAT}/render", f"{CHAT}/derender"
+GENERATE = "/inference/v1/generate"
+
+MESSAGES = [{"role": "user", "content": "Say one word."}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "Looks a word up.",
+            "parameters": {
+                "type": "object",
+                "properties": {"word": {"type": "string"}},
+                "required": ["word"],
+            },
+        },
+    }
+]
+_THINKING = [{"role": "user", "content": "<think>\nOne and one.\n</think>\n\nTwo."}]
+_PLAIN: dict[str, Any] = {"messages": MESSAGES, "temperature": 0, "max_tokens": 4}
+_EXACT: dict[str, Any] = {**_PLAIN, "return_token_ids": True, "logprobs": True}
+_EXACT_WITH_TOP: dict[str, Any] = {**_EXACT, "top_logprobs": 5}
+_BARE: dict[str, Any] = {"messages": MESSAGES, "max_completion_tokens": 64}
+"""OpenAI's reasoning models take neither `temperature` nor `max_tokens`."""
+_WRONG_ADDRESS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND)
+
+_TELLING_SPREAD = 0.5
+"""Halving the temperature doubles the distance of two logprobs; this one is far above noise."""
+
+
+class Chat(msgspec.Struct, frozen=True):
+    """What a plain chat call gave.
+
+    Args:
+        body: of the request.
+        inexact: why its tokens cannot be recorded; "" if they can.
+    """
+
+    body: dict[str, Any]
+    answer: Answer
+    inexact: str
+
+    @property
+    def choice(self) -> Choice:
+        return self.answer.choices[0]
+
+    def prompt_ids(self) -> list[int]:
+        """The ids of the prompt.
+
+        Raises:
+            Cannot: tokens cannot be recorded.
+        """
+        if self.inexact:
+            raise Cannot(self.inexact)
+        return self.answer.prompt_token_ids or []
+
+
+class TokensMode(msgspec.Struct, frozen=True, kw_only=True):
+    """What mode tokens showed of the engine; the fields are those of Upstream."""
+
+    has_parser: bool = False
+    reasoning_parser: bool = False
+    weight_versions: bool = False
+
+
+async def ask_chat(ask: Asker, *, exact: bool) -> Chat:
+    """A plain chat call, with ids if the engine gives them (and `exact` asks for them).
+
+    Raises:
+        EngineRefused: it takes not even the plainest call, or not from us.
+        EngineError: it does not answer, or with something else.
+    """
+    inexact = "" if exact else "Token ids were not asked for."
+    forms = [_EXACT_WITH_TOP, _EXACT] if exact else []
+    for body in (*forms, _PLAIN, _BARE):
+        try:
+            answer = read(await ask.post(CHAT, body), CHAT)
+        except EngineRefused as error:
+            if body is _BARE or error.detail.get("status") in _WRONG_ADDRESS:
+                raise
+            if body is _EXACT:
+                inexact = f"{CHAT} with return_token_ids {refusal(error)}"
+        except Cannot as garbage:
+            raise EngineGarbage(str(garbage)) from None
+        else:
+            return Chat(body, answer, inexact or _inexact(answer))
+    raise AssertionError("the last call is answered or raises")
+
+
+def _inexact(answer: Answer) -> str:
+    lacks = answer.choices[0].lacks()
+    if not answer.prompt_token_ids:
+        lacks.append("prompt_token_ids")
+    if not lacks:
+        return ""
+    return f"Its chat answers lack {' and '.join(lacks)}. vLLM 0.10.2 and later give them."
+
+
+async def try_tokens(ask: Asker, chat: Chat) -> TokensMode:
+    """Renders, continues ids and parses ids, each by a request of its own.
+
+    Raises:
+        Cannot: the engine has not these requests, or they give something else than chat.
+        EngineUnavailable, EngineTimeout: it does not answer.
+    """
+    prompt_ids = chat.prompt_ids()
+    rendered = await _scale_out(ask, RENDER, chat.body)
+    if rendered.get("token_ids") != prompt_ids:
+        raise Cannot(f"{RENDER} gives other ids than a chat call has in its prompt.")
+    # As vLLM's own clients do: what /render answers is the request that /generate takes.
+    answered = await _scale_out(ask, GENERATE, {**rendered, "return_token_ids": True})
+    answer = read(answered, GENERATE)
+    _check(chat, answer.choices[0], answer.prompt_token_ids, GENERATE)
+    has_parser, reasoning_parser = await _try_derender(ask, chat)
+    return TokensMode(
+        has_parser=has_parser,
+        reasoning_parser=reasoning_parser,
+        weight_versions=bool(answer.choices[0].weight_versions),
+    )
+
+
+async def try_completions(ask: Asker, chat: Chat) -> None:
+    """Continues the ids of the prompt.
+
+    Raises:
+        Cannot: the engine takes or gives no ids there, or others than chat.
+        EngineUnavailable, EngineTimeout: it does not answer.
+    """
+    body = {
+        "prompt": chat.prompt_ids(),
+        "temperature": 0,
+        "max_tokens": _PLAIN["max_tokens"],
+        "return_token_ids": True,
+        "logprobs": 1,
+    }
+    choice = read(await ask.may(COMPLETIONS, body), COMPLETIONS).choices[0]
+    _check(chat, choice, choice.prompt_token_ids, COMPLETIONS)
+
+
+def _check(chat: Chat, choice: Choice, prompt_ids: list[int] | None, path: str) -> None:
+    if lacks := choice.lacks():
+        raise Cannot(f"{path} answers without {' and '.join(lacks)}.")
+    if prompt_ids != chat.prompt_ids():
+        raise Cannot(f"{path} does not give back the ids of the prompt that it was sent.")
+    if not same_tokens(chat.choice, choice):
+        raise Cannot(
+            f"{path} samples {choice.token_ids} at temperature 0 where a chat call with the same "
+            f"prompt samples {chat.choice.token_ids}."
+        )
+
+
+async def _scale_out(ask: Asker, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return await ask.may(path, body)
+    except Cannot as no:
+        raise Cannot(f"{no} Start vLLM with --enable-scale-out.") from None
+
+
+async def _try_derender(ask: Asker, chat: Chat) -> tuple[bool, bool]:
+    """Whether a parser is configured, and whether it was seen to find reasoning."""
+    ids = chat.choice.token_ids or []
+    if chat.choice.finish_reason == "stop" and len(ids) > 1:
+        # The end of the turn is text to /derender, and nothing to chat.
+        ids = ids[:-1]
+    has_parser = False
+    try:
+        message, *_ = await _derender(ask, [ids], None)
+    except Cannot:
+        # Where a parser is configured it needs the request.
+        has_parser = True
+        rendered = await _scale_out(ask, RENDER, {**chat.body, "messages": _THINKING})
+        thought_ids = convert(rendered.get("token_ids"), list[int], RENDER)
+        message, thought, *_ = await _derender(ask, [ids, thought_ids], chat.body)
+    only_end = chat.choice.finish_reason == "stop" and len(ids) == 1
+    if not only_end and not message.same(chat.choice.message or Message()):
+        raise Cannot(f"{DERENDER} makes another message of the same ids than a chat call.")
+    return has_parser, has_parser and thought.has_reasoning
+
+
+async def _derender(
+    ask: Asker, answers: list[list[int]], request: dict[str, Any] | None
+) -> list[Message]:
+    """The messages that the engine makes of the ids of several answers."""
+    choices = [
+        {"index": index, "finish_reason": "stop", "token_ids": ids}
+        for index, ids in enumerate(answers)
+    ]
+    body: dict[str, Any] = {"generate_response": {"request_id": "probe", "choices": choices}}
+    if request is not None:
+        body["chat_request"] = {"model": ask.model, **request}
+    answer = read(await _scale_out(ask, DERENDER, body), DERENDER)
+    messages = [choice.message for choice in answer.choices if choice.message is not None]
+    if len(messages) != len(answers):
+        raise Cannot(f"{DERENDER} gives {len(messages)} messages for {len(answers)} answers.")
+    return messages
+
+
+async def try_tools(ask: Asker, chat: Chat) -> Answer:
+    """A chat call with a tool that the model may call or not.
+
+    Raises:
+        Cannot: the engine refuses it.
+        EngineUnavailable, EngineTimeout: it does not answer.
+    """
+    body = {**chat.body, "tools": TOOLS, "tool_choice": "auto"}
+    try:
+        return read(await ask.may(CHAT, body), CHAT)
+    except Cannot as no:
+        raise Cannot(
+            f"With tools {no} Start vLLM with --enable-auto-tool-choice and --tool-call-parser."
+        ) from None
+
+
+async def logprobs_kind(ask: Asker, chat: Chat) -> LogprobsKind:
+    """Whether logprobs are the model's own or change with the temperature.
+
+    Raises:
+        EngineUnavailable, EngineTimeout: it does not answer.
+    """
+    if chat.inexact or chat.body is not _EXACT_WITH_TOP:
+        return "unknown"
+    try:
+        answered = await ask.may(CHAT, {**chat.body, "temperature": 0.5, "max_tokens": 1})
+        warm = read(answered, CHAT).choices[0].first_place()
+    except Cannot:
+        return "unknown"
+    greedy = chat.choice.first_place()
+    both = greedy.keys() & warm.keys()
+    values = [greedy[token] for token in both]
+    spread = max(values, default=0.0) - min(values, default=0.0)
+    # Twice the distances are reached only where some logprob moves by half of the largest.
+    if all(abs(greedy[token] - warm[token]) < spread / 4 for token in both) and both:
+        return "raw"
+    return "processed" if spread >= _TELLING_SPREAD else "unknown"

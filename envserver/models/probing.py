@@ -1,0 +1,250 @@
+"""The tiny requests by which an engine shows how it can be asked, and how their answers are read.
+
+In flow an engine's answers, unvalidated; out flow small structs, or `Cannot`: a sentence that says
+why the engine cannot be asked in some way. An engine that is down or too slow is no such answer:
+EngineUnavailable and EngineTimeout pass through. The places of the fields are those of vLLM.
+"""
+
+from __future__ import annotations
+
+import math
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..errors import EngineError, EngineGarbage, EngineRefused, EngineTimeout, EngineUnavailable
+from .engine import Engine
+
+_SECONDS = 30.0
+_SIMULATED_TRIES = 6
+_TIE = 0.05
+"""Two tokens whose logprobs are this close may change places from one request to the next: a GPU
+adds up in another order when other requests run beside. Neither can then have more than half."""
+_HALF = math.log(0.5)
+
+T = TypeVar("T")
+Token = tuple[str, tuple[int, ...]]
+"""A token as chat answers name it: its text, and its bytes."""
+
+
+class Cannot(Exception):
+    """The engine cannot be asked in some way; the text is a sentence that says why."""
+
+
+class Top(msgspec.Struct, frozen=True):
+    """One of the likeliest tokens at a place."""
+
+    logprob: float
+    token: str = ""
+    bytes: list[int] | None = None
+
+
+class Scored(msgspec.Struct, frozen=True):
+    """A sampled token's logprob, and those of the likeliest ones in its place."""
+
+    logprob: float
+    top_logprobs: list[Top] | None = None
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    """Of one choice; `content` in chat and generate, `token_logprobs` in completions."""
+
+    content: list[Scored] | None = None
+    token_logprobs: list[float | None] | None = None
+
+    def values(self) -> list[float]:
+        """One number a token; without those that are null."""
+        if self.content is not None:
+            return [scored.logprob for scored in self.content]
+        return [logprob for logprob in self.token_logprobs or () if logprob is not None]
+
+
+class Message(msgspec.Struct, frozen=True):
+    """An assistant message, parsed by the engine."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[Any] | None = None
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the engine told reasoning from content."""
+        return bool(self.reasoning or self.reasoning_content)
+
+    def same(self, other: Message) -> bool:
+        """Whether both say the same."""
+        ours = (self.content or "", self.reasoning or self.reasoning_content or "")
+        theirs = (other.content or "", other.reasoning or other.reasoning_content or "")
+        return ours == theirs and len(self.tool_calls or ()) == len(other.tool_calls or ())
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One choice of an answer. `prompt_token_ids` stands here in completions only."""
+
+    message: Message | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[Any] | None = None
+
+    def scores(self) -> list[float]:
+        """The logprobs of the sampled tokens."""
+        return self.logprobs.values() if self.logprobs else []
+
+    def lacks(self) -> list[str]:
+        """What is missing for an exact record."""
+        if not self.token_ids:
+            return ["token_ids"]
+        return [] if len(self.scores()) == len(self.token_ids) else ["a logprob for each token"]
+
+    def first_place(self) -> dict[Token, float]:
+        """The logprobs of the likeliest first tokens, by their text.
+
+        Without texts that stand twice: parts of a character may all be written as nothing.
+        """
+        content = self.logprobs.content if self.logprobs else None
+        tops = (content[0].top_logprobs if content else None) or []
+        texts = [(top.token, tuple(top.bytes or ())) for top in tops]
+        once = [(text, top) for text, top in zip(texts, tops, strict=True) if texts.count(text) < 2]
+        return {text: top.logprob for text, top in once}
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a sampling endpoint answers."""
+
+    choices: list[Choice]
+    prompt_token_ids: list[int] | None = None
+
+
+class Asker:
+    """Sends one probe's requests, all to one replica.
+
+    Args:
+        model: the name that the engine serves.
+    """
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        self._engine = engine
+        self.model = model
+        # In this process the simulated engine fails by chance, and does not ask itself again.
+        self._tries = _SIMULATED_TRIES if engine.kind == "sim" else 1
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer to one request.
+
+        Raises:
+            EngineError: of every kind.
+        """
+        for left in reversed(range(self._tries)):
+            try:
+                return await self._engine.post(
+                    path,
+                    {"model": self.model, **body},
+                    rollout_id="probe",
+                    timeout_seconds=_SECONDS,
+                )
+            except (EngineUnavailable, EngineGarbage):
+                if not left:
+                    raise
+        raise AssertionError("there is at least one try")
+
+    async def may(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """As `post`, for what the engine need not be able to do.
+
+        Raises:
+            Cannot: it refuses, fails or answers garbage.
+            EngineUnavailable, EngineTimeout: it does not answer.
+        """
+        try:
+            return await self.post(path, body)
+        except EngineError as error:
+            _raise_if_down(error)
+            raise Cannot(f"{path} {refusal(error)}") from None
+
+    async def get(self, path: str) -> dict[str, Any] | None:
+        """The answer to a GET; None where the engine has none.
+
+        Raises:
+            EngineUnavailable, EngineTimeout: it does not answer.
+        """
+        try:
+            return await self._engine.get(path)
+        except EngineError as error:
+            _raise_if_down(error)
+            return None
+
+    async def has_metrics(self) -> bool:
+        """Whether /metrics gives numbers in the form of Prometheus.
+
+        Raises:
+            EngineUnavailable, EngineTimeout: it does not answer.
+        """
+        try:
+            await self._engine.get("/metrics")
+        except EngineGarbage as error:
+            # An Engine reads JSON only; its complaint quotes the beginning of the text.
+            return "# HELP" in error.message or "# TYPE" in error.message
+        except EngineError as error:
+            _raise_if_down(error)
+        return False
+
+
+def _raise_if_down(error: EngineError) -> None:
+    """Raises what says nothing about what the engine can do."""
+    unknown = error.detail.get("status") == HTTPStatus.NOT_IMPLEMENTED
+    if isinstance(error, EngineTimeout | EngineUnavailable) and not unknown:
+        raise error
+
+
+def refusal(error: EngineError) -> str:
+    """What the engine did, as the end of a sentence, in its own words."""
+    status = error.detail.get("status")
+    words = error.message.removeprefix(f"The engine refused the request (HTTP {status}): ")
+    verb = f"is refused (HTTP {status})" if isinstance(error, EngineRefused) else "fails"
+    return sentence(f"{verb}: {words}")
+
+
+def sentence(words: str) -> str:
+    """`words` with an end."""
+    words = words.strip()
+    return words if words.endswith((".", "!", "?", "…")) else f"{words}."
+
+
+def read(answer: dict[str, Any], path: str) -> Answer:
+    """The parts of an answer that matter.
+
+    Raises:
+        Cannot: a field has another type than vLLM's, or there is no choice.
+    """
+    found = convert(answer, Answer, path)
+    if not found.choices:
+        raise Cannot(f"{path} answers without a choice.")
+    return found
+
+
+def convert(value: Any, kind: type[T], path: str) -> T:
+    """`value` as `kind`.
+
+    Raises:
+        Cannot: it is something else.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise Cannot(f"{path} answers in a form that is not vLLM's ({error}).") from None
+
+
+def same_tokens(ours: Choice, theirs: Choice) -> bool:
+    """Whether two greedy answers to one prompt agree, up to a tie of two tokens.
+
+    Args:
+        ours, theirs: choices that lack nothing.
+    """
+    pairs = zip(ours.token_ids or (), theirs.token_ids or (), strict=False)
+    for (our, their), one, other in zip(pairs, ours.scores(), theirs.scores(), strict=False):
+        if our != their:
+            return abs(one - other) < _TIE and min(one, other) <= _HALF
+    return True

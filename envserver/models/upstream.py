@@ -1,0 +1,256 @@
+"""How an engine can be asked, found out by asking it a few tiny things.
+
+The modes, from the best:
+
+    tokens        vLLM with --enable-scale-out: messages are rendered to ids, ids are continued, ids
+                  are parsed to a message, each by a request of its own
+    completions   /v1/completions continues token ids and gives ids back
+    chat          chat calls give the ids of the prompt and of the answer, and take none
+    opaque        no ids: text only
+
+What always holds: a mode is chosen only if its requests gave what a chat call gave, token by token;
+for every better one there is a sentence that says why it was not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+import msgspec
+
+from ..config import Mode
+from ..errors import ConfigError
+from .engine import Engine
+from .probe_modes import (
+    MESSAGES,
+    TOOLS,
+    Chat,
+    LogprobsKind,
+    TokensMode,
+    ask_chat,
+    logprobs_kind,
+    try_completions,
+    try_tokens,
+    try_tools,
+)
+from .probing import Answer, Asker, Cannot, convert
+
+UpstreamMode = Literal["tokens", "completions", "chat", "opaque"]
+
+_BETTER: tuple[UpstreamMode, ...] = ("tokens", "completions", "chat")
+"""Than opaque, from the best."""
+_NOT_PAUSABLE = (
+    "It has no /is_paused. Where nobody else can reach it, start vLLM with VLLM_SERVER_DEV_MODE=1."
+)
+
+
+class Echo(msgspec.Struct, frozen=True, kw_only=True):
+    """A small conversation, and the ids of the prompt that the engine made of it."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    prompt_ids: list[int]
+
+
+class Upstream(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of an engine.
+
+    Args:
+        mode: the best in which it can be asked, or the one that was wanted.
+        model: the name that it serves.
+        server: who it says that it is, such as "vllm 0.32.0"; "" if it does not say.
+        max_model_len: tokens of prompt and answer together.
+        root: the folder or the name from which the model was loaded, as the engine says; of an
+            adapter its base model's.
+        tools: whether it takes tools and leaves to the model whether to call one.
+        has_parser: whether it parses calls or reasoning when it turns ids into a message.
+        reasoning_parser: whether it was seen to tell reasoning from content.
+        weight_versions: whether it says with which weights each token was sampled.
+        logprobs: of the model itself (raw), after temperature and the like (processed), or unknown.
+        pausable: whether sampling can be held while weights change.
+        metrics: whether it tells numbers about itself at /metrics.
+        reasons: for each better mode, and for other things that it lacks, by the name of the field,
+            why not and what to do.
+        echoes: conversations by which a rendering of one's own can be compared.
+    """
+
+    mode: UpstreamMode
+    model: str
+    server: str = ""
+    max_model_len: int | None = None
+    root: str | None = None
+    tools: bool = False
+    has_parser: bool = False
+    reasoning_parser: bool = False
+    weight_versions: bool = False
+    logprobs: LogprobsKind = "unknown"
+    pausable: bool = False
+    metrics: bool = False
+    reasons: dict[str, str] = {}
+    echoes: list[Echo] = []
+
+
+class UpstreamFinder:
+    """Finds out how an engine can be asked as soon as it answers, and remembers it.
+
+    Args:
+        wanted: see `probe`.
+        model: the name that the engine serves; None: the engine is asked for it.
+    """
+
+    def __init__(self, engine: Engine, *, wanted: Mode = "auto", model: str | None = None) -> None:
+        self._engine = engine
+        self._wanted = wanted
+        self._model = model
+        self._finding: asyncio.Task[Upstream] | None = None
+
+    async def get(self) -> Upstream:
+        """What is known of the engine; callers at the same time share one probe.
+
+        Raises:
+            EngineError, ConfigError: as `probe`; the next call tries again.
+        """
+        finding = self._finding
+        if finding is None or (finding.done() and not _succeeded(finding)):
+            finding = self._finding = asyncio.ensure_future(self._find())
+        # One caller that gives up does not end the probe of the others.
+        return await asyncio.shield(finding)
+
+    def forget(self) -> None:
+        """The next `get` probes again: the engine was restarted, or is another one now."""
+        self._finding = None
+
+    async def _find(self) -> Upstream:
+        model = await self._engine.model_name() if self._model is None else self._model
+        return await probe(self._engine, wanted=self._wanted, model=model)
+
+
+def _succeeded(finding: asyncio.Task[Upstream]) -> bool:
+    return not finding.cancelled() and finding.exception() is None
+
+
+async def probe(engine: Engine, *, wanted: Mode = "auto", model: str) -> Upstream:
+    """Asks about a dozen tiny things, each to be answered within 30 seconds.
+
+    Args:
+        wanted: the mode to use; auto: the best that is possible.
+        model: the name that the engine serves.
+
+    Raises:
+        EngineUnavailable, EngineTimeout: it does not answer.
+        EngineRefused: it does not take our key, serves no such model, or does not chat.
+        EngineError: it fails at a plain chat call, or answers with something else.
+        ConfigError: the mode that is wanted is not possible; says why.
+    """
+    ask = Asker(engine, model)
+    card = await _card(ask)
+    version = await ask.get("/version") or {}
+    paused = await ask.get("/is_paused") or {}
+    metrics = await ask.has_metrics()
+    chat = await ask_chat(ask, exact=wanted != "opaque")
+    mode, shown, reasons = await _best(ask, chat, wanted)
+    echoes = _echo(chat.answer, [])
+    try:
+        echoes += _echo(await try_tools(ask, chat), TOOLS)
+    except Cannot as no:
+        reasons["tools"] = str(no)
+    if "is_paused" not in paused:
+        reasons["pausable"] = _NOT_PAUSABLE
+    message = chat.choice.message
+    return Upstream(
+        mode=mode,
+        model=model,
+        server=_server(card, version.get("version")),
+        max_model_len=card.max_model_len,
+        root=card.root,
+        tools="tools" not in reasons,
+        has_parser=shown.has_parser,
+        reasoning_parser=shown.reasoning_parser or bool(message and message.has_reasoning),
+        weight_versions=shown.weight_versions,
+        logprobs=await logprobs_kind(ask, chat),
+        pausable="pausable" not in reasons,
+        metrics=metrics,
+        reasons=reasons,
+        echoes=echoes,
+    )
+
+
+async def _best(
+    ask: Asker, chat: Chat, wanted: Mode
+) -> tuple[UpstreamMode, TokensMode, dict[str, str]]:
+    """The mode, what trying it showed, and why not a better one.
+
+    Raises:
+        ConfigError: the mode that is wanted is not possible.
+    """
+    reasons: dict[str, str] = {}
+    for mode in _BETTER:
+        if wanted not in ("auto", mode):
+            reasons[mode] = f"Not tried: openai.mode is {wanted}."
+            continue
+        try:
+            return mode, await _tried(ask, chat, mode), reasons
+        except Cannot as no:
+            reasons[mode] = str(no)
+            if wanted == mode:
+                raise ConfigError(
+                    f"openai.mode is {mode}, but this engine cannot be asked so: {no}",
+                    hint="With openai.mode auto the best possible mode is used.",
+                ) from None
+    return "opaque", TokensMode(), reasons
+
+
+async def _tried(ask: Asker, chat: Chat, mode: UpstreamMode) -> TokensMode:
+    """Tries one mode.
+
+    Raises:
+        Cannot: it is not possible.
+    """
+    if mode == "tokens":
+        return await try_tokens(ask, chat)
+    if mode == "completions":
+        await try_completions(ask, chat)
+    chat.prompt_ids()
+    return TokensMode()
+
+
+def _echo(answer: Answer, tools: list[dict[str, Any]]) -> list[Echo]:
+    if not answer.prompt_token_ids:
+        return []
+    return [Echo(messages=MESSAGES, tools=tools, prompt_ids=answer.prompt_token_ids)]
+
+
+class _Card(msgspec.Struct):
+    """A model in the engine's list."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+    owned_by: str | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card] = []
+
+
+async def _card(ask: Asker) -> _Card:
+    """What the engine's list says of the model; of an adapter with its base model's root."""
+    try:
+        cards = convert(await ask.get("/v1/models") or {}, _Cards, "/v1/models").data
+    except Cannot:
+        cards = []
+    by_name = {card.id: card for card in cards}
+    card = by_name.get(ask.model) or _Card(ask.model)
+    base = by_name.get(card.parent or "")
+    if base is not None:
+        card.root = base.root
+        card.max_model_len = card.max_model_len or base.max_model_len
+    return card
+
+
+def _server(card: _Card, version: Any) -> str:
+    if not isinstance(version, str):
+        return card.owned_by or ""
+    return version if " " in version else f"{card.owned_by or ''} {version}".strip()
