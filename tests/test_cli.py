@@ -95,7 +95,7 @@ def test_help_shows_the_settings_of_the_environment(
         (["process"], 2, "needs an environment"),
         (["process", "--env.grop_size", "3"], 2, "Did you mean --env.group_size?"),
         (["score", "--env", "math"], 2, "--input is needed (JSONL file of rows to score)."),
-        (["models"], 2, "Which model?"),
+        (["models"], 2, "`envserver models probe` or `envserver models sim`"),
         (["list", "everything"], 2, "takes no arguments"),
         (["run-api", "--port", "no"], 2, "--port: must be a valid integer"),
         (["run-api", "--host", "0.0.0.0"], 2, "--host: must be a loopback address"),

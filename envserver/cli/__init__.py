@@ -30,7 +30,7 @@ COMMANDS = {
     "run-api": Command("run_api", "serve trainers and others' environments, run none", False),
     "verify": Command("verify_command", "check delivered tokens against the engine again", False),
     "score": Command("score_command", "score given answers, without any model"),
-    "models": Command("models_command", "serve the simulated engine: `models sim`", False),
+    "models": Command("models_command", "look at an engine, or serve the simulated one", False),
     "list": Command("list_command", "show the environments that are installed", False),
 }
 

@@ -1,63 +1,42 @@
-"""`envserver models sim`: its settings; what it does stands in `models.py`."""
+"""`envserver models WORD`: finds the command that the word names, and says which there are."""
 
 from __future__ import annotations
 
-import sys
+import importlib
 
-from pydantic import Field
-
-from ..config import EnvironmentSettings, LoopbackHost, SimConfig
 from ..errors import UsageError
-from ..registry import find
-from .command_line import CommandLine
-from .help import show_help
-from .logs import configure_logs
-from .loop import run_loop
-from .models import demonstration_solver, run_sim
-from .settings import load_settings
 
-SUMMARY = """Serves the simulated engine as an OpenAI-compatible server. It is no language model: it
-plays the solutions of the tasks of --env, right or spoiled, and babbles without one."""
-
-
-class ModelsSettings(EnvironmentSettings):
-    """The settings that `models sim` has."""
-
-    host: LoopbackHost = "127.0.0.1"
-    """Address to listen at; only loopback."""
-    port: int = Field(default=9001, ge=0, le=65535)
-    """Port; 0 takes a free one."""
-    sim: SimConfig = SimConfig()
+_WORDS = {
+    "probe": ("models_probe", "show how an engine can be asked, and what it lacks"),
+    "sim": ("models_sim", "serve the simulated engine over HTTP"),
+}
 
 
 def run(argv: list[str]) -> int:
     """The command.
 
     Raises:
-        UsageError: the first word is not `sim`.
-        ConfigError: a setting is wrong, or the port cannot be had.
+        UsageError: the first word names none.
     """
-    words = argv[1:] if argv[:1] == ["sim"] else argv
-    usage = "envserver models sim"
-    if show_help(words, usage=usage, summary=SUMMARY, settings_class=ModelsSettings):
+    if argv and argv[0] in _WORDS:
+        module = importlib.import_module(f".{_WORDS[argv[0]][0]}", __package__)
+        return int(module.run(argv[1:]))
+    if argv in (["--help"], ["-h"]):
+        print(_help())
         return 0
-    if argv[:1] != ["sim"]:
-        raise UsageError("Which model? There is one: `envserver models sim`.")
-    settings = load_settings(words, settings_class=ModelsSettings)
-    configure_logs(settings.log_level)
-    solver = None
-    if settings.environment is not None:
-        environment_class = find(settings.environment)
-        line = CommandLine(settings, settings.environment, environment_class)
-        environment = line.make_environment()
-        solver = demonstration_solver(environment, settings.env.split)
-    run_loop(
-        run_sim(
-            settings.sim, host=settings.host, port=settings.port, solver=solver, announce=_announce
-        )
+    words = " or ".join(f"`envserver models {word}`" for word in _WORDS)
+    raise UsageError(f"Which command about models? {words}.")
+
+
+def _help() -> str:
+    lines = [f"  {word:<5}  {summary}" for word, (_, summary) in _WORDS.items()]
+    return "\n".join(
+        [
+            "Usage: envserver models WORD [--name value ...]",
+            "",
+            *lines,
+            "",
+            "For example: envserver models probe http://localhost:8000",
+            "All settings of a word: envserver models WORD --help",
+        ]
     )
-    return 0
-
-
-def _announce(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

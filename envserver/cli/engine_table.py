@@ -1,0 +1,158 @@
+"""What `models probe` found, as tables that read well at 80 columns, or as JSON."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..models.upstream import Upstream
+
+_MODES = {
+    "tokens": "token ids in, token ids out",
+    "completions": "token ids in and out by /v1/completions, messages by chat",
+    "chat": "messages in, token ids out: each call is a prompt of its own",
+    "opaque": "messages in and out, no token ids: text only, not fit for RL",
+}
+_LOGPROBS = {
+    "raw": "raw: the model's own, whatever the temperature",
+    "processed": "processed: after temperature and the like",
+    "unknown": "unknown whether raw or processed",
+}
+_BETTER = {
+    "tokens": "Mode tokens",
+    "completions": "Mode completions",
+    "chat": "Mode chat",
+    "tools": "Tool calls",
+    "pausable": "Pausing",
+}
+
+
+class ProbedEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """One address.
+
+    Args:
+        tokenizer: the folder of the model's tokenizer and chat template.
+        not_stitched: why conversations cannot be continued from recorded tokens.
+    """
+
+    url: str
+    upstream: Upstream
+    tokenizer: Path | None
+    not_stitched: str | None
+
+
+def differences(probed: Sequence[ProbedEngine]) -> list[str]:
+    """In what the replicas of one engine are not alike, a line each."""
+    lines = []
+    facts = [_facts(one) for one in probed]
+    for name in facts[0] if facts else ():
+        values = [_short(fact[name]) for fact in facts]
+        if len(set(values)) > 1:
+            told = [f"{value} at {one.url}" for value, one in zip(values, probed, strict=True)]
+            lines.append(f"{name}: {', '.join(told)}")
+    return lines
+
+
+def _facts(probed: ProbedEngine) -> dict[str, Any]:
+    facts: dict[str, Any] = msgspec.to_builtins(probed.upstream)
+    del facts["reasons"]
+    echoes = facts.pop("echoes")
+    facts["prompts"] = f"{[len(echo['prompt_ids']) for echo in echoes]} tokens"
+    return facts
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "unknown" if value in (None, "") else str(value)
+
+
+def print_json(probed: Sequence[ProbedEngine], different: Sequence[str]) -> None:
+    """One object on stdout, for programs."""
+    engines = [
+        {
+            "url": one.url,
+            **msgspec.to_builtins(one.upstream),
+            "tokenizer": str(one.tokenizer) if one.tokenizer else None,
+            "stitching": one.not_stitched is None,
+            "not_stitched": one.not_stitched,
+        }
+        for one in probed
+    ]
+    document = {"engines": engines, "differences": list(different)}
+    sys.stdout.write(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode() + "\n")
+
+
+def print_table(probed: Sequence[ProbedEngine], different: Sequence[str]) -> None:
+    """One table an address on stdout, and what could be better."""
+    console = Console(highlight=False, markup=False)
+    for one in probed:
+        console.print(Text(one.url, style="bold"))
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in _rows(one):
+            table.add_row(f"  {name}", value)
+        console.print(table)
+        _print_list(console, "To get better:", list(_better(one)))
+        console.print()
+    _print_list(console, "THESE REPLICAS ARE NOT ALIKE:", different, style="bold red")
+
+
+def _print_list(
+    console: Console, title: str, lines: Sequence[str], style: str = "bold yellow"
+) -> None:
+    if not lines:
+        return
+    console.print(Text(title, style=style))
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for line in lines:
+        table.add_row("  -", line)
+    console.print(table)
+
+
+def _rows(probed: ProbedEngine) -> Iterator[tuple[str, str]]:
+    upstream = probed.upstream
+    root = upstream.root if upstream.root not in (None, upstream.model) else None
+    yield "server", upstream.server or "does not say"
+    yield "model", f"{upstream.model} (from {root})" if root else upstream.model
+    yield "context", f"{upstream.max_model_len} tokens" if upstream.max_model_len else "unknown"
+    yield "mode", f"{upstream.mode}: {_MODES[upstream.mode]}"
+    yield "tool calls", _yes(upstream.tools)
+    yield "reasoning", "parsed by the engine" if upstream.reasoning_parser else "not parsed"
+    yield "logprobs", _LOGPROBS[upstream.logprobs]
+    yield "weight versions", "of each token" if upstream.weight_versions else "not told"
+    yield "pause, resume", _yes(upstream.pausable)
+    yield "metrics", _yes(upstream.metrics)
+    yield "tokenizer", str(probed.tokenizer) if probed.tokenizer else "not found"
+    yield "stitching", _stitching(probed)
+
+
+def _yes(fact: bool) -> str:
+    return "yes" if fact else "no"
+
+
+def _stitching(probed: ProbedEngine) -> str:
+    if probed.not_stitched is not None:
+        return f"no: {probed.not_stitched}"
+    if not probed.upstream.tools:
+        return "yes: prompts are rendered here as by the engine"
+    return "yes: prompts are rendered here as by the engine, with tools too"
+
+
+def _better(probed: ProbedEngine) -> Iterator[str]:
+    """What the engine lacks, why and what to do; things with one reason stand in one line."""
+    reasons = probed.upstream.reasons
+    for reason in dict.fromkeys(reasons.values()):
+        names = [_BETTER[name] for name, why in reasons.items() if why == reason]
+        yield f"{', '.join(names)}: {reason}"

@@ -1,0 +1,117 @@
+"""`envserver models probe URL`: how an engine can be asked, for people or as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from pydantic import Field
+
+from ..config import LogLevel, OpenAIConfig, Section, TokensConfig
+from ..errors import ConfigError, EngineError
+from ..models.model_files import ModelFiles, find_model_files
+from ..models.openai import OpenAIEngine
+from ..models.upstream import Upstream, probe
+from ..tokens.agreement import disagreement
+from ..tokens.chat_format import ChatFormat
+from .engine_table import ProbedEngine, differences, print_json, print_table
+from .help import show_help
+from .logs import configure_logs
+from .loop import run_loop
+from .settings import load_settings
+
+SUMMARY = """Asks an engine about a dozen tiny things and shows what it can do: how exactly its
+tokens can be recorded, what is missing, and what to do about it. Several addresses (separated by
+commas) are probed one by one; where they differ is shown."""
+
+_USAGE = "envserver models probe URL"
+_TRIES = 2
+_ALIASES = {"json": "as_json"}
+
+
+class ProbeSettings(Section):
+    """The settings that `models probe` has."""
+
+    log_level: LogLevel = "info"
+    """Least serious event that is logged."""
+    as_json: bool = Field(default=False)
+    """JSON, not a table."""
+    openai: OpenAIConfig = OpenAIConfig()
+    tokens: TokensConfig = TokensConfig()
+
+
+def run(argv: list[str]) -> int:
+    """The command; its status is 1 where an engine does not answer.
+
+    Args:
+        argv: the words after `models probe`.
+
+    Raises:
+        ConfigError: a setting is wrong, or an engine cannot be asked as `openai.mode` wants.
+    """
+    if show_help(
+        argv, usage=_USAGE, summary=SUMMARY, settings_class=ProbeSettings, aliases=_ALIASES
+    ):
+        return 0
+    settings = load_settings(_as_flags(argv), settings_class=ProbeSettings, aliases=_ALIASES)
+    configure_logs(settings.log_level)
+    return run_loop(_run(settings))
+
+
+def _as_flags(argv: list[str]) -> list[str]:
+    """The addresses in front as the flag that they stand for."""
+    count = next((at for at, word in enumerate(argv) if word.startswith("-")), len(argv))
+    if not count:
+        return argv
+    return ["--openai.base_url", ",".join(argv[:count]), *argv[count:]]
+
+
+async def _run(settings: ProbeSettings) -> int:
+    urls = settings.openai.base_urls
+    outcomes = await asyncio.gather(
+        *(_probe(url, settings) for url in urls), return_exceptions=True
+    )
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, EngineError):
+            raise outcome
+    probed = [outcome for outcome in outcomes if isinstance(outcome, ProbedEngine)]
+    show = print_json if settings.as_json else print_table
+    show(probed, differences(probed))
+    for url, outcome in zip(urls, outcomes, strict=True):
+        if isinstance(outcome, EngineError):
+            print(f"envserver: {url}: {outcome}", file=sys.stderr)
+    return 0 if len(probed) == len(urls) else 1
+
+
+async def _probe(url: str, settings: ProbeSettings) -> ProbedEngine:
+    """Asks one address.
+
+    Raises:
+        EngineError: it does not answer, or refuses us.
+        ConfigError: the wanted mode is not possible, or `tokens.tokenizer` lacks something.
+    """
+    config = settings.openai.model_copy(update={"base_url": url})
+    async with OpenAIEngine(config, tries=_TRIES) as engine:
+        model = await engine.model_name()
+        upstream = await probe(engine, wanted=config.mode, model=model)
+    files = await asyncio.to_thread(find_model_files, upstream, settings.tokens.tokenizer)
+    return ProbedEngine(
+        url=url,
+        upstream=upstream,
+        tokenizer=files.folder,
+        not_stitched=_why_not_stitched(upstream, files, settings.tokens),
+    )
+
+
+def _why_not_stitched(upstream: Upstream, files: ModelFiles, tokens: TokensConfig) -> str | None:
+    """Why conversations cannot be continued from recorded tokens; None if they can."""
+    if not tokens.stitch:
+        return "tokens.stitch is off."
+    if upstream.mode not in ("tokens", "completions"):
+        return f"In mode {upstream.mode} the engine takes no token ids."
+    if files.folder is None:
+        return files.reason
+    try:
+        return disagreement(ChatFormat.load(files.folder), upstream.echoes)
+    except ConfigError as error:
+        return str(error)

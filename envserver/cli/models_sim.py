@@ -1,0 +1,61 @@
+"""`envserver models sim`: its settings; what it does stands in `models.py`."""
+
+from __future__ import annotations
+
+import sys
+
+from pydantic import Field
+
+from ..config import EnvironmentSettings, LoopbackHost, SimConfig
+from ..registry import find
+from .command_line import CommandLine
+from .help import show_help
+from .logs import configure_logs
+from .loop import run_loop
+from .models import demonstration_solver, run_sim
+from .settings import load_settings
+
+SUMMARY = """Serves the simulated engine as an OpenAI-compatible server. It is no language model: it
+plays the solutions of the tasks of --env, right or spoiled, and babbles without one."""
+
+
+class ModelsSettings(EnvironmentSettings):
+    """The settings that `models sim` has."""
+
+    host: LoopbackHost = "127.0.0.1"
+    """Address to listen at; only loopback."""
+    port: int = Field(default=9001, ge=0, le=65535)
+    """Port; 0 takes a free one."""
+    sim: SimConfig = SimConfig()
+
+
+def run(argv: list[str]) -> int:
+    """The command.
+
+    Args:
+        argv: the words after `models sim`.
+
+    Raises:
+        ConfigError: a setting is wrong, or the port cannot be had.
+    """
+    usage = "envserver models sim"
+    if show_help(argv, usage=usage, summary=SUMMARY, settings_class=ModelsSettings):
+        return 0
+    settings = load_settings(argv, settings_class=ModelsSettings)
+    configure_logs(settings.log_level)
+    solver = None
+    if settings.environment is not None:
+        environment_class = find(settings.environment)
+        line = CommandLine(settings, settings.environment, environment_class)
+        environment = line.make_environment()
+        solver = demonstration_solver(environment, settings.env.split)
+    run_loop(
+        run_sim(
+            settings.sim, host=settings.host, port=settings.port, solver=solver, announce=_announce
+        )
+    )
+    return 0
+
+
+def _announce(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

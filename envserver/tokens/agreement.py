@@ -1,0 +1,28 @@
+"""Whether we render conversations as an engine does: by what it made of a few small ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..errors import TemplateRefused
+from ..models.upstream import Echo
+from .chat_format import ChatFormat
+from .refusal import Refused
+
+_OTHER_TEMPLATE = "Does the engine run with a --chat-template of its own?"
+
+
+def disagreement(chat_format: ChatFormat, echoes: Iterable[Echo]) -> str | None:
+    """Why our prompts are not the engine's, as a sentence; None if they are equal."""
+    for echo in echoes:
+        kind = "with tools" if echo.tools else "without tools"
+        try:
+            ours = chat_format.prompt_ids(echo.messages, echo.tools or None, {})
+        except (TemplateRefused, Refused) as error:
+            return f"The template here refuses a conversation {kind} ({error}). {_OTHER_TEMPLATE}"
+        if ours != echo.prompt_ids:
+            return (
+                f"A conversation {kind} is rendered to {len(ours)} tokens here and to "
+                f"{len(echo.prompt_ids)}, not the same, by the engine. {_OTHER_TEMPLATE}"
+            )
+    return None
