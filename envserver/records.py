@@ -108,7 +108,7 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     end: int
 
 
-class Call(msgspec.Struct, kw_only=True):
+class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One exchange with the model, as recorded by the proxy.
 
     Args:
@@ -171,6 +171,28 @@ class Call(msgspec.Struct, kw_only=True):
     flags: list[str] = msgspec.field(default_factory=list)
 
 
+class TracedCall(msgspec.Struct, frozen=True, array_like=True):
+    """A call in a trace: what is new in it, so that a trace grows as what was said does.
+
+    Made and read by `tokens.trace`.
+
+    Args:
+        tokens_of: position in the trace of an earlier call, -1 for none.
+        kept_tokens: the prompt begins with as many tokens of that call's prompt and completion.
+        messages_of: likewise.
+        kept_messages: the messages begin with as many of that call's messages and its answer.
+        tools_of: position of an earlier call that had the same tools, -1: they are its own.
+        new: the call without what is kept.
+    """
+
+    tokens_of: int
+    kept_tokens: int
+    messages_of: int
+    kept_messages: int
+    tools_of: int
+    new: Call
+
+
 class Sequence(msgspec.Struct, kw_only=True):
     """One training row. All arrays have length T.
 
@@ -182,7 +204,7 @@ class Sequence(msgspec.Struct, kw_only=True):
         versions: int32[T], policy version that sampled the token, -1 for context or unknown.
         path: indices of the calls along this branch, root first.
         agent: see Call.
-        flags: union over the path.
+        flags: union over the path; `mixed_versions` too where its trained tokens are of several.
     """
 
     tokens: Tokens
@@ -205,7 +227,10 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class Trajectory(msgspec.Struct, kw_only=True):
-    """A finished and scored rollout. `metrics` are what the agent logged; fields as in Result."""
+    """A finished and scored rollout. `metrics` are what the agent logged; fields as in Result.
+
+    `calls` are all that was recorded, where that is kept (`tokens.keep_calls`).
+    """
 
     rollout_id: str
     attempt: int
@@ -223,6 +248,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     usage: Usage
     flags: list[str] = msgspec.field(default_factory=list)
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    calls: list[TracedCall] = msgspec.field(default_factory=list)
 
 
 class Group(msgspec.Struct, kw_only=True):

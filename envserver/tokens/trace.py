@@ -1,0 +1,153 @@
+"""Calls of one rollout <-> a trace of them, whose size is that of what is new in each call.
+
+Every call of a conversation repeats all before it: recorded whole, 100 turns take 50 times what was
+said. In a trace a call holds the tokens and messages that earlier ones have not; what was sampled
+is always its own. `unpack_calls(pack_calls(calls, parents))` are `calls`, to the byte and in every
+field.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+import numpy as np
+
+from ..errors import TokensError
+from ..records import Call, Message, Tokens, TracedCall
+
+_DIGEST_BYTES = 16
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def pack_calls(calls: list[Call], parents: list[int]) -> list[TracedCall]:
+    """The trace of `calls`.
+
+    Args:
+        calls: of one attempt, in order of commit; inexact ones as well.
+        parents: for each the position of the call that it continues, -1 for none, as
+            `builder.find_parents` tells. Any others give a right but longer trace.
+    """
+    siblings: dict[tuple[str | None, int], int] = {}
+    said: dict[bytes, int] = {}
+    tools: dict[bytes, int] = {}
+    traced = []
+    for k, (call, parent) in enumerate(zip(calls, parents, strict=True)):
+        # A second answer to one prompt has all of it from its sibling.
+        sibling = siblings.get((call.agent, parent), -1)
+        siblings[call.agent, parent] = k
+        tokens_of, kept_tokens = _kept_tokens(call, calls, [sibling, parent])
+        messages_of, kept_messages = _kept_messages(call, said, k)
+        tools_of = tools.setdefault(_encode(call.tools), k)
+        new = msgspec.structs.replace(
+            call,
+            prompt_ids=call.prompt_ids[kept_tokens:],
+            messages=call.messages[kept_messages:],
+            tools=call.tools if tools_of == k else [],
+        )
+        traced.append(
+            TracedCall(
+                tokens_of,
+                kept_tokens,
+                messages_of,
+                kept_messages,
+                tools_of if tools_of < k else -1,
+                new,
+            )
+        )
+    return traced
+
+
+def unpack_calls(traced: list[TracedCall]) -> list[Call]:
+    """The calls of a trace.
+
+    Raises:
+        TokensError: it contradicts itself.
+    """
+    calls: list[Call] = []
+    for k, each in enumerate(traced):
+        if not all(-1 <= j < k for j in (each.tokens_of, each.messages_of, each.tools_of)):
+            raise _damaged(f"Call {k} of the trace is told by one that does not come before it.")
+        calls.append(
+            msgspec.structs.replace(
+                each.new,
+                prompt_ids=_prompt(each, calls),
+                messages=_messages(each, calls),
+                tools=each.new.tools if each.tools_of < 0 else calls[each.tools_of].tools,
+            )
+        )
+    return calls
+
+
+def _kept_tokens(call: Call, calls: list[Call], candidates: list[int]) -> tuple[int, int]:
+    """Which of `candidates` (positions; -1: none) has most of `call`'s prompt, and how much."""
+    shared = [(j, _shared_tokens(call.prompt_ids, calls[j])) for j in candidates if j >= 0]
+    return max(shared, key=lambda each: each[1], default=(-1, 0))
+
+
+def _shared_tokens(prompt: Tokens, earlier: Call) -> int:
+    """How many tokens `prompt` begins with of `earlier`'s prompt and completion."""
+    size = _common(prompt, earlier.prompt_ids)
+    if size < len(earlier.prompt_ids):
+        return size
+    return size + _common(prompt[size:], earlier.completion_ids)
+
+
+def _common(some: Tokens, others: Tokens) -> int:
+    size = min(len(some), len(others))
+    different = some[:size] != others[:size]
+    return int(np.argmax(different)) if different.any() else size
+
+
+def _kept_messages(call: Call, said: dict[bytes, int], k: int) -> tuple[int, int]:
+    """The call that has most of the messages of `call` (-1: none), and how many.
+
+    Args:
+        said: by each beginning of what was said up to a call's answer the first call that has it;
+            `call` is added, at position `k`.
+    """
+    beginnings = _beginnings([*call.messages, call.message])
+    count = len(call.messages)
+    while count and beginnings[count - 1] not in said:
+        count -= 1
+    messages_of = said[beginnings[count - 1]] if count else -1
+    for beginning in beginnings:
+        said.setdefault(beginning, k)
+    return messages_of, count
+
+
+def _beginnings(messages: list[Message]) -> list[bytes]:
+    """For each message a digest of it and all before it.
+
+    Of the bytes: equal dicts may differ in the order of their keys, or as 1 and True do.
+    """
+    digests = [b""]
+    for message in messages:
+        told = digests[-1] + _encode(message)
+        digests.append(hashlib.blake2b(told, digest_size=_DIGEST_BYTES).digest())
+    return digests[1:]
+
+
+def _prompt(traced: TracedCall, calls: list[Call]) -> Tokens:
+    earlier = calls[traced.tokens_of] if traced.tokens_of >= 0 else None
+    known = [earlier.prompt_ids, earlier.completion_ids] if earlier else []
+    if not 0 <= traced.kept_tokens <= sum(map(len, known)):
+        raise _damaged(f"Call {len(calls)} keeps more tokens than there are before it.")
+    parts = []
+    left = traced.kept_tokens
+    for ids in known:
+        parts.append(ids[:left])
+        left -= len(parts[-1])
+    return np.concatenate([*parts, traced.new.prompt_ids])
+
+
+def _messages(traced: TracedCall, calls: list[Call]) -> list[Message]:
+    earlier = calls[traced.messages_of] if traced.messages_of >= 0 else None
+    known = [*earlier.messages, earlier.message] if earlier else []
+    if not 0 <= traced.kept_messages <= len(known):
+        raise _damaged(f"Call {len(calls)} keeps more messages than there are before it.")
+    return [*known[: traced.kept_messages], *traced.new.messages]
+
+
+def _damaged(message: str) -> TokensError:
+    return TokensError(message, hint="The record of its calls is damaged; its rows are not.")
