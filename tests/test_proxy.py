@@ -38,7 +38,7 @@ async def test_a_call_is_recorded_exactly_and_the_answer_shows_nothing_of_it(
     home: House, streamed: bool
 ) -> None:
     attempt, client = home.open()
-    home.proxy.policy_version = 7
+    home.proxy.publish_version(7)
     raw = await client.chat.completions.with_raw_response.create(
         model="any", messages=ASK, stream=streamed
     )
@@ -272,11 +272,11 @@ async def test_how_an_answer_ended_is_kept(home: House, streamed: bool) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_version_that_changes_meanwhile_is_flagged(home: House, streamed: bool) -> None:
     home.fake.held = asyncio.Event()
-    home.proxy.policy_version = 3
+    home.proxy.publish_version(3)
     attempt, client = home.open()
     asking = asyncio.create_task(chat(client, streamed))
     await until(lambda: home.fake.requests)
-    home.proxy.policy_version = 4
+    home.proxy.publish_version(4)
     home.fake.held.set()
     await asking
     assert attempt.calls[0].versions == [VersionSpan(3, 0, 8)]

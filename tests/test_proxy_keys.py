@@ -73,7 +73,7 @@ async def test_after_a_seal_nothing_is_answered_or_recorded(home: House) -> None
 
 async def test_other_endpoints_are_not_offered_to_an_attempt(home: House) -> None:
     attempt, _ = home.open()
-    for path in ("v1/completions", "generate", "v1/responses", "", "v1"):
+    for path in ("v1/embeddings", "generate", "v1/files", "", "v1"):
         assert (await home.post(attempt.key, path, {"prompt": "x"}))[0] == 404
     assert (await home.get(attempt.key, "v1/chat/completions"))[0] == 405
     assert home.fake.requests == []

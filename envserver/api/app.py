@@ -19,12 +19,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .. import __version__
 from ..config import ServerConfig
 from ..errors import StoreError
+from ..proxy.gate import Gate
 from ..store import Store
 from . import problems
 from .atropos.routes import atropos_routes
 from .atropos.service import AtroposService
 from .native import PolicyVersion, native_routes
 from .transfer import CompressedAnswers, RequestBodies
+from .weights import weight_routes
 
 log = structlog.get_logger(__name__)
 
@@ -38,6 +40,7 @@ def create_api(
     settings: ServerConfig,
     status: Callable[[], dict[str, Any]] | None = None,
     on_policy_version: Callable[[int], None] | None = None,
+    gate: Gate | None = None,
     include_messages: bool = True,
     score_range: Literal["unit", "pm1"] = "unit",
     silent_after_seconds: float = 30.0,
@@ -50,6 +53,7 @@ def create_api(
         status: JSON-like facts for `GET /v1/status`; called on the event loop, so it must be quick.
         on_policy_version: called with each version that a trainer publishes, and at the start with
             the stored one.
+        gate: before the engine; None where no engine is behind this server.
         include_messages, score_range: how groups of our own environments go to Atropos trainers.
         silent_after_seconds: a foreign environment that says nothing for so long no longer holds up
             batches with its minimum share.
@@ -78,6 +82,8 @@ def create_api(
     app = FastAPI(title="envserver", version=__version__, lifespan=lifespan)
     problems.install(app)
     app.include_router(native_routes(store, atropos, policy, settings=settings, status=status))
+    if gate is not None:
+        app.include_router(weight_routes(gate, policy))
     wire = atropos_routes(atropos)
     app.include_router(wire)
     app.add_middleware(RequestBodies, max_body_bytes=settings.max_body_bytes)

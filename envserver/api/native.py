@@ -37,7 +37,7 @@ _POLICY_VERSION: Final = "policy_version"
 _LONGEST_WAIT_SECONDS: Final = 60.0
 _MOST_GROUPS: Final = 1024
 _LONGEST_LEASE_SECONDS: Final = 7 * 24 * 3600.0
-_VERSION_LIMIT: Final = 2**31 - 1
+VERSION_LIMIT: Final = 2**31 - 1
 _SEQ_LIMIT: Final = 2**63 - 1
 
 Seconds = Annotated[float, Field(gt=0, le=_LONGEST_LEASE_SECONDS, allow_inf_nan=False)]
@@ -82,7 +82,7 @@ class LeaseExtension(LeaseReference):
 
 
 class PolicyVersionRequest(_Body):
-    version: int = Field(ge=0, le=_VERSION_LIMIT, strict=True)
+    version: int = Field(ge=0, le=VERSION_LIMIT, strict=True)
 
 
 _RUN: Final = TypeAdapter(RunRequest)

@@ -19,10 +19,11 @@ from ..rollouts.group import Machinery
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import tickets
 from .command_line import program, read_command_line
+from .engines import SIMULATED
 from .logs import configure_logs
 from .loop import run_loop
 from .progress import ProgressView, Tally, counted, summary_table
-from .runtime import SIMULATED, machinery, run_until_stopped
+from .runtime import machinery, run_until_stopped
 
 SUMMARY = """Runs rollouts of one environment and writes each finished group as a line of JSON.
 Ctrl-C once finishes the open groups and stops; twice stops at once. Nothing written is lost."""

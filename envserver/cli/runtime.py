@@ -6,50 +6,22 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
-from http import HTTPStatus
 from typing import Any, Literal
-
-import structlog
 
 from ..api.server import serve_api
 from ..config import Settings
 from ..environment import Environment
-from ..errors import ConfigError, EngineError
-from ..models.engine import Engine
+from ..errors import ConfigError
 from ..proxy.server import Proxy
 from ..registry import absolute
 from ..rollouts.events import Observer
-from ..rollouts.group import Demonstrator, Machinery
+from ..rollouts.group import Machinery
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.scoring import ScorerPool
 from ..tokens.flags import chosen
 from ..workers.local import LocalPool
+from .engines import look_at, make_engine, make_source
 from .progress import counted
-
-SIMULATED = "sim"
-
-_log = structlog.get_logger("envserver.engine")
-
-
-def make_engine(settings: Settings) -> tuple[Engine, Demonstrator | None]:
-    """The engine that `settings` name, and who is told the solutions (only the simulated one).
-
-    Raises:
-        ConfigError: `model` names no engine.
-    """
-    if settings.model is None:
-        from ..models.openai import OpenAIEngine
-
-        return OpenAIEngine(settings.openai), None
-    if settings.model == SIMULATED:
-        from ..models.sim import RolloutSolver, SimEngine
-
-        solver = RolloutSolver()
-        return SimEngine(settings.sim, solver), solver
-    raise ConfigError(
-        f"There is no built-in model {settings.model!r}.",
-        hint="Use --model sim, or name a server with --openai.base_url and --openai.model_name.",
-    )
 
 
 @contextlib.asynccontextmanager
@@ -80,16 +52,14 @@ async def machinery(
         )
     reference = absolute(env_reference)
     engine, demonstrator = make_engine(settings)
-    if need_exact and not engine.exact:
-        raise ConfigError(
-            "This engine gives no token ids, so its rollouts are not fit for RL.",
-            hint="Use `process` for text data, or an engine with --openai.server_type vllm.",
-        )
+    _check_exact(engine.exact, need_exact)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(engine)
-        await _look_at(engine, must_answer=need_engine)
+        source = make_source(settings, engine)
+        if await look_at(engine, must_answer=need_engine):
+            _check_exact((await source.ready()).exact, need_exact)
         model = await engine.model_name()
-        proxy = Proxy(engine)
+        proxy = Proxy(engine, source=source)
         server = await serve_api(proxy.asgi(), "127.0.0.1", 0)
         stack.push_async_callback(server.close)
         scorer = ScorerPool(
@@ -121,24 +91,13 @@ async def machinery(
         )
 
 
-async def _look_at(engine: Engine, *, must_answer: bool) -> None:
-    """Finds out now, not after many failed rollouts, that there is no engine at its address.
-
-    An engine that does not list its models (HTTP 404) may still answer calls.
-
-    Raises:
-        EngineError: it must answer, and does not, or refuses our key.
-    """
-    replicas = await engine.health()
-    for replica in replicas:
-        if not replica.healthy:
-            _log.warning("engine_does_not_answer", base_url=replica.base_url, reason=replica.reason)
-    if must_answer and not any(replica.healthy for replica in replicas):
-        try:
-            await engine.get("/v1/models")
-        except EngineError as error:
-            if error.detail.get("status") != HTTPStatus.NOT_FOUND:
-                raise
+def _check_exact(exact: bool, needed: bool) -> None:
+    if needed and not exact:
+        raise ConfigError(
+            "This engine gives no token ids, so its rollouts are not fit for RL.",
+            hint="Use `process` for text data, or an engine such as vLLM; "
+            "`envserver models probe` says what is missing.",
+        )
 
 
 @contextlib.asynccontextmanager

@@ -92,6 +92,7 @@ async def serve(
             settings.tokens.audit_fraction,
             settings.tokens.audit_tolerance,
             version=lambda: parts.proxy.policy_version,
+            gate=parts.proxy.gate,
         ) as auditor,
     ):
         config = environment.config
@@ -114,6 +115,7 @@ async def serve(
             settings=settings.server,
             status=lambda: _status(parts, scheduler, tally) | {"audit": auditor.report()},
             on_policy_version=parts.proxy.publish_version,
+            gate=parts.proxy.gate,
             include_messages=config.include_messages,
             score_range=config.score_range,
         )

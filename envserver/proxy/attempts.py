@@ -16,7 +16,9 @@ import msgspec
 
 from ..errors import ConflictError, EngineError, Failure, LimitReached, Outcome
 from ..records import Call, PublicTask
+from ..tokens.history import History
 from .asgi import Interrupts
+from .retries import Retries
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -58,6 +60,10 @@ class Attempt:
             was answered.
         engine_failures: how many times it did so.
         output, metrics, posted, failure: what the worker posted.
+        late_calls: model calls that came after the end.
+        memory: what each dialect keeps of this attempt.
+        retries: its latest requests.
+        history: what its calls can be continued from; None until something could be.
     """
 
     key: str
@@ -71,11 +77,16 @@ class Attempt:
     metrics: dict[str, float] = field(default_factory=dict)
     posted: bool = False
     failure: Failure | None = None
+    late_calls: int = 0
+    memory: dict[str, dict[str, Any]] = field(default_factory=dict)
+    retries: Retries[Any] = field(default_factory=Retries)
+    history: History | None = None
     _turns: int = 0
     _spent_tokens: int = 0
     _reserved_tokens: int = 0
     _returned: asyncio.Event = field(default_factory=asyncio.Event)
     _in_flight: set[Interrupts] = field(default_factory=set)
+    _held: set[asyncio.Task[Any]] = field(default_factory=set)
 
     @property
     def seconds_left(self) -> float:
@@ -164,9 +175,21 @@ class Attempt:
     def done(self, interrupts: Interrupts) -> None:
         self._in_flight.discard(interrupts)
 
+    def hold(self, task: asyncio.Task[Any]) -> None:
+        """`task` works for this attempt, whoever waits for it, and ends with it."""
+        self._held.add(task)
+        task.add_done_callback(self._let_go)
+
+    def _let_go(self, task: asyncio.Task[Any]) -> None:
+        self._held.discard(task)
+        if not task.cancelled():
+            task.exception()  # told to whoever waits for it; there may be nobody
+
     def seal(self) -> None:
-        """Nothing is recorded any more; requests in flight end."""
+        """Nothing is recorded any more; requests in flight and work without one end."""
         self.sealed = True
+        for task in self._held:
+            task.cancel()
         for interrupts in self._in_flight:
             interrupts.interrupt("sealed")
 

@@ -1,94 +1,52 @@
 """What an engine answered -> Calls.
 
-`Exchange` is the common form of a whole answer and of a collected stream. A call is exact only if
-the ids of its prompt, the ids of its completion and a logprob for each of these are there and agree
-with each other and with the engine's own count; otherwise it is flagged, never mended.
+A call is exact only if the ids of its prompt, the ids of its completion and a logprob for each of
+these are there and agree with each other and with the engine's own count; otherwise it is flagged,
+never mended.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import EngineGarbage
-from ..records import Call, Message, VersionSpan
+from ..records import Call, Dialect, Message, VersionSpan
+from ..tokens.prompts import PromptPlan
+from .exchange import Choice, Exchange
 
 _INT32_MAX = 2**31 - 1
-
-
-class Choice(msgspec.Struct, kw_only=True):
-    """One answer. `ids`, `logprobs` None: the engine gave none."""
-
-    index: int
-    message: Message
-    ids: list[Any] | None = None
-    logprobs: list[Any] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class Exchange(msgspec.Struct, kw_only=True):
-    """One request's answers. `completion_tokens` is the engine's own count over all choices."""
-
-    choices: list[Choice]
-    prompt_ids: list[Any] | None = None
-    completion_tokens: int | None = None
-
-    def tokens(self) -> int:
-        """Completion tokens, by the engine's count or else by the ids."""
-        if self.completion_tokens is not None:
-            return self.completion_tokens
-        return sum(len(choice.ids or choice.logprobs or ()) for choice in self.choices)
+_NUMBER_AT_END = re.compile(r"(\d{1,9})$")
 
 
 class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
-    """What all calls of one exchange share. Versions are those at its start and at its end."""
+    """What all calls of one exchange share; the fields are those of Call.
+
+    Args:
+        asked_model: the name that the engine was sent (`model` may hold a place for the version).
+        first_version, last_version: the policy's at the start and at the end.
+        prompt: how the prompt came to be.
+    """
 
     model: str
+    asked_model: str
     agent: str | None
+    dialect: Dialect
+    digest: bytes
     messages: list[Message]
     tools: list[dict[str, Any]]
     sampling: dict[str, Any]
     streamed: bool
     started_at: float
     seconds: float
+    seconds_to_first: float | None
     first_version: int
     last_version: int
+    prompt: PromptPlan
     flags: list[str]
-
-
-def exchange_of(answer: dict[str, Any]) -> Exchange:
-    """The exchange in a whole chat answer.
-
-    Raises:
-        EngineGarbage: it is no chat answer.
-    """
-    given = answer.get("choices")
-    if not isinstance(given, list) or not given:
-        raise EngineGarbage("The engine's answer holds no choices.")
-    choices = []
-    for position, choice in enumerate(given):
-        if not isinstance(choice, dict) or not isinstance(choice.get("message"), dict):
-            raise EngineGarbage("A choice in the engine's answer holds no message.")
-        index = choice.get("index")
-        choices.append(
-            Choice(
-                index=index if isinstance(index, int) else position,
-                message=choice["message"],
-                ids=_list(choice.get("token_ids")),
-                logprobs=logprobs_of(choice),
-                finish_reason=_text(choice.get("finish_reason")),
-                stop_reason=_stop_reason(choice.get("stop_reason")),
-            )
-        )
-    return Exchange(
-        choices=choices,
-        prompt_ids=_list(answer.get("prompt_token_ids")),
-        completion_tokens=completion_tokens_of(answer),
-    )
 
 
 def calls_of(exchange: Exchange, given: Circumstances, broken: str | None = None) -> list[Call]:
@@ -98,75 +56,141 @@ def calls_of(exchange: Exchange, given: Circumstances, broken: str | None = None
         broken: "disconnect" or "error" when the exchange ended before the engine's answer did: such
             calls hold what had arrived, are not delivered, and lack nothing that was promised.
     """
-    prompt_ids = _ids(exchange.prompt_ids)
-    shared = list(given.flags)
-    if given.first_version != given.last_version:
-        shared.append("mixed_versions")
+    shared = [*given.flags, *given.prompt.flags]
     if broken is None and not _count_agrees(exchange):
         shared.append("logprob_count_mismatch")
-    version = min(given.first_version, given.last_version)
-    calls = []
-    for choice in exchange.choices:
-        ids, logprobs = _ids(choice.ids), _logprobs(choice.logprobs)
-        finish = broken or choice.finish_reason or ""
-        own = _choice_flags(prompt_ids, ids, logprobs, broken) + _finish_flags(finish)
-        size = 0 if ids is None else len(ids)
-        exact = (
-            prompt_ids is not None
-            and ids is not None
-            and logprobs is not None
-            and len(ids) == len(logprobs)
-            and "logprob_count_mismatch" not in shared
-        )
-        calls.append(
-            Call(
-                index=-1,
-                model=given.model,
-                prompt_ids=np.empty(0, np.int32) if prompt_ids is None else prompt_ids,
-                completion_ids=np.empty(0, np.int32) if ids is None else ids,
-                logprobs=np.empty(0, np.float32) if logprobs is None else logprobs,
-                versions=[VersionSpan(version, 0, size)] if size else [],
-                exact=exact,
-                finish_reason=finish,
-                message=choice.message,
-                messages=given.messages,
-                tools=given.tools,
-                sampling=given.sampling,
-                agent=given.agent,
-                choice=choice.index,
-                stop_reason=choice.stop_reason,
-                streamed=given.streamed,
-                started_at=given.started_at,
-                seconds=given.seconds,
-                flags=_union(shared, own),
-            )
-        )
+    if "{version}" in given.model and exchange.model not in ("", given.asked_model):
+        shared.append("other_model_served")
+    calls = [_call(exchange, choice, given, shared, broken) for choice in exchange.choices]
     if broken is not None:
         mark_undelivered(calls)
     return calls
+
+
+def _call(
+    exchange: Exchange,
+    choice: Choice,
+    given: Circumstances,
+    shared: list[str],
+    broken: str | None,
+) -> Call:
+    plan = given.prompt
+    echoed = exchange.prompt_ids if choice.prompt_ids is None else choice.prompt_ids
+    prompt_ids = _ids(plan.ids if echoed is None else echoed)
+    ids, logprobs = _ids(choice.ids), _logprobs(choice.logprobs)
+    finish = broken or choice.finish_reason or ""
+    size = 0 if ids is None else len(ids)
+    told = _told_versions(choice.weight_versions, size)
+    versions = told or _bracketed(size, given)
+    flags = [
+        *shared,
+        *_token_flags(prompt_ids, ids, logprobs, broken),
+        *_finish_flags(finish, choice, given),
+        *_version_flags(versions, given, told is not None),
+    ]
+    if plan.ids is not None and echoed is not None and echoed != plan.ids:
+        flags.append("prompt_mismatch")
+    return Call(
+        index=-1,
+        model=given.model,
+        prompt_ids=np.empty(0, np.int32) if prompt_ids is None else prompt_ids,
+        completion_ids=np.empty(0, np.int32) if ids is None else ids,
+        logprobs=np.empty(0, np.float32) if logprobs is None else logprobs,
+        versions=versions,
+        exact=(
+            prompt_ids is not None
+            and ids is not None
+            and logprobs is not None
+            and "logprob_count_mismatch" not in flags
+        ),
+        finish_reason=finish,
+        message=choice.message,
+        messages=given.messages,
+        tools=given.tools,
+        sampling=given.sampling,
+        agent=given.agent,
+        choice=choice.index,
+        stop_reason=choice.stop_reason,
+        eot_sampled=finish in ("stop", "tool_calls") and not isinstance(choice.stop_reason, str),
+        dialect=given.dialect,
+        streamed=given.streamed,
+        body_digest=given.digest,
+        planned_parent=plan.parent,
+        edge=plan.edge,
+        refusal=plan.refusal,
+        served_model=exchange.model,
+        started_at=given.started_at,
+        seconds=given.seconds,
+        seconds_to_first=given.seconds_to_first,
+        flags=_distinct(flags),
+    )
 
 
 def mark_undelivered(calls: list[Call]) -> None:
     """The client was gone before it had the whole answer."""
     for call in calls:
         call.delivered = "none"
-        call.flags = _union(call.flags, ["undelivered_completion"])
+        call.flags = _distinct([*call.flags, "undelivered_completion"])
 
 
-def logprobs_of(choice: dict[str, Any]) -> list[Any] | None:
-    """The logprobs in a choice of a chat answer or chunk, None when there are none."""
-    held = choice.get("logprobs")
-    content = held.get("content") if isinstance(held, dict) else None
-    if not isinstance(content, list):
-        return None
-    return [entry.get("logprob") if isinstance(entry, dict) else None for entry in content]
+def mark_delivered(calls: list[Call]) -> None:
+    """The client has the whole answer, be it after a retry."""
+    for call in calls:
+        call.delivered = "full"
+        call.flags = [flag for flag in call.flags if flag != "undelivered_completion"]
 
 
-def completion_tokens_of(answer: dict[str, Any]) -> int | None:
-    """The engine's own count of completion tokens."""
-    usage = answer.get("usage")
-    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    return count if isinstance(count, int) else None
+def mark_replayed(calls: list[Call]) -> None:
+    """The answer was given again to a retry."""
+    for call in calls:
+        call.replayed = True
+        call.flags = _distinct([*call.flags, "client_retry_replayed"])
+
+
+def _bracketed(size: int, given: Circumstances) -> list[VersionSpan]:
+    """One span: the version in the model's name, else that at the time of the exchange.
+
+    Where the policy changed during the exchange it is the lower one: never newer than the truth.
+    """
+    if "{version}" in given.model:
+        version = _number(given.asked_model)
+    else:
+        version = min(given.first_version, given.last_version)
+    return [VersionSpan(version, 0, size)] if size else []
+
+
+def _told_versions(spans: list[Any] | None, size: int) -> list[VersionSpan] | None:
+    """The engine's spans where they have numbers and cover [0, size); else None."""
+    told: list[VersionSpan] = []
+    at = 0
+    for span in spans or ():
+        if not isinstance(span, dict):
+            return None
+        number, start, end = _number(span.get("version")), span.get("start"), span.get("end")
+        if number < 0 or start != at or not isinstance(end, int) or end < at:
+            return None
+        told.append(VersionSpan(number, at, end))
+        at = end
+    return told if told and at == size else None
+
+
+def _number(version: Any) -> int:
+    """The whole number at the end of a version's name (`17`, `step-17`, `policy@17`), else -1."""
+    if isinstance(version, int) and not isinstance(version, bool):
+        return version
+    found = _NUMBER_AT_END.search(version) if isinstance(version, str) else None
+    return int(found[1]) if found else -1
+
+
+def _version_flags(spans: list[VersionSpan], given: Circumstances, told: bool) -> list[str]:
+    versions = {span.version for span in spans}
+    changed = given.first_version != given.last_version and "{version}" not in given.model
+    flags = []
+    if len(versions) > 1 or (changed and not told):
+        flags.append("mixed_versions")
+    if -1 in versions and given.last_version >= 0:
+        flags.append("version_unknown")
+    return flags
 
 
 def _count_agrees(exchange: Exchange) -> bool:
@@ -175,7 +199,7 @@ def _count_agrees(exchange: Exchange) -> bool:
     return sum(len(c.ids or ()) for c in exchange.choices) == exchange.completion_tokens
 
 
-def _choice_flags(
+def _token_flags(
     prompt_ids: NDArray[np.int32] | None,
     ids: NDArray[np.int32] | None,
     logprobs: NDArray[np.float32] | None,
@@ -191,10 +215,13 @@ def _choice_flags(
     return flags
 
 
-def _finish_flags(finish: str) -> list[str]:
+def _finish_flags(finish: str, choice: Choice, given: Circumstances) -> list[str]:
     if finish == "length":
-        return ["truncated_length"]
-    return ["finish_abort"] if finish in ("abort", "error", "") else []
+        in_call = bool(given.tools and choice.message.get("tool_calls"))
+        return ["truncated_length", *(["truncated_in_tool_call"] if in_call else [])]
+    if finish in ("abort", "error", ""):
+        return ["finish_abort"]
+    return ["stop_string_tail"] if isinstance(choice.stop_reason, str) else []
 
 
 def _ids(values: list[Any] | None) -> NDArray[np.int32] | None:
@@ -224,17 +251,5 @@ def _logprobs(values: list[Any] | None) -> NDArray[np.float32] | None:
     return array if bool(np.isfinite(array).all()) else None
 
 
-def _union(one: list[str], other: list[str]) -> list[str]:
-    return list(dict.fromkeys([*one, *other]))
-
-
-def _list(value: Any) -> list[Any] | None:
-    return value if isinstance(value, list) else None
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _stop_reason(value: Any) -> int | str | None:
-    return value if isinstance(value, int | str) else None
+def _distinct(flags: list[str]) -> list[str]:
+    return list(dict.fromkeys(flags))

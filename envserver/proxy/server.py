@@ -23,21 +23,25 @@ from .asgi import (
     Receive,
     Scope,
     Send,
-    error_body,
     header,
     read_body,
     send_json,
     send_nothing,
 )
 from .attempts import Attempt, AttemptSpec
-from .chat import ChatRequest
+from .dialects import APIS, Api, ChatApi
+from .gate import Gate
 from .guest import generate, pass_through
+from .request import ModelRequest
+from .retries import Marks, digest_of
+from .source import Source
 from .worker import rollout_body, take_log, take_result
 
 _REMEMBER_SEALED_SECONDS = 60.0
 _HEALTH_SECONDS = 1.0
 _NO_RETRY = ((b"x-should-retry", b"false"),)
 _MAX_AGENT_NAME = 80
+_ASKING = {path.removeprefix("v1/") for path in APIS}
 
 _log = structlog.get_logger("envserver.proxy")
 
@@ -55,32 +59,42 @@ class Proxy:
 
     Args:
         engine: open as long as the proxy is used; the proxy neither opens nor closes it.
+        source: how attempts' calls are asked of it; unset: through its chat API only.
         max_body_bytes: of a request, as sent and inflated.
         clock: seconds; only for how long sealed keys are remembered.
     """
-
-    policy_version: int = -1
-    """The version that the engine serves now, as its trainer says; -1: unknown."""
 
     def __init__(
         self,
         engine: Engine,
         *,
+        source: Source | None = None,
         max_body_bytes: int = 64 * 1024 * 1024,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
+        self._source = source or Source(engine)
         self._max_body_bytes = max_body_bytes
         self._clock = clock
         self._attempts: dict[str, Attempt] = {}
         self._guests: set[str] = set()
-        self._sealed: set[str] = set()
+        self._sealed: dict[str, Attempt] = {}
         self._sealed_at: deque[tuple[float, str]] = deque()
         self._health = (-_HEALTH_SECONDS, False)
 
+    @property
+    def policy_version(self) -> int:
+        """The version that the engine serves now, as its trainer says; -1: unknown."""
+        return self._source.policy_version
+
     def publish_version(self, version: int) -> None:
         """The engine serves `version` of the policy from now on."""
-        self.policy_version = version
+        self._source.policy_version = version
+
+    @property
+    def gate(self) -> Gate:
+        """Before which the attempts' calls wait while the engine's weights change."""
+        return self._source.gate
 
     def open(self, spec: AttemptSpec) -> Attempt:
         """A new attempt, under a key that cannot be guessed."""
@@ -92,7 +106,7 @@ class Proxy:
         """Ends an attempt: requests in flight end, later ones get 409 (after a minute 404)."""
         attempt.seal()
         if self._attempts.pop(attempt.key, None) is not None:
-            self._sealed.add(attempt.key)
+            self._sealed[attempt.key] = attempt
             self._sealed_at.append((self._clock(), attempt.key))
         self._forget()
 
@@ -126,7 +140,7 @@ class Proxy:
             # The limit of a rollout is no rate limit: clients must not wait and try again.
             limited = isinstance(error, LimitReached)
             status = 400 if limited else error.status
-            await send_json(send, status, error_body(error), _NO_RETRY)
+            await send_json(send, status, _api_of(scope["path"]).error(error), _NO_RETRY)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         key, _, path = scope["path"].partition("/r/")[2].partition("/")
@@ -134,6 +148,7 @@ class Proxy:
         if attempt is None and key not in self._guests:
             self._forget()
             if key in self._sealed:
+                self._late(self._sealed[key], path)
                 raise ConflictError("This attempt has ended.")
             raise NotFoundError("There is nothing under this address.")
         if attempt is None:
@@ -150,19 +165,11 @@ class Proxy:
         if path.startswith("a/"):
             agent, _, path = path[2:].partition("/")
         method = scope["method"]
+        if path in APIS:
+            _require(method, "POST")
+            await self._ask(scope, attempt, path, agent and agent[:_MAX_AGENT_NAME], receive, send)
+            return
         match path:
-            case "v1/chat/completions":
-                _require(method, "POST")
-                body = await read_body(scope, receive, self._max_body_bytes)
-                request = ChatRequest(
-                    self._engine,
-                    attempt,
-                    agent and agent[:_MAX_AGENT_NAME],
-                    lambda: self.policy_version,
-                    receive,
-                    send,
-                )
-                await request.answer(body)
             case "v1/models":
                 _require(method, "GET")
                 await send_json(send, 200, _models(attempt.spec.model))
@@ -185,6 +192,26 @@ class Proxy:
                 path = path[:80]
                 _log.warning("foreign_endpoint", rollout_id=attempt.spec.rollout_id, path=path)
                 raise NotFoundError(f"/{path} is not offered here.")
+
+    async def _ask(
+        self,
+        scope: Scope,
+        attempt: Attempt,
+        path: str,
+        agent: str | None,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        body = await read_body(scope, receive, self._max_body_bytes)
+        marks = Marks(scope, digest_of(path, agent, body))
+        request = ModelRequest(self._source, attempt, APIS[path], agent, receive, send)
+        await request.answer(body, marks)
+
+    def _late(self, attempt: Attempt, path: str) -> None:
+        """Notes a model call that came after the end of its attempt."""
+        if path.rpartition("v1/")[2] in _ASKING:
+            attempt.late_calls += 1
+            _log.warning("call_after_seal", rollout_id=attempt.spec.rollout_id, path=path[:80])
 
     async def _guest_route(
         self, scope: Scope, key: str, path: str, receive: Receive, send: Send
@@ -220,7 +247,12 @@ class Proxy:
         """Forgets the keys that were sealed a minute ago."""
         oldest = self._clock() - _REMEMBER_SEALED_SECONDS
         while self._sealed_at and self._sealed_at[0][0] <= oldest:
-            self._sealed.discard(self._sealed_at.popleft()[1])
+            self._sealed.pop(self._sealed_at.popleft()[1], None)
+
+
+def _api_of(path: str) -> Api:
+    """The dialect in whose form the client expects errors."""
+    return APIS.get(f"v1/{path.rpartition('/v1/')[2]}") or ChatApi()
 
 
 def _check_bearer(scope: Scope, key: str) -> None:

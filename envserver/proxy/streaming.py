@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .plan import ChatPlan
-from .recording import Choice, Exchange, completion_tokens_of, logprobs_of
+from .ask import Ask
+from .exchange import Choice, Exchange, completion_tokens_of, logprobs_of
 
 _REASONING = ("reasoning", "reasoning_content")
 _TEXTS = ("content", "refusal", *_REASONING)
@@ -19,21 +19,23 @@ _TEXTS = ("content", "refusal", *_REASONING)
 class Collector:
     """Puts the chunks of one stream together again. Chunks are those of the engine, uncleaned."""
 
-    def __init__(self, plan: ChatPlan) -> None:
-        self._wants_reasoning = plan.wants_reasoning
+    def __init__(self, ask: Ask) -> None:
+        self._wants_reasoning = ask.wants_reasoning
         self._choices: dict[int, Choice] = {}
         self._texts: dict[int, dict[str, list[str]]] = {}
         self._prompt_ids: list[Any] | None = None
         self._completion_tokens: int | None = None
+        self._model = ""
 
     def add(self, chunk: dict[str, Any]) -> None:
         """Takes in one chunk."""
+        if isinstance(chunk.get("model"), str):
+            self._model = chunk["model"]
         count = completion_tokens_of(chunk)
         if count is not None:
             self._completion_tokens = count
         self._take_prompt(chunk)
         for part in _choices(chunk):
-            self._take_prompt(part)
             self._add_choice(part)
 
     def exchange(self) -> Exchange:
@@ -49,6 +51,7 @@ class Collector:
             choices=[self._choices[index] for index in sorted(self._choices)],
             prompt_ids=self._prompt_ids,
             completion_tokens=self._completion_tokens,
+            model=self._model,
         )
 
     def _take_prompt(self, holder: dict[str, Any]) -> None:
@@ -67,12 +70,17 @@ class Collector:
             text = delta.get(name) if isinstance(delta, dict) else None
             if isinstance(text, str) and (self._wants_reasoning or name not in _REASONING):
                 texts.setdefault(name, []).append(text)
+        prompt_ids = part.get("prompt_token_ids")
+        if isinstance(prompt_ids, list) and choice.prompt_ids is None:
+            choice.prompt_ids = prompt_ids
         ids = part.get("token_ids")
         if isinstance(ids, list):
             choice.ids = _extended(choice.ids, ids)
         logprobs = logprobs_of(part)
         if logprobs is not None:
             choice.logprobs = _extended(choice.logprobs, logprobs)
+        if isinstance(part.get("weight_versions"), list):
+            choice.weight_versions = part["weight_versions"]
         if isinstance(part.get("finish_reason"), str):
             choice.finish_reason = part["finish_reason"]
         if isinstance(part.get("stop_reason"), int | str):
@@ -87,32 +95,32 @@ def _extended(held: list[Any] | None, more: list[Any]) -> list[Any]:
     return held
 
 
-def clean_answer(answer: dict[str, Any], plan: ChatPlan) -> None:
+def clean_answer(answer: dict[str, Any], ask: Ask) -> None:
     """Takes out of a whole answer what only we asked for."""
-    if not plan.wants_token_ids:
+    if not ask.wants_token_ids:
         answer.pop("prompt_token_ids", None)
     for choice in answer["choices"]:
-        _clean_choice(choice, plan)
-        if not plan.wants_reasoning:
+        _clean_choice(choice, ask)
+        if not ask.wants_reasoning:
             _drop_reasoning(choice["message"])
 
 
-def clean_chunk(chunk: dict[str, Any], plan: ChatPlan) -> bool:
+def clean_chunk(chunk: dict[str, Any], ask: Ask) -> bool:
     """Takes out of a chunk what only we asked for; False when nothing is left to send."""
-    if not plan.wants_token_ids:
+    if not ask.wants_token_ids:
         chunk.pop("prompt_token_ids", None)
-    if plan.wants_usage:
+    if ask.wants_usage:
         chunk.setdefault("usage", None)
     else:
         chunk.pop("usage", None)
     parts = _choices(chunk)
     for part in parts:
-        _clean_choice(part, plan)
-        if not plan.wants_reasoning and isinstance(part.get("delta"), dict):
+        _clean_choice(part, ask)
+        if not ask.wants_reasoning and isinstance(part.get("delta"), dict):
             _drop_reasoning(part["delta"])
     if not parts:
-        return plan.wants_usage
-    return plan.wants_logprobs or plan.wants_token_ids or any(_says_something(p) for p in parts)
+        return ask.wants_usage
+    return ask.wants_logprobs or ask.wants_token_ids or any(_says_something(p) for p in parts)
 
 
 def is_last(chunk: dict[str, Any]) -> bool:
@@ -121,7 +129,7 @@ def is_last(chunk: dict[str, Any]) -> bool:
     return not parts or any(part.get("finish_reason") is not None for part in parts)
 
 
-def chunks_of(answer: dict[str, Any], plan: ChatPlan) -> Iterator[dict[str, Any]]:
+def chunks_of(answer: dict[str, Any], ask: Ask) -> Iterator[dict[str, Any]]:
     """A cleaned whole answer as chunks: role, texts, whole tool calls, end; then the usage."""
     head = {
         "id": answer.get("id", ""),
@@ -129,13 +137,13 @@ def chunks_of(answer: dict[str, Any], plan: ChatPlan) -> Iterator[dict[str, Any]
         "created": answer.get("created", 0),
         "model": answer.get("model", ""),
     }
-    if plan.wants_usage:
+    if ask.wants_usage:
         head["usage"] = None
     for choice in answer["choices"]:
         for delta, rest in _parts_of(choice):
             part = {"index": choice.get("index", 0), "delta": delta, "finish_reason": None, **rest}
             yield {**head, "choices": [part]}
-    if plan.wants_usage:
+    if ask.wants_usage:
         yield {**head, "choices": [], "usage": answer.get("usage")}
 
 
@@ -162,10 +170,12 @@ def _parts_of(choice: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str
     yield {}, end
 
 
-def _clean_choice(choice: dict[str, Any], plan: ChatPlan) -> None:
-    if not plan.wants_token_ids:
+def _clean_choice(choice: dict[str, Any], ask: Ask) -> None:
+    choice.pop("weight_versions", None)
+    if not ask.wants_token_ids:
         choice.pop("token_ids", None)
-    if not plan.wants_logprobs and "logprobs" in choice:
+        choice.pop("prompt_token_ids", None)
+    if not ask.wants_logprobs and "logprobs" in choice:
         choice["logprobs"] = None
 
 

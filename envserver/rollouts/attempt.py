@@ -36,13 +36,14 @@ _CUTTING_LIMITS = ("tokens", "time", "context")
 
 
 class Finished(msgspec.Struct, kw_only=True):
-    """An attempt that can be scored."""
+    """An attempt that can be scored. `attempt`: its record at the proxy, which is sealed."""
 
     result: Result
     sequences: list[Sequence]
     tools: list[dict[str, Any]]
     usage: Usage
     flags: list[str]
+    attempt: Attempt
 
 
 async def run_attempt(
@@ -94,7 +95,8 @@ async def run_attempt(
         sequences=sequences,
         tools=last.tools if last else [],
         usage=_usage(calls, time.time() - started),
-        flags=_flags(attempt, calls),
+        flags=_flags(attempt, calls, sequences),
+        attempt=attempt,
     )
 
 
@@ -154,8 +156,9 @@ def _usage(calls: list[Call], seconds: float) -> Usage:
     )
 
 
-def _flags(attempt: Attempt, calls: list[Call]) -> list[str]:
+def _flags(attempt: Attempt, calls: list[Call], sequences: list[Sequence]) -> list[str]:
     flags = {flag for call in calls for flag in call.flags}
+    flags.update(flag for sequence in sequences for flag in sequence.flags)
     if attempt.engine_failures:
         flags.add("engine_error_seen")
     return sorted(flags)

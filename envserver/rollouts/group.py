@@ -37,6 +37,9 @@ from .policy import (
 from .scoring import ScorerPool
 from .stream import Ticket
 
+_LATE = ["call_after_seal"]
+"""Flags of a rollout whose agent asked on after its end."""
+
 
 class Demonstrator(Protocol):
     """Told the solution of each rollout's task; the simulated engine plays it."""
@@ -294,7 +297,7 @@ def _trajectory(
         turns=result.turns,
         usage=finished.usage,
         metrics=result.metrics,
-        flags=finished.flags,
+        flags=[*finished.flags, *_LATE[: finished.attempt.late_calls]],
     )
 
 

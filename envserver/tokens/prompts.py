@@ -32,3 +32,13 @@ class PromptPlan(msgspec.Struct, kw_only=True):
     added: str | None = None
     key: bytes = b""
     kwargs: dict[str, Any] = {}
+
+    def as_root(self, refusal: str) -> PromptPlan:
+        """The same prompt rendered by the engine, because of `refusal`."""
+        return PromptPlan(
+            text=self.text,
+            refusal=refusal,
+            flags=[flag for flag in self.flags if flag != "think_kept"] + ["suffix_refused"],
+            key=self.key,
+            kwargs=self.kwargs,
+        )

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 VOCABULARY = 4096
@@ -44,11 +44,24 @@ Call one as <tool_call>{"name": NAME, "arguments": {...}}</tool_call><|im_end|>
 {% endif -%}
 """
 
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Qwen2 splits text before the byte pairs, as its tokenizer.json says."""
+
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE: any text can be encoded, and decoding gives it back."""
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # What transformers makes of any tokenizer of a Qwen2 model, whatever its file says.
+    bpe.normalizer = normalizers.NFC()
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     bpe.decoder = decoders.ByteLevel()
     bpe.train_from_iterator(
         _corpus(),

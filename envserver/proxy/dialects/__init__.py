@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from .base import Api, EventWriter, Memory
 from .chat import ChatApi
+from .completions import CompletionsApi
 
 __all__ = ["APIS", "Api", "ChatApi", "EventWriter", "Memory"]
 
-APIS: dict[str, Api] = {"v1/chat/completions": ChatApi()}
+APIS: dict[str, Api] = {
+    "v1/chat/completions": ChatApi(),
+    "v1/completions": CompletionsApi(),
+}
 """By path, as it stands behind the key of an attempt."""

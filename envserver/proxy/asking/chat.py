@@ -1,0 +1,56 @@
+"""Asking through /v1/chat/completions: the engine renders, samples and parses.
+
+Nothing can be continued this way. It serves every engine that has no better way, and the calls that
+only the engine itself can render.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from ...models.engine import Engine
+from .base import Answer, Body, Line, Prompt, has_tools
+
+PATH = "/v1/chat/completions"
+
+
+class ChatAsker:
+    """See Asker. `prompt.ids` must be None."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def can_continue(self, body: Body) -> str | None:
+        """See Asker."""
+        return "engine_renders"
+
+    def streams(self, body: Body, prompt: Prompt) -> bool:
+        """See Asker. What is parsed from a stream may differ from what is from the whole."""
+        return not has_tools(body)
+
+    async def whole(
+        self, body: Body, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
+    ) -> Answer:
+        """See Asker."""
+        line = Line(self._engine, rollout_id, timeout_seconds)
+        return await line.post(PATH, not_streamed(body))
+
+    @asynccontextmanager
+    async def stream(
+        self, body: Body, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
+    ) -> AsyncIterator[AsyncIterator[Answer]]:
+        """See Asker."""
+        line = Line(self._engine, rollout_id, timeout_seconds)
+        async with line.stream(PATH, streamed(body)) as chunks:
+            yield chunks
+
+
+def not_streamed(body: Body) -> Body:
+    """`body` for a whole answer."""
+    return {name: body[name] for name in body if name not in ("stream", "stream_options")}
+
+
+def streamed(body: Body) -> Body:
+    """`body` for a stream with the usage at its end."""
+    return {**body, "stream": True, "stream_options": {"include_usage": True}}

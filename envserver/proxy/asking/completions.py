@@ -1,0 +1,258 @@
+"""Asking vLLM through /v1/completions: it continues ids, and parses nothing.
+
+A call whose prompt the engine renders goes through chat. A continued one gets the text and the ids
+back; what the text means is read here, as the engine itself reads it in the calls through chat.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from ...models.engine import Engine
+from ...models.upstream import Upstream
+from ...tokens.chat_format import ChatFormat
+from .base import (
+    Answer,
+    Body,
+    Line,
+    Prompt,
+    check_prompt,
+    choices_of,
+    has_media,
+    has_tools,
+    max_tokens,
+    took,
+    top_logprobs,
+)
+from .chat import ChatAsker, streamed
+from .generated import count_of
+from .parsers import Reader, calls_are_free, keeps_special
+
+PATH = "/v1/completions"
+
+_SHARED = frozenset(
+    {
+        "model",
+        "n",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "allowed_token_ids",
+        "ignore_eos",
+        "min_tokens",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "user",
+        "priority",
+        "cache_salt",
+        "vllm_xargs",
+    }
+)
+"""Fields that mean the same in both APIs."""
+_READ_HERE = frozenset(
+    {
+        "messages",
+        "tools",
+        "parallel_tool_calls",
+        "tool_choice",
+        "response_format",
+        "max_tokens",
+        "max_completion_tokens",
+        "logprobs",
+        "top_logprobs",
+        "return_token_ids",
+        "include_reasoning",
+        "chat_template_kwargs",
+        "reasoning_effort",
+        "add_generation_prompt",
+        "stream",
+        "stream_options",
+        "metadata",
+        "store",
+        "service_tier",
+    }
+)
+"""Fields that are not sent: they are used here, belong to the rendering, or change no answer."""
+_WHERE = "The engine's completion"
+_CHUNK = "A chunk of the engine's completion"
+_TOKEN_ID = "token_id:"
+
+
+class CompletionsAsker:
+    """See Asker."""
+
+    def __init__(self, engine: Engine, upstream: Upstream, format: ChatFormat) -> None:
+        self._engine = engine
+        self._reasons = upstream.reasoning_parser
+        self._format = format
+        self._reader = Reader(format, reasons=upstream.reasoning_parser)
+        self._chat = ChatAsker(engine)
+
+    def can_continue(self, body: Body) -> str | None:
+        """See Asker."""
+        if has_media(body):
+            return "multimodal"
+        return _foreign_field(body) or self._reader.trouble(body)
+
+    def streams(self, body: Body, prompt: Prompt) -> bool:
+        """See Asker."""
+        if prompt.ids is None:
+            return self._chat.streams(body, prompt)
+        return not (has_tools(body) or self._reasons)
+
+    async def whole(
+        self, body: Body, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
+    ) -> Answer:
+        """See Asker."""
+        if prompt.ids is None:
+            answer = await self._chat.whole(
+                body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
+            )
+            self._reader.compare(body, answer)
+            return answer
+        line = Line(self._engine, rollout_id, timeout_seconds)
+        answer = await line.post(PATH, _request(body, prompt.ids))
+        return self._told(answer, body, prompt.ids)
+
+    @asynccontextmanager
+    async def stream(
+        self, body: Body, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
+    ) -> AsyncIterator[AsyncIterator[Answer]]:
+        """See Asker."""
+        if prompt.ids is None:
+            async with self._chat.stream(
+                body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
+            ) as chunks:
+                yield chunks
+            return
+        line = Line(self._engine, rollout_id, timeout_seconds)
+        async with line.stream(PATH, streamed(_request(body, prompt.ids))) as chunks:
+            yield self._chunks(chunks, body, prompt.ids)
+
+    def _told(self, answer: Answer, body: Body, sent: Sequence[int]) -> Answer:
+        choices = []
+        for choice in choices_of(answer, count_of(body), _WHERE):
+            check_prompt(choice, sent, _WHERE)
+            message = self._reader.message(took(choice, "text", str, _WHERE), body, list(sent))
+            facts = self._facts(choice, body, _WHERE)
+            if message.get("tool_calls"):
+                facts["finish_reason"] = "tool_calls"
+            choices.append({"index": choice["index"], "message": message, **facts})
+        return {
+            "id": _id(answer),
+            "object": "chat.completion",
+            "created": answer.get("created") or int(time.time()),
+            "model": answer.get("model") or body.get("model"),
+            "choices": choices,
+            "usage": took(answer, "usage", dict, _WHERE),
+            "prompt_token_ids": list(sent),
+        }
+
+    async def _chunks(
+        self, stream: AsyncIterator[Answer], body: Body, sent: Sequence[int]
+    ) -> AsyncIterator[Answer]:
+        begun: set[int] = set()
+        async for chunk in stream:
+            head = {
+                "id": _id(chunk),
+                "object": "chat.completion.chunk",
+                "created": chunk.get("created") or 0,
+                "model": chunk.get("model") or body.get("model"),
+            }
+            for choice in took(chunk, "choices", list, _CHUNK):
+                index = took(choice, "index", int, _CHUNK)
+                if index not in begun:
+                    begun.add(index)
+                    check_prompt(choice, sent, _CHUNK)
+                    role = {"role": "assistant", "content": ""}
+                    part = {"index": index, "delta": role, "finish_reason": None}
+                    yield {**head, "choices": [part], "prompt_token_ids": list(sent)}
+                text = took(choice, "text", str, _CHUNK)
+                delta = {"content": text} if text else {}
+                facts = self._facts(choice, body, _CHUNK)
+                yield {**head, "choices": [{"index": index, "delta": delta, **facts}]}
+            if not chunk["choices"]:
+                yield {**head, "choices": [], "usage": took(chunk, "usage", dict, _CHUNK)}
+
+    def _facts(self, choice: dict[str, Any], body: Body, where: str) -> dict[str, Any]:
+        ids = took(choice, "token_ids", list, where)
+        logprobs = None
+        if body.get("logprobs") and ids:
+            logprobs = self._logprobs(took(choice, "logprobs", dict, where), body, where)
+        return {
+            "finish_reason": choice.get("finish_reason"),
+            "stop_reason": choice.get("stop_reason"),
+            "logprobs": logprobs,
+            "token_ids": ids,
+        }
+
+    def _logprobs(self, logprobs: dict[str, Any], body: Body, where: str) -> dict[str, Any]:
+        """A completion's logprobs, whose tokens are told by their ids, as those of a chat."""
+        tokens = took(logprobs, "tokens", list, where)
+        values = took(logprobs, "token_logprobs", list, where)
+        tops = logprobs.get("top_logprobs") or [None] * len(tokens)
+        wanted = top_logprobs(body)
+        content = []
+        for token, value, top in zip(tokens, values, tops, strict=False):
+            others = list((top or {}).items())[: None if wanted < 0 else wanted]
+            entry = self._entry(token, value)
+            content.append({**entry, "top_logprobs": [self._entry(*other) for other in others]})
+        return {"content": content}
+
+    def _entry(self, token: str, logprob: float) -> dict[str, Any]:
+        number = str(token).removeprefix(_TOKEN_ID)
+        text = self._format.decode([int(number)]) if number.isdecimal() else str(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def _request(body: Body, ids: Sequence[int]) -> Body:
+    request = {name: body[name] for name in body if name in _SHARED}
+    request |= {
+        "prompt": list(ids),
+        # An explicit null: without the field the limit is 16.
+        "max_tokens": max_tokens(body),
+        "return_token_ids": True,
+    }
+    if body.get("logprobs"):
+        # By their ids: two alternatives may have the same text.
+        request |= {"logprobs": top_logprobs(body), "return_tokens_as_token_ids": True}
+    if keeps_special(body):
+        request["skip_special_tokens"] = False
+    return request
+
+
+def _foreign_field(body: Body) -> str | None:
+    """The reason why `body` cannot be told in a completion's fields, None when it can."""
+    if has_tools(body) and not calls_are_free(body) and body.get("tool_choice") != "none":
+        return "forced_tool"
+    if has_tools(body) and _calls_by_grammar(body):
+        return "grammar"
+    form = body.get("response_format")
+    if isinstance(form, dict) and form.get("type") not in (None, "text"):
+        return "response_format"
+    known = _SHARED | _READ_HERE
+    foreign = (name for name in body if name not in known and body[name] not in (None, False))
+    return next((f"field_{name}" for name in foreign), None)
+
+
+def _calls_by_grammar(body: Body) -> bool:
+    """Whether the engine holds free calls to a grammar: to a single one, or to a schema."""
+    functions = [tool.get("function") or {} for tool in body.get("tools") or []]
+    strict = any(function.get("strict") for function in functions)
+    return strict or body.get("parallel_tool_calls") is False
+
+
+def _id(answer: Answer) -> str:
+    return "chatcmpl-" + str(answer.get("id") or "").removeprefix("cmpl-")

@@ -1,0 +1,96 @@
+"""What the engine's own parsers read in sampled tokens, by /v1/chat/completions/derender.
+
+It decodes the ids that it is given. A chat answer's text, though, ends before the token that ended
+it, and before the stop string that did: so they are taken away first. Of the facts of a chat answer
+it leaves out that calls of tools end a turn, and that only one may have been wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import EngineGarbage
+from ...records import Message
+from .base import Body, Line, choices_of, has_tools, took
+
+DERENDER = "/v1/chat/completions/derender"
+TOKENIZE = "/tokenize"
+
+_WHERE = "The engine's derendered answer"
+_CUT = "The engine's tokenized text"
+
+
+async def derendered(
+    line: Line, body: Body, request: Body, choices: Sequence[dict[str, Any]]
+) -> list[Message]:
+    """The messages in `choices`, as the engine generated them for `request`.
+
+    Sets their `finish_reason` to what a chat answer says.
+
+    Raises:
+        EngineError: as the engine.
+        EngineGarbage: the derendered answer lacks a message.
+    """
+    texts = [await _text_ids(line, body, choice) for choice in choices]
+    messages: list[Message] = [{"role": "assistant", "content": ""} for _ in choices]
+    # An answer without a token is refused there; there is nothing to parse in it either.
+    asked = [place for place, ids in enumerate(texts) if ids]
+    if asked:
+        answer = await line.post(
+            DERENDER,
+            {
+                "model": body.get("model"),
+                "chat_request": body,
+                "generate_response": {
+                    "prompt_token_ids": request["token_ids"],
+                    "choices": [
+                        {
+                            "index": index,
+                            "token_ids": texts[place],
+                            "finish_reason": choices[place].get("finish_reason"),
+                        }
+                        for index, place in enumerate(asked)
+                    ],
+                },
+            },
+        )
+        for place, choice in zip(asked, choices_of(answer, len(asked), _WHERE), strict=True):
+            messages[place] = _message(body, took(choice, "message", dict, _WHERE))
+    for choice, message in zip(choices, messages, strict=True):
+        choice["finish_reason"] = _finish_reason(body, choice, message)
+    return messages
+
+
+async def _text_ids(line: Line, body: Body, choice: dict[str, Any]) -> list[int]:
+    """Ids that decode to the text of `choice`."""
+    ids: list[int] = choice["token_ids"]
+    if choice.get("finish_reason") != "stop":
+        return ids
+    if not isinstance(choice.get("stop_reason"), str):
+        return ids if body.get("include_stop_str_in_output") else ids[:-1]
+    if not choice["text"]:
+        return []
+    # The text was cut, perhaps within a token: what is left of it has ids of its own.
+    asked = {"model": body.get("model"), "prompt": choice["text"], "add_special_tokens": False}
+    cut: list[int] = took(await line.post(TOKENIZE, asked), "tokens", list, _CUT)
+    return cut
+
+
+def _message(body: Body, message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if calls is not None and not isinstance(calls, list):
+        raise EngineGarbage(f"{_WHERE} holds tool_calls that are no list.")
+    if calls and body.get("parallel_tool_calls") is False:
+        return {**message, "tool_calls": calls[:1]}
+    return message
+
+
+def _finish_reason(body: Body, choice: dict[str, Any], message: Message) -> str | None:
+    reason: str | None = choice.get("finish_reason")
+    wanted = body.get("tool_choice", "auto")
+    if not has_tools(body):
+        return reason
+    if wanted in (None, "auto") and message.get("tool_calls"):
+        return "tool_calls"
+    return "tool_calls" if wanted == "required" and reason == "stop" else reason

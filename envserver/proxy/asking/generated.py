@@ -1,0 +1,137 @@
+"""What /inference/v1/generate answers -> chat answers and chunks. Pure.
+
+Its logprobs name at least the sampled token among the alternatives even where none were asked for,
+and its streams begin with the first token; a chat answer's do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from ...errors import EngineGarbage
+from ...records import Message
+from .base import Answer, Body, check_prompt, choices_of, took, top_logprobs
+
+_WHERE = "The engine's generated answer"
+_CHUNK = "A chunk of the engine's generated stream"
+
+
+def count_of(body: Body) -> int:
+    """How many choices `body` asks for."""
+    count = body.get("n")
+    return count if isinstance(count, int) else 1
+
+
+class Generated:
+    """A whole answer, checked.
+
+    Args:
+        answer: of a request for text that echoes its prompt.
+        body: the chat body it comes from.
+        sent: the prompt's ids.
+
+    Raises:
+        EngineGarbage: something is missing, or the engine saw another prompt.
+    """
+
+    def __init__(self, answer: Answer, body: Body, sent: Sequence[int]) -> None:
+        check_prompt(answer, sent, _WHERE)
+        self._answer = answer
+        self._body = body
+        self.choices = choices_of(answer, count_of(body), _WHERE)
+        for choice in self.choices:
+            took(choice, "token_ids", list, _WHERE)
+            took(choice, "text", str, _WHERE)
+
+    def told(self, messages: Sequence[Message]) -> Answer:
+        """The chat answer that gives `messages`, one for each choice."""
+        return {
+            "id": _id(self._answer),
+            "object": "chat.completion",
+            "created": self._answer.get("created") or 0,
+            "model": self._answer.get("model") or self._body.get("model"),
+            "choices": [
+                {"index": choice["index"], "message": message, **_facts(choice, self._body, _WHERE)}
+                for choice, message in zip(self.choices, messages, strict=True)
+            ],
+            "usage": took(self._answer, "usage", dict, _WHERE),
+            "prompt_token_ids": self._answer["prompt_token_ids"],
+            "prompt_logprobs": self._answer.get("prompt_logprobs"),
+        }
+
+
+async def chunks_of(
+    stream: AsyncIterator[Answer], body: Body, sent: Sequence[int], created: int
+) -> AsyncIterator[Answer]:
+    """A generated stream as the chunks of a chat answer.
+
+    Raises:
+        EngineGarbage: something is missing, or the engine saw another prompt.
+    """
+    count = count_of(body)
+    head: dict[str, Any] = {}
+    unfinished = set(range(count))
+    async for chunk in stream:
+        if not head:
+            check_prompt(chunk, sent, _CHUNK)
+            head = _head(chunk, body, created)
+            for index in range(count):
+                yield _role(head, index, sent)
+        for choice in took(chunk, "choices", list, _CHUNK):
+            index = took(choice, "index", int, _CHUNK)
+            text = took(choice, "text", str, _CHUNK)
+            took(choice, "token_ids", list, _CHUNK)
+            delta = {"content": text} if text else {}
+            facts = _facts(choice, body, _CHUNK)
+            if facts["finish_reason"] is not None:
+                unfinished.discard(index)
+            yield {**head, "choices": [{"index": index, "delta": delta, **facts}]}
+        if not chunk["choices"]:
+            yield {**head, "choices": [], "usage": took(chunk, "usage", dict, _CHUNK)}
+    if unfinished:
+        raise EngineGarbage(f"The engine's stream does not end choices {sorted(unfinished)}.")
+
+
+def _head(chunk: Answer, body: Body, created: int) -> dict[str, Any]:
+    return {
+        "id": _id(chunk),
+        "object": "chat.completion.chunk",
+        "created": created,
+        "model": body.get("model"),
+    }
+
+
+def _role(head: dict[str, Any], index: int, sent: Sequence[int]) -> Answer:
+    delta = {"role": "assistant", "content": ""}
+    role = {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
+    if index == 0:
+        role["prompt_token_ids"] = list(sent)
+    return role
+
+
+def _id(answer: Answer) -> str:
+    return "chatcmpl-" + str(answer.get("request_id") or "").removeprefix("generate-tokens-")
+
+
+def _facts(choice: dict[str, Any], body: Body, where: str) -> dict[str, Any]:
+    facts = {
+        "finish_reason": choice.get("finish_reason"),
+        "stop_reason": choice.get("stop_reason"),
+        "logprobs": _logprobs(choice, body, where) if body.get("logprobs") else None,
+        "token_ids": choice["token_ids"],
+    }
+    if choice.get("weight_versions") is not None:
+        facts["weight_versions"] = took(choice, "weight_versions", list, where)
+    return facts
+
+
+def _logprobs(choice: dict[str, Any], body: Body, where: str) -> dict[str, Any] | None:
+    if not choice["token_ids"] and choice.get("logprobs") is None:
+        return None
+    logprobs: dict[str, Any] = took(choice, "logprobs", dict, where)
+    wanted = top_logprobs(body)
+    for entry in took(logprobs, "content", list, where):
+        if wanted >= 0:
+            entry["top_logprobs"] = took(entry, "top_logprobs", list, where)[:wanted]
+    return logprobs

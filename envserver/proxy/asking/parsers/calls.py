@@ -1,0 +1,66 @@
+"""What all formats of tool calls give: the calls, and the text around them."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any
+
+import msgspec
+
+Tools = list[dict[str, Any]]
+
+
+class Called(msgspec.Struct, frozen=True):
+    """One call. `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+    def message(self) -> dict[str, Any]:
+        """It as an entry of `tool_calls`."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+
+
+class Found(msgspec.Struct, frozen=True):
+    """The calls in a text, at least one, and the text before them."""
+
+    calls: list[Called]
+    content: str = ""
+
+
+def called(name: Any, arguments: Any) -> Called | None:
+    """A call, None when that is none."""
+    if not isinstance(name, str) or not name:
+        return None
+    return Called(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def found(calls: list[Called | None], content: str = "") -> Found | None:
+    """All of `calls`, None when there is none or one of them is no call."""
+    sound = [call for call in calls if call is not None]
+    return Found(sound, content) if sound and len(sound) == len(calls) else None
+
+
+def parameters_of(tools: Tools, name: str) -> dict[str, Any]:
+    """The schemas of the parameters of the tool called `name`."""
+    for tool in tools:
+        function = tool.get("function")
+        if isinstance(function, dict) and function.get("name") == name:
+            schema = function.get("parameters")
+            properties = schema.get("properties") if isinstance(schema, dict) else None
+            return properties if isinstance(properties, dict) else {}
+    return {}
+
+
+def json_at(text: str, start: int) -> tuple[Any, int]:
+    """The JSON value that begins at `start`, and where it ends.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        return json.JSONDecoder().raw_decode(text, start)
+    except RecursionError:
+        raise ValueError("nested too deep") from None

@@ -1,0 +1,72 @@
+"""Which format of tool calls a model uses: the one that reads back what its template writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from ....errors import TemplateRefused
+from ....tokens.chat_format import ChatFormat
+from ....tokens.refusal import Refused
+from . import hermes, llama, mistral, pythonic, xml
+from .calls import Found, Tools
+
+Parse = Callable[[str, Tools], Found | None]
+
+FORMATS: dict[str, Parse] = {
+    "hermes": hermes.parse,
+    "functions": xml.parse_functions,
+    "keys": xml.parse_keys,
+    "mistral": mistral.parse,
+    "pythonic": pythonic.parse,
+    "llama": llama.parse,
+}
+"""The stricter before the laxer."""
+
+_NAME, _KEY, _VALUE = "zqtool", "zqkey", "zqvalue"
+_ASKED = {"role": "user", "content": "zqask"}
+_SAID = "zqsaid"
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "zqdescription",
+        "parameters": {
+            "type": "object",
+            "properties": {_KEY: {"type": "string", "description": "zqword"}},
+            "required": [_KEY],
+        },
+    },
+}
+_CALL = {
+    "id": "zqcall001",
+    "type": "function",
+    "function": {"name": _NAME, "arguments": json.dumps({_KEY: _VALUE})},
+}
+
+
+def chosen(format: ChatFormat) -> str | None:
+    """The name of the format in FORMATS that `format` writes calls in, None for none of them."""
+    try:
+        said = _rendered(format, {"role": "assistant", "content": _SAID})
+        calling = _rendered(format, {"role": "assistant", "content": None, "tool_calls": [_CALL]})
+    except (TemplateRefused, Refused):
+        return None
+    before, found, behind = said.rpartition(_SAID)
+    if not found or not calling.startswith(before):
+        return None
+    text = calling[len(before) :].removesuffix(behind)
+    return next((name for name, parse in FORMATS.items() if _reads(parse, text)), None)
+
+
+def _rendered(format: ChatFormat, message: dict[str, Any]) -> str:
+    return format.render([_ASKED, message], [_TOOL], {}, generation_prompt=False)
+
+
+def _reads(parse: Parse, text: str) -> bool:
+    found = parse(text, [_TOOL])
+    if found is None or len(found.calls) != 1 or found.content.strip():
+        return False
+    call = found.calls[0]
+    return call.name == _NAME and json.loads(call.arguments) == {_KEY: _VALUE}

@@ -1,0 +1,29 @@
+"""Hermes, Qwen 2.5, Qwen 3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+
+from __future__ import annotations
+
+import re
+
+from .calls import Called, Found, Tools, called, found, json_at
+
+_OPEN = "<tool_call>"
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+def parse(text: str, tools: Tools) -> Found | None:
+    """The calls in `text`; one that is broken makes all of it plain text."""
+    if _OPEN not in text:
+        return None
+    calls = [_call(match.group(1)) for match in _CALL.finditer(text)]
+    return found(calls, text[: text.index(_OPEN)])
+
+
+def _call(text: str) -> Called | None:
+    text = text.strip()
+    try:
+        value, end = json_at(text, 0)
+    except ValueError:
+        return None
+    if end != len(text) or not isinstance(value, dict) or "arguments" not in value:
+        return None
+    return called(value.get("name"), value["arguments"])

@@ -1,0 +1,43 @@
+"""Mistral: `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, or since 2025
+`[TOOL_CALLS]NAME[ARGS]{...}` for each call, where `[ARGS]` may be missing.
+"""
+
+from __future__ import annotations
+
+from .calls import Called, Found, Tools, called, found, json_at
+
+_OPEN = "[TOOL_CALLS]"
+
+
+def parse(text: str, tools: Tools) -> Found | None:
+    """The calls in `text`."""
+    content, *parts = text.split(_OPEN)
+    if not parts:
+        return None
+    calls: list[Called | None] = []
+    for part in parts:
+        calls += _list(part) if part.lstrip().startswith("[") else [_named(part)]
+    return found(calls, content)
+
+
+def _list(part: str) -> list[Called | None]:
+    try:
+        values, _ = json_at(part.lstrip(), 0)
+    except ValueError:
+        return [None]
+    return [
+        called(value.get("name"), value.get("arguments")) if isinstance(value, dict) else None
+        for value in values
+    ]
+
+
+def _named(part: str) -> Called | None:
+    start = part.find("{")
+    if start < 0:
+        return None
+    name = part[:start].removesuffix("[ARGS]").partition("[CALL_ID]")[0].strip()
+    try:
+        arguments, _ = json_at(part, start)
+    except ValueError:
+        return None
+    return called(name, arguments)

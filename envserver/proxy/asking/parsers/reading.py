@@ -1,0 +1,119 @@
+"""A text -> the message in it, read as the engine itself reads its own answers, which is proven."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ....records import Message
+from ....tokens.chat_format import ChatFormat
+from ..base import Answer, Body, has_tools
+from . import thinking
+from .calls import Called, Tools
+from .choosing import FORMATS, chosen
+
+_TAIL_TOKENS = 16
+"""Of a prompt: enough to see whether it ends within reasoning or behind it."""
+
+
+class Reader:
+    """Reads texts of one model.
+
+    Args:
+        reasons: the engine tells reasoning from content, so that we do, too.
+    """
+
+    def __init__(self, format: ChatFormat, *, reasons: bool) -> None:
+        self._format = format
+        self._reasons = reasons
+        self._calls = chosen(format)
+        self._differs: str | None = None
+
+    def trouble(self, body: Body) -> str | None:
+        """Why answers to `body` cannot be read; None when they can."""
+        if has_tools(body) and self._calls is None:
+            return "tool_format_unknown"
+        return self._differs if has_tools(body) or self._reasons else None
+
+    def message(self, text: str, body: Body, prompt_ids: list[int]) -> Message:
+        """The assistant's message in `text`, which was sampled behind `prompt_ids`."""
+        content: str | None = text
+        message: Message = {"role": "assistant"}
+        if self._reasons:
+            tail = self._format.decode(prompt_ids[-_TAIL_TOKENS:])
+            message["reasoning"], content = thinking.parse(text, tail)
+        calls: list[Called] = []
+        if content and self._calls is not None and calls_are_free(body):
+            found = FORMATS[self._calls](content, _tools(body))
+            if found is not None:
+                calls, content = found.calls, found.content if found.content.strip() else None
+        message["content"] = content
+        if calls:
+            wanted = calls[:1] if body.get("parallel_tool_calls") is False else calls
+            message["tool_calls"] = [call.message() for call in wanted]
+        return message
+
+    def compare(self, body: Body, answer: Answer) -> None:
+        """Holds our reading against the engine's own in a chat answer.
+
+        One difference ends the trust for good: agents would see one form of answers in one turn and
+        another in the next.
+        """
+        prompt_ids = answer.get("prompt_token_ids")
+        if not isinstance(prompt_ids, list) or not (has_tools(body) or self._reasons):
+            return
+        for choice in answer.get("choices") or []:
+            text = self._text(body, choice)
+            if text is None or not isinstance(choice.get("message"), dict):
+                continue
+            if _told(self.message(text, body, prompt_ids)) != _told(choice["message"]):
+                self._differs = "parser_differs"
+
+    def _text(self, body: Body, choice: dict[str, Any]) -> str | None:
+        """The text that the engine parsed; None where the ids do not tell it."""
+        ids = choice.get("token_ids")
+        if not isinstance(ids, list) or isinstance(choice.get("stop_reason"), str):
+            return None
+        if choice.get("finish_reason") not in ("stop", "tool_calls", "length"):
+            return None
+        special = self._format.vocabulary.is_special
+        ends = isinstance(choice.get("stop_reason"), int) or bool(ids and special(ids[-1]))
+        if ends and choice["finish_reason"] != "length":
+            # The token that ends a turn is not in its text.
+            ids = ids if body.get("include_stop_str_in_output") else ids[:-1]
+        if not keeps_special(body) and any(map(special, ids)):
+            return None
+        text = self._format.decode(ids)
+        return None if "\ufffd" in text else text
+
+
+def calls_are_free(body: Body) -> bool:
+    """Whether the model may call a tool, and need not."""
+    return has_tools(body) and body.get("tool_choice", "auto") in (None, "auto")
+
+
+def keeps_special(body: Body) -> bool:
+    """Whether the text is to hold special tokens: marks of calls are such in some models."""
+    return calls_are_free(body) or body.get("skip_special_tokens") is False
+
+
+def _tools(body: Body) -> Tools:
+    tools = body.get("tools")
+    return tools if isinstance(tools, list) else []
+
+
+def _told(message: Message) -> tuple[Any, ...]:
+    """What agents act on; the whitespace around texts is none of it."""
+    calls = []
+    for call in message.get("tool_calls") or []:
+        function = call.get("function") or {}
+        calls.append((function.get("name"), _value(function.get("arguments"))))
+    reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
+    return (message.get("content") or "").strip(), reasoning.strip(), calls
+
+
+def _value(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments)
+    except (TypeError, ValueError, RecursionError):
+        return arguments

@@ -1,0 +1,82 @@
+"""Text completions: the agent itself brings the prompt, as text or as ids, and no chat is rendered.
+
+Answers and chunks are those of a chat whose assistant says the text; each choice keeps the
+completion's own `logprobs`, and its own `prompt_token_ids`, as there may be several prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from ...models.engine import Engine
+from .base import Answer, Body, Line, took
+from .chat import not_streamed, streamed
+
+PATH = "/v1/completions"
+
+_WHERE = "The engine's completion"
+_CHUNK = "A chunk of the engine's completion"
+_KEPT = (
+    "index",
+    "finish_reason",
+    "stop_reason",
+    "logprobs",
+    "token_ids",
+    "prompt_token_ids",
+    "prompt_logprobs",
+)
+
+
+async def whole_text(
+    engine: Engine, body: Body, *, rollout_id: str, timeout_seconds: float
+) -> Answer:
+    """The answer to `body`, a request for /v1/completions that asks for what it wants to see.
+
+    Raises:
+        EngineError: as the engine's `post`; EngineGarbage where a choice has no text.
+    """
+    line = Line(engine, rollout_id, timeout_seconds)
+    answer = await line.post(PATH, not_streamed(body))
+    choices = []
+    for choice in took(answer, "choices", list, _WHERE):
+        message = {"role": "assistant", "content": took(choice, "text", str, _WHERE)}
+        choices.append({**_kept(choice), "message": message})
+    return _told(answer, choices)
+
+
+@asynccontextmanager
+async def stream_text(
+    engine: Engine, body: Body, *, rollout_id: str, timeout_seconds: float
+) -> AsyncIterator[AsyncIterator[Answer]]:
+    """The answer to `body` as chunks.
+
+    Raises:
+        EngineError: as the engine's `stream`; EngineGarbage where a chunk's choice has no text.
+    """
+    line = Line(engine, rollout_id, timeout_seconds)
+    async with line.stream(PATH, streamed(body)) as chunks:
+        yield _chunks(chunks)
+
+
+async def _chunks(stream: AsyncIterator[Answer]) -> AsyncIterator[Answer]:
+    async for chunk in stream:
+        choices = []
+        for choice in took(chunk, "choices", list, _CHUNK):
+            delta = {"content": took(choice, "text", str, _CHUNK)}
+            choices.append({**_kept(choice), "delta": delta})
+        yield _told(chunk, choices)
+
+
+def _kept(choice: dict[str, Any]) -> dict[str, Any]:
+    return {name: choice[name] for name in _KEPT if name in choice}
+
+
+def _told(answer: Answer, choices: list[dict[str, Any]]) -> Answer:
+    """`answer` with other choices; the prompt's ids at the top where there is only one prompt."""
+    told = {**answer, "choices": choices}
+    prompts = [choice.get("prompt_token_ids") for choice in choices]
+    if prompts and isinstance(prompts[0], list) and all(ids == prompts[0] for ids in prompts):
+        told["prompt_token_ids"] = prompts[0]
+    return told

@@ -1,0 +1,109 @@
+"""Asking vLLM's token endpoints: render, generate, derender.
+
+A call whose prompt the engine renders is first rendered; a continued one brings its ids. Generating
+gives ids, logprobs, the text, and which weights sampled what. Where the text may hold tool calls or
+reasoning, derendering gives what the engine's own parsers read in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from ...models.engine import Engine
+from ...models.upstream import Upstream
+from .base import Answer, Body, Line, Prompt, has_media, has_tools
+from .chat import ChatAsker, not_streamed
+from .derendering import derendered
+from .frames import Frames, check_rendered, with_prompt
+from .generated import Generated, chunks_of
+
+RENDER = "/v1/chat/completions/render"
+GENERATE = "/inference/v1/generate"
+
+_CHAT_ONLY = (
+    "logprob_token_ids",
+    "return_tokens_as_token_ids",
+    "return_prompt_text",
+    "echo",
+    "add_special_tokens",
+)
+"""Fields that change answers or prompts in ways in which the token endpoints or we cannot."""
+
+
+class TokensAsker:
+    """See Asker."""
+
+    def __init__(self, engine: Engine, upstream: Upstream) -> None:
+        self._engine = engine
+        self._reasons = bool(upstream.reasoning_parser)
+        self._chat = ChatAsker(engine)
+        self._frames = Frames()
+
+    def can_continue(self, body: Body) -> str | None:
+        """See Asker."""
+        return _chat_only(body)
+
+    def streams(self, body: Body, prompt: Prompt) -> bool:
+        """See Asker. To derender a stream would take time in the square of its length."""
+        if _chat_only(body):
+            return self._chat.streams(body, prompt)
+        return not self._is_parsed(body)
+
+    async def whole(
+        self, body: Body, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
+    ) -> Answer:
+        """See Asker."""
+        if _chat_only(body):
+            return await self._chat.whole(
+                body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
+            )
+        body = not_streamed(body)
+        line = Line(self._engine, rollout_id, timeout_seconds)
+        request = await self._request(line, body, prompt)
+        answer = await line.post(GENERATE, request)
+        generated = Generated(answer, body, request["token_ids"])
+        if self._is_parsed(body):
+            return generated.told(await derendered(line, body, request, generated.choices))
+        texts = [choice["text"] for choice in generated.choices]
+        return generated.told([{"role": "assistant", "content": text} for text in texts])
+
+    @asynccontextmanager
+    async def stream(
+        self, body: Body, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
+    ) -> AsyncIterator[AsyncIterator[Answer]]:
+        """See Asker."""
+        if _chat_only(body):
+            async with self._chat.stream(
+                body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
+            ) as chunks:
+                yield chunks
+            return
+        body = not_streamed(body)
+        line = Line(self._engine, rollout_id, timeout_seconds)
+        request = await self._request(line, body, prompt)
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        async with line.stream(GENERATE, {**request, **options}) as chunks:
+            yield chunks_of(chunks, body, request["token_ids"], int(time.time()))
+
+    def _is_parsed(self, body: Body) -> bool:
+        return has_tools(body) or self._reasons
+
+    async def _request(self, line: Line, body: Body, prompt: Prompt) -> Body:
+        """What is to be generated: a request for the text that echoes its prompt."""
+        request = None if prompt.ids is None else self._frames.request(body, prompt.ids)
+        if request is None:
+            request = await line.post(RENDER, body)
+            check_rendered(request)
+            self._frames.learn(body, request)
+            if prompt.ids is not None:
+                request = with_prompt(request, body, prompt.ids)
+        return {**request, "output_mode": "text", "return_token_ids": True}
+
+
+def _chat_only(body: Body) -> str | None:
+    """Why `body` can be asked through chat only; None when it need not."""
+    if has_media(body):
+        return "multimodal"
+    return next((f"field_{name}" for name in _CHAT_ONLY if body.get(name)), None)

@@ -1,0 +1,137 @@
+"""What an agent asks -> the body that the engine is sent.
+
+Pure. The distribution that tokens are sampled from is the run's alone: its temperature and top_p
+are sent whatever the agent asks for, and every other sampler setting is sent switched off, so that
+neither the agent nor the defaults that come with a model change it. What the agent's protocol needs
+(stop, tools, seed, formats) is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from .ask import Ask
+
+_SAMPLERS_OFF: dict[str, Any] = {
+    "top_k": -1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+_OTHER_SAMPLERS = ("typical_p", "tfs", "top_a", "mirostat", "length_penalty", "dry_multiplier")
+_CONSTRAINTS = (
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "min_tokens",
+)
+"""They mask the distribution; the recorded logprobs are then not those of the model alone."""
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    *_SAMPLERS_OFF,
+    *_CONSTRAINTS,
+    "max_tokens",
+    "max_completion_tokens",
+    "n",
+    "stop",
+    "stop_token_ids",
+    "seed",
+    "ignore_eos",
+    "tool_choice",
+    "response_format",
+    "chat_template_kwargs",
+)
+
+
+class EngineBody(msgspec.Struct, kw_only=True):
+    """A request for the engine, in the shape of its chat API (or of its text completions).
+
+    Args:
+        body: `with_max_tokens` completes it.
+        tokens_field: see Ask.
+        flags: of every call that comes out of it.
+    """
+
+    body: dict[str, Any]
+    tokens_field: str
+    flags: list[str]
+
+    def with_max_tokens(self, max_tokens: int | None) -> None:
+        """Sets the limit per choice that was granted."""
+        if max_tokens is None:
+            return
+        self.body[self.tokens_field] = max_tokens
+        least = self.body.get("min_tokens")
+        if isinstance(least, int) and least > max_tokens:
+            self.body["min_tokens"] = max_tokens
+
+    def sampling(self) -> dict[str, Any]:
+        """The sampling fields of the body."""
+        return {name: self.body[name] for name in _SAMPLING if name in self.body}
+
+
+def engine_body(
+    ask: Ask, *, model: str, sampling: dict[str, Any], exact: bool, processed: bool = False
+) -> EngineBody:
+    """What `ask` comes to.
+
+    Args:
+        model: the name to ask for.
+        sampling: the run's `temperature` and `top_p`.
+        exact: the engine returns token ids and logprobs when asked.
+        processed: its logprobs are those after temperature and top_p.
+    """
+    body = {**ask.fields, "model": model}
+    for name in (*_SAMPLERS_OFF, *_OTHER_SAMPLERS):
+        body.pop(name, None)
+    if exact:
+        body.update(_SAMPLERS_OFF)
+        body["return_token_ids"] = True
+    for name in ("temperature", "top_p"):
+        if name in sampling:
+            body[name] = sampling[name]
+    if ask.prompt is None:
+        body["messages"] = ask.messages
+        if ask.tools:
+            body["tools"] = ask.tools
+        if exact:
+            body["logprobs"] = True
+            if "include_reasoning" in body:
+                body["include_reasoning"] = True
+    else:
+        body["prompt"] = ask.prompt
+        if exact:
+            body.setdefault("logprobs", 0)
+    return EngineBody(
+        body=body, tokens_field=ask.tokens_field, flags=_flags(body, sampling, processed)
+    )
+
+
+def _flags(body: dict[str, Any], sampling: dict[str, Any], processed: bool) -> list[str]:
+    flags = []
+    if sampling.get("temperature", 1.0) != 1.0 and not processed:
+        flags.append("temperature_not_one")
+    if sampling.get("top_p", 1.0) != 1.0 and not processed:
+        flags.append("top_p_active")
+    if _is_constrained(body):
+        flags.append("structured_output_masked")
+    return flags
+
+
+def _is_constrained(body: dict[str, Any]) -> bool:
+    if any(body.get(name) for name in _CONSTRAINTS):
+        return True
+    choice = body.get("tool_choice")
+    if choice == "required" or isinstance(choice, dict):
+        return True
+    form = body.get("response_format")
+    return isinstance(form, dict) and form.get("type") not in (None, "text")

@@ -1,0 +1,144 @@
+"""OpenAI's text completions: for agents that render, or even tokenise, their prompts themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import EnvserverError
+from ...records import Dialect, Message
+from ..asgi import DONE, error_body, event
+from ..ask import Ask
+from .base import Memory
+from .reading import bad, choices, count, refuse_inexact
+
+_NOT_FIELDS = (
+    "model",
+    "prompt",
+    "max_tokens",
+    "stream",
+    "stream_options",
+    "echo",
+    "suffix",
+    "return_token_ids",
+)
+_DEFAULT_MAX_TOKENS = 16
+"""As OpenAI documents it, and as engines have it."""
+_MAX_PROMPTS = 128
+
+
+class CompletionsApi:
+    """See Api."""
+
+    name: Dialect = "completions"
+
+    def read(self, request: dict[str, Any], memory: Memory) -> Ask:
+        """See Api."""
+        refuse_inexact(request)
+        for name in ("echo", "suffix"):
+            if request.get(name):
+                raise bad(name, "is not possible here")
+        prompts = _prompts(request.get("prompt"))
+        options = request.get("stream_options")
+        logprobs = request.get("logprobs")
+        if logprobs is not None and (not isinstance(logprobs, int) or logprobs < 0):
+            raise bad("logprobs", "must be a whole number of at least 0")
+        return Ask(
+            dialect="completions",
+            request=request,
+            messages=_as_messages(prompts),
+            prompt=prompts[0] if len(prompts) == 1 else prompts,
+            fields={
+                name: value
+                for name, value in request.items()
+                if name not in _NOT_FIELDS and value is not None
+            },
+            choices=choices(request) * len(prompts),
+            wanted_tokens=count(request, "max_tokens") or _DEFAULT_MAX_TOKENS,
+            stream=bool(request.get("stream")),
+            wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+            wants_logprobs=logprobs is not None and logprobs is not False,
+            wants_token_ids=bool(request.get("return_token_ids")),
+        )
+
+    def whole(self, ask: Ask, answer: dict[str, Any], memory: Memory) -> dict[str, Any]:
+        """See Api."""
+        told = {**answer, "object": "text_completion"}
+        told["choices"] = [_choice(c, c["message"]) for c in answer["choices"]]
+        return told
+
+    def writer(self, ask: Ask, memory: Memory) -> CompletionsWriter:
+        """See Api."""
+        return CompletionsWriter()
+
+    def error(self, error: EnvserverError) -> dict[str, Any]:
+        """See Api."""
+        return error_body(error)
+
+
+class CompletionsWriter:
+    """See EventWriter."""
+
+    def begin(self) -> bytes:
+        """See EventWriter."""
+        return b""
+
+    def chunk(self, chunk: dict[str, Any]) -> bytes:
+        """See EventWriter. What only chats have (the role's chunk) is left out."""
+        parts = [part for part in chunk["choices"] if not _is_role(part)]
+        if chunk["choices"] and not parts:
+            return b""
+        told = {**chunk, "object": "text_completion"}
+        told["choices"] = [_choice(part, part["delta"]) for part in parts]
+        return event(told)
+
+    def end(self) -> bytes:
+        """See EventWriter."""
+        return DONE
+
+    def fail(self, error: EnvserverError) -> bytes:
+        """See EventWriter."""
+        return event(error_body(error))
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    """The prompts in field `prompt`: texts or lists of ids.
+
+    Raises:
+        InputError: it holds something else, or too many.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if _is_ids(prompt):
+            return [prompt]
+        if len(prompt) <= _MAX_PROMPTS and all(isinstance(p, str) or _is_ids(p) for p in prompt):
+            return prompt
+    raise bad("prompt", f"must be a text, a list of token ids, or up to {_MAX_PROMPTS} of these")
+
+
+def _is_ids(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(type(token) is int and token >= 0 for token in value)
+    )
+
+
+def _as_messages(prompts: list[Any]) -> list[Message]:
+    return [{"role": "user", "content": text} for text in prompts if isinstance(text, str)]
+
+
+def _is_role(part: dict[str, Any]) -> bool:
+    delta = part["delta"]
+    return "role" in delta and not delta.get("content") and part.get("finish_reason") is None
+
+
+def _choice(choice: dict[str, Any], message: Message) -> dict[str, Any]:
+    told = {
+        "index": choice.get("index", 0),
+        "text": message.get("content") or "",
+        "logprobs": choice.get("logprobs"),
+        "finish_reason": choice.get("finish_reason"),
+    }
+    kept = ("stop_reason", "token_ids", "prompt_token_ids")
+    return told | {name: choice[name] for name in kept if name in choice}

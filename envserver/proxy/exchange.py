@@ -1,0 +1,107 @@
+"""What an engine answered to one request, in the common form of whole answers and streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ..errors import EngineGarbage
+from ..records import Message
+
+
+class Choice(msgspec.Struct, kw_only=True):
+    """One answer. `ids`, `logprobs` None: the engine gave none.
+
+    Args:
+        prompt_ids: of this choice alone, where a request held several prompts.
+        weight_versions: spans of `ids`, each {"version", "start", "end"}, as vLLM tells them.
+    """
+
+    index: int
+    message: Message
+    ids: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    prompt_ids: list[Any] | None = None
+    weight_versions: list[Any] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Exchange(msgspec.Struct, kw_only=True):
+    """One request's answers. `completion_tokens` is the engine's own count over all choices."""
+
+    choices: list[Choice]
+    prompt_ids: list[Any] | None = None
+    completion_tokens: int | None = None
+    model: str = ""
+
+    def tokens(self) -> int:
+        """Completion tokens, by the engine's count or else by the ids."""
+        if self.completion_tokens is not None:
+            return self.completion_tokens
+        return sum(len(choice.ids or choice.logprobs or ()) for choice in self.choices)
+
+
+def exchange_of(answer: dict[str, Any]) -> Exchange:
+    """The exchange in a whole answer of the chat form.
+
+    Raises:
+        EngineGarbage: it is none.
+    """
+    given = answer.get("choices")
+    if not isinstance(given, list) or not given:
+        raise EngineGarbage("The engine's answer holds no choices.")
+    choices = []
+    for position, choice in enumerate(given):
+        if not isinstance(choice, dict) or not isinstance(choice.get("message"), dict):
+            raise EngineGarbage("A choice in the engine's answer holds no message.")
+        index = choice.get("index")
+        choices.append(
+            Choice(
+                index=index if isinstance(index, int) else position,
+                message=choice["message"],
+                ids=list_or_none(choice.get("token_ids")),
+                logprobs=logprobs_of(choice),
+                prompt_ids=list_or_none(choice.get("prompt_token_ids")),
+                weight_versions=list_or_none(choice.get("weight_versions")),
+                finish_reason=_text(choice.get("finish_reason")),
+                stop_reason=_stop_reason(choice.get("stop_reason")),
+            )
+        )
+    return Exchange(
+        choices=choices,
+        prompt_ids=list_or_none(answer.get("prompt_token_ids")),
+        completion_tokens=completion_tokens_of(answer),
+        model=_text(answer.get("model")) or "",
+    )
+
+
+def logprobs_of(choice: dict[str, Any]) -> list[Any] | None:
+    """The sampled tokens' logprobs in a choice, shaped as in chats or as in text completions."""
+    held = choice.get("logprobs")
+    if not isinstance(held, dict):
+        return None
+    content = held.get("content")
+    if isinstance(content, list):
+        return [entry.get("logprob") if isinstance(entry, dict) else None for entry in content]
+    return list_or_none(held.get("token_logprobs"))
+
+
+def completion_tokens_of(answer: dict[str, Any]) -> int | None:
+    """The engine's own count of completion tokens."""
+    usage = answer.get("usage")
+    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return count if isinstance(count, int) else None
+
+
+def list_or_none(value: Any) -> list[Any] | None:
+    return value if isinstance(value, list) else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _stop_reason(value: Any) -> int | str | None:
+    return value if isinstance(value, int | str) else None

@@ -1,0 +1,165 @@
+"""Where answers come from: the engine, how it is asked, the policy version that it serves.
+
+How it can be asked is found out when it first answers; a server may start before its engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import structlog
+
+from ..config import TokensConfig
+from ..models.engine import Engine
+from ..records import Call
+from ..tokens.history import History, same_prompt
+from ..tokens.prepare import template_kwargs
+from ..tokens.prompts import PromptPlan
+from ..tokens.refusal import Refused
+from .ask import Ask
+from .asking import Asker, asker, stream_text, whole_text
+from .asking.chat import ChatAsker
+from .attempts import Attempt
+from .gate import Gate
+from .ways import Ways
+
+VERSION_PLACE = "{version}"
+"""Where the policy version stands in a model's name, as in a LoRA adapter's: `policy@{version}`."""
+_LONG_TEXT = 16_384
+"""Characters of a prompt above which it is tokenised in a thread."""
+
+_log = structlog.get_logger("envserver.proxy")
+
+
+class Ready:
+    """An engine whose ways are known; None of them: it is asked through its chat API only."""
+
+    def __init__(self, engine: Engine, ways: Ways | None, tokens: TokensConfig) -> None:
+        upstream = ways.upstream if ways else None
+        self.exact = engine.exact and (upstream is None or upstream.mode != "opaque")
+        self.processed = upstream is not None and upstream.logprobs == "processed"
+        self._engine = engine
+        self._format = ways.format if ways and tokens.stitch else None
+        self._tokens = tokens
+        self._asker: Asker = (
+            ChatAsker(engine) if upstream is None else asker(engine, upstream, self._format)
+        )
+
+    def plan(
+        self, attempt: Attempt, ask: Ask, body: dict[str, Any], agent: str | None
+    ) -> PromptPlan:
+        """How the prompt of `ask` comes to be."""
+        if ask.prompt is not None or self._format is None:
+            return PromptPlan()
+        try:
+            kwargs = template_kwargs(body)
+        except Refused as refused:
+            return PromptPlan(refusal=refused.reason)
+        if attempt.history is None:
+            attempt.history = History(
+                self._format, edits=self._tokens.edits, think=self._tokens.think
+            )
+        plan = attempt.history.plan(
+            ask.messages, ask.tools, kwargs=kwargs, model=attempt.spec.model, agent=agent
+        )
+        refusal = self._asker.can_continue(body) if plan.ids is not None else None
+        return plan if refusal is None else plan.as_root(refusal)
+
+    async def remember(self, attempt: Attempt, calls: list[Call], prompt: PromptPlan) -> None:
+        """From now on later calls may continue `calls`, which are recorded."""
+        if attempt.history is None or self._format is None or prompt.text is None:
+            return
+        for call in calls:
+            same = None
+            if prompt.ids is None and len(prompt.text) > _LONG_TEXT:
+                same = await asyncio.to_thread(same_prompt, self._format, prompt, call.prompt_ids)
+            was_trusted = self._format.trusted
+            attempt.history.add(call, prompt, same=same)
+            if was_trusted and not self._format.trusted:
+                _log.warning("render_mismatch", reason=self._format.distrusted)
+
+    def streams(self, ask: Ask, body: dict[str, Any], prompt: PromptPlan) -> bool:
+        """Whether a true stream is possible and gives what the whole answer would."""
+        return ask.prompt is not None or self._asker.streams(body, prompt)
+
+    async def whole(
+        self,
+        ask: Ask,
+        body: dict[str, Any],
+        prompt: PromptPlan,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+    ) -> dict[str, Any]:
+        """The whole answer, in the chat form."""
+        if ask.prompt is not None:
+            return await whole_text(
+                self._engine, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds
+            )
+        return await self._asker.whole(
+            body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
+        )
+
+    def stream(
+        self,
+        ask: Ask,
+        body: dict[str, Any],
+        prompt: PromptPlan,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+    ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
+        """The answer as chunks of the chat form."""
+        if ask.prompt is not None:
+            return stream_text(
+                self._engine, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds
+            )
+        return self._asker.stream(
+            body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
+        )
+
+
+class Source:
+    """The engine behind a proxy.
+
+    Args:
+        find: finds out how the engine is asked, once it answers; None: through its chat API.
+        tokens: how calls are continued.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        find: Callable[[], Awaitable[Ways]] | None = None,
+        tokens: TokensConfig | None = None,
+    ) -> None:
+        self.gate = Gate()
+        self.policy_version = -1
+        self._engine = engine
+        self._find = find
+        self._tokens = tokens or TokensConfig()
+        self._ready = None if find else Ready(engine, None, self._tokens)
+        self._finding = asyncio.Lock()
+
+    async def ready(self) -> Ready:
+        """The engine, its ways known.
+
+        Raises:
+            EngineError: it does not answer; the next call tries again.
+            ConfigError: it cannot be asked as it was to be.
+        """
+        if self._ready is None:
+            async with self._finding:
+                if self._ready is None and self._find is not None:
+                    ways = await self._find()
+                    self._ready = Ready(self._engine, ways, self._tokens)
+        assert self._ready is not None
+        return self._ready
+
+    def model(self, name: str) -> str:
+        """The name to ask for: `name` with the policy version in its place, if it has one."""
+        return name.replace(VERSION_PLACE, str(max(0, self.policy_version)))

@@ -1,0 +1,55 @@
+"""How an engine can be asked, and whether conversations can be continued by tokens there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from ..config import TokensConfig
+from ..errors import ConfigError
+from ..models.model_files import find_model_files
+from ..models.upstream import Upstream
+from ..tokens.agreement import disagreement
+from ..tokens.chat_format import ChatFormat
+
+TOKEN_MODES = ("tokens", "completions")
+"""Those in which an engine takes token ids."""
+
+
+class Ways(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of an engine.
+
+    Args:
+        upstream: what it was found to do.
+        format: the model's chat template and tokenizer; None: nothing is continued by tokens.
+        folder: where its files are, None where there are none.
+        why_not: why there is no format, a sentence; "" if there is one.
+    """
+
+    upstream: Upstream
+    format: ChatFormat | None = None
+    folder: Path | None = None
+    why_not: str = ""
+
+
+def ways_of(upstream: Upstream, tokens: TokensConfig) -> Ways:
+    """The ways of an engine. Reads the model's files, and may wait for the network.
+
+    Raises:
+        ConfigError: `tokens.tokenizer` lacks something.
+    """
+    if not tokens.stitch:
+        return Ways(upstream=upstream, why_not="tokens.stitch is off.")
+    files = find_model_files(upstream, tokens.tokenizer)
+    if upstream.mode not in TOKEN_MODES:
+        why = f"In mode {upstream.mode} the engine takes no token ids."
+        return Ways(upstream=upstream, folder=files.folder, why_not=why)
+    if files.folder is None:
+        return Ways(upstream=upstream, why_not=files.reason)
+    try:
+        format = ChatFormat.load(files.folder)
+    except ConfigError as error:
+        return Ways(upstream=upstream, folder=files.folder, why_not=str(error))
+    why = disagreement(format, upstream.echoes) or ""
+    return Ways(upstream=upstream, format=None if why else format, folder=files.folder, why_not=why)

@@ -1,0 +1,260 @@
+"""One exchange with the engine: from what an agent asks to calls that are recorded.
+
+It does not know the agent's connection. A whole answer is worked on in a task of its own: requests
+join it, and when the one that began it hangs up, it goes on, so that what is sampled is recorded
+and a retry finds it. Only the end of the attempt ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from ..errors import EngineGarbage, EngineUnavailable
+from ..records import Call
+from ..tokens.prompts import PromptPlan
+from .ask import Ask
+from .attempts import Attempt, Grant
+from .body import EngineBody, engine_body
+from .exchange import Choice, Exchange, exchange_of
+from .gate import Aborted
+from .recording import Circumstances, calls_of, mark_delivered, mark_undelivered
+from .source import Ready, Source
+from .streaming import Collector, clean_answer, clean_chunk, is_last
+
+Emit = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class Work:
+    """The work for one request, and for the retries that join it.
+
+    Args:
+        agent: which agent of the attempt asks, None for the only one.
+        digest: of the request.
+    """
+
+    def __init__(
+        self, source: Source, attempt: Attempt, ask: Ask, agent: str | None, digest: bytes
+    ) -> None:
+        self.ask = ask
+        self.calls: list[Call] = []
+        self.blamed = False
+        """Whether the attempt knows of its failure."""
+        self._source = source
+        self._attempt = attempt
+        self._agent = agent
+        self._digest = digest
+        self._started_at = time.time()
+        self._first_at: float | None = None
+        self._first_version = source.policy_version
+        self._body: EngineBody
+        self._prompt: PromptPlan
+        self._ready: Ready
+        self._collector: Collector | None = None
+        self._task: asyncio.Task[dict[str, Any]] | None = None
+        self._listeners = 0
+
+    async def prepare(self) -> None:
+        """Finds out how the engine is asked, and plans the prompt. Comes first.
+
+        Raises:
+            EngineError: the engine does not answer.
+        """
+        ask, spec = self.ask, self._attempt.spec
+        self._ready = await self._source.ready()
+        self._body = engine_body(
+            ask,
+            model=spec.model,
+            sampling=spec.sampling,
+            exact=self._ready.exact,
+            processed=self._ready.processed,
+        )
+        self._prompt = self._ready.plan(self._attempt, ask, self._body.body, self._agent)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the answer can truly be streamed (what is parsed from a stream, such as a tool
+        call, may differ from what is parsed from the whole)."""
+        ask = self.ask
+        return (
+            ask.stream and not ask.tools and self._ready.streams(ask, self._body.body, self._prompt)
+        )
+
+    # A whole answer, in a task
+
+    def start(self) -> asyncio.Task[dict[str, Any]]:
+        """Begins to work for a whole answer: the chat form, with what the agent may see."""
+        self._task = asyncio.create_task(self._whole())
+        self._attempt.hold(self._task)
+        return self._task
+
+    @property
+    def task(self) -> asyncio.Task[dict[str, Any]] | None:
+        """None for a stream."""
+        return self._task
+
+    def join(self) -> None:
+        """A request waits for the answer."""
+        self._listeners += 1
+
+    def leave(self, *, delivered: bool) -> None:
+        """It waits no more; `delivered`: since it got the answer."""
+        self._listeners -= 1
+        if delivered:
+            mark_delivered(self.calls)
+        elif not self._listeners:
+            mark_undelivered(self.calls)
+
+    def undelivered(self) -> None:
+        """The agent left between the recording and the end of its answer."""
+        if not self._listeners:
+            mark_undelivered(self.calls)
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _whole(self) -> dict[str, Any]:
+        ask = self.ask
+        with await self._reserved() as grant:
+            self._body.with_max_tokens(grant.max_tokens)
+            while True:
+                try:
+                    async with self._source.gate.passing():
+                        self._begin_sampling()
+                        answer = await self._ready.whole(
+                            ask,
+                            self._body.body,
+                            self._prompt,
+                            rollout_id=self._rollout_id,
+                            timeout_seconds=self._seconds_left,
+                        )
+                    break
+                except Aborted:
+                    continue
+            exchange = exchange_of(answer)
+            clean_answer(answer, ask)
+            self._commit(grant, exchange)
+            await self._ready.remember(self._attempt, self.calls, self._prompt)
+        if not self._listeners:
+            mark_undelivered(self.calls)
+        return answer
+
+    # A true stream
+
+    async def stream(self, emit: Emit) -> None:
+        """Gives `emit` the answer's chunks, what the agent may see of them; the ends of the choices
+        only after the recording.
+
+        Raises:
+            EngineError: it broke off; `break_off` records what there is.
+        """
+        ends: list[dict[str, Any]] = []
+        with await self._reserved() as grant:
+            self._body.with_max_tokens(grant.max_tokens)
+            try:
+                await self._relay(emit, ends)
+                exchange = self._collected()
+                if not exchange.choices:
+                    raise EngineGarbage("The engine's stream holds no choices.")
+            except BaseException:
+                grant.spent = self._collected().tokens()
+                raise
+            self._commit(grant, exchange)
+            await self._ready.remember(self._attempt, self.calls, self._prompt)
+        for chunk in ends:
+            await emit(chunk)
+
+    async def _relay(self, emit: Emit, ends: list[dict[str, Any]]) -> None:
+        while True:
+            self._collector = Collector(self.ask)
+            try:
+                async with self._source.gate.passing():
+                    self._begin_sampling()
+                    await self._relay_once(self._collector, emit, ends)
+                return
+            except Aborted:
+                if self._first_at is not None:
+                    raise EngineUnavailable("The engine was paused within its stream.") from None
+
+    async def _relay_once(
+        self, collector: Collector, emit: Emit, ends: list[dict[str, Any]]
+    ) -> None:
+        streaming = self._ready.stream(
+            self.ask,
+            self._body.body,
+            self._prompt,
+            rollout_id=self._rollout_id,
+            timeout_seconds=self._seconds_left,
+        )
+        async with streaming as chunks:
+            async for chunk in chunks:
+                collector.add(chunk)
+                last = is_last(chunk)
+                if not clean_chunk(chunk, self.ask):
+                    continue
+                if last:
+                    ends.append(chunk)
+                    continue
+                if self._first_at is None:
+                    self._first_at = time.time()
+                await emit(chunk)
+
+    def _collected(self) -> Exchange:
+        return self._collector.exchange() if self._collector else Exchange(choices=[])
+
+    # Recording
+
+    def break_off(self, how: str) -> None:
+        """Records what there is of an exchange that ended too early, by "disconnect" or "error"."""
+        if self._attempt.sealed or self.calls:
+            return
+        exchange = self._collected()
+        if not exchange.choices:
+            exchange.choices = [Choice(index=0, message={"role": "assistant", "content": ""})]
+        self._attempt.commit(calls_of(exchange, self._circumstances(), how))
+
+    def _commit(self, grant: Grant, exchange: Exchange) -> None:
+        grant.spent = exchange.tokens()
+        calls = calls_of(exchange, self._circumstances())
+        self._attempt.commit(calls)
+        self._attempt.engine_answered()
+        self.calls = calls
+
+    def _circumstances(self) -> Circumstances:
+        ask = self.ask
+        return Circumstances(
+            model=self._attempt.spec.model,
+            asked_model=self._body.body["model"],
+            agent=self._agent,
+            dialect=ask.dialect,
+            digest=self._digest,
+            messages=ask.messages,
+            tools=ask.tools,
+            sampling=self._body.sampling(),
+            streamed=ask.stream,
+            started_at=self._started_at,
+            seconds=time.time() - self._started_at,
+            seconds_to_first=self._first_at and self._first_at - self._started_at,
+            first_version=self._first_version,
+            last_version=self._source.policy_version,
+            prompt=self._prompt,
+            flags=self._body.flags,
+        )
+
+    def _begin_sampling(self) -> None:
+        self._first_version = self._source.policy_version
+        self._body.body["model"] = self._source.model(self._attempt.spec.model)
+
+    async def _reserved(self) -> Grant:
+        return await self._attempt.reserve(self.ask.wanted_tokens, self.ask.choices)
+
+    @property
+    def _rollout_id(self) -> str:
+        return self._attempt.spec.rollout_id
+
+    @property
+    def _seconds_left(self) -> float:
+        return max(0.0, self._attempt.seconds_left)
