@@ -9,11 +9,15 @@ from __future__ import annotations
 from .base import Api, EventWriter, Memory
 from .chat import ChatApi
 from .completions import CompletionsApi
+from .messages import MessagesApi
+from .responses import ResponsesApi
 
 __all__ = ["APIS", "Api", "ChatApi", "EventWriter", "Memory"]
 
 APIS: dict[str, Api] = {
     "v1/chat/completions": ChatApi(),
     "v1/completions": CompletionsApi(),
+    "v1/responses": ResponsesApi(),
+    "v1/messages": MessagesApi(),
 }
 """By path, as it stands behind the key of an attempt."""
