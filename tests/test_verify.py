@@ -14,7 +14,7 @@ import orjson
 import pytest
 from structlog.testing import capture_logs
 from support.api import native_group, put_native, running_api
-from support.commands import envserver, free_port, read_jsonl, running
+from support.commands import envserver, free_port, read_jsonl, running, until
 from support.vllm_server import VllmServer
 
 from envserver.cli import main
@@ -24,10 +24,12 @@ from envserver.config import SimConfig
 from envserver.errors import ConfigError, EngineError, EngineUnavailable
 from envserver.export.jsonl import group_line
 from envserver.models.sim import SimEngine
+from envserver.proxy.gate import Gate, InFlight
 from envserver.records import Group, Sequence, Trajectory
 from envserver.rollouts.auditor import Auditor
 
 PROMPT, SAMPLED = 9, 6
+SAME_SUMS_TOKENS = 480
 
 
 class Engine(SimEngine):
@@ -502,7 +504,24 @@ async def test_an_audit_leaves_out_what_another_version_sampled() -> None:
         auditor.offer(old)
         auditor.offer(new)
     report = auditor.report()
-    assert (report["rows"], report["rows_not_compared"]) == (0, {"other_version": 2})
+    assert report["rows"] == 0
+    assert report["rows_not_compared"] == {"other_version": 1, "weights_changed": 1}
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "abort"])
+async def test_an_audit_waits_while_the_weights_change(in_flight: InFlight) -> None:
+    engine, gate = Engine(), Gate()
+    async with Auditor(engine, 1.0, 0.05, version=lambda: 7, gate=gate) as auditor:
+        auditor.offer(trajectories("a")[0])
+        while not engine.in_flight:
+            await asyncio.sleep(0)
+        await gate.pause(in_flight, 1)
+        auditor.offer(trajectories("b")[0])
+        await asyncio.sleep(0.05)
+        asked = engine.asked
+        assert auditor.report()["rows_not_compared"] == {"weights_changed": 1}
+        gate.resume()
+    assert (asked, engine.asked, auditor.report()["rows"]) == (1, 2, 1)
 
 
 async def test_an_audit_outlives_an_engine_that_fails() -> None:
@@ -522,22 +541,25 @@ def test_serve_reports_its_audit(tmp_path: Path) -> None:
     words = (
         "serve", "--env", "math", "--model", "sim", "--sim.latency_seconds", 0,
         "--env.group_size", 2, "--env.ensure_scores_are_not_same", "false",
-        "--tokens.audit_fraction", 1, "--port", port, "--store", "groups.db",
+        "--env.total_steps", 4, "--tokens.audit_fraction", 1, "--port", port,
+        "--store", "groups.db",
     )  # fmt: skip
     with running(*words, folder=tmp_path) as server:
         server.wait_for("Trainers: ")
-        for _ in range(600):
+
+        def audited() -> dict[str, Any] | None:
             status = httpx.get(f"http://127.0.0.1:{port}/v1/status").json()["server"]["audit"]
-            if status["rows"]:
-                break
-        assert status["tokens"] == status["tokens_exactly_equal"] > 0
+            return status if status["rollouts"] == 8 else None
+
+        report = until(audited, 60, server.output, alive=server.process)
+        assert report["tokens"] == report["tokens_exactly_equal"] > 0
         server.process.terminate()
-        server.wait_for(r"Audit: 0 of [1-9]\d* rows differ")
+        server.wait_for(f"Audit: 0 of {report['rows']} rows differ")
         assert server.end() == 0
 
 
 @pytest.mark.vllm
-def test_what_vllm_sampled_is_exact_until_it_is_changed(
+def test_what_vllm_sampled_is_right_until_it_is_changed(
     vllm_server: VllmServer, tmp_path: Path
 ) -> None:
     engine = (
@@ -551,8 +573,12 @@ def test_what_vllm_sampled_is_exact_until_it_is_changed(
     assert ran.returncode == 0, ran.stderr
     ran = envserver("verify", "out.jsonl", *engine, "--json", folder=tmp_path)
     report = json.loads(ran.stdout)
-    assert (ran.returncode, report["verdict"]) == (0, "exact")
-    assert (report["groups"], report["compared"]["tokens"] > 100) == (8, True)
+    assert (ran.returncode, report["groups"], report["findings"]) == (0, 8, [])
+    assert report["compared"]["tokens"] > 100
+    for worst in report["worst"]:
+        # Beyond so many tokens vLLM on a CPU adds up a prompt and an answer in different orders.
+        assert worst["position"] >= SAME_SUMS_TOKENS
+        assert abs(worst["difference"]) < 1e-5
     lines = read_jsonl(tmp_path / "out.jsonl")
     masks, logprobs = lines[5]["masks"][1], lines[5]["inference_logprobs"][1]
     at = next(place for place, label in enumerate(masks) if label != -100)

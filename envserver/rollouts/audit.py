@@ -25,6 +25,7 @@ NOT_COMPARED: Final = {
     "no_logprobs": "no logprob was recorded",
     "not_sampled": "not among those that were chosen",
     "other_version": "sampled by another policy version, or by more than one",
+    "weights_changed": "the engine's weights changed while it was scored",
     "structured_output_masked": "a grammar or bias masked the distribution",
     "multimodal_unstitched": "images stand in the prompt",
     "processed_logprobs": "recorded after temperature and top_p were applied",

@@ -18,8 +18,9 @@ import structlog
 
 from ..errors import EngineError
 from ..models.engine import Engine
+from ..proxy.gate import Aborted, Gate
 from ..records import Trajectory
-from .audit import Row, Totals, audit_row, rows_of, share_of, why_not_comparable
+from .audit import Outcome, Row, Totals, audit_row, rows_of, share_of, why_not_comparable
 from .rescoring import Rescorer
 
 _log = structlog.get_logger("envserver.audit")
@@ -37,6 +38,7 @@ class Auditor:
         fraction: share of the rollouts, in [0, 1].
         tolerance: largest |difference| of a logprob that is taken for rounding.
         version: gives the policy version that the engine serves now, -1 where nobody counts them.
+        gate: what holds calls back while the engine's weights change; audits wait there too.
         most_waiting: rollouts in the queue.
     """
 
@@ -47,11 +49,13 @@ class Auditor:
         tolerance: float,
         *,
         version: Callable[[], int] = lambda: -1,
+        gate: Gate | None = None,
         most_waiting: int = _MOST_WAITING,
     ) -> None:
         self.fraction = fraction
         self._rescorer = Rescorer(engine)
         self._version = version
+        self._gate = gate or Gate()
         self._queue: asyncio.Queue[Trajectory] = asyncio.Queue(most_waiting)
         self._totals = Totals(tolerance)
         self._rollouts = 0
@@ -103,13 +107,18 @@ class Auditor:
     def summary(self) -> str:
         """The report in a line."""
         totals = self._totals
-        if not totals.rows:
-            return "Audit: no row was compared."
         words = [
             f"{totals.rows_over} of {totals.rows} rows differ",
-            f"{totals.exact:,} of {totals.tokens:,} tokens exactly equal",
-            f"largest difference {totals.largest:.2g}",
+            f"{totals.exact:,} of {totals.tokens:,} tokens are exactly equal",
+            f"the largest difference is {totals.largest:.2g}",
         ]
+        left_out = {
+            "rows were not compared": self._not_compared.total(),
+            "rows were refused": self._refused,
+            "rows met a failing engine": self._errors.total(),
+            "rollouts found no room": self._dropped + self._queue.qsize(),
+        }
+        words += [f"{count} {what}" for what, count in left_out.items() if count]
         return f"Audit: {', '.join(words)}."
 
     async def _run(self) -> None:
@@ -121,21 +130,28 @@ class Auditor:
             self._queue.task_done()
 
     async def _audit(self, row: Row) -> None:
-        version = self._version()
-        reason = why_not_comparable(row, version)
-        if reason:
-            self._not_compared[reason] += 1
-            return
         try:
-            outcome = await audit_row(self._rescorer, row)
+            async with self._gate.passing():
+                outcome = await self._outcome(row)
+        except Aborted:
+            self._not_compared["weights_changed"] += 1
         except EngineError as error:
             self._errors[error.kind] += 1
             _log.warning("audit_failed", rollout_id=row.rollout_id, error=str(error))
-            return
-        if self._version() != version:
-            # The weights may have changed before they were asked.
-            self._not_compared["other_version"] += 1
-        elif outcome.refused:
+        else:
+            self._count(row, outcome)
+
+    async def _outcome(self, row: Row) -> Outcome:
+        version = self._version()
+        if reason := why_not_comparable(row, version):
+            return Outcome(not_compared=reason)
+        outcome = await audit_row(self._rescorer, row)
+        if self._gate.paused or self._version() != version:
+            return Outcome(not_compared="weights_changed")
+        return outcome
+
+    def _count(self, row: Row, outcome: Outcome) -> None:
+        if outcome.refused:
             self._refused += 1
             _log.warning("audit_refused", rollout_id=row.rollout_id, message=outcome.refused)
         elif outcome.comparison is None:
