@@ -27,7 +27,6 @@ from envserver.errors import (
     EngineUnavailable,
 )
 from envserver.models.openai import OpenAIEngine
-from envserver.models.replicas import Replicas
 from envserver.models.sse import SseParser
 
 CHAT = "/v1/chat/completions"
@@ -120,26 +119,6 @@ async def test_all_dead_is_unavailable() -> None:
     async with engine(dead_url(), dead_url()) as opened:
         with pytest.raises(EngineUnavailable, match="takes no connections"):
             await ask(opened)
-
-
-def test_a_dead_replica_is_set_aside_longer_each_time_and_tried_by_one_request() -> None:
-    now = 0.0
-    replicas = Replicas(["http://a", "http://b"], 1, clock=lambda: now)
-    dead = replicas.pick("r")
-    dead.unreachable()
-    assert replicas.pick("r") is not dead
-    now = 0.6
-    assert replicas.pick("r") is dead
-    dead.begin()
-    assert replicas.pick("r") is not dead
-    dead.unreachable()
-    now = 1.2
-    assert replicas.pick("r") is not dead
-    now = 2.0
-    assert replicas.pick("r") is dead
-    dead.begin()
-    dead.answered()
-    assert replicas.pick("r") is dead
 
 
 async def test_calls_in_flight_are_bounded_per_replica() -> None:

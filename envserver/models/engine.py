@@ -8,14 +8,27 @@ from typing import Any, Protocol
 
 import msgspec
 
+from .breaker import State
+
 
 class ReplicaHealth(msgspec.Struct, frozen=True):
-    """Whether one address of an engine answers, and in how many seconds, or why not."""
+    """Whether one address of an engine answers, and in how many seconds, or why not.
+
+    Args:
+        in_flight, limit: calls there now, and the most that are sent there at once as things are.
+        waiting: calls that wait here for one of these to end.
+        state: closed: it is used; open: it failed and is set aside; half_open: one call at a time
+            tries whether it is well again.
+    """
 
     base_url: str
     healthy: bool
     seconds: float = 0.0
     reason: str = ""
+    in_flight: int = 0
+    limit: int = 0
+    waiting: int = 0
+    state: State = "closed"
 
 
 class Engine(Protocol):
@@ -43,7 +56,7 @@ class Engine(Protocol):
     ) -> dict[str, Any]:
         """The answer to one request that does not stream. `path` begins with /v1/ or is /generate.
 
-        Requests of one `rollout_id` go to the same replica while it is healthy.
+        Requests of one `rollout_id` go to the same replica while it is well and has room.
         """
 
     def stream(

@@ -1,0 +1,120 @@
+"""Whether calls may go to a replica: a circuit breaker, without I/O.
+
+Closed: calls go there. Open: none do; it refused a connection, missed a health check, or failed
+most of its recent calls. Half-open: one call at a time tries whether it is well again; its success
+closes the breaker, its failure opens it for twice as long. What calls report that were begun before
+it opened changes nothing: they tell of the time before.
+
+A request that is itself at fault (HTTP 4xx) is a success here: the replica answered it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Literal
+
+State = Literal["closed", "open", "half_open"]
+
+_WINDOW_SECONDS = 30.0
+_FAILURES = 5
+"""So many within the window open it, unless more calls succeeded than failed."""
+_FIRST_ASIDE_SECONDS = 0.5
+_LONGEST_ASIDE_SECONDS = 30.0
+
+
+class Breaker:
+    """One replica's. Times are those of `clock`, in seconds.
+
+    Args:
+        reason: why it opened last.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.reason = ""
+        self._clock = clock
+        self._recent: deque[tuple[float, bool]] = deque()
+        self._opened_at: float | None = None
+        self._until = 0.0
+        self._openings = 0
+        self._unwell = False
+        self._by_calls = False
+        self._trying = 0
+
+    @property
+    def state(self) -> State:
+        if self._opened_at is None:
+            return "closed"
+        return "open" if self._unwell or self._clock() < self._until else "half_open"
+
+    @property
+    def allows(self) -> bool:
+        """Whether a call may begin now."""
+        state = self.state
+        return state == "closed" or (state == "half_open" and not self._trying)
+
+    @property
+    def until(self) -> float:
+        """When it opened last, the end of its time aside."""
+        return self._until
+
+    def begin(self) -> bool:
+        """A call begins; whether it is one that tries, for `end`."""
+        tries = self._opened_at is not None
+        self._trying += tries
+        return tries
+
+    def end(self, tries: bool) -> None:
+        """A call of `begin` ended, after it reported or without a word."""
+        self._trying -= tries
+
+    def succeeded(self, begun_at: float) -> None:
+        """A call that began at `begun_at` was answered."""
+        if self._opened_at is None:
+            self._note(True)
+        elif begun_at >= self._opened_at:
+            self._close()
+
+    def failed(self, begun_at: float, reason: str) -> None:
+        """A call that began at `begun_at` was answered badly or not at all."""
+        if self._opened_at is None:
+            self._note(False)
+            failures = sum(not well for _, well in self._recent)
+            if failures >= _FAILURES and 2 * failures >= len(self._recent):
+                self._open(reason, by_calls=True)
+        elif begun_at >= self._opened_at and self.state == "half_open":
+            self._open(reason, by_calls=True)
+
+    def refused(self, reason: str) -> None:
+        """It took no connection."""
+        if self.state != "open":
+            self._open(reason, by_calls=False)
+
+    def checked(self, well: bool, reason: str = "") -> None:
+        """Its health was asked for. Being well brings it back, unless it was calls that failed."""
+        self._unwell = not well
+        if not well and self._opened_at is None:
+            self._open(reason, by_calls=False)
+        elif well and not self._by_calls:
+            self._close()
+
+    def _open(self, reason: str, *, by_calls: bool) -> None:
+        # Bounded before it is a power: an engine may be away for thousands of calls.
+        seconds = min(_LONGEST_ASIDE_SECONDS, _FIRST_ASIDE_SECONDS * 2.0 ** min(self._openings, 16))
+        self._openings += 1
+        self._opened_at = self._clock()
+        self._until = self._opened_at + seconds
+        self._by_calls = by_calls
+        self.reason = reason
+
+    def _close(self) -> None:
+        self._opened_at = None
+        self._openings = 0
+        self._unwell = self._by_calls = False
+        self._recent.clear()
+
+    def _note(self, well: bool) -> None:
+        now = self._clock()
+        self._recent.append((now, well))
+        while self._recent[0][0] < now - _WINDOW_SECONDS:
+            self._recent.popleft()

@@ -1,0 +1,205 @@
+"""Requests over HTTP to the replicas of an engine, and what their failures mean.
+
+What aiohttp raises leaves this module as `TryAgain`. Connections die with their peer: one whose
+machine has vanished is found out by TCP itself, however long an answer may take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Literal, TypeVar
+
+import aiohttp
+
+from ..errors import EngineError, EngineGarbage, EngineUnavailable
+from .decoding import MAX_REFUSAL_BYTES, Decoder, is_refusal, retry_after
+from .replicas import Replica
+
+T = TypeVar("T")
+
+Fault = Literal["refused", "failed", "busy"]
+"""No connection was taken; a bad answer or a broken connection; the engine asks for patience."""
+
+_CONNECT_SECONDS = 10.0
+_IDLE_CONNECTION_SECONDS = 4.0
+"""Below the five seconds after which uvicorn, and so vLLM, closes an idle connection: a request
+would else now and then meet a connection that is just being closed."""
+_PEER_SECONDS = 60
+"""A peer that acknowledges nothing for this long is gone."""
+_MAX_ANSWER_BYTES = 512 * 1024 * 1024
+
+
+class TryAgain(Exception):
+    """The request failed with `error`, and another one may do better.
+
+    Args:
+        fault: what it tells about the replica.
+        wait_seconds: for which the replica asks to be left alone.
+        elsewhere: the same replica would hardly do better.
+    """
+
+    def __init__(
+        self,
+        error: EngineError,
+        fault: Fault = "failed",
+        *,
+        wait_seconds: float = 0.0,
+        elsewhere: bool = False,
+    ) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.fault: Fault = fault
+        self.wait_seconds = wait_seconds
+        self.elsewhere = elsewhere
+
+
+class Connections:
+    """`async with` it for as long as requests are sent; `key` goes with each of them."""
+
+    def __init__(self, key: str, decoder: Decoder) -> None:
+        self._key = key
+        self._decoder = decoder
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Connections:
+        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        if self._key:
+            headers["authorization"] = f"Bearer {self._key}"
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=_IDLE_CONNECTION_SECONDS, socket_factory=watchful_socket
+        )
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    @asynccontextmanager
+    async def open(
+        self, replica: Replica, method: str, path: str, payload: bytes | None = None
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+        """The open answer to one request, whatever its status.
+
+        Raises:
+            TryAgain: there is none, or it breaks off while it is read.
+            EngineUnavailable: the connections are closed.
+        """
+        if self._session is None:
+            raise EngineUnavailable("The engine's connections are closed.")
+        with typed(replica):
+            request = self._session.request(
+                method, replica.url + path, data=payload, allow_redirects=False
+            )
+            async with request as response:
+                yield response
+
+    async def check(self, replica: Replica, response: aiohttp.ClientResponse) -> None:
+        """Returns if the status of `response` is 2xx.
+
+        Raises:
+            TryAgain: another request may do better.
+            EngineRefused: none will.
+        """
+        status = response.status
+        if 200 <= status < 300:
+            return
+        data = await _beginning(response)
+        if is_refusal(status):
+            raise self._decoder.refused(status, data)
+        seconds = retry_after(response.headers)
+        # Who names a time, or a limit on our requests, is at work.
+        busy = status in (408, 429) or seconds > 0
+        if seconds:
+            replica.busy(seconds)
+        error = self._decoder.failed(status, data)
+        raise TryAgain(error, "busy" if busy else "failed", wait_seconds=seconds)
+
+
+async def whole(response: aiohttp.ClientResponse, max_bytes: int = _MAX_ANSWER_BYTES) -> bytes:
+    """The whole body, inflated.
+
+    Raises:
+        EngineGarbage: it is over `max_bytes`.
+    """
+    parts: list[bytes] = []
+    size = 0
+    async for part in response.content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > max_bytes:
+            raise EngineGarbage(f"The engine's answer is over {max_bytes} bytes.")
+    return b"".join(parts)
+
+
+@contextmanager
+def typed(replica: Replica) -> Iterator[None]:
+    """Turns what aiohttp raises into `TryAgain`."""
+    try:
+        yield
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        message = f"The engine at {replica.url} takes no connections: {_reason(error)}."
+        raise TryAgain(EngineUnavailable(message, base_url=replica.url), "refused") from None
+    except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, ConnectionError):
+        message = f"The engine at {replica.url} closed the connection before its answer."
+        raise TryAgain(EngineGarbage(message, base_url=replica.url)) from None
+    except aiohttp.ClientError as error:
+        message = f"The engine at {replica.url} does not speak HTTP: {type(error).__name__}."
+        raise TryAgain(EngineGarbage(message, base_url=replica.url), elsewhere=True) from None
+
+
+async def in_time(deadline: float, work: Awaitable[T]) -> T:
+    """`work`, until the loop's time is `deadline`.
+
+    Raises:
+        TimeoutError: it did not end by then.
+    """
+    async with asyncio.timeout_at(deadline):
+        return await work
+
+
+def watchful_socket(address: tuple[Any, ...]) -> socket.socket:
+    """A socket for `address` (an entry of getaddrinfo) that notices when its peer is gone.
+
+    Neither a machine that lost its power nor a router that forgot about a silent connection says
+    so; and an answer that does not stream is minutes of silence.
+    """
+    family, kind, protocol = address[:3]
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {
+        "TCP_KEEPIDLE": _PEER_SECONDS // 2,
+        "TCP_KEEPINTVL": _PEER_SECONDS // 6,
+        "TCP_KEEPCNT": 3,
+        "TCP_USER_TIMEOUT": _PEER_SECONDS * 1000,
+    }
+    for name, value in options.items():
+        # Each system has some of them.
+        if hasattr(socket, name):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made
+
+
+def _reason(error: aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError) -> str:
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return "no connection in time"
+    return error.os_error.strerror or type(error.os_error).__name__
+
+
+async def _beginning(response: aiohttp.ClientResponse) -> bytes:
+    """Enough of the body of an error."""
+    data = b""
+    async for part in response.content.iter_any():
+        data += part
+        if len(data) > MAX_REFUSAL_BYTES:
+            break
+    return data

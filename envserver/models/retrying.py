@@ -1,0 +1,117 @@
+"""One call, tried on one replica after the other within its time.
+
+Another replica is tried at once, the same one after a pause that doubles, with jitter, and is never
+shorter than the engine asks for. How each try went is told to the replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from ..errors import EngineError, EngineRefused, EngineTimeout, EngineUnavailable
+from .connections import TryAgain
+from .replicas import Replica, Replicas, Visit
+
+T = TypeVar("T")
+
+_MAX_PAUSE_SECONDS = 5.0
+
+
+class Retrying:
+    """Calls to `replicas`.
+
+    Args:
+        tries: requests sent for one call, over all replicas.
+        pause_seconds: before the first repetition on the same replica.
+    """
+
+    def __init__(self, replicas: Replicas, *, tries: int, pause_seconds: float) -> None:
+        self._replicas = replicas
+        self._tries = tries
+        self._pause_seconds = pause_seconds
+
+    async def until_answered(
+        self, once: Callable[[Visit], Awaitable[T]], rollout_id: str, deadline: float
+    ) -> T:
+        """What `once` gives, at the first replica where it gives something.
+
+        Args:
+            once: raises TryAgain, or an EngineError; only EngineRefused is final.
+            deadline: in the time of the loop.
+
+        Raises:
+            EngineError: that of the last try.
+        """
+        now = asyncio.get_running_loop().time
+        tried: list[Replica] = []
+        while True:
+            replica = self._replicas.pick(rollout_id, tried)
+            try:
+                with replica.visit() as visit:
+                    return await _try(once, visit, deadline)
+            except TryAgain as again:
+                tried.append(replica)
+                pause = self._pause(again, tried)
+                if len(tried) >= self._tries or pause is None or now() + pause >= deadline:
+                    raise again.error from None
+            await asyncio.sleep(pause)
+
+    def _pause(self, again: TryAgain, tried: list[Replica]) -> float | None:
+        """Seconds until the next try, None if there should be none."""
+        if self._replicas.other_usable(tried):
+            return 0.0
+        if again.elsewhere:
+            return None
+        doubled = self._pause_seconds * 2.0 ** (len(tried) - 1)
+        backoff = min(_MAX_PAUSE_SECONDS, doubled * random.uniform(0.5, 1.5))
+        return max(backoff, again.wait_seconds)
+
+
+async def _try(once: Callable[[Visit], Awaitable[T]], visit: Visit, deadline: float) -> T:
+    """`once`, ended in time.
+
+    Raises:
+        TryAgain: another try may do better.
+        EngineError: it may not.
+    """
+    try:
+        async with asyncio.timeout_at(deadline) as scope:
+            with visit.within(scope):
+                result = await once(visit)
+    except TimeoutError:
+        raise _overdue(visit) from None
+    except TryAgain as again:
+        if again.fault == "refused":
+            visit.refused(again.error.message)
+        elif again.fault == "failed":
+            visit.failed(again.error.message)
+        raise
+    except EngineRefused:
+        visit.answered()
+        raise
+    except EngineError as error:
+        visit.failed(error.message)
+        raise TryAgain(error, elsewhere=True) from None
+    visit.answered()
+    return result
+
+
+def _overdue(visit: Visit) -> Exception:
+    replica = visit.replica
+    if visit.given_up:
+        message = f"The engine at {replica.url} does not live any more: {replica.reason}."
+        return TryAgain(EngineUnavailable(message, base_url=replica.url), "busy")
+    visit.timed_out()
+    return late(replica, has_room=visit.sent_at is not None)
+
+
+def late(replica: Replica, *, has_room: bool = True) -> EngineTimeout:
+    """`replica` did not answer in time; `has_room`: it was asked at all."""
+    if not has_room:
+        message = "The engine had no room for the call in time."
+        hint = "Ask for fewer rollouts at once by --rollouts.max_concurrent."
+        return EngineTimeout(message, hint=hint, base_url=replica.url)
+    return EngineTimeout("The engine did not answer in time.", base_url=replica.url)

@@ -1,0 +1,144 @@
+"""What is asked of each replica in the background, while an engine is open.
+
+Its health: every few seconds, at once when a call failed there, and with growing pauses while it is
+not well. Its load, from its metrics: about once a second while it has calls in flight.
+
+A process that is gone breaks its connections; one that hangs keeps them and answers nothing. So the
+calls at a replica that missed several checks in a row, and was not heard of otherwise since, are
+ended and sent to another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import suppress
+from http import HTTPStatus
+
+from ..errors import EngineError
+from .adaptive import read_load
+from .connections import Connections, TryAgain, whole
+from .replicas import Replica, Replicas
+
+_LONGEST_PAUSE_SECONDS = 30.0
+_MISSES = 3
+"""So many missed checks in a row, and its calls are given up."""
+_MAX_METRICS_BYTES = 16 * 1024 * 1024
+
+
+class Watch:
+    """`async with` it: the background of an engine.
+
+    Args:
+        check_seconds: between two health checks, and the longest that one may take. An engine's
+            only replica is not asked while it is well: there is no choice to be made.
+        measure_seconds: between two readings of the load.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        connections: Connections,
+        *,
+        check_seconds: float,
+        measure_seconds: float,
+    ) -> None:
+        self._replicas = replicas
+        self._connections = connections
+        self._check_seconds = check_seconds
+        self._measure_seconds = measure_seconds
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Watch:
+        for replica in self._replicas.all:
+            for work in (self._check(replica), self._measure(replica)):
+                self._tasks.append(asyncio.create_task(work, name=f"watch {replica.url}"))
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        ends = await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        for end in ends:
+            if end is not None and not isinstance(end, asyncio.CancelledError):
+                raise end
+
+    async def _check(self, replica: Replica) -> None:
+        misses = 0
+        missing_since = 0.0
+        while True:
+            if replica.state != "closed" or len(self._replicas.all) > 1:
+                began = replica.clock()
+                miss, lost = await self._miss(replica)
+                if not miss or replica.heard_at >= began:
+                    misses = 0
+                    replica.checked(True)
+                else:
+                    missing_since = missing_since if misses else began
+                    misses += 1
+                    replica.checked(False, miss)
+                if misses >= _MISSES and lost and replica.heard_at < missing_since:
+                    self._give_up(replica)
+            await self._pause(replica, misses)
+
+    def _give_up(self, replica: Replica) -> None:
+        if self._replicas.other_usable([replica]):
+            replica.give_up_visits()
+
+    async def _miss(self, replica: Replica) -> tuple[str, bool]:
+        """Why its check was missed ("": it was not), and whether its calls may be lost by that.
+
+        A server without a `/health` is well if it says so. One that takes no connections may still
+        answer the calls it has: servers that end in an orderly way do.
+        """
+        try:
+            status, _ = await self._get(replica, "/health")
+        except TimeoutError:
+            return "no answer to its health check in time", True
+        except TryAgain as again:
+            return again.error.message, again.fault != "refused"
+        except EngineError as error:
+            return error.message, True
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            return f"its health check says HTTP {status}", True
+        return "", False
+
+    async def _pause(self, replica: Replica, misses: int) -> None:
+        """Until the next check; a suspicion makes it short."""
+        seconds = self._check_seconds
+        if misses:
+            backoff = self._check_seconds / 10 * 2.0 ** min(misses, 16)
+            seconds = min(_LONGEST_PAUSE_SECONDS, backoff)
+        replica.suspected.clear()
+        seconds *= random.uniform(0.8, 1.2)
+        if misses:
+            await asyncio.sleep(seconds)
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await replica.suspected.wait()
+            # Calls fail in swarms; one check is enough for all of them.
+            await asyncio.sleep(self._check_seconds / 50)
+
+    async def _measure(self, replica: Replica) -> None:
+        while True:
+            await asyncio.sleep(self._measure_seconds)
+            if not replica.slots.used:
+                continue
+            try:
+                status, text = await self._get(replica, "/metrics")
+            except (TimeoutError, TryAgain, EngineError):
+                # Whether it is well is not asked here.
+                continue
+            if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                continue
+            load = read_load(text.decode(errors="replace"))
+            replica.measured(load)
+            if load is None:
+                await asyncio.sleep(_LONGEST_PAUSE_SECONDS)
+
+    async def _get(self, replica: Replica, path: str) -> tuple[int, bytes]:
+        async with asyncio.timeout(self._check_seconds):
+            async with self._connections.open(replica, "GET", path) as response:
+                return response.status, await whole(response, _MAX_METRICS_BYTES)
