@@ -360,7 +360,6 @@ def test_the_engine_is_sent_what_the_agent_asked_for() -> None:
         "tool_choice": {"type": "function", "function": {"name": "add"}},
         "parallel_tool_calls": False,
         "reasoning_effort": "low",
-        "chat_template_kwargs": {"enable_thinking": True, "reasoning_effort": "low"},
     }
     assert (ask.choices, ask.stream, ask.wants_logprobs) == (1, True, False)
 

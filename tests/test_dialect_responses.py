@@ -400,7 +400,6 @@ def test_the_engine_is_sent_what_the_agent_asked_for() -> None:
         "parallel_tool_calls": False,
         "response_format": {"type": "json_object"},
         "reasoning_effort": "low",
-        "chat_template_kwargs": {"enable_thinking": True, "reasoning_effort": "low"},
     }
     assert (ask.choices, ask.stream, ask.wants_logprobs, ask.wants_reasoning) == (
         1,

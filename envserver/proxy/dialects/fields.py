@@ -16,21 +16,14 @@ def engine_fields(request: dict[str, Any]) -> dict[str, Any]:
     return {name: request[name] for name in _PASSED if request.get(name) is not None}
 
 
-def template_fields(fields: dict[str, Any], **variables: Any) -> dict[str, Any]:
-    """`fields` with variables for the chat template; what the agent set itself stays."""
-    own = fields.get("chat_template_kwargs") or {}
-    return fields | {"chat_template_kwargs": variables | own}
-
-
-def effort_fields(fields: dict[str, Any], effort: Any, place: str) -> dict[str, Any]:
-    """`fields` with how much the model is to reason, as chat templates have it.
+def effort_fields(effort: Any, place: str) -> dict[str, Any]:
+    """How much the model is to reason, where the agent says so.
 
     Raises:
         InputError: `effort`, which stands at `place`, is no text.
     """
     if effort is None:
-        return fields
+        return {}
     if not isinstance(effort, str):
         raise bad(place, "must be a text")
-    thinking = template_fields(fields, enable_thinking=effort != "none")
-    return template_fields(thinking, reasoning_effort=effort) | {"reasoning_effort": effort}
+    return {"reasoning_effort": effort}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...records import Message
-from .fields import effort_fields, engine_fields, template_fields
+from .fields import effort_fields, engine_fields
 from .reading import bad, boolean, mapping, objects, string
 
 _REFUSED = {
@@ -76,8 +76,9 @@ def fields_of(
         fields["response_format"] = _response_format(form)
     kind = mapping(request, "thinking").get("type")
     if kind is not None:
-        fields = template_fields(fields, enable_thinking=kind != "disabled")
-    return effort_fields(fields, output.get("effort"), "output_config.effort")
+        own = fields.get("chat_template_kwargs") or {}
+        fields["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"} | own
+    return fields | effort_fields(output.get("effort"), "output_config.effort")
 
 
 def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def fields_of(request: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str,
     if form is not None:
         fields["response_format"] = form
     effort = mapping(request, "reasoning").get("effort")
-    return effort_fields(fields, effort, "reasoning.effort")
+    return fields | effort_fields(effort, "reasoning.effort")
 
 
 def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
