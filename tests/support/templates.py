@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
@@ -256,3 +256,81 @@ def call(
     """A tool call as an assistant message holds it."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def user(content: Any) -> Message:
+    return {"role": "user", "content": content}
+
+
+def answer(content: str | None, *calls: Message, **more: Any) -> Message:
+    called = {"tool_calls": list(calls)} if calls else {}
+    return {"role": "assistant", "content": content, **called, **more}
+
+
+def result(content: Any, id: str = "call00001") -> Message:
+    return {"role": "tool", "content": content, "tool_call_id": id}
+
+
+class Case(NamedTuple):
+    """A conversation whose answer at `at` was sampled, and the words that it ends with."""
+
+    messages: list[Message]
+    at: int
+    words: str
+    tools: list[dict[str, Any]] | None = None
+
+
+_ASK, _NEXT = user("How much is 2 + 2?"), user("And 3 + 3?")
+_SYSTEM = {"role": "system", "content": "You calculate."}
+_ONE = call({"expression": "2 + 2", "precision": 1})
+_TWO = call({"expression": "3 * 3"}, id="call00002")
+_NONE = call({}, "now")
+_NESTED = call({"expression": {"sum": [1, 2.5, None, True, 'ä\n"q"']}, "last": "word"})
+_TOOLS = [tool(), tool("now")]
+
+CASES = {
+    "plain": Case([_ASK, answer("It is four."), _NEXT], 1, "It is four."),
+    "system": Case([_SYSTEM, _ASK, answer("Four."), _NEXT], 2, "Four."),
+    "rounds": Case(
+        [_ASK, answer("Four."), _NEXT, answer("Six."), _ASK, answer("Still four."), _NEXT],
+        *(5, "Still four."),
+    ),
+    "unicode": Case([user("Wieviel? 日本語 🧮"), answer("Vier – 四 🎉"), user("Ünd?")], 1, "四 🎉"),
+    "lines": Case([_ASK, answer("First.\n\n  - 2\n  - 4"), user("\nOn.\n")], 1, "- 4"),
+    "parts": Case(
+        [
+            user([{"type": "text", "text": "How much"}, {"type": "text", "text": "is it?"}]),
+            answer("Four, in parts."),
+            user([{"type": "text", "text": "And"}, {"type": "text", "text": "then?"}]),
+        ],
+        *(1, "Four, in parts."),
+    ),
+    "tools_unused": Case([_SYSTEM, _ASK, answer("Four."), _NEXT], 2, "Four.", _TOOLS),
+    "call": Case([_ASK, answer(None, _ONE), result("4")], 1, "", _TOOLS),
+    "call_without_arguments": Case([_ASK, answer(None, _NONE), result("12:00")], 1, "", _TOOLS),
+    "call_of_nested": Case([_ASK, answer(None, _NESTED), result("4")], 1, "", _TOOLS),
+    "call_and_content": Case([_ASK, answer("I calculate.", _ONE), result("4")], 1, "", _TOOLS),
+    "parallel_calls": Case(
+        [_ASK, answer(None, _ONE, _TWO), result("4"), result("9", "call00002")], 1, "", _TOOLS
+    ),
+    "after_call": Case(
+        [_ASK, answer(None, _ONE), result("4"), answer("So it is 4."), _NEXT],
+        *(3, "So it is 4.", _TOOLS),
+    ),
+    "calls_in_rounds": Case(
+        [
+            *(_SYSTEM, _ASK, answer(None, _ONE), result("4")),
+            *(answer("Again.", _TWO), result("9", "call00002")),
+        ],
+        *(4, "", _TOOLS),
+    ),
+    "reasoning": Case([_ASK, answer("Four!", reasoning="2 and 2."), _NEXT], 1, "Four!"),
+    "reasoning_and_call": Case(
+        [_ASK, answer(None, _ONE, reasoning="2 and 2."), result("4")], 1, "", _TOOLS
+    ),
+    "thought_in_content": Case(
+        [_ASK, answer("<think>\n2 and 2.\n</think>\n\nIt is four."), _NEXT], 1, "It is four."
+    ),
+    "two_new": Case([_ASK, answer("It is four."), _NEXT, user("Or 4 + 4?")], 1, "It is four."),
+}
+"""Shapes of conversations, by name."""
