@@ -32,7 +32,7 @@ _ALIASES = {"json": "as_json"}
 class ProbeSettings(Section):
     """The settings that `models probe` has."""
 
-    log_level: LogLevel = "info"
+    log_level: LogLevel = "error"
     """Least serious event that is logged."""
     as_json: bool = Field(default=False)
     """JSON, not a table."""
@@ -59,11 +59,13 @@ def run(argv: list[str]) -> int:
 
 
 def _as_flags(argv: list[str]) -> list[str]:
-    """The addresses in front as the flag that they stand for."""
+    """The addresses in front as the flag that they stand for; `http://` may be left out."""
     count = next((at for at, word in enumerate(argv) if word.startswith("-")), len(argv))
     if not count:
         return argv
-    return ["--openai.base_url", ",".join(argv[:count]), *argv[count:]]
+    urls = [url.strip() for url in ",".join(argv[:count]).split(",")]
+    whole = [url if "://" in url or not url else f"http://{url}" for url in urls]
+    return ["--openai.base_url", ",".join(whole), *argv[count:]]
 
 
 async def _run(settings: ProbeSettings) -> int:

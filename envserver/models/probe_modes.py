@@ -14,10 +14,10 @@ import msgspec
 from ..errors import EngineGarbage, EngineRefused
 from .probing import (
     Answer,
-    Asker,
     Cannot,
     Choice,
     Message,
+    Prober,
     convert,
     read,
     refusal,
@@ -93,7 +93,7 @@ class TokensMode(msgspec.Struct, frozen=True, kw_only=True):
     weight_versions: bool = False
 
 
-async def ask_chat(ask: Asker, *, exact: bool) -> Chat:
+async def ask_chat(ask: Prober, *, exact: bool) -> Chat:
     """A plain chat call, with ids if the engine gives them (and `exact` asks for them).
 
     Raises:
@@ -126,7 +126,7 @@ def _inexact(answer: Answer) -> str:
     return f"Its chat answers lack {' and '.join(lacks)}. vLLM 0.10.2 and later give them."
 
 
-async def try_tokens(ask: Asker, chat: Chat) -> TokensMode:
+async def try_tokens(ask: Prober, chat: Chat) -> TokensMode:
     """Renders, continues ids and parses ids, each by a request of its own.
 
     Raises:
@@ -149,7 +149,7 @@ async def try_tokens(ask: Asker, chat: Chat) -> TokensMode:
     )
 
 
-async def try_completions(ask: Asker, chat: Chat) -> None:
+async def try_completions(ask: Prober, chat: Chat) -> None:
     """Continues the ids of the prompt.
 
     Raises:
@@ -179,36 +179,42 @@ def _check(chat: Chat, choice: Choice, prompt_ids: list[int] | None, path: str) 
         )
 
 
-async def _scale_out(ask: Asker, path: str, body: dict[str, Any]) -> dict[str, Any]:
+async def _scale_out(ask: Prober, path: str, body: dict[str, Any]) -> dict[str, Any]:
     try:
         return await ask.may(path, body)
     except Cannot as no:
-        raise Cannot(f"{no} Start vLLM with --enable-scale-out.") from None
+        raise Cannot(_advised(no, "--enable-scale-out")) from None
 
 
-async def _try_derender(ask: Asker, chat: Chat) -> tuple[bool, bool]:
+def _advised(no: Cannot, flags: str) -> str:
+    """The sentence with the flags that vLLM has to be started with, if it does not name them."""
+    named = all(word in str(no) for word in flags.split() if word.startswith("--"))
+    return str(no) if named else f"{no} Start vLLM with {flags}."
+
+
+async def _try_derender(ask: Prober, chat: Chat) -> tuple[bool, bool]:
     """Whether a parser is configured, and whether it was seen to find reasoning."""
     ids = chat.choice.token_ids or []
-    if chat.choice.finish_reason == "stop" and len(ids) > 1:
-        # The end of the turn is text to /derender, and nothing to chat.
-        ids = ids[:-1]
-    has_parser = False
+    ended = chat.choice.finish_reason == "stop"
+    has_parser = has_reasoning = False
+    # The end of the turn is text to /derender, and nothing to chat; no ids at all are refused.
+    spoken = ids[:-1] if ended and len(ids) > 1 else ids
     try:
-        message, *_ = await _derender(ask, [ids], None)
+        message, *_ = await _derender(ask, [spoken], None)
     except Cannot:
         # Where a parser is configured it needs the request.
-        has_parser = True
         rendered = await _scale_out(ask, RENDER, {**chat.body, "messages": _THINKING})
         thought_ids = convert(rendered.get("token_ids"), list[int], RENDER)
-        message, thought, *_ = await _derender(ask, [ids, thought_ids], chat.body)
-    only_end = chat.choice.finish_reason == "stop" and len(ids) == 1
+        message, thought, *_ = await _derender(ask, [spoken, thought_ids], chat.body)
+        has_parser, has_reasoning = True, thought.has_reasoning
+    only_end = ended and len(ids) == 1
     if not only_end and not message.same(chat.choice.message or Message()):
         raise Cannot(f"{DERENDER} makes another message of the same ids than a chat call.")
-    return has_parser, has_parser and thought.has_reasoning
+    return has_parser, has_reasoning
 
 
 async def _derender(
-    ask: Asker, answers: list[list[int]], request: dict[str, Any] | None
+    ask: Prober, answers: list[list[int]], request: dict[str, Any] | None
 ) -> list[Message]:
     """The messages that the engine makes of the ids of several answers."""
     choices = [
@@ -225,7 +231,7 @@ async def _derender(
     return messages
 
 
-async def try_tools(ask: Asker, chat: Chat) -> Answer:
+async def try_tools(ask: Prober, chat: Chat) -> Answer:
     """A chat call with a tool that the model may call or not.
 
     Raises:
@@ -236,12 +242,11 @@ async def try_tools(ask: Asker, chat: Chat) -> Answer:
     try:
         return read(await ask.may(CHAT, body), CHAT)
     except Cannot as no:
-        raise Cannot(
-            f"With tools {no} Start vLLM with --enable-auto-tool-choice and --tool-call-parser."
-        ) from None
+        advised = _advised(no, "--enable-auto-tool-choice and --tool-call-parser NAME")
+        raise Cannot(f"With tools {advised}") from None
 
 
-async def logprobs_kind(ask: Asker, chat: Chat) -> LogprobsKind:
+async def logprobs_kind(ask: Prober, chat: Chat) -> LogprobsKind:
     """Whether logprobs are the model's own or change with the temperature.
 
     Raises:

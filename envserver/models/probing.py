@@ -63,7 +63,7 @@ class Logprobs(msgspec.Struct, frozen=True):
 class Message(msgspec.Struct, frozen=True):
     """An assistant message, parsed by the engine."""
 
-    content: str | None = None
+    content: Any = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[Any] | None = None
@@ -86,13 +86,13 @@ class Choice(msgspec.Struct, frozen=True):
     message: Message | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
-    logprobs: Logprobs | None = None
+    logprobs: Any = None
     finish_reason: str | None = None
     weight_versions: list[Any] | None = None
 
     def scores(self) -> list[float]:
-        """The logprobs of the sampled tokens."""
-        return self.logprobs.values() if self.logprobs else []
+        """The logprobs of the sampled tokens; none if they have another form than vLLM's."""
+        return self._logprobs().values()
 
     def lacks(self) -> list[str]:
         """What is missing for an exact record."""
@@ -105,11 +105,17 @@ class Choice(msgspec.Struct, frozen=True):
 
         Without texts that stand twice: parts of a character may all be written as nothing.
         """
-        content = self.logprobs.content if self.logprobs else None
+        content = self._logprobs().content
         tops = (content[0].top_logprobs if content else None) or []
         texts = [(top.token, tuple(top.bytes or ())) for top in tops]
         once = [(text, top) for text, top in zip(texts, tops, strict=True) if texts.count(text) < 2]
         return {text: top.logprob for text, top in once}
+
+    def _logprobs(self) -> Logprobs:
+        try:
+            return msgspec.convert(self.logprobs or {}, Logprobs)
+        except msgspec.ValidationError:
+            return Logprobs()
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -119,7 +125,7 @@ class Answer(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int] | None = None
 
 
-class Asker:
+class Prober:
     """Sends one probe's requests, all to one replica.
 
     Args:

@@ -34,7 +34,7 @@ from .probe_modes import (
     try_tokens,
     try_tools,
 )
-from .probing import Answer, Asker, Cannot, convert
+from .probing import Answer, Cannot, Prober, convert
 
 UpstreamMode = Literal["tokens", "completions", "chat", "opaque"]
 
@@ -143,7 +143,7 @@ async def probe(engine: Engine, *, wanted: Mode = "auto", model: str) -> Upstrea
         EngineError: it fails at a plain chat call, or answers with something else.
         ConfigError: the mode that is wanted is not possible; says why.
     """
-    ask = Asker(engine, model)
+    ask = Prober(engine, model)
     card = await _card(ask)
     version = await ask.get("/version") or {}
     paused = await ask.get("/is_paused") or {}
@@ -177,7 +177,7 @@ async def probe(engine: Engine, *, wanted: Mode = "auto", model: str) -> Upstrea
 
 
 async def _best(
-    ask: Asker, chat: Chat, wanted: Mode
+    ask: Prober, chat: Chat, wanted: Mode
 ) -> tuple[UpstreamMode, TokensMode, dict[str, str]]:
     """The mode, what trying it showed, and why not a better one.
 
@@ -201,7 +201,7 @@ async def _best(
     return "opaque", TokensMode(), reasons
 
 
-async def _tried(ask: Asker, chat: Chat, mode: UpstreamMode) -> TokensMode:
+async def _tried(ask: Prober, chat: Chat, mode: UpstreamMode) -> TokensMode:
     """Tries one mode.
 
     Raises:
@@ -235,7 +235,7 @@ class _Cards(msgspec.Struct):
     data: list[_Card] = []
 
 
-async def _card(ask: Asker) -> _Card:
+async def _card(ask: Prober) -> _Card:
     """What the engine's list says of the model; of an adapter with its base model's root."""
     try:
         cards = convert(await ask.get("/v1/models") or {}, _Cards, "/v1/models").data
