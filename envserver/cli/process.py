@@ -18,6 +18,7 @@ from ..rollouts.events import Event
 from ..rollouts.group import Machinery
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import tickets
+from ..tokens.flags import FLAGS, chosen
 from .command_line import program, read_command_line
 from .engines import SIMULATED
 from .logs import configure_logs
@@ -28,6 +29,7 @@ from .runtime import machinery, run_until_stopped
 SUMMARY = """Runs rollouts of one environment and writes each finished group as a line of JSON.
 Ctrl-C once finishes the open groups and stops; twice stops at once. Nothing written is lost."""
 
+_DONE = {"train": "trained", "mask": "such calls masked", "drop": "not fit for RL"}
 LONGEST_WORDS = 200
 """Of a failure's message, on the terminal; the whole stands in the failures file."""
 
@@ -142,8 +144,10 @@ def show_result(
         say(f"{counted(count, 'failed attempt')}: {kind} ({words})")
     if failures.lines:
         say(f"Why: {failures.path}")
+    actions = chosen(settings.tokens.train, settings.tokens.mask, settings.tokens.drop)
     for flag, count in sorted(tally.flags.items()):
-        say(f"{counted(count, 'rollout')} flagged: {flag}")
+        meaning = f" ({FLAGS[flag].meaning})" if flag in FLAGS else ""
+        say(f"{counted(count, 'rollout')} flagged, {_DONE[actions.of(flag)]}: {flag}{meaning}")
 
 
 def show_suggestions(console: Console, reference: str, settings: Settings, path: Path) -> None:

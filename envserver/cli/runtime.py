@@ -83,6 +83,7 @@ async def machinery(
             sampling=settings.sampling,
             rollouts=settings.rollouts,
             actions=chosen(settings.tokens.train, settings.tokens.mask, settings.tokens.drop),
+            keep_calls=settings.tokens.keep_calls,
             need_exact=need_exact,
             drop_zero_variance=drop_zero_variance,
             observer=observer,

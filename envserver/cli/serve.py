@@ -155,6 +155,7 @@ def _status(parts: Machinery, scheduler: Scheduler, tally: Tally) -> dict[str, A
         "rollouts_scored": tally.rollouts,
         "rollouts_lost": tally.lost,
         "failed_attempts": dict(tally.failures),
+        "flags": dict(tally.flags),
         "latest_failure": tally.latest_failure,
         "mean_reward": tally.rewards.mean,
         "completion_tokens": tally.completion_tokens,

@@ -23,10 +23,11 @@ from ..errors import (
 )
 from ..proxy.attempts import Attempt, AttemptSpec
 from ..proxy.server import Proxy
-from ..records import Call, Result, Sequence, Usage
-from ..tokens.builder import build
+from ..records import Call, Result, Sequence, TracedCall, Usage
+from ..tokens.builder import all_flags, build, find_parents
 from ..tokens.flags import Actions
 from ..tokens.invariants import check
+from ..tokens.trace import pack_calls
 from ..workers.pool import Assignment, WorkerPool
 
 _ERRORS = by_kind(RolloutError)
@@ -43,6 +44,7 @@ class Finished(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]]
     usage: Usage
     flags: list[str]
+    calls: list[TracedCall]
     attempt: Attempt
 
 
@@ -54,11 +56,13 @@ async def run_attempt(
     pool: WorkerPool,
     isolation: Literal["pooled", "dedicated"],
     actions: Actions,
+    keep_calls: bool = False,
 ) -> Finished:
     """Runs the agent once.
 
     Args:
         proxy_url: where workers reach the proxy, without a trailing slash.
+        keep_calls: give the calls beside the sequences.
 
     Raises:
         RolloutError: it cannot be scored; `failure().outcome` says whether to try again.
@@ -96,6 +100,7 @@ async def run_attempt(
         tools=last.tools if last else [],
         usage=_usage(calls, time.time() - started),
         flags=_flags(attempt, calls, sequences),
+        calls=pack_calls(calls, find_parents(calls)) if keep_calls else [],
         attempt=attempt,
     )
 
@@ -157,8 +162,7 @@ def _usage(calls: list[Call], seconds: float) -> Usage:
 
 
 def _flags(attempt: Attempt, calls: list[Call], sequences: list[Sequence]) -> list[str]:
-    flags = {flag for call in calls for flag in call.flags}
-    flags.update(flag for sequence in sequences for flag in sequence.flags)
+    flags = set(all_flags(calls, sequences))
     if attempt.engine_failures:
         flags.add("engine_error_seen")
     return sorted(flags)

@@ -60,6 +60,7 @@ class Machinery(msgspec.Struct, kw_only=True):
         proxy_url: where workers reach the proxy.
         model: name of the model as the engine serves it.
         actions: what is done about each flag of a call or a trajectory.
+        keep_calls: keep every call beside the sequences of a trajectory.
         need_exact: only trajectories with exact tokens are delivered.
         drop_zero_variance: drop groups whose rewards are all equal.
         slots: one per rollout in flight.
@@ -78,6 +79,7 @@ class Machinery(msgspec.Struct, kw_only=True):
     sampling: SamplingConfig
     rollouts: RolloutsConfig
     actions: Actions
+    keep_calls: bool
     need_exact: bool
     drop_zero_variance: bool
     observer: Observer
@@ -211,6 +213,7 @@ async def _run(machinery: Machinery, ticket: Ticket, rollout_id: str, attempt: i
             pool=machinery.pool,
             isolation=machinery.isolation,
             actions=machinery.actions,
+            keep_calls=machinery.keep_calls,
         )
 
 
@@ -297,6 +300,7 @@ def _trajectory(
         turns=result.turns,
         usage=finished.usage,
         metrics=result.metrics,
+        calls=finished.calls,
         flags=[*finished.flags, *_LATE[: finished.attempt.late_calls]],
     )
 
