@@ -1,7 +1,7 @@
 """Whether calls may go to a replica: a circuit breaker, without I/O.
 
 Closed: calls go there. Open: none do; it refused a connection, missed a health check, or failed
-most of its recent calls. Half-open: one call at a time tries whether it is well again; its success
+half of its recent calls. Half-open: one call at a time tries whether it is well again; its success
 closes the breaker, its failure opens it for twice as long. What calls report that were begun before
 it opened changes nothing: they tell of the time before.
 
@@ -17,8 +17,9 @@ from typing import Literal
 State = Literal["closed", "open", "half_open"]
 
 _WINDOW_SECONDS = 30.0
+_RECENT = 10
 _FAILURES = 5
-"""So many within the window open it, unless more calls succeeded than failed."""
+"""So many among the last calls, and within the window, open it."""
 _FIRST_ASIDE_SECONDS = 0.5
 _LONGEST_ASIDE_SECONDS = 30.0
 
@@ -33,7 +34,7 @@ class Breaker:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.reason = ""
         self._clock = clock
-        self._recent: deque[tuple[float, bool]] = deque()
+        self._failed_at: deque[float | None] = deque(maxlen=_RECENT)
         self._opened_at: float | None = None
         self._until = 0.0
         self._openings = 0
@@ -71,16 +72,15 @@ class Breaker:
     def succeeded(self, begun_at: float) -> None:
         """A call that began at `begun_at` was answered."""
         if self._opened_at is None:
-            self._note(True)
+            self._failed_at.append(None)
         elif begun_at >= self._opened_at:
             self._close()
 
     def failed(self, begun_at: float, reason: str) -> None:
         """A call that began at `begun_at` was answered badly or not at all."""
         if self._opened_at is None:
-            self._note(False)
-            failures = sum(not well for _, well in self._recent)
-            if failures >= _FAILURES and 2 * failures >= len(self._recent):
+            self._failed_at.append(self._clock())
+            if self._recent_failures() >= _FAILURES:
                 self._open(reason, by_calls=True)
         elif begun_at >= self._opened_at and self.state == "half_open":
             self._open(reason, by_calls=True)
@@ -93,8 +93,9 @@ class Breaker:
     def checked(self, well: bool, reason: str = "") -> None:
         """Its health was asked for. Being well brings it back, unless it was calls that failed."""
         self._unwell = not well
-        if not well and self._opened_at is None:
-            self._open(reason, by_calls=False)
+        if self._opened_at is None:
+            if not well:
+                self._open(reason, by_calls=False)
         elif well and not self._by_calls:
             self._close()
 
@@ -111,10 +112,8 @@ class Breaker:
         self._opened_at = None
         self._openings = 0
         self._unwell = self._by_calls = False
-        self._recent.clear()
+        self._failed_at.clear()
 
-    def _note(self, well: bool) -> None:
-        now = self._clock()
-        self._recent.append((now, well))
-        while self._recent[0][0] < now - _WINDOW_SECONDS:
-            self._recent.popleft()
+    def _recent_failures(self) -> int:
+        since = self._clock() - _WINDOW_SECONDS
+        return sum(at is not None and at >= since for at in self._failed_at)

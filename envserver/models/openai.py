@@ -35,7 +35,6 @@ from .watch import Watch
 Json = dict[str, Any]
 
 _GET_SECONDS = 30.0
-_HEALTH_SECONDS = 5.0
 
 
 class OpenAIEngine:
@@ -68,6 +67,7 @@ class OpenAIEngine:
         self._name = None if config.model_name == "default" else config.model_name
         self._name_lock = asyncio.Lock()
         self._timeout_seconds = config.timeout
+        self._check_seconds = check_seconds
         roots = list(dict.fromkeys(_root(address) for address in config.base_urls))
         self._replicas = Replicas(roots, config.num_max_requests_at_once)
         self._calls = Retrying(self._replicas, tries=tries, pause_seconds=pause_seconds)
@@ -142,14 +142,14 @@ class OpenAIEngine:
             await stack.aclose()
 
     async def health(self) -> list[ReplicaHealth]:
-        """See Engine. Asks every replica for its models; five seconds at most."""
+        """See Engine. Asks every replica for its models; `check_seconds` at most."""
         return await asyncio.gather(*(self._health_of(replica) for replica in self._replicas.all))
 
     async def _health_of(self, replica: Replica) -> ReplicaHealth:
         started = time.monotonic()
         reason = ""
         try:
-            await in_time(self._deadline(_HEALTH_SECONDS), self._get(replica, "/v1/models"))
+            await in_time(self._deadline(self._check_seconds), self._get(replica, "/v1/models"))
         except TimeoutError:
             reason = late(replica).message
         except TryAgain as again:

@@ -195,14 +195,18 @@ class Replicas:
         self.all = [Replica(url, max_in_flight, clock) for url in urls]
 
     def pick(self, rollout_id: str, avoid: Collection[Replica] = ()) -> Replica:
-        """The best for `rollout_id`: usable, not to be avoided, with room, as far as there are."""
+        """The best for `rollout_id`: usable, not to be avoided, its own, as far as it can be.
+
+        One that is full loses its calls to others that are less so, by whole limits: else a slow
+        replica would keep the calls that it has no time for.
+        """
         if len(self.all) == 1:
             return self.all[0]
         ranked = sorted(self.all, key=lambda replica: _weight(rollout_id, replica.url))
         usable = [replica for replica in ranked if replica.usable]
         if not usable:
             return min(ranked, key=lambda replica: (replica in avoid, replica.aside_until))
-        return min(usable, key=lambda replica: (replica in avoid, not replica.slots.free))
+        return min(usable, key=lambda replica: (replica in avoid, replica.slots.rounds))
 
     def other_usable(self, avoid: Collection[Replica]) -> bool:
         """Whether some usable replica is not among `avoid`."""

@@ -24,9 +24,9 @@ class Slots:
         return len(self._waiting)
 
     @property
-    def free(self) -> bool:
-        """Whether a call would get a slot at once."""
-        return self.used < self.limit and not self._waiting
+    def rounds(self) -> int:
+        """How many times all slots must be given back before a call that comes now gets one."""
+        return (self.used + len(self._waiting)) // self.limit
 
     def resize(self, limit: int) -> None:
         """Changes the limit; whoever has a slot keeps it."""
@@ -34,7 +34,7 @@ class Slots:
         self._hand_out()
 
     async def __aenter__(self) -> None:
-        if self.free:
+        if not self.rounds:
             self.used += 1
             return
         place = asyncio.get_running_loop().create_future()
@@ -42,9 +42,9 @@ class Slots:
         try:
             await place
         except asyncio.CancelledError:
-            if place.cancelled():
+            if place in self._waiting:
                 self._waiting.remove(place)
-            else:
+            elif not place.cancelled():
                 await self.__aexit__()
             raise
 

@@ -44,12 +44,18 @@ class FakeVllm:
     Args:
         text: the answer; None: the last message's content behind "re: ".
         faults: one for each of the next requests: an HTTP status, a status with a message, or
-            "garbage", "list", "close",
-            "error_body", "html_stream", or for streams "cut" (no `[DONE]`), "error_chunk", "reset".
+            "garbage", "list", "close", "error_body", "html_stream", "half" (breaks off within a
+            whole answer, before the first chunk of a stream), or for streams "cut" (no `[DONE]`),
+            "error_chunk", "reset".
         omit: fields that are left out of every answer.
         held: while set and not `held.is_set()`, answers wait (a stream after its first chunk).
         group: ids per chunk of a stream.
         cut_bytes: streams are written in pieces of so many bytes.
+        retry_after: a header of the answers that faults with a status give.
+        slow_seconds: before each answer to a call.
+        health: the HTTP status of `/health`.
+        metrics: what `/metrics` says; None: there is none.
+        hung: it takes connections and answers nothing, whatever it is asked.
     """
 
     text: str | None = "Hëllo."
@@ -63,10 +69,26 @@ class FakeVllm:
     held: asyncio.Event | None = None
     group: int = 1
     cut_bytes: int | None = None
+    retry_after: str | None = None
+    slow_seconds: float = 0.0
+    health: int = 200
+    metrics: str | None = None
+    hung: bool = False
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     aborted: int = 0
     url: str = ""
+    site: web.TCPSite | None = None
+    server: web.Server[web.Request] | None = None
+
+    async def kill(self) -> None:
+        """As when its process is killed: no connection is taken, those that there are break."""
+        assert self.site is not None
+        assert self.server is not None
+        await self.site.stop()
+        for connection in self.server.connections:
+            if connection.transport is not None:
+                connection.transport.abort()
 
     def ids(self, body: dict[str, Any]) -> list[int]:
         """What it "samples" for a request: cut at max_tokens."""
@@ -81,7 +103,8 @@ class FakeVllm:
         fault = self.faults.popleft() if self.faults else None
         if isinstance(fault, int):
             error = {"message": f"told {request.headers.get('authorization')}", "code": fault}
-            return web.json_response({"error": error}, status=fault)
+            headers = {"retry-after": self.retry_after} if self.retry_after else None
+            return web.json_response({"error": error}, status=fault, headers=headers)
         if isinstance(fault, tuple):
             status, message = fault
             return web.json_response({"error": {"message": message}}, status=status)
@@ -93,6 +116,8 @@ class FakeVllm:
             return web.json_response({"error": {"message": "CUDA out of memory", "code": 500}})
         if fault == "close" and request.transport is not None:
             request.transport.abort()
+        if fault == "half":
+            return await self._half(request, body)
         if body.get("stream") and fault != "html_stream":
             return await self._stream(request, body, fault)
         try:
@@ -168,6 +193,15 @@ class FakeVllm:
             raise
         return response
 
+    async def _half(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        kind = "text/event-stream" if body.get("stream") else "application/json"
+        response = web.StreamResponse(headers={"content-type": kind, "content-length": "100"})
+        await response.prepare(request)
+        await response.write(b": soon\n\n" if body.get("stream") else b'{"id": ')
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
     async def _write(self, response: web.StreamResponse, chunk: dict[str, Any]) -> None:
         data = b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n"
         size = self.cut_bytes or len(data)
@@ -232,23 +266,44 @@ class FakeVllm:
         self.headers.append(dict(request.headers))
         return web.json_response({"object": "list", "data": [{"id": "tiny"}, {"id": "other"}]})
 
+    async def told_health(self, request: web.Request) -> web.Response:
+        return web.Response(status=self.health)
+
+    async def told_metrics(self, request: web.Request) -> web.Response:
+        if self.metrics is None:
+            raise web.HTTPNotFound
+        return web.Response(text=self.metrics)
+
     async def _wait(self) -> None:
         if self.held is not None:
             await self.held.wait()
 
 
 @asynccontextmanager
-async def fake_vllm(**how: Any) -> AsyncIterator[FakeVllm]:
+async def fake_vllm(port: int = 0, **how: Any) -> AsyncIterator[FakeVllm]:
     """A running FakeVllm; `url` is its address."""
     fake = FakeVllm(**how)
-    app = web.Application(client_max_size=64 * 1024 * 1024)
+
+    @web.middleware
+    async def manners(request: web.Request, handler: Any) -> web.StreamResponse:
+        if fake.hung:
+            await asyncio.Event().wait()
+        if request.method == "POST":
+            await asyncio.sleep(fake.slow_seconds)
+        answer: web.StreamResponse = await handler(request)
+        return answer
+
+    app = web.Application(client_max_size=64 * 1024 * 1024, middlewares=[manners])
     app.router.add_post("/v1/chat/completions", fake.chat)
     app.router.add_post("/v1/completions", fake.completions)
     app.router.add_get("/v1/models", fake.models)
+    app.router.add_get("/health", fake.told_health)
+    app.router.add_get("/metrics", fake.told_metrics)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
+    fake.site = web.TCPSite(runner, "127.0.0.1", port)
+    await fake.site.start()
+    fake.server = runner.server
     fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
         yield fake
