@@ -59,12 +59,15 @@ def compare(
         stretches: of one conversation, from its beginning.
         suffix: the context that follows the last of them, up to its end.
         shown: the template's rendering of the whole.
-        head: gives the generation prompt, with which a context ends. In later renderings it is a
-            part of the turn, and may be changed with it.
+        head: gives the generation prompt, with which a context ends. In later renderings it may be
+            changed together with the turn that it opens, as by a think block in it.
     """
     if shown == "".join(stretch.context + stretch.sampled for stretch in stretches) + suffix:
         return [set() for _ in stretches]
-    return list(_compare_each(stretches, suffix, shown, head()))
+    found = list(_compare_each(stretches, suffix, shown, ""))
+    if "other" in found[-1]:
+        found = list(_compare_each(stretches, suffix, shown, head()))
+    return found
 
 
 def _compare_each(
@@ -108,31 +111,37 @@ def _differences(stretch: Stretch, begins: str, shown: str) -> set[Difference]:
         return set()
     if _pressed(sampled) == _pressed(shown):
         return {"whitespace"}
-    found: set[Difference] = set()
+    if _same_sayable(sampled, shown, stretch):
+        return {"lossy_detok"}
     block, empty = _think_block(sampled, stretch.reasoning, len(begins)), _empty_block(shown)
-    if _thinks_otherwise(sampled, shown, block, empty):
-        found.add("think")
-        sampled, shown = _cut(sampled, block), _cut(shown, empty)
-    if _pressed(sampled) == _pressed(shown):
-        return found
-    if _pressed(_sayable(sampled, stretch)) == _pressed(_sayable(shown, stretch)):
-        return found | {"lossy_detok"}
+    silent, plain = _cut(sampled, block), _cut(shown, empty)
+    if _pressed(silent) == _pressed(plain):
+        return {"think"}
+    if _same_sayable(silent, plain, stretch):
+        return {"think", "lossy_detok"}
     if stretch.answer.calls and _shows(shown, stretch.answer):
-        return found | {"calls"}
-    return found | {"other"}
+        return {"calls", "think"} if _thinks_otherwise(shown, block, empty) else {"calls"}
+    return {"other"}
 
 
 def _pressed(text: str) -> str:
     return "".join(text.split())
 
 
-def _thinks_otherwise(sampled: str, shown: str, block: _Block | None, empty: _Block | None) -> bool:
-    """Only one of the two has reasoning, or tags for it."""
+def _same_sayable(sampled: str, shown: str, stretch: Stretch) -> bool:
+    """They differ in nothing but what the returned answer could not say: broken UTF-8, special
+    tokens, and what was sampled beyond the content."""
+    for piece in (*stretch.specials, "\ufffd"):
+        sampled, shown = sampled.replace(piece, ""), shown.replace(piece, "")
+    sampled, shown, tail = _pressed(sampled), _pressed(shown), _pressed(stretch.tail)
+    return shown in (sampled, sampled.removesuffix(tail))
+
+
+def _thinks_otherwise(shown: str, block: _Block | None, empty: _Block | None) -> bool:
+    """Reasoning, or tags for it, are in one of the two only."""
     if block is None or not block.inner:
         return (block is None) != (empty is None)
-    if _pressed(block.inner) not in _pressed(shown):
-        return True
-    return _pressed(_cut(sampled, block)) == _pressed(_cut(shown, empty))
+    return _pressed(block.inner) not in _pressed(shown)
 
 
 class _Block(NamedTuple):
@@ -172,13 +181,6 @@ def _empty_block(text: str) -> _Block | None:
 
 def _cut(text: str, block: _Block | None) -> str:
     return text if block is None else text[: block.start] + text[block.end :]
-
-
-def _sayable(text: str, stretch: Stretch) -> str:
-    """Without what the returned answer could not say: broken UTF-8, special tokens, the tail."""
-    for piece in (*stretch.specials, "\ufffd"):
-        text = text.replace(piece, "")
-    return text.rstrip().removesuffix(stretch.tail.rstrip()) if stretch.tail.strip() else text
 
 
 def _shows(shown: str, answer: Answer) -> bool:

@@ -1,4 +1,4 @@
-"""A model and its engine, of which a test says what they sample, and an attempt that talks to it."""
+"""A model and its engine, of which a test says what they sample, and an attempt that asks it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from envserver.records import Call, Message
+from envserver.records import Call, Message, VersionSpan
 from envserver.tokens.chat_format import ChatFormat
 from envserver.tokens.history import History
 from envserver.tokens.prompts import PromptPlan
+from tests.support.templates import OWN, chat_format
 
 ENDS = {
     "chatml": "<|im_end|>",
@@ -124,7 +125,7 @@ class Talk:
             prompt_ids=np.array(prompt, np.int32),
             completion_ids=np.array(ids, np.int32),
             logprobs=np.zeros(len(ids), np.float32),
-            versions=[],
+            versions=[VersionSpan(0, 0, len(ids))],
             exact=True,
             finish_reason=finish,
             stop_reason=stop_reason,
@@ -141,3 +142,14 @@ class Talk:
         self.plans.append(plan)
         self.history.add(call, plan)
         return plan
+
+
+def talk(name: str, **settings: Any) -> Talk:
+    """An attempt with a model of the template `name`; `settings` as of Talk."""
+    return Talk(format_of(name), ENDS[name], **settings)
+
+
+def format_of(name: str) -> ChatFormat:
+    """The chat format of the template `name`."""
+    special = ["<think>", "</think>"] if name == "thinking" else []
+    return chat_format(OWN[name], special=special, stops=[ENDS[name]])
