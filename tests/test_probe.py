@@ -89,6 +89,7 @@ async def test_what_its_answers_tell_of_logprobs_and_reasoning() -> None:
     seen = await probed(FakeEngine(ALL - {"scale_out"} | {"reasoning"}, text="<think>"))
     assert (seen.reasoning_parser, seen.mode) == (True, "completions")
     assert (await probed(FakeEngine(text=""))).mode == "tokens", "it only ends its turn"
+    assert (await probed(FakeEngine(ALL | {"parser"}, text="y"))).mode == "tokens"
     short = FakeEngine(ALL | {"parser"}, text="y", lies="derender")
     assert "another message" in (await probed(short)).reasons["tokens"]
 
