@@ -159,7 +159,7 @@ class Zeros:
         conversations(50, 1000, side_by_side=8),
         comb(100, 2000),
         answers(300, 100),
-        answers(300, 100, different_ends=3),
+        answers(300, 100, ends=200),
     ],
     ids=["conversation", "side by side", "comb", "samples of one prompt", "different ends"],
 )

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from support.forests import answers, conversations, forests
+from support.forests import answers, call, conversations, forests
 
 from envserver.errors import TokensError
 from envserver.records import Call, Delivered, Dialect, Edge, TracedCall, pack, unpack
@@ -86,6 +86,18 @@ def test_a_trace_gives_the_calls_back(calls: list[Call], data: st.DataObject) ->
         assert pack(unpack_calls(traced)) == pack(calls)
 
 
+def test_a_call_in_a_trace_holds_what_is_new() -> None:
+    ask, answer, more = ({"content": text} for text in ("ask", "answer", "more"))
+    tools = [{"name": "tool"}]
+    first = call(0, [1, 2], [3], messages=[ask], message=answer, tools=tools)
+    second = call(1, [1, 2, 3, 4], [5], messages=[ask, answer, more], tools=tools)
+    again = replace(second, index=2, completion_ids=first.completion_ids)
+    traced = pack_calls([first, second, again], [-1, 0, 0])
+    assert [each.new.prompt_ids.tolist() for each in traced] == [[1, 2], [4], []]
+    assert [each.new.messages for each in traced] == [[ask], [more], []]
+    assert [each.new.tools for each in traced] == [tools, [], []]
+
+
 def with_talk(calls: list[Call]) -> list[Call]:
     """Each call's messages as an agent sends them: all before, the answer with a field more."""
     parents = find_parents(calls)
@@ -105,7 +117,7 @@ KINDS: dict[str, Callable[[int], list[Call]]] = {
     "conversation": lambda calls: conversations(calls, 50 * calls),
     "side by side": lambda calls: conversations(calls // 4, 50 * calls // 4, side_by_side=4),
     "samples": lambda calls: answers(calls, 5 * calls),
-    "different ends": lambda calls: answers(calls, 5 * calls, different_ends=5),
+    "different ends": lambda calls: answers(calls, 5 * calls, ends=20),
 }
 
 

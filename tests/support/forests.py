@@ -11,6 +11,10 @@ from envserver.records import Call, Sequence, Tokens, VersionSpan
 from envserver.tokens.flags import DEFAULT, Actions, chosen
 from envserver.tokens.versions import flags_of
 
+END = 7
+"""The token that ends a turn; NEWLINE is what the template writes after it."""
+NEWLINE = 8
+
 ACTIONS = {
     "as the table says": DEFAULT,
     "older versions are masked": chosen(mask=["mixed_versions"]),
@@ -37,13 +41,27 @@ def call(index: int, prompt: list[int], completion: list[int], **fields: object)
     return Call(**(known | fields))
 
 
+def spans(*versions: int) -> dict[str, list[VersionSpan]]:
+    """The version of each token of a call, for `call`."""
+    return {"versions": [VersionSpan(version, at, at + 1) for at, version in enumerate(versions)]}
+
+
+def talk() -> list[Call]:
+    """Three turns, as ChatML has them."""
+    return [
+        call(0, [1], [2, END]),
+        call(1, [1, 2, END, NEWLINE, 3], [4, END]),
+        call(2, [1, 2, END, NEWLINE, 3, 4, END, NEWLINE, 5], [6, END]),
+    ]
+
+
 def tokens(longest: int = 4) -> st.SearchStrategy[list[int]]:
     """So few different ones that prompts collide."""
     return st.lists(st.integers(0, 2), max_size=longest)
 
 
 @st.composite
-def spans(draw: st.DrawFn, size: int) -> list[VersionSpan]:
+def partitions(draw: st.DrawFn, size: int) -> list[VersionSpan]:
     """A partition of [0, size) among a few versions, mostly whole."""
     cuts = draw(st.lists(st.integers(0, size), max_size=1)) if draw(st.integers(0, 3)) == 0 else []
     edges = [0, *sorted(cuts), size]
@@ -72,7 +90,7 @@ def forests(draw: st.DrawFn, most: int = 10) -> list[Call]:
                 agent=draw(st.sampled_from([None, None, None, "other"])),
                 model=draw(st.sampled_from(["m", "m", "m", "n"])),
                 exact=draw(st.integers(0, 9)) > 0,
-                versions=draw(spans(len(completion))),
+                versions=draw(partitions(len(completion))),
                 flags=draw(st.sampled_from([[], [], [], ["undelivered_completion"]])),
             )
         )
@@ -154,16 +172,15 @@ def conversations(turns: int, longest: int, *, side_by_side: int = 1) -> list[Ca
     return calls
 
 
-def answers(count: int, length: int, *, different_ends: int = 0) -> list[Call]:
-    """`count` answers to prompts of `length` tokens, the last `different_ends` of which differ."""
+def answers(count: int, length: int, *, ends: int = 0) -> list[Call]:
+    """`count` answers to one prompt of `length` tokens, or with up to `ends` of its own behind."""
     random = np.random.default_rng(0)
-    start = _random_tokens(random, length - different_ends)
-    prompts = [
-        np.concatenate([start, _random_tokens(random, different_ends)]) for _ in range(count)
-    ]
-    return [
-        _random_call(random, index, prompt, 1 + index % 50) for index, prompt in enumerate(prompts)
-    ]
+    start = _random_tokens(random, length)
+    calls = []
+    for index in range(count):
+        own = _random_tokens(random, (index * 7919) % (ends + 1))
+        calls.append(_random_call(random, index, np.concatenate([start, own]), 1 + index % 50))
+    return calls
 
 
 def comb(turns: int, longest: int) -> list[Call]:
