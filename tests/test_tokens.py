@@ -13,6 +13,7 @@ from support.forests import (
     ACTIONS,
     answers,
     call,
+    calm,
     comb,
     conversations,
     forests,
@@ -29,6 +30,7 @@ from envserver.tokens.invariants import check
 actions = st.sampled_from(list(ACTIONS.values()))
 
 
+@calm
 @given(forests(), actions)
 def test_rows_are_those_of_the_definition(calls: list[Call], actions: Actions) -> None:
     rows = build(calls, actions)
@@ -36,12 +38,14 @@ def test_rows_are_those_of_the_definition(calls: list[Call], actions: Actions) -
     assert pack(rows) == pack(reference_rows(calls, actions))
 
 
+@calm
 @given(forests())
 def test_every_sampled_token_is_trained_once(calls: list[Call]) -> None:
     trained = sum(int(row.mask.sum()) for row in build(calls))
     assert trained == sum(len(c.completion_ids) for c in calls if c.exact and not c.flags)
 
 
+@calm
 @given(forests())
 def test_rows_survive_packing(calls: list[Call]) -> None:
     for row in build(calls):
@@ -57,6 +61,7 @@ def rows_of(calls: list[Call]) -> Counter[bytes]:
     )
 
 
+@calm
 @given(
     st.lists(st.tuples(st.lists(st.integers(0, 9), min_size=1), tokens()), max_size=5), st.data()
 )
@@ -68,6 +73,7 @@ def test_independent_calls_may_come_in_any_order(
     assert rows_of(calls) == rows_of(data.draw(st.permutations(calls)))
 
 
+@calm
 @given(forests(), st.data())
 def test_agents_that_work_side_by_side_do_not_change_each_others_rows(
     calls: list[Call], data: st.DataObject

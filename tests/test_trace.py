@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from support.forests import answers, call, conversations, forests
+from support.forests import answers, call, calm, conversations, forests
 
 from envserver.errors import TokensError
 from envserver.records import Call, Delivered, Dialect, Edge, TracedCall, pack, unpack
@@ -63,13 +63,13 @@ OF_FORESTS = {
 def talks(draw: st.DrawFn) -> list[Call]:
     """Forests whose calls say something in every field; some go on from what was said before."""
     calls: list[Call] = []
-    for call in draw(forests(6)):
+    for each in draw(forests(6)):
         values = {name: draw(field) for name, field in FIELDS.items()}
         if calls and draw(st.booleans()):
             earlier = draw(st.sampled_from(calls))
             values["tools"] = earlier.tools
             values["messages"] = [*earlier.messages, earlier.message, *values["messages"]]
-        calls.append(replace(call, **values))
+        calls.append(replace(each, **values))
     return calls
 
 
@@ -77,6 +77,7 @@ def test_every_field_of_a_call_is_drawn() -> None:
     assert FIELDS.keys() | OF_FORESTS == set(Call.__struct_fields__)
 
 
+@calm
 @given(talks(), st.data())
 def test_a_trace_gives_the_calls_back(calls: list[Call], data: st.DataObject) -> None:
     right = find_parents(calls)
@@ -103,13 +104,13 @@ def with_talk(calls: list[Call]) -> list[Call]:
     parents = find_parents(calls)
     tools = [{"name": f"tool{number}", "description": "x" * 200} for number in range(10)]
     said: list[Call] = []
-    for call, parent in zip(calls, parents, strict=True):
-        ask = {"role": "user", "content": f"{len(call.prompt_ids)} " + "word " * 20}
+    for each, parent in zip(calls, parents, strict=True):
+        ask = {"role": "user", "content": f"{len(each.prompt_ids)} " + "word " * 20}
         before: list[dict[str, Any]] = []
         if parent >= 0:
             before = [*said[parent].messages, said[parent].message | {"refusal": None}]
-        answer = {"role": "assistant", "content": f"answer {call.index} " + "word " * 20}
-        said.append(replace(call, messages=[*before, ask], message=answer, tools=tools))
+        answer = {"role": "assistant", "content": f"answer {each.index} " + "word " * 20}
+        said.append(replace(each, messages=[*before, ask], message=answer, tools=tools))
     return said
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from envserver.records import Call, Sequence, Tokens, VersionSpan
@@ -14,6 +15,9 @@ from envserver.tokens.versions import flags_of
 END = 7
 """The token that ends a turn; NEWLINE is what the template writes after it."""
 NEWLINE = 8
+
+calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""For properties over forests: drawing one takes its time on a busy machine."""
 
 ACTIONS = {
     "as the table says": DEFAULT,
