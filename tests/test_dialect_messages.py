@@ -199,12 +199,12 @@ def test_arguments_that_an_agent_changed_are_its_own() -> None:
     desk = Desk(API, chat_answer("", calls=CALLS))
     content = create(desk).content
     blocks = [block.model_dump(exclude_none=True) for block in content]
-    blocks[0]["input"]["a"] = 5
+    blocks[0]["input"]["a"] = True
     blocks[1]["input"]["a"] = 2  # as JavaScript writes 2.0
     turn = {"role": "assistant", "content": blocks}
     _, message, _ = read(desk.memory, messages=[HI, turn, HI]).messages
     written = [made["function"]["arguments"] for made in message["tool_calls"]]
-    assert written == ['{"a":5}', '{"a":2.0 }']
+    assert written == ['{"a":true}', '{"a":2.0 }']
 
 
 @pytest.mark.parametrize(
@@ -403,6 +403,7 @@ TOOL_USE = {"type": "tool_use", "id": "c", "name": "add", "input": {}}
         ({"max_tokens": None}, "max_tokens is missing"),
         ({"max_tokens": 0}, "max_tokens must be"),
         ({"messages": []}, "messages must be"),
+        ({"messages": [{"role": "system", "content": ""}]}, "messages must say something"),
         ({"messages": [{"role": "user", "content": []}]}, r"messages\[0\]\.content must not be"),
         ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\]\.role cannot be 'tool'"),
         (

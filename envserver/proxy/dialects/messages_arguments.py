@@ -28,7 +28,7 @@ class Arguments:
     def given(self, call_id: str, value: dict[str, Any]) -> str:
         """The text behind `value`, which an agent sent back: its own where that is not known."""
         kept = self._texts.get(call_id)
-        if kept is not None and as_object(kept) == value:
+        if kept is not None and _same(as_object(kept), value):
             return kept
         return orjson.dumps(value).decode()
 
@@ -47,3 +47,14 @@ def as_json(arguments: str) -> str:
     value = as_object(arguments)
     wrapped = value == {_NOT_AN_OBJECT: arguments}
     return orjson.dumps(value).decode() if wrapped or not arguments.strip() else arguments
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two JSON values mean the same; 1 and 1.0 do, 1 and true do not."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    return bool(one == other)

@@ -42,6 +42,8 @@ def messages_of(request: dict[str, Any], arguments: Arguments) -> list[Message]:
     messages = conversation.messages()
     if len(messages) > 1 and messages[-1] == answer_message("", "", ()):
         messages.pop()
+    if not messages:
+        raise bad("messages", "must say something")
     return messages
 
 
