@@ -71,6 +71,8 @@ def prepare_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | 
     """
     if not tools:
         return None
+    if not isinstance(tools, list):
+        raise Refused("unusual_tool")
     return [_prepare_tool(tool) for tool in tools]
 
 
@@ -111,12 +113,14 @@ def prepare(messages: list[Message], *, parts: bool, developer: bool = True) -> 
 
 
 def _prepare_message(message: Message, parts: bool) -> Message:
-    role = message.get("role")
+    role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str):
         raise Refused("unusual_message")
     prepared: Message = {"role": role, "content": _content(message, role, parts)}
     if role == "assistant":
         calls = message.get("tool_calls")
+        if calls is not None and not isinstance(calls, list):
+            raise Refused("unusual_message")
         if calls:
             prepared["tool_calls"] = [_call(call) for call in calls]
         reasoning = message.get("reasoning")

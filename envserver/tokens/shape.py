@@ -38,7 +38,10 @@ class Turn(NamedTuple):
     @property
     def calls(self) -> list[dict[str, Any]]:
         """The answer's tool calls."""
-        return self.assistant.get("tool_calls") or []
+        calls = self.assistant.get("tool_calls") or []
+        if not isinstance(calls, list):
+            raise Refused("unusual_message")
+        return calls
 
 
 def tail(format: ChatFormat, turn: Turn) -> str:
@@ -74,7 +77,7 @@ def check(format: ChatFormat, turn: Turn, head: str, stop: str) -> str | None:
 
 
 def call_opener(format: ChatFormat, turn: Turn) -> str:
-    """What a tool call begins with, without white space; empty where the template writes none."""
+    """What a tool call begins with, without white space; empty where nothing tells a call."""
     key = ("opener", json.dumps(turn.tools), kwargs_key(turn.kwargs))
     if key not in format.shapes:
         format.remember(key, _find_opener(format, turn))
@@ -109,11 +112,13 @@ def _stand_in(turn: Turn) -> Message:
         return {**message, "role": "assistant", "content": _ANSWER}
     last = turn.calls[-1]
     try:
-        names = [*json.loads(last["function"]["arguments"] or "{}")]
-        name = str(names[-1]) if names else "argument"
-        function = {**last["function"], "arguments": json.dumps({name: _ANSWER})}
-    except (TypeError, KeyError, ValueError, RecursionError):
-        raise Refused("unusual_call") from None
+        arguments = json.loads(last["function"]["arguments"] or "{}")
+    except (ValueError, RecursionError):  # the template is given an empty object
+        arguments = {}
+    except (TypeError, KeyError):
+        raise Refused("unusual_message") from None
+    name = [*arguments][-1] if isinstance(arguments, dict) and arguments else "argument"
+    function = {**last["function"], "arguments": json.dumps({name: _ANSWER})}
     calls = [*turn.calls[:-1], {**last, "function": function}]
     return {**message, "role": "assistant", "tool_calls": calls}
 
@@ -179,8 +184,8 @@ def _find_opener(format: ChatFormat, turn: Turn) -> str:
     marker = format.vocabulary.find_added(opener)
     if marker is not None and marker.start() == 0:
         return without_space(marker.group())
-    tag = opener.partition("{")[0]
-    return without_space(tag or opener)
+    opener = opener.partition("{")[0] or opener
+    return without_space(opener) if any(map(str.isalnum, opener)) else ""
 
 
 def _shared(one: str, other: str) -> str:

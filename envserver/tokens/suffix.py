@@ -87,18 +87,21 @@ def _stop_token(format: ChatFormat, completion: Completion) -> int | None:
     if finish not in ("stop", "tool_calls", "length"):
         raise Refused("end_unknown")
     last = ids[-1]
-    ends = last in format.stop_ids or format.vocabulary.is_special(last)
-    if isinstance(reason, str) or finish == "length":
-        if last in format.stop_ids:  # the engine went on after it, or says two things
+    known, special = last in format.stop_ids, format.vocabulary.is_special(last)
+    if finish == "length":
+        if known:  # the engine was told to go on after it
             raise Refused("end_unknown")
         return None
+    if isinstance(reason, str):
+        return last if known else None
     if isinstance(reason, int):
         if last != reason:
             raise Refused("end_unknown")
-        return last if ends else None
-    if not ends and finish == "stop":
+        return last if known or special else None
+    # An answer with calls is `tool_calls` even where it was cut off.
+    if not known and finish == "stop" and not special:
         raise Refused("end_unknown")
-    return last if ends else None
+    return last if known or finish == "stop" else None
 
 
 def _after_end(format: ChatFormat, turn: Turn, ids: list[int], stop: int) -> Suffix:
