@@ -134,13 +134,6 @@ def test_older_versions_are_context_where_mixing_is_masked() -> None:
     assert (first.flags, second.flags) == (["mixed_versions"], [])
 
 
-def test_a_call_of_an_unknown_version_says_so() -> None:
-    calls = [version_call(0, -1, [1], [2])]
-    (row,) = build(calls)
-    assert row.flags == ["version_unknown"]
-    assert not build(calls, chosen(mask=["version_unknown"]))
-
-
 def version_call(index: int, version: int, prompt: list[int], completion: list[int]) -> Call:
     return call(index, prompt, completion, versions=[VersionSpan(version, 0, len(completion))])
 

@@ -23,9 +23,5 @@ def token_versions(call: Call) -> Tokens:
 def flags_of(call: Call) -> list[str]:
     """The flags that were recorded with `call`, and those that its version spans add."""
     sampled = {span.version for span in call.versions if span.end > span.start}
-    added = set()
-    if UNKNOWN in sampled:
-        added.add("version_unknown")
-    if len(sampled) > 1:
-        added.add("mixed_versions")
-    return sorted(added.union(call.flags)) if added else call.flags
+    mixed = len(sampled) > 1 and "mixed_versions" not in call.flags
+    return sorted([*call.flags, "mixed_versions"]) if mixed else call.flags

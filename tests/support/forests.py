@@ -22,7 +22,7 @@ calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ACTIONS = {
     "as the table says": DEFAULT,
     "older versions are masked": chosen(mask=["mixed_versions"]),
-    "unknown versions are masked": chosen(mask=["version_unknown"]),
+    "the undelivered is trained": chosen(train=["undelivered_completion"]),
     "mixed rollouts are dropped": chosen(drop=["mixed_versions"]),
 }
 
