@@ -223,9 +223,9 @@ async def audit_row(rescorer: Rescorer, row: Row) -> Outcome:
     context = await rescorer.context()
     if context is not None and len(row.tokens) >= context:
         return Outcome(not_compared="too_long")  # the engine wants to sample one token behind it
+    if row.altered and not await rescorer.is_raw(row.tokens[: row.trained[0]]):
+        return Outcome(not_compared="processed_logprobs")
     try:
-        if row.altered and not await rescorer.is_raw(row.tokens[: row.trained[0]]):
-            return Outcome(not_compared="processed_logprobs")
         again = await rescorer.score(row.tokens)
     except EngineRefused as error:
         if not await rescorer.takes(len(row.tokens)):

@@ -17,10 +17,13 @@ from ..models.engine import Engine
 from ..records import Logprobs, Tokens
 
 _PATH: Final = "/v1/completions"
-_PROBE_TEMPERATURE: Final = 4.0
-_PROBE_TOKENS: Final = 8
-_PROBE_DIFFERENCE: Final = 0.5
-"""A temperature of 4 moves the logprobs of eight sampled tokens by nats, rounding by far less."""
+_PROBE_TEMPERATURE: Final = 2.0
+_PROBE_CONTEXT: Final = 64
+_PROBE_TOKENS: Final = 32
+_PROBE_DIFFERENCE: Final = 0.2
+"""At the highest temperature that vLLM takes the logprobs of 32 tokens differ by nats from those
+before the temperature, even of a model that was certain at first; rounding is far less.
+"""
 
 
 class Rescorer:
@@ -85,6 +88,7 @@ class Rescorer:
         return self._raw
 
     async def _probe(self, context: Tokens) -> bool:
+        context = context[:_PROBE_CONTEXT]
         choice = await self._complete(
             context, max_tokens=_PROBE_TOKENS, temperature=_PROBE_TEMPERATURE, logprobs=0, seed=0
         )

@@ -37,7 +37,7 @@ class TokensAsker:
 
     def __init__(self, engine: Engine, upstream: Upstream) -> None:
         self._engine = engine
-        self._reasons = bool(upstream.reasoning_parser)
+        self._reasons = upstream.reasoning_parser
         self._chat = ChatAsker(engine)
         self._frames = Frames()
 
@@ -65,7 +65,10 @@ class TokensAsker:
         answer = await line.post(GENERATE, request)
         generated = Generated(answer, body, request["token_ids"])
         if self._is_parsed(body):
-            return generated.told(await derendered(line, body, request, generated.choices))
+            messages = await derendered(
+                line, body, request, generated.choices, reasons=self._reasons
+            )
+            return generated.told(messages)
         texts = [choice["text"] for choice in generated.choices]
         return generated.told([{"role": "assistant", "content": text} for text in texts])
 
@@ -94,11 +97,12 @@ class TokensAsker:
         """What is to be generated: a request for the text that echoes its prompt."""
         request = None if prompt.ids is None else self._frames.request(body, prompt.ids)
         if request is None:
-            request = await line.post(RENDER, body)
-            check_rendered(request)
-            self._frames.learn(body, request)
-            if prompt.ids is not None:
-                request = with_prompt(request, body, prompt.ids)
+            rendered = await line.post(RENDER, body)
+            check_rendered(rendered)
+            self._frames.learn(body, rendered)
+            # vLLM leaves a limit of 16, its own default, out of what it renders, and then has none.
+            ids = rendered["token_ids"] if prompt.ids is None else prompt.ids
+            request = with_prompt(rendered, body, ids)
         return {**request, "output_mode": "text", "return_token_ids": True}
 
 
