@@ -8,12 +8,10 @@ import sys
 from pydantic import Field
 
 from ..config import LogLevel, OpenAIConfig, Section, TokensConfig
-from ..errors import ConfigError, EngineError
-from ..models.model_files import ModelFiles, find_model_files
+from ..errors import EngineError
 from ..models.openai import OpenAIEngine
-from ..models.upstream import Upstream, probe
-from ..tokens.agreement import disagreement
-from ..tokens.chat_format import ChatFormat
+from ..models.upstream import probe
+from ..proxy.ways import ways_of
 from .engine_table import ProbedEngine, differences, print_json, print_table
 from .help import show_help
 from .logs import configure_logs
@@ -96,24 +94,10 @@ async def _probe(url: str, settings: ProbeSettings) -> ProbedEngine:
     async with OpenAIEngine(config, tries=_TRIES) as engine:
         model = await engine.model_name()
         upstream = await probe(engine, wanted=config.mode, model=model)
-    files = await asyncio.to_thread(find_model_files, upstream, settings.tokens.tokenizer)
+    ways = await asyncio.to_thread(ways_of, upstream, settings.tokens)
     return ProbedEngine(
         url=url,
         upstream=upstream,
-        tokenizer=files.folder,
-        not_stitched=_why_not_stitched(upstream, files, settings.tokens),
+        tokenizer=ways.folder,
+        not_stitched=ways.why_not or None,
     )
-
-
-def _why_not_stitched(upstream: Upstream, files: ModelFiles, tokens: TokensConfig) -> str | None:
-    """Why conversations cannot be continued from recorded tokens; None if they can."""
-    if not tokens.stitch:
-        return "tokens.stitch is off."
-    if upstream.mode not in ("tokens", "completions"):
-        return f"In mode {upstream.mode} the engine takes no token ids."
-    if files.folder is None:
-        return files.reason
-    try:
-        return disagreement(ChatFormat.load(files.folder), upstream.echoes)
-    except ConfigError as error:
-        return str(error)
