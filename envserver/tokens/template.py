@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import jinja2
@@ -38,15 +39,9 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
-        environment = _Environment()
-        try:
-            tree = environment.parse(source)
-            self._compiled = environment.from_string(tree)
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise ConfigError(f"The chat template does not compile: {error}.") from error
+        self._compiled, self.parts = _compile(source)
+        """`parts`: it loops over a content's parts; else a content is given to it as one text."""
         self.variables = dict(variables)
-        self.parts = _reads_parts(tree)
-        """It loops over the parts of a content; else a content is given to it as one text."""
         self.developer = '"developer"' in source or "'developer'" in source
         """It knows the role `developer`; else such messages are given to it as system messages."""
         self.digest = hashlib.blake2b(source.encode(), digest_size=16).hexdigest()
@@ -78,6 +73,18 @@ class ChatTemplate:
                 f"The model's chat template does not take this conversation: {error}",
                 hint="Send a conversation of the shape that the model was made for.",
             ) from error
+
+
+@lru_cache(maxsize=16)
+def _compile(source: str) -> tuple[jinja2.Template, bool]:
+    """The compiled template, which models of a family share, and whether it reads parts."""
+    environment = _Environment()
+    try:
+        tree = environment.parse(source)
+        parts = _reads_parts(tree)
+        return environment.from_string(tree), parts
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise ConfigError(f"The chat template does not compile: {error}.") from error
 
 
 class _Generation(Extension):
