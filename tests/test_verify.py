@@ -62,6 +62,7 @@ class Engine(SimEngine):
     async def post(
         self, path: str, body: dict[str, Any], *, rollout_id: str, timeout_seconds: float
     ) -> dict[str, Any]:
+        assert body.get("temperature", 1.0) <= 2.0  # vLLM takes no higher one
         self.asked += 1
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)

@@ -128,7 +128,7 @@ async def serve(
             await server.close()
         waiting = await _waiting(store)
     if auditor.fraction:
-        console.print(auditor.summary(), highlight=False)
+        console.print(auditor.summary(), highlight=False, soft_wrap=True)
     # The address of a database may hold a password: it is not repeated.
     console.print(f"{counted(waiting, 'group')} kept in the store for trainers.", highlight=False)
     return 0
