@@ -200,6 +200,10 @@ def shift_what_is_trained(line: dict[str, Any]) -> None:
     line["masks"][0] = [-100] * (PROMPT - 1) + tokens[PROMPT - 1 : -1] + [-100]
 
 
+def untrain_last(line: dict[str, Any]) -> None:
+    line["masks"][0][-1] = -100
+
+
 def set_logprob(value: float) -> Callable[[dict[str, Any]], None]:
     def change(line: dict[str, Any]) -> None:
         line["inference_logprobs"][0][PROMPT + 4] = value
@@ -249,6 +253,7 @@ def invent_id(value: int) -> Callable[[dict[str, Any]], None]:
         (exchange_neighbours, "logprobs_differ", 0, None),
         (shift_labels, "mask", 0, PROMPT + 1),
         (shift_what_is_trained, "logprob", 0, PROMPT - 1),
+        (untrain_last, "mask", 0, PROMPT + SAMPLED - 1),
         (add_a_thousandth, "logprobs_differ", 0, PROMPT + 4),
         (set_logprob(float("nan")), "logprob", 0, PROMPT + 4),
         (set_logprob(float("-inf")), "logprob", 0, PROMPT + 4),
