@@ -89,6 +89,7 @@ def test_thoughts_text_and_calls_are_blocks_of_their_own(streamed: bool) -> None
         ("stop", None, [], "end_turn"),
         ("stop", "</code>", [], "stop_sequence"),
         ("stop", None, CALLS, "tool_use"),
+        ("stop", "</code>", CALLS, "tool_use"),
         ("tool_calls", None, CALLS, "tool_use"),
         ("length", None, [], "max_tokens"),
         ("length", None, CALLS, "max_tokens"),
@@ -102,7 +103,8 @@ def test_why_a_model_stopped_is_told(
     desk = Desk(API, chat_answer("Well", finish=finish, stop=stop, calls=calls))
     message = create(desk, streamed, stop_sequences=["</code>"])
     assert desk.ask.fields["stop"] == ["</code>"]
-    assert (message.stop_reason, message.stop_sequence) == (reason, stop)
+    assert message.stop_reason == reason
+    assert message.stop_sequence == (stop if reason == "stop_sequence" else None)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -110,6 +112,13 @@ def test_arguments_that_are_no_object_stand_in_one(streamed: bool) -> None:
     desk = Desk(API, chat_answer("", calls=[call("c1", "add", "[1, 2"), call("c2", "add", "")]))
     first, second = create(desk, streamed).content
     assert (first.input, second.input) == ({"arguments": "[1, 2"}, {})
+
+
+def test_thoughts_that_an_engine_tells_under_two_names_are_told_once() -> None:
+    answer = chat_answer("Hi", reasoning="Hm.")
+    message_of(answer)["reasoning_content"] = "Hm."
+    thinking, _ = create(Desk(API, answer)).content
+    assert thinking.thinking == "Hm."
 
 
 # Streams
