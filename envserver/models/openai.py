@@ -204,7 +204,8 @@ class OpenAIEngine:
             with typed(replica):
                 data = await in_time(deadline, response.content.readany())
             ended = not data
-            for event in parser.feed(data) if data else parser.close():
+            for text in parser.feed(data) if data else parser.close():
+                event = text.strip()
                 if event == b"[DONE]":
                     await _drain(response)
                     return

@@ -21,7 +21,8 @@ class SseParser:
 
     def __init__(self, max_event_bytes: int = 64 * 1024 * 1024) -> None:
         self._max_event_bytes = max_event_bytes
-        self._rest = b""
+        self._rest: list[bytes] = []
+        self._rest_bytes = 0
         self._data: list[bytes] = []
         self._data_bytes = 0
         self._at_start = True
@@ -32,10 +33,15 @@ class SseParser:
         Raises:
             EngineGarbage: a line or an event is over the limit.
         """
-        text = self._rest + chunk
+        # A line that has no end yet is put together only once: it may come in thousands of chunks.
+        undecided = self._at_start or (bool(self._rest) and self._rest[-1].endswith(b"\r"))
+        self._keep(chunk)
+        if not undecided and b"\n" not in chunk and b"\r" not in chunk:
+            self._check_size()
+            return []
+        text = b"".join(self._rest)
         if self._at_start:
             if len(text) < 3 and _BYTE_ORDER_MARK.startswith(text):
-                self._rest = text
                 return []
             self._at_start = False
             text = text.removeprefix(_BYTE_ORDER_MARK)
@@ -44,16 +50,25 @@ class SseParser:
         if b"\r" in text:
             text = text.removesuffix(held).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         *lines, rest = text.split(b"\n")
-        self._rest = rest + held
+        self._rest, self._rest_bytes = [], 0
+        self._keep(rest + held)
         events = [event for line in lines if (event := self._line(line)) is not None]
-        if len(self._rest) + self._data_bytes > self._max_event_bytes:
-            raise EngineGarbage(f"The engine sent an event of over {self._max_event_bytes} bytes.")
+        self._check_size()
         return events
 
     def close(self) -> list[bytes]:
         """The last event, when the stream ended without the empty line behind it."""
-        ends = (self._line(self._rest.rstrip(b"\r")), self._line(b""))
-        return [event for event in ends if event is not None]
+        rest = b"".join(self._rest).rstrip(b"\r")
+        return [event for line in (rest, b"") if (event := self._line(line)) is not None]
+
+    def _keep(self, rest: bytes) -> None:
+        if rest:
+            self._rest.append(rest)
+            self._rest_bytes += len(rest)
+
+    def _check_size(self) -> None:
+        if self._rest_bytes + self._data_bytes > self._max_event_bytes:
+            raise EngineGarbage(f"The engine sent an event of over {self._max_event_bytes} bytes.")
 
     def _line(self, line: bytes) -> bytes | None:
         if not line:

@@ -1,0 +1,91 @@
+"""A TCP server that writes any bytes at all, breaks connections anywhere, or says nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from typing import Literal
+
+End = Literal["close", "reset", "keep", "hang"]
+
+
+class RawServer:
+    """What it writes to every request, and what it does then.
+
+    Args:
+        pieces: written one by one; the other side may get them cut otherwise.
+        end: "close" the connection, "reset" it, "keep" it for the next request, or "hang": keep it
+            and never answer on it again.
+        requests: heads of the requests so far.
+        connections: open ones.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: Sequence[bytes] = ()
+        self.end: End = "close"
+        self.requests: list[bytes] = []
+        self.connections: set[asyncio.StreamWriter] = set()
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection."""
+        self.connections.add(writer)
+        try:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                while await self._answer(reader, writer):
+                    continue
+        finally:
+            self.connections.discard(writer)
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = await reader.readuntil(b"\r\n\r\n")
+        for line in head.lower().split(b"\r\n"):
+            if line.startswith(b"content-length:"):
+                await reader.readexactly(int(line.partition(b":")[2]))
+        self.requests.append(head)
+        end = self.end
+        for piece in self.pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
+        if end == "reset":
+            writer.transport.abort()
+        if end == "hang":
+            await reader.read()
+        return end == "keep"
+
+
+@contextlib.asynccontextmanager
+async def raw_server() -> AsyncIterator[RawServer]:
+    """A running RawServer; `url` is its address."""
+    raw = RawServer()
+    server = await asyncio.start_server(raw.serve, "127.0.0.1", 0)
+    raw.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield raw
+    finally:
+        server.close()
+        for writer in [*raw.connections]:
+            writer.transport.abort()
+
+
+def cut(data: bytes, places: Sequence[int]) -> list[bytes]:
+    """`data` in pieces, cut at those of `places` that lie within it."""
+    edges = [0, *sorted({place for place in places if 0 < place < len(data)}), len(data)]
+    return [data[start:end] for start, end in itertools.pairwise(edges)]
+
+
+def head(kind: str, length: int | None, *more: str) -> bytes:
+    """The head of an answer; `length` None: it has no content-length."""
+    lines = ["HTTP/1.1 200 OK", f"content-type: {kind}", *more]
+    if length is not None:
+        lines.append(f"content-length: {length}")
+    return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+
+def chunked(pieces: Sequence[bytes]) -> bytes:
+    """`pieces` in HTTP's chunked encoding, with its end."""
+    return b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in pieces if p) + b"0\r\n\r\n"
