@@ -166,3 +166,12 @@ def check_prompt(answer: Answer, sent: Sequence[int], where: str) -> None:
     """
     if took(answer, "prompt_token_ids", list, where) != list(sent):
         raise EngineGarbage(f"{where} tells of another prompt than was sent.")
+
+
+def check_ended(unfinished: set[int]) -> None:
+    """
+    Raises:
+        EngineGarbage: a stream has ended without an end of some choice.
+    """
+    if unfinished:
+        raise EngineGarbage(f"The engine's stream does not end choices {sorted(unfinished)}.")

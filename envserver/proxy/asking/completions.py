@@ -19,6 +19,7 @@ from .base import (
     Body,
     Line,
     Prompt,
+    check_ended,
     check_prompt,
     choices_of,
     has_media,
@@ -120,7 +121,8 @@ class CompletionsAsker:
             answer = await self._chat.whole(
                 body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
             )
-            self._reader.compare(body, answer)
+            if _foreign_field(body) is None:
+                self._reader.compare(body, answer)
             return answer
         line = Line(self._engine, rollout_id, timeout_seconds)
         answer = await line.post(PATH, _request(body, prompt.ids))
@@ -164,6 +166,7 @@ class CompletionsAsker:
         self, stream: AsyncIterator[Answer], body: Body, sent: Sequence[int]
     ) -> AsyncIterator[Answer]:
         begun: set[int] = set()
+        unfinished = set(range(count_of(body)))
         async for chunk in stream:
             head = {
                 "id": _id(chunk),
@@ -182,9 +185,12 @@ class CompletionsAsker:
                 text = took(choice, "text", str, _CHUNK)
                 delta = {"content": text} if text else {}
                 facts = self._facts(choice, body, _CHUNK)
+                if facts["finish_reason"] is not None:
+                    unfinished.discard(index)
                 yield {**head, "choices": [{"index": index, "delta": delta, **facts}]}
             if not chunk["choices"]:
                 yield {**head, "choices": [], "usage": took(chunk, "usage", dict, _CHUNK)}
+        check_ended(unfinished)
 
     def _facts(self, choice: dict[str, Any], body: Body, where: str) -> dict[str, Any]:
         ids = took(choice, "token_ids", list, where)

@@ -22,9 +22,12 @@ _CUT = "The engine's tokenized text"
 
 
 async def derendered(
-    line: Line, body: Body, request: Body, choices: Sequence[dict[str, Any]]
+    line: Line, body: Body, request: Body, choices: Sequence[dict[str, Any]], *, reasons: bool
 ) -> list[Message]:
     """The messages in `choices`, as the engine generated them for `request`.
+
+    Args:
+        reasons: the engine tells reasoning from content.
 
     Sets their `finish_reason` to what a chat answer says.
 
@@ -33,8 +36,9 @@ async def derendered(
         EngineGarbage: the derendered answer lacks a message.
     """
     texts = [await _text_ids(line, body, choice) for choice in choices]
-    messages: list[Message] = [{"role": "assistant", "content": ""} for _ in choices]
-    # An answer without a token is refused there; there is nothing to parse in it either.
+    # An answer without a token is refused there; in a chat answer its content is null or empty.
+    nothing = None if reasons else ""
+    messages: list[Message] = [{"role": "assistant", "content": nothing} for _ in choices]
     asked = [place for place, ids in enumerate(texts) if ids]
     if asked:
         answer = await line.post(

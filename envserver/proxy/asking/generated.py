@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from ...errors import EngineGarbage
 from ...records import Message
-from .base import Answer, Body, check_prompt, choices_of, took, top_logprobs
+from .base import Answer, Body, check_ended, check_prompt, choices_of, took, top_logprobs
 
 _WHERE = "The engine's generated answer"
 _CHUNK = "A chunk of the engine's generated stream"
@@ -89,8 +88,7 @@ async def chunks_of(
             yield {**head, "choices": [{"index": index, "delta": delta, **facts}]}
         if not chunk["choices"]:
             yield {**head, "choices": [], "usage": took(chunk, "usage", dict, _CHUNK)}
-    if unfinished:
-        raise EngineGarbage(f"The engine's stream does not end choices {sorted(unfinished)}.")
+    check_ended(unfinished)
 
 
 def _head(chunk: Answer, body: Body, created: int) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class TokensAsker:
 
     def __init__(self, engine: Engine, upstream: Upstream) -> None:
         self._engine = engine
-        self._reasons = bool(upstream.reasoning_parser)
+        self._reasons = upstream.reasoning_parser
         self._chat = ChatAsker(engine)
         self._frames = Frames()
 
@@ -65,7 +65,10 @@ class TokensAsker:
         answer = await line.post(GENERATE, request)
         generated = Generated(answer, body, request["token_ids"])
         if self._is_parsed(body):
-            return generated.told(await derendered(line, body, request, generated.choices))
+            messages = await derendered(
+                line, body, request, generated.choices, reasons=self._reasons
+            )
+            return generated.told(messages)
         texts = [choice["text"] for choice in generated.choices]
         return generated.told([{"role": "assistant", "content": text} for text in texts])
 
