@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.talk import Talk, talk, written
+from support.templates import CHATML, OWN, call, chat_format, tool
+from support.templates import TRAPS as TEMPLATE_TRAPS
 
 from envserver.records import Message
 from envserver.tokens.builder import build
-from tests.support.talk import ENDS, Talk, talk, written
-from tests.support.templates import CHATML, OWN, call, chat_format, tool
 
+SHOWN, ENDED = "'\\n' + message.content }}", "{%- endfor %}\n{{- '<|im_end|>\\n' }}"
+"""Pieces of CHATML that write an answer, and its end."""
+HARMLESS = ("drops_tool_results", "last_result_only", "trims")
+"""Traps that a conversation of single questions and answers does not run into."""
 USER: Message = {"role": "user", "content": "What is 2 + 2?"}
 NEXT: Message = {"role": "user", "content": "And 3 + 3?"}
 
@@ -109,7 +114,7 @@ def test_edited_answers_are_not_continued() -> None:
     for content in ("It is 5. ", "It is 4.", "It is 4. Right?", ""):
         plan = here.plan([USER, said(content), NEXT])
         assert (plan.ids, plan.edge, plan.flags) == (None, "root", ["assistant_edited"])
-        assert plan.refusal is None
+        assert plan.refusal == "assistant_edited"
     assert here.plan([USER, said("It is 4. "), NEXT]).edge == "exact"
 
 
@@ -224,7 +229,11 @@ def test_a_prefill_is_a_root() -> None:
     plan = here.plan([USER, said("It is 4.")])
     assert (plan.edge, plan.refusal, plan.flags) == ("root", "ends_with_assistant", [])
     plan = here.plan([USER, said("It is")])
-    assert (plan.edge, plan.refusal, plan.flags) == ("root", None, ["assistant_edited"])
+    assert (plan.edge, plan.refusal, plan.flags) == (
+        "root",
+        "assistant_edited",
+        ["assistant_edited"],
+    )
 
 
 def test_images_are_the_engines_to_render() -> None:
@@ -247,31 +256,24 @@ def test_another_prompt_than_ours_ends_all_continuing() -> None:
     assert here.plan(messages).edge == "root"
 
 
-TRAPS = {
-    "keeps the last two messages": CHATML.replace(
-        "{%- for message in messages %}\n{%- if message.role == 'user'",
-        "{%- for message in messages[-2:] %}\n{%- if message.role == 'user'",
-    ),
-    "counts the messages": "{{- messages | length }}" + CHATML,
-    "cuts old answers": CHATML.replace(
-        "'\\n' + message.content }}", "'\\n' + message.content[:5] }}"
-    ),
-    "shows answers in capitals": CHATML.replace(
-        "'\\n' + message.content }}", "'\\n' + message.content | upper }}"
-    ),
-    "hides that turns end": CHATML.replace(
-        "{%- endfor %}\n{{- '<|im_end|>\\n' }}", "{%- endfor %}\n{{- '\\n' }}"
-    ),
+TRAPS = {name: trap.source for name, trap in TEMPLATE_TRAPS.items()} | {
+    "cuts_old_answers": CHATML.replace(SHOWN, "'\\n' + message.content[:5] }}"),
+    "shows_answers_in_capitals": CHATML.replace(SHOWN, "'\\n' + message.content | upper }}"),
+    "hides_that_turns_end": CHATML.replace(ENDED, "{%- endfor %}\n{{- '\\n' }}"),
 }
 
 
 @pytest.mark.parametrize("name", TRAPS)
 def test_templates_that_rewrite_the_past_make_roots(name: str) -> None:
     assert TRAPS[name] != CHATML
-    here = Talk(chat_format(TRAPS[name]), ENDS["chatml"])
-    messages: list[Message] = [USER]
+    here = Talk(chat_format(TRAPS[name], stops=["<|im_end|>"]), "<|im_end|>")
+    system = {"role": "system", "content": "Be brief."}
+    messages: list[Message] = [system, USER]
     for turn in range(3):
-        plan = here.ask(messages, "It is 4, of course.")
-        assert plan.edge == "root", plan
-        assert plan.flags in ([["template_rewrites_history"], ["suffix_refused"]] if turn else [[]])
-        messages = [*messages, said("It is 4, of course."), NEXT]
+        text = f"It is 4, of course: {turn}."
+        plan = here.ask(messages, text, sampled=spelled(here, text))
+        if name in HARMLESS and turn:
+            assert plan.ids is not None and here.format.decode(plan.ids) == plan.text
+        else:
+            assert (plan.ids, plan.edge) == (None, "root")
+        messages = [*messages, said(text), NEXT]

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.talk import ENDS, Talk, format_of, written
+from support.templates import OWN, call, tool
 
 from envserver.records import Message
 from envserver.tokens.builder import build
 from envserver.tokens.invariants import check
 from envserver.tokens.prepare import prepare
 from envserver.tokens.prompts import PromptPlan
-from tests.support.talk import ENDS, Talk, format_of, written
-from tests.support.templates import OWN, call, tool
 
 texts = st.lists(
     st.sampled_from(["It", " is", " 4", ".\n", "\n\n", "é", "日", " </code>", "{", '"a"', "  "]),

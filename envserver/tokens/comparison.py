@@ -4,7 +4,7 @@ A conversation that is continued token by token is, as text, contexts (put there
 and turns (sampled) by turns. Every context must stand in the new rendering, in order, from its
 beginning to its end; what stands between two of them is how the template shows the turn there.
 Where that differs from what was sampled the difference gets names. Texts only: no template's syntax
-is known here.
+is known here but for the usual tags around reasoning.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ THINK_TAGS = (
     ("<seed:think>", "</seed:think>"),
     ("[THINK]", "[/THINK]"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>thought", "<channel|>"),
 )
 """What models put around reasoning, for where the engine does not tell it from the answer."""
 
@@ -111,12 +112,12 @@ def _differences(stretch: Stretch, begins: str, shown: str) -> set[Difference]:
         return set()
     if _pressed(sampled) == _pressed(shown):
         return {"whitespace"}
-    if _same_sayable(sampled, shown, stretch):
-        return {"lossy_detok"}
     block, empty = _think_block(sampled, stretch.reasoning, len(begins)), _empty_block(shown)
     silent, plain = _cut(sampled, block), _cut(shown, empty)
     if _pressed(silent) == _pressed(plain):
         return {"think"}
+    if _same_sayable(sampled, shown, stretch):
+        return {"lossy_detok"}
     if _same_sayable(silent, plain, stretch):
         return {"think", "lossy_detok"}
     if stretch.answer.calls and _shows(shown, stretch.answer):

@@ -9,6 +9,7 @@ calls are compared as JSON. Pure.
 from __future__ import annotations
 
 import json
+from collections.abc import Hashable
 from typing import Any, Literal, NamedTuple
 
 from ..records import Message
@@ -70,6 +71,11 @@ def answer_of(message: Message) -> Answer:
         text_of(message.get("content")),
         tuple(_call_of(call) for call in calls) if isinstance(calls, list) else (),
     )
+
+
+def likeness(answer: Answer) -> Hashable:
+    """Equal for answers that differ in whitespace only, or in how their tool calls are written."""
+    return " ".join(answer.content.split()), tuple(_meaning(answer))
 
 
 def text_of(content: Any) -> str:

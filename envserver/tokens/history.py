@@ -72,7 +72,7 @@ class History:
         except Refused as refused:
             flags = ["multimodal_unstitched"] if refused.reason == "multimodal" else []
             return PromptPlan(flags=flags)
-        except (TemplateRefused, UnicodeEncodeError):  # the engine will say so to the agent
+        except (TemplateRefused, UnicodeEncodeError, RecursionError):  # the engine will say so
             return PromptPlan()
         request = _Request(messages, tools, dict(kwargs), chain, text)
         return _Search(self._format, self._parents, self._edits, self._think, request).plan()
@@ -165,7 +165,7 @@ class _Search:
             except Refused as refused:
                 self._refuse(refused.reason)
                 continue
-            if is_ambiguous(accepted):
+            if is_ambiguous(match, accepted):
                 self._flag("ambiguous_parent")
             plan.flags = self._flags + plan.flags
             return plan
@@ -189,7 +189,7 @@ class _Search:
         matches = self._parents.matches(self._request.chain[at], message)
         accepted = [match for match in matches if match.replay.change in self._edits]
         if matches and not accepted:
-            self._flag("assistant_edited")
+            self._refuse("assistant_edited")
         elif not matches and not self._parents.was_answered(message):
             self._flag("unsampled_assistant_in_history")
         return accepted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -10,7 +10,7 @@ import numpy as np
 
 from ..records import Call, Message
 from .comparison import Stretch
-from .edits import Answer, Change, Replay, answer_of, change_of
+from .edits import Change, Replay, answer_of, change_of, likeness
 from .vocabulary import Vocabulary
 
 
@@ -58,13 +58,13 @@ class Parents:
     def __init__(self) -> None:
         self._by_request: dict[bytes, list[Parent]] = {}
         self._by_index: dict[int, Parent] = {}
-        self._answers: set[Answer] = set()
+        self._answers: set[Hashable] = set()
 
     def add(self, request: bytes, parent: Parent) -> None:
         """`request`: the last hash of the request's chain."""
         self._by_request.setdefault(request, []).append(parent)
         self._by_index[parent.call.index] = parent
-        self._answers.add(parent.stretch.answer)
+        self._answers.add(likeness(parent.stretch.answer))
 
     def by_index(self, index: int) -> Parent | None:
         """The parent that is the attempt's call `index`."""
@@ -73,7 +73,8 @@ class Parents:
     def matches(self, request: bytes, replayed: Message) -> list[Match]:
         """What `replayed` may be the answer of, among the calls that answered `request`.
 
-        The least changed come first; among these those that reached the agent, then the latest.
+        The least changed come first (of those appended to, by the least text); among these those
+        that reached the agent, then the latest.
         """
         now = answer_of(replayed)
         found = [
@@ -83,23 +84,23 @@ class Parents:
         return sorted(found, key=_rank)
 
     def was_answered(self, message: Message) -> bool:
-        """Whether any call of the attempt gave just this answer, to whatever request."""
-        return answer_of(message) in self._answers
+        """Whether any call of the attempt gave this answer, to whatever request."""
+        return likeness(answer_of(message)) in self._answers
 
 
 _CHANGES: tuple[Change, ...] = ("exact", "whitespace", "appended", "calls", "edited")
 
 
-def _rank(match: Match) -> tuple[int, bool]:
-    return _CHANGES.index(match.replay.change), match.parent.call.delivered == "none"
+def _rank(match: Match) -> tuple[int, int, bool]:
+    change, extra = match.replay
+    return _CHANGES.index(change), len(extra), match.parent.call.delivered == "none"
 
 
-def is_ambiguous(accepted: Collection[Match]) -> bool:
-    """Several of the matches are as good as the first, but have other tokens."""
-    first, *others = accepted
+def is_ambiguous(chosen: Match, accepted: Collection[Match]) -> bool:
+    """Others of the matches are as good as the chosen one, but have other tokens."""
     return any(
-        _rank(match) == _rank(first) and not match.parent.same_tokens(first.parent)
-        for match in others
+        _rank(match) == _rank(chosen) and not match.parent.same_tokens(chosen.parent)
+        for match in accepted
     )
 
 

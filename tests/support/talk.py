@@ -12,7 +12,7 @@ from envserver.records import Call, Message, VersionSpan
 from envserver.tokens.chat_format import ChatFormat
 from envserver.tokens.history import History
 from envserver.tokens.prompts import PromptPlan
-from tests.support.templates import OWN, chat_format
+from support.templates import OWN, chat_format
 
 ENDS = {
     "chatml": "<|im_end|>",
