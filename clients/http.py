@@ -28,7 +28,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 from urllib.parse import quote
 
 import httpx
@@ -40,6 +40,8 @@ from .records import Batch, ClientGroup, GroupSummary, decode_batch, decode_grou
 
 MSGPACK: Final = "application/vnd.envserver.groups+msgpack"
 GROUP_MSGPACK: Final = "application/vnd.envserver.group+msgpack"
+
+InFlight = Literal["drain", "keep", "abort"]
 
 _LONGEST_WAIT_SECONDS: Final = 60.0
 _PASSING: Final = frozenset({502, 503, 504})
@@ -119,6 +121,15 @@ class _Run:
     @staticmethod
     def policy_version(version: int) -> _Call:
         return _Call("POST", "/v1/policy-version", {"version": version})
+
+    @staticmethod
+    def pause(in_flight: InFlight, timeout_seconds: float) -> _Call:
+        body = {"in_flight": in_flight, "timeout_seconds": timeout_seconds}
+        return _Call("POST", "/v1/policy/pause", body, extra_seconds=timeout_seconds)
+
+    @staticmethod
+    def resume(version: int | None) -> _Call:
+        return _Call("POST", "/v1/policy/resume", {} if version is None else {"version": version})
 
     def again(self, tried: int, problem: httpx.TransportError | httpx.Response) -> float | None:
         """Seconds to wait before asking again; None when the answer stands.
@@ -275,6 +286,26 @@ class EnvClient:
         """The engine samples with the weights of `version` from now on."""
         await self._send(self._run.policy_version(version))
 
+    async def pause_calls(
+        self, in_flight: InFlight = "drain", *, timeout_seconds: float = 60.0
+    ) -> bool:
+        """Lets no new model call reach the engine, for a weight update.
+
+        Args:
+            in_flight: what becomes of the calls that are there: drain (they end first), keep (they
+                go on over the update, and are marked), abort (they are asked again afterwards).
+            timeout_seconds: how long to wait for them.
+
+        Returns:
+            Whether none is left there (always with keep). It is paused in any case.
+        """
+        answer = await self._send(self._run.pause(in_flight, timeout_seconds))
+        return bool(answer.json()["idle"])
+
+    async def resume_calls(self, version: int | None = None) -> None:
+        """Lets model calls go on, sampled with the weights of `version` (None: as before)."""
+        await self._send(self._run.resume(version))
+
     async def status(self) -> dict[str, Any]:
         """How things stand at the server."""
         answer: dict[str, Any] = (await self._send(_Call("GET", "/v1/status"))).json()
@@ -388,6 +419,15 @@ class SyncEnvClient:
     def publish_policy_version(self, version: int) -> None:
         """As `EnvClient.publish_policy_version`."""
         self._portal.call(self._client.publish_policy_version, version)
+
+    def pause_calls(self, in_flight: InFlight = "drain", *, timeout_seconds: float = 60.0) -> bool:
+        """As `EnvClient.pause_calls`."""
+        pause = partial(self._client.pause_calls, in_flight, timeout_seconds=timeout_seconds)
+        return self._portal.call(pause)
+
+    def resume_calls(self, version: int | None = None) -> None:
+        """As `EnvClient.resume_calls`."""
+        self._portal.call(self._client.resume_calls, version)
 
     def status(self) -> dict[str, Any]:
         """How things stand at the server."""

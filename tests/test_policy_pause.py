@@ -7,6 +7,7 @@ from pathlib import Path
 
 from support.api import running_api
 
+from clients.http import EnvClient
 from envserver.proxy.gate import Gate
 
 
@@ -38,10 +39,24 @@ async def test_a_trainer_pauses_and_resumes_with_a_new_version(tmp_path: Path) -
         await waiting
 
 
+async def test_the_client_pauses_and_resumes(tmp_path: Path) -> None:
+    gate = Gate()
+    async with (
+        running_api(tmp_path / "store.db", gate=gate) as api,
+        EnvClient(api.url, run="run", batch_size=1) as client,
+    ):
+        async with gate.passing():
+            assert not await client.pause_calls("drain", timeout_seconds=0.05)
+        assert await client.pause_calls("abort")
+        assert gate.paused
+        await client.resume_calls(version=4)
+        assert not gate.paused
+        assert (await api.get("/v1/policy"))["version"] == 4
+
+
 async def test_what_cannot_be_paused_or_resumed_is_said(tmp_path: Path) -> None:
     async with running_api(tmp_path / "store.db", gate=Gate()) as api:
-        again = await api.http.post("/v1/policy/resume", json={})
-        assert (again.status_code, again.json()["detail"]) == (409, "The engine is not paused.")
+        assert not (await api.post("/v1/policy/resume", {}))["paused"]
         wrong = await api.http.post("/v1/policy/pause", json={"in_flight": "drop"})
         assert wrong.status_code == 422
         assert "in_flight" in wrong.text

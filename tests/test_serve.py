@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from support.commands import Running, envserver, free_port, running, until
 
 from clients.http import SyncEnvClient
@@ -142,3 +144,22 @@ def test_a_second_server_on_the_same_store_is_refused(tmp_path: Path) -> None:
         ran = envserver(*MATH, "--port", free_port(), folder=tmp_path)
         assert ran.returncode == 2
         assert "groups.db" in ran.stderr
+
+
+def test_what_is_counted_can_be_scraped(tmp_path: Path) -> None:
+    with serving(tmp_path, "--sampling.temperature", 0.5) as (server, url):
+
+        def metrics() -> dict[str, list[Sample]]:
+            text = httpx.get(f"{url}/metrics").text
+            return {family.name: family.samples for family in text_string_to_metric_families(text)}
+
+        def delivered() -> bool:
+            return metrics()["envserver_groups_delivered"][0].value >= 2
+
+        until(delivered, 60, server.output, alive=server.process)
+        (flag, *_) = metrics()["envserver_flags"]
+        assert flag.labels == {"flag": "temperature_not_one"}
+        assert flag.value >= 4
+        assert metrics()["envserver_paused"][0].value == 0
+        status = httpx.get(f"{url}/v1/status").json()
+        assert status["server"]["flags"]["temperature_not_one"] >= 4

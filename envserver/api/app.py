@@ -13,7 +13,10 @@ from typing import Any, Final, Literal
 
 import structlog
 from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.registry import Collector
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .. import __version__
@@ -41,6 +44,7 @@ def create_api(
     status: Callable[[], dict[str, Any]] | None = None,
     on_policy_version: Callable[[int], None] | None = None,
     gate: Gate | None = None,
+    metrics: Collector | None = None,
     include_messages: bool = True,
     score_range: Literal["unit", "pm1"] = "unit",
     silent_after_seconds: float = 30.0,
@@ -53,6 +57,7 @@ def create_api(
         status: JSON-like facts for `GET /v1/status`; called on the event loop, so it must be quick.
         on_policy_version: called with each version that a trainer publishes, and at the start with
             the stored one.
+        metrics: what `GET /metrics` shows; None: there is no such route.
         gate: before the engine; None where no engine is behind this server.
         include_messages, score_range: how groups of our own environments go to Atropos trainers.
         silent_after_seconds: a foreign environment that says nothing for so long no longer holds up
@@ -82,6 +87,8 @@ def create_api(
     app = FastAPI(title="envserver", version=__version__, lifespan=lifespan)
     problems.install(app)
     app.include_router(native_routes(store, atropos, policy, settings=settings, status=status))
+    if metrics is not None:
+        app.add_api_route("/metrics", _metrics_route(metrics), methods=["GET"], tags=["health"])
     if gate is not None:
         app.include_router(weight_routes(gate, policy))
     wire = atropos_routes(atropos)
@@ -105,6 +112,17 @@ async def _expire_leases(store: Store, atropos: AtroposService) -> None:
         if expired:
             log.warning("leases_expired", leases=expired)
             atropos.store_changed()
+
+
+def _metrics_route(metrics: Collector) -> Callable[[], Response]:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(metrics)
+
+    def show() -> Response:
+        """Counters and gauges in the text format of Prometheus."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return show
 
 
 class _WireCors:

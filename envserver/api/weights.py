@@ -54,7 +54,7 @@ def weight_routes(gate: Gate, policy: PolicyVersion) -> APIRouter:
 
     @router.post("/v1/policy/resume", openapi_extra=request_body(ResumeRequest))
     async def resume(request: Request) -> Response:
-        """Lets calls go on. Not paused, or a version lower than before: 409."""
+        """Lets calls go on; twice is fine. A version lower than before: 409."""
         wanted = await read_body(request, _RESUME)
         if wanted.version is not None:
             await policy.publish(wanted.version)

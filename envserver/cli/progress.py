@@ -75,6 +75,7 @@ class Tally:
         if isinstance(event, RolloutScored):
             self.rollouts += 1
             self.completion_tokens += event.completion_tokens
+            self.flags.update(event.flags)
             if event.reward is not None:
                 self.rewards.add(event.reward)
         elif isinstance(event, RolloutFailed):
@@ -89,8 +90,6 @@ class Tally:
 
     def _add_group(self, group: Group) -> None:
         self.groups += 1
-        for trajectory in group.trajectories:
-            self.flags.update(trajectory.flags)
         if len(self.first_groups) < GROUPS_SHOWN:
             self.first_groups.append(group)
 

@@ -25,6 +25,7 @@ from ..store.sink import StoreSink
 from .command_line import read_command_line
 from .logs import configure_logs
 from .loop import run_loop
+from .metrics import ServeMetrics
 from .progress import Tally, counted
 from .runtime import machinery, run_until_stopped
 
@@ -116,6 +117,7 @@ async def serve(
             status=lambda: _status(parts, scheduler, tally) | {"audit": auditor.report()},
             on_policy_version=parts.proxy.publish_version,
             gate=parts.proxy.gate,
+            metrics=ServeMetrics(tally, parts.proxy),
             include_messages=config.include_messages,
             score_range=config.score_range,
         )

@@ -48,6 +48,7 @@ _SAMPLING = (
     "ignore_eos",
     "tool_choice",
     "response_format",
+    "reasoning_effort",
     "chat_template_kwargs",
 )
 
@@ -103,10 +104,10 @@ def engine_body(
         body["messages"] = ask.messages
         if ask.tools:
             body["tools"] = ask.tools
-        if exact:
+        if exact or ask.wants_logprobs:
             body["logprobs"] = True
-            if "include_reasoning" in body:
-                body["include_reasoning"] = True
+        if exact and "include_reasoning" in body:
+            body["include_reasoning"] = True
     else:
         body["prompt"] = ask.prompt
         if exact:
@@ -130,8 +131,16 @@ def _flags(body: dict[str, Any], sampling: dict[str, Any], processed: bool) -> l
 def _is_constrained(body: dict[str, Any]) -> bool:
     if any(body.get(name) for name in _CONSTRAINTS):
         return True
+    if any(_is_strict(tool) for tool in body.get("tools") or ()):
+        return True
     choice = body.get("tool_choice")
     if choice == "required" or isinstance(choice, dict):
         return True
     form = body.get("response_format")
     return isinstance(form, dict) and form.get("type") not in (None, "text")
+
+
+def _is_strict(tool: dict[str, Any]) -> bool:
+    """Whether the engine holds the arguments of `tool` to their schema while it samples."""
+    function = tool.get("function")
+    return bool(isinstance(function, dict) and function.get("strict"))

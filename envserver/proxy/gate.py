@@ -16,8 +16,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Literal
 
-from ..errors import ConflictError
-
 InFlight = Literal["drain", "keep", "abort"]
 
 
@@ -75,13 +73,7 @@ class Gate:
         return True
 
     def resume(self) -> None:
-        """Opens the gate.
-
-        Raises:
-            ConflictError: it is open.
-        """
-        if not self.paused:
-            raise ConflictError("The engine is not paused.")
+        """Opens the gate; an open one stays so."""
         self._open.set()
 
     @asynccontextmanager

@@ -24,7 +24,10 @@ class RolloutFailed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutScored(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout has a score (`reward` None: not scorable). Seconds are wall clock."""
+    """One rollout has a score (`reward` None: not scorable). Seconds are wall clock.
+
+    `flags` say what is odd about its tokens, see `tokens.flags`.
+    """
 
     group_id: str
     rollout_id: str
@@ -32,6 +35,7 @@ class RolloutScored(msgspec.Struct, frozen=True, kw_only=True):
     turns: int
     completion_tokens: int
     seconds: float
+    flags: list[str] = msgspec.field(default_factory=list)
 
 
 class GroupDropped(msgspec.Struct, frozen=True, kw_only=True):

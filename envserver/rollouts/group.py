@@ -199,6 +199,7 @@ async def _try_member(
             turns=finished.result.turns,
             completion_tokens=finished.result.completion_tokens,
             seconds=finished.usage.seconds,
+            flags=finished.flags,
         )
     )
     return Member(attempt, finished, score)
