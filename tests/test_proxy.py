@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 from support.fake_vllm import EOS, ids_of, logprob
 from support.proxy_house import (
@@ -20,6 +21,7 @@ from support.proxy_house import (
     house,
     until,
 )
+from support.serving import attempt_spec
 
 from envserver.records import VersionSpan
 
@@ -281,3 +283,59 @@ async def test_a_version_that_changes_meanwhile_is_flagged(home: House, streamed
     await asking
     assert attempt.calls[0].versions == [VersionSpan(3, 0, 8)]
     assert attempt.calls[0].flags == ["mixed_versions"]
+
+
+async def test_a_version_in_the_models_name_is_asked_for_and_recorded(home: House) -> None:
+    spec = msgspec.structs.replace(attempt_spec(), model="policy@{version}")
+    attempt = home.proxy.open(spec)
+    client = home.client(attempt.key)
+    await chat(client)
+    home.proxy.publish_version(3)
+    await chat(client, streamed=True)
+    assert [sent["model"] for sent in home.fake.requests] == ["policy@0", "policy@3"]
+    assert [call.versions[0].version for call in attempt.calls] == [0, 3]
+    assert {call.model for call in attempt.calls} == {"policy@{version}"}
+    assert [call.flags for call in attempt.calls] == [[], []]
+
+
+async def test_an_engine_that_serves_another_version_than_asked_for_is_flagged(
+    home: House,
+) -> None:
+    home.fake.served = "policy@2"
+    attempt = home.proxy.open(msgspec.structs.replace(attempt_spec(), model="policy@{version}"))
+    home.proxy.publish_version(3)
+    await chat(home.client(attempt.key))
+    assert attempt.calls[0].flags == ["other_model_served"]
+
+
+# Waiting
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_client_that_waits_for_tools_hears_that_work_goes_on(
+    home: House, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setattr("envserver.proxy.request.KEEP_ALIVE_SECONDS", 0.02)
+    home.fake.held = asyncio.Event()
+    home.fake.tool_calls = TOOL_CALLS
+    attempt, _ = home.open()
+    body = {"model": "any", "messages": ASK, "tools": TOOLS, "stream": True}
+    url = f"{home.url}/r/{attempt.key}/v1/chat/completions"
+    async with home.http.post(url, json=body) as answer:
+        lines = [await answer.content.readuntil(b"\n\n") for _ in range(3)]
+        assert set(lines) == {b": keep-alive\n\n"}
+        if fails:
+            home.proxy.seal(attempt)
+        home.fake.held.set()
+        rest = await answer.text()
+    assert ("This attempt has ended." in rest) == fails
+    assert rest.endswith("data: [DONE]\n\n") != fails
+    assert len(attempt.calls) == (0 if fails else 1)
+
+
+async def test_images_pass_and_are_not_continued_by_tokens(home: House) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    attempt, client = home.open()
+    await chat(client, messages=[{"role": "user", "content": [image]}])
+    assert home.fake.requests[0]["messages"][0]["content"] == [image]
+    assert (attempt.calls[0].edge, attempt.calls[0].exact) == ("root", True)

@@ -49,6 +49,7 @@ class FakeVllm:
             "error_chunk", "reset".
         omit: fields that are left out of every answer.
         held: while set and not `held.is_set()`, answers wait (a stream after its first chunk).
+        served: the model that it says it is; None: the one that was asked for.
         group: ids per chunk of a stream.
         cut_bytes: streams are written in pieces of so many bytes.
         retry_after: a header of the answers that faults with a status give.
@@ -67,6 +68,7 @@ class FakeVllm:
     omit: frozenset[str] = frozenset()
     miscount: int = 0
     held: asyncio.Event | None = None
+    served: str | None = None
     group: int = 1
     cut_bytes: int | None = None
     retry_after: str | None = None
@@ -133,7 +135,7 @@ class FakeVllm:
             "id": "chatcmpl-1",
             "object": "chat.completion",
             "created": 1,
-            "model": body["model"],
+            "model": self.served or body["model"],
             "choices": choices,
             "usage": self._usage(body),
             "prompt_token_ids": prompt_ids(body["messages"]),
