@@ -105,6 +105,7 @@ def _add(choice: Json, part: Json) -> None:
 CASES: dict[str, tuple[list[str], Json, bool]] = {
     "text": (["Hello."], ASK, False),
     "cut off": (["Hello, you."], {**ASK, "max_tokens": 2}, False),
+    "the engine's own limit": (["Hello, you. " * 9], {**ASK, "max_tokens": 16}, False),
     "stop string": (["See </code> there"], {**ASK, "stop": ["</code>"]}, False),
     "choices": (["One.", "Two."], {**ASK, "n": 2, "top_logprobs": 2}, False),
     "call": ([f"So: {HERMES}"], TOOLS, False),
@@ -161,8 +162,9 @@ async def test_a_continued_call_is_rendered_once_for_all_its_like() -> None:
     later = {**ASK, "top_p": 0.5, "messages": [user("more")], "seed": None, "max_tokens": 3}
     await whole(asked, later, Prompt([*ids, 5]))
     await whole(asked, {**later, "max_tokens": None}, Prompt(ids))
-    assert engine.paths == ["render", "generate", "generate", "generate"]
-    first, second, third = (body for path, body in engine.requests if "generate" in path)
+    await whole(asked, {**later, "top_p": 0.9}, Prompt(ids))
+    assert engine.paths == ["render", "generate", "generate", "generate", "render", "generate"]
+    first, second, third, _ = (body for path, body in engine.requests if "generate" in path)
     assert first["token_ids"] == ids
     assert first["sampling_params"] == {"top_p": 0.5, "seed": 3, "max_tokens": 200, "logprobs": 0}
     assert second["token_ids"] == [*ids, 5]
@@ -299,7 +301,7 @@ def test_only_what_no_parser_touches_is_streamed() -> None:
         ("tokens", False, False),
         ("completions", True, False),
     ):
-        asked = asking(engine, mode, reasons=True)  # type: ignore[arg-type]
+        asked = asking(engine, mode, reasons=True)
         assert (asked.streams(ASK, ROOT), asked.streams(ASK, Prompt([5]))) == (root, continued)
         assert not asked.streams(TOOLS, ROOT)
 
@@ -315,16 +317,16 @@ async def test_images_and_unusual_logprobs_are_left_to_chat() -> None:
 
 
 async def test_one_answer_read_otherwise_by_the_engine_ends_the_trust() -> None:
-    engine = ScaleOut(format(), f"So: {HERMES}")
+    engine = ScaleOut(format(), f"So: {HERMES}", "No call.")
     asked = asking(engine, "completions")
-    await whole(asked, TOOLS)
+    await whole(asked, {**TOOLS, "n": 2})
     assert asked.can_continue(TOOLS) is None
 
     def spoil(path: str, answer: Json) -> None:
         answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] = "another"
 
     engine.spoil = spoil
-    await whole(asked, {**TOOLS, "tool_choice": "required"})
+    await whole(asked, {**TOOLS, "tool_choice": "required", "skip_special_tokens": False})
     assert asked.can_continue(TOOLS) is None
     await whole(asked, TOOLS)
     assert asked.can_continue(TOOLS) == "parser_differs"
@@ -366,7 +368,13 @@ async def test_texts_are_completed_in_the_form_of_a_chat() -> None:
 BODIES = 30
 NOTHING_FORCED = ("tool_choice", "stop_token_ids", "min_tokens", "ignore_eos", "logit_bias")
 WRITTEN = [
-    *(HERMES, HERMES.removesuffix("</tool_call>"), "<tool_call>{bad}</tool_call>", "Sure.\n"),
+    *(
+        HERMES,
+        HERMES,
+        HERMES.removesuffix("</tool_call>"),
+        "<tool_call>{bad}</tool_call>",
+        "Sure.\n",
+    ),
     *("\n", '<tool_call>{"name": "f", "arguments": {"é": [1.0, null]}}</tool_call>'),
     '<tool_call>{"name": "calculate"}</tool_call>',
 ]
@@ -379,7 +387,7 @@ def random_body(chance: random.Random) -> Json:
         "seed": chance.randrange(10**9),
         "temperature": chance.choice([1.0, 0.7]),
         "messages": [user(f"Ann has {chance.randrange(99)} apples.")],
-        "max_tokens": chance.choice([1, 4, 24, 64]),
+        "max_tokens": chance.choice([1, 16, 24, 64]),
     }
     choices: list[tuple[float, str, Any]] = [
         (0.3, "n", 3),
@@ -403,7 +411,9 @@ def random_body(chance: random.Random) -> Json:
         # Nothing else makes a random model write calls, sound or broken.
         for name in (*NOTHING_FORCED, "response_format"):
             body.pop(name, None)
-        texts = ["".join(chance.choices(WRITTEN, k=3)) for _ in range(3)]
+        if chance.random() < 0.7:
+            body.pop("stop", None)
+        texts = ["".join(chance.choices(WRITTEN, k=chance.choice([1, 1, 2]))) for _ in range(3)]
         body |= {"structured_outputs": {"choice": texts}, "max_tokens": chance.choice([20, 400])}
     return body
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.talk import written
 from support.templates import OWN, answer, call, chat_format, tool
@@ -49,6 +49,7 @@ VALUES = st.recursive(
 
 
 @pytest.mark.parametrize("name", ["chatml", "thinking", "llama", "mistral"])
+@settings(deadline=None)
 @given(data=st.data())
 def test_what_a_model_means_is_read(name: str, data: st.DataObject) -> None:
     count = 1 if name == "llama" else data.draw(st.integers(0, 3))
@@ -145,6 +146,7 @@ def test_formats(format: str, text: str, content: str, calls: list[Called]) -> N
         ("hermes", "no call"),
         ("hermes", f"{HERMES}<tool_call>{{bad}}</tool_call>"),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}} so</tool_call>'),
         ("hermes", '<tool_call>{"name": null, "arguments": {}}</tool_call>'),
         ("hermes", "<tool_call>" + "[" * 100_000),
         ("keys", "<tool_call></tool_call>"),
@@ -185,6 +187,7 @@ MARKS = [
 ]
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(MARKS), max_size=12))
 def test_no_text_breaks_a_format(format: str, pieces: list[str]) -> None:
     text = "".join(pieces)

@@ -18,6 +18,8 @@ from envserver.tokens.chat_format import ChatFormat
 
 Json = dict[str, Any]
 END = "<|im_end|>"
+_OWN_LIMIT = 16
+"""Of sampling parameters without one; what is rendered leaves it out, and has no limit then."""
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
@@ -138,7 +140,9 @@ class ScaleOut:
     def _render(self, body: Json) -> Json:
         prompt = self._format.prompt_ids(body["messages"], body.get("tools"), {})
         sampling = {name: body[name] for name in ("n", "seed", "stop", "top_p") if name in body}
-        sampling["max_tokens"] = body.get("max_tokens", 1000)
+        limit = body.get("max_tokens", 1000)
+        if limit != _OWN_LIMIT:
+            sampling["max_tokens"] = limit
         if body.get("logprobs"):
             sampling["logprobs"] = body.get("top_logprobs", 0)
         if body.get("tool_choice") == "required":
@@ -199,7 +203,8 @@ class ScaleOut:
             for choice in self._all_sampled(body):
                 choice |= {"index": len(choices), "prompt_token_ids": prompt}
                 if body.get("logprobs") is not None:
-                    scored = self._scored(choice["token_ids"], body["logprobs"], named=False)
+                    named = not body.get("return_tokens_as_token_ids")
+                    scored = self._scored(choice["token_ids"], body["logprobs"], named=named)
                     choice["logprobs"] = _as_completion(scored["content"])
                 choices.append(choice)
         return {"id": "cmpl-1", "choices": choices, "usage": _usage(prompts[0], choices)}
