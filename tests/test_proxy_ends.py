@@ -19,6 +19,13 @@ from support.proxy_house import (
     house,
     until,
 )
+from support.serving import attempt_spec
+
+from envserver.config import OpenAIConfig
+from envserver.models.openai import OpenAIEngine
+from envserver.proxy import Proxy
+from envserver.proxy.source import Source
+from envserver.proxy.ways import Ways
 
 
 @pytest.fixture
@@ -46,6 +53,32 @@ async def test_a_call_is_recorded_before_its_end_can_be_seen(
     for text, recorded in seen:
         if b'"finish_reason":"stop"' in text or text == seen[-1][0]:
             assert recorded == 2
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_agent_that_leaves_before_the_engine_is_known_leaves_nothing(
+    streamed: bool,
+) -> None:
+    asked = asyncio.Event()
+
+    async def find() -> Ways:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    engine = OpenAIEngine(OpenAIConfig())
+    proxy = Proxy(engine, source=Source(engine, find=find))
+    attempt, gone = proxy.open(attempt_spec()), asyncio.Event()
+    body = {"messages": ASK, "stream": streamed}
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    asking = asyncio.create_task(asgi_post(proxy, attempt.key, body, send, gone))
+    await asked.wait()
+    gone.set()
+    await asking
+    assert attempt.calls == []
 
 
 async def test_an_agent_that_leaves_a_stream_early_leaves_what_was_sampled(

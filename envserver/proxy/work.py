@@ -42,6 +42,8 @@ class Work:
         self.calls: list[Call] = []
         self.blamed = False
         """Whether the attempt knows of its failure."""
+        self.begun = asyncio.Event()
+        """Set once it is known whether there will be a whole answer that others can join."""
         self._source = source
         self._attempt = attempt
         self._agent = agent
@@ -55,6 +57,7 @@ class Work:
         self._collector: Collector | None = None
         self._task: asyncio.Task[dict[str, Any]] | None = None
         self._listeners = 0
+        self._asked = False
 
     async def prepare(self) -> None:
         """Finds out how the engine is asked, and plans the prompt. Comes first.
@@ -208,8 +211,10 @@ class Work:
     # Recording
 
     def break_off(self, how: str) -> None:
-        """Records what there is of an exchange that ended too early, by "disconnect" or "error"."""
-        if self._attempt.sealed or self.calls:
+        """Records what there is of an exchange that ended too early, by "disconnect" or "error":
+        nothing where the engine had not been asked yet.
+        """
+        if self._attempt.sealed or self.calls or not self._asked:
             return
         exchange = self._collected()
         if not exchange.choices:
@@ -245,6 +250,7 @@ class Work:
         )
 
     def _begin_sampling(self) -> None:
+        self._asked = True
         self._first_version = self._source.policy_version
         self._body.body["model"] = self._source.model(self._attempt.spec.model)
 
