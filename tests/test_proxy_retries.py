@@ -10,6 +10,9 @@ import pytest
 from support.fake_vllm import ids_of
 from support.proxy_house import ASK, TOOL_CALLS, TOOLS, House, chat, house, until
 
+from envserver.models.upstream import Upstream
+from envserver.proxy.ways import Ways
+
 RETRY = {"x-stainless-retry-count": "1"}
 PATH = "v1/chat/completions"
 
@@ -86,6 +89,20 @@ async def _text(home: House, key: str, body: Any) -> str:
     url = f"{home.url}/r/{key}/{PATH}"
     async with home.http.post(url, json=body, headers=RETRY) as answer:
         return await answer.text()
+
+
+async def test_a_retry_joins_work_that_does_not_know_yet_how_the_engine_is_asked() -> None:
+    async def find() -> Ways:
+        await asyncio.sleep(0.1)
+        return Ways(upstream=Upstream(mode="chat", model="tiny"))
+
+    async with house(find=find) as home:
+        attempt, _ = home.open()
+        once = asyncio.create_task(home.post(attempt.key, PATH, bodies()))
+        await asyncio.sleep(0.05)
+        again = await home.post(attempt.key, PATH, bodies(), **RETRY)
+        assert again == await once
+        assert len(attempt.calls) == 1
 
 
 async def test_what_a_client_lost_for_good_is_recorded_and_not_trained(home: House) -> None:

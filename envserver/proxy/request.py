@@ -84,14 +84,19 @@ class ModelRequest:
         ask = self._api.read(parse_object(body), memory)
         if ask.stream:
             self._writer = self._api.writer(ask, memory)
-        earlier = self._attempt.retries.find(marks)
-        if earlier is not None and earlier.task is not None:
-            await self._guarded(earlier, again=True)
-            return
+        earlier: Work | None = self._attempt.retries.find(marks)
+        if earlier is not None:
+            await earlier.begun.wait()
+            if earlier.task is not None:
+                await self._guarded(earlier, again=True)
+                return
         self._attempt.take_turn()
         work = Work(self._source, self._attempt, ask, self._agent, marks.digest)
         self._attempt.retries.begin(marks, work)
-        await self._guarded(work)
+        try:
+            await self._guarded(work)
+        finally:
+            work.begun.set()
 
     async def _guarded(self, work: Work, *, again: bool = False) -> None:
         """Answers with `work`; what ends it early is recorded and told."""
@@ -115,9 +120,11 @@ class ModelRequest:
                 if work.task is None:
                     await work.prepare()
                     if work.streams:
+                        work.begun.set()
                         await self._relay(work, interrupts)
                         return
                     work.start()
+                    work.begun.set()
                 await self._whole(work, interrupts, again=again)
         finally:
             self._attempt.done(interrupts)

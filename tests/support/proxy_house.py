@@ -15,6 +15,7 @@ from openai import AsyncOpenAI
 from envserver.config import OpenAIConfig
 from envserver.models.openai import OpenAIEngine
 from envserver.proxy import Attempt, Proxy
+from envserver.proxy.source import Source
 from envserver.records import Call, VersionSpan
 from support.fake_vllm import FakeVllm, fake_vllm, ids_of, logprob, prompt_ids
 from support.serving import attempt_spec, serving
@@ -57,7 +58,10 @@ class House:
 
 
 @asynccontextmanager
-async def house(server_type: Any = "vllm", max_body_bytes: int = 100_000, **how: Any) -> Any:
+async def house(
+    server_type: Any = "vllm", max_body_bytes: int = 100_000, find: Any = None, **how: Any
+) -> Any:
+    """`find`: as of Source; `how`: as of FakeVllm."""
     async with fake_vllm(**how) as fake:
         config = OpenAIConfig(base_url=fake.url, server_type=server_type)
         async with (
@@ -65,7 +69,12 @@ async def house(server_type: Any = "vllm", max_body_bytes: int = 100_000, **how:
             aiohttp.ClientSession() as http,
         ):
             made = House(fake, None, "", http)  # type: ignore[arg-type]
-            made.proxy = Proxy(engine, max_body_bytes=max_body_bytes, clock=lambda: made.now)
+            made.proxy = Proxy(
+                engine,
+                source=Source(engine, find=find),
+                max_body_bytes=max_body_bytes,
+                clock=lambda: made.now,
+            )
             async with serving(made.proxy.asgi()) as url:
                 made.url = url
                 yield made
