@@ -338,4 +338,5 @@ async def test_images_pass_and_are_not_continued_by_tokens(home: House) -> None:
     attempt, client = home.open()
     await chat(client, messages=[{"role": "user", "content": [image]}])
     assert home.fake.requests[0]["messages"][0]["content"] == [image]
-    assert (attempt.calls[0].edge, attempt.calls[0].exact) == ("root", True)
+    (call,) = attempt.calls
+    assert (call.edge, call.exact, call.flags) == ("root", True, ["multimodal_unstitched"])

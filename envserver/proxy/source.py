@@ -21,6 +21,7 @@ from ..tokens.prompts import PromptPlan
 from ..tokens.refusal import Refused
 from .ask import Ask
 from .asking import Asker, asker, stream_text, whole_text
+from .asking.base import has_media
 from .asking.chat import ChatAsker
 from .attempts import Attempt
 from .gate import Gate
@@ -52,6 +53,8 @@ class Ready:
         self, attempt: Attempt, ask: Ask, body: dict[str, Any], agent: str | None
     ) -> PromptPlan:
         """How the prompt of `ask` comes to be."""
+        if ask.prompt is None and has_media(body):
+            return PromptPlan(flags=["multimodal_unstitched"])
         if ask.prompt is not None or self._format is None:
             return PromptPlan()
         try:
