@@ -10,6 +10,7 @@ import httpx
 import pytest
 from support.templates import CASES, OWN, answer, call, chat_format, result, tokenizer, tool, user
 from support.vllm_server import VllmServer
+from tokenizers.processors import TemplateProcessing
 
 from envserver.errors import ConfigError, TemplateRefused
 from envserver.records import Message
@@ -158,7 +159,10 @@ def test_a_request_gives_its_variables_to_the_template() -> None:
 
 
 def model_folder(folder: Path, config: dict[str, Any]) -> Path:
-    (folder / "tokenizer.json").write_text(tokenizer(["<|im_end|>"]).to_str())
+    words = tokenizer(["<|im_end|>"])
+    begin = words.token_to_id("<s>")
+    words.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    (folder / "tokenizer.json").write_text(words.to_str())
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
@@ -180,7 +184,7 @@ def test_a_model_folder_is_read_like_transformers_does(tmp_path: Path) -> None:
     format = ChatFormat.load(folder)
     assert format.prompt_text([SYSTEM], None, {}) == "<begin>"
     assert format.prompt_text([SYSTEM], [tool()], {}) == "T"
-    assert len(format.prompt_ids([SYSTEM], None, {})) == 1  # a token that only the config knows
+    assert len(format.prompt_ids([SYSTEM], None, {})) == 1  # one, and it is the config's
     end = format.vocabulary.special_id("<|im_end|>")
     assert format.stop_ids == {1, 7, end}
     (folder / "chat_template.jinja").write_text("file")

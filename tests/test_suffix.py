@@ -180,6 +180,26 @@ def test_traps_are_refused_right_or_seen_in_the_whole_text(name: str) -> None:
     assert bool(changed) == trap.tail_is_right
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("drops_tool_results", "messages_moved"),
+        ("repeats_the_last", "messages_moved"),
+        ("results_backwards", "messages_moved"),
+        ("newest_first", "messages_moved"),
+        ("ends_the_last_otherwise", "end_moves"),
+        ("recalls_the_answer", "answer_repeated"),
+        ("counts_letters", "answer_not_rendered"),
+        ("prints_objects", "closer_not_sampled"),
+    ],
+)
+def test_refusals_say_what_a_template_does(name: str, reason: str) -> None:
+    format = chat_format(TRAPS[name].source, stops=["<|im_end|>"])
+    case = Case([ASK, answer("Four."), result("4"), result("5", "call00002")], 1, "")
+    with pytest.raises(Refused, match=reason):
+        behind(format, case, Completion(format.encode("Four.<|im_end|>"), "stop", None))
+
+
 ONE = call({"expression": "1"})
 ENDED = [
     # sampled, finish, stop reason, calls -> what follows, or why not

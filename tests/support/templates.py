@@ -434,6 +434,14 @@ TRAPS = {
             "{%- if message.role != 'tool' or after.role != 'tool' %}" + _WRITE + "{%- endif %}"
         )
     ),
+    "results_backwards": Trap(
+        _trap(
+            "{%- if message.role != 'tool' %}" + _WRITE + "{%- endif %}"
+            "{%- if loop.last %}"
+            "{%- for message in messages | selectattr('role', 'equalto', 'tool') | reverse %}"
+            "{%- set text = message.content %}" + _WRITE + "{%- endfor %}{%- endif %}"
+        )
+    ),
     "prints_objects": Trap(_trap("{{- message | tojson ~ '<|im_end|>\\n' }}")),
     "counts_letters": Trap(_trap("{%- set text = text | length ~ ' letters' %}" + _WRITE)),
     "ends_between_only": Trap(
