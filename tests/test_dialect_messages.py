@@ -226,6 +226,23 @@ def test_errors_have_the_shape_that_the_client_knows(
     assert (caught.value.type, caught.value.api_message) == (kind, "No.")
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_that_has_the_server_keep_the_talk_goes_on_by_itself(streamed: bool) -> None:
+    desk = Desk(API, chat_answer("One."), chat_answer("Two."))
+    thread = client(desk).beta.messages.thread(
+        model="any", max_tokens=50, unsupported_request_behavior="continue_unthreaded"
+    )
+    for words in ("And?", "And now?"):
+        turn: Any = {"role": "user", "content": words}
+        if streamed:
+            with thread.stream(turn) as stream:
+                stream.until_done()
+        else:
+            thread.send(turn)
+    said = [message["content"] for message in desk.ask.messages]
+    assert said == ["And?", "One.", "And now?"]
+
+
 def _floats(value: Any) -> Any:
     """`value` with numbers as whole answers hold them: JSON's, without what is beyond 64 bits."""
     if isinstance(value, dict):

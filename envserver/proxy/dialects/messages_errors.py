@@ -18,7 +18,10 @@ _TYPES = {
 
 
 def error_of(error: EnvserverError) -> dict[str, Any]:
-    """The body of an answer, or the event, that says `error`."""
+    """The body of an answer, or the event, that says `error`; `detail["error_code"]`, if any, is
+    for the client's program."""
     other = "invalid_request_error" if error.status < 500 else "api_error"
-    said = {"type": _TYPES.get(error.status, other), "message": str(error)}
+    said: dict[str, Any] = {"type": _TYPES.get(error.status, other), "message": str(error)}
+    if "error_code" in error.detail:
+        said["details"] = {"error_code": error.detail["error_code"]}
     return {"type": "error", "error": said}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...errors import InputError
 from ...records import Message
 from .fields import effort_fields, engine_fields
 from .reading import bad, boolean, mapping, objects, string
@@ -16,7 +17,10 @@ from .reading import bad, boolean, mapping, objects, string
 _REFUSED = {
     "container": "there are no containers",
     "mcp_servers": "there are no tools but the agent's own",
+    "compaction": "there are no summaries but the agent's own",
 }
+_NO_THREADS = "thread_unsupported_request"
+"""The error at which Anthropic's client goes on without threads, with the whole conversation."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _THINKING = ("enabled", "adaptive", "between_tools")
 
@@ -29,6 +33,12 @@ def refuse_impossible(request: dict[str, Any]) -> None:
     for name, reason in _REFUSED.items():
         if request.get(name):
             raise bad(name, f"is not possible here: {reason}")
+    if request.get("thread"):
+        raise InputError(
+            "thread is not possible here: send the whole conversation.",
+            place="thread",
+            error_code=_NO_THREADS,
+        )
     if request.get("n") not in (None, 1):
         raise bad("n", "must be 1: a message is one answer")
 
