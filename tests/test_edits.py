@@ -126,6 +126,12 @@ def test_open_answers(was: str, tail: str, now: str, expected: tuple[str, str]) 
     assert tuple(got) == expected
 
 
+def test_nothing_is_appended_behind_tool_calls() -> None:
+    message = {"content": "So:", "tool_calls": [tool_call("call-1", {})]}
+    again = message | {"content": "So: and more"}
+    assert classify(message, again, ended=False).change == "edited"
+
+
 def test_deep_arguments_that_are_no_json_are_compared_as_text() -> None:
     deep = {"tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}
     assert classify(deep, deep).change == "exact"

@@ -84,9 +84,12 @@ class Talk:
         *,
         agent: str | None = None,
         kwargs: dict[str, Any] | None = None,
+        model: str = "m",
     ) -> PromptPlan:
         """How a request's prompt would come to be."""
-        return self.history.plan(messages, tools or [], kwargs=kwargs or {}, model="m", agent=agent)
+        return self.history.plan(
+            messages, tools or [], kwargs=kwargs or {}, model=model, agent=agent
+        )
 
     def ask(
         self,
