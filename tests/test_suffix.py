@@ -21,7 +21,6 @@ from support.templates import (
     KINDS,
     OWN,
     STOPS_OF,
-    TRAPS,
     Case,
     answer,
     call,
@@ -30,6 +29,7 @@ from support.templates import (
     tool,
     user,
 )
+from support.traps import TRAPS
 
 from envserver.errors import TemplateRefused
 from envserver.records import Message

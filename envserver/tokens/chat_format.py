@@ -6,7 +6,6 @@ time. Whether an engine renders as we do is found out by others, who say so by `
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +17,7 @@ from .prepare import prepare, prepare_tools
 from .template import ChatTemplate
 from .vocabulary import CONFIG, Vocabulary, read_json
 
-_SHAPES_KEPT = 4096
+_SHAPES_KEPT = 65_536
 _PROMPTS_KEPT = 64
 """Texts whose ids are remembered: the rollouts of a group begin with the same prompt."""
 
@@ -40,7 +39,7 @@ class ChatFormat:
         self.stop_ids = stop_ids
         self.distrusted: str | None = None
         """Why prompts must not be rendered here, None while they may be."""
-        self.shapes: dict[Any, str | None] = {}
+        self.shapes: dict[bytes, str] = {}
         """What has been found out about shapes of conversations (see `shape`)."""
         self._templates = {
             name: ChatTemplate(source, vocabulary.variables) for name, source in templates.items()
@@ -66,10 +65,10 @@ class ChatFormat:
         """Prompts are rendered by the engine from now on; the first reason is kept."""
         self.distrusted = self.distrusted or why
 
-    def remember(self, shape: Any, found: str | None) -> None:
-        """Adds to `shapes`; the oldest is forgotten where there are too many."""
+    def remember(self, shape: bytes, found: str) -> None:
+        """Adds to `shapes`; all are forgotten where there are too many."""
         if len(self.shapes) >= _SHAPES_KEPT:
-            self.shapes.pop(next(iter(self.shapes)), None)
+            self.shapes = {}
         self.shapes[shape] = found
 
     @property
@@ -178,8 +177,3 @@ def _read_stop_ids(folder: Path, vocabulary: Vocabulary) -> frozenset[int]:
         ids.update(value if isinstance(value, list) else [] if value is None else [value])
     eos = vocabulary.special_id(vocabulary.variables.get("eos_token", ""))
     return frozenset(ids if eos is None else ids | {eos})
-
-
-def kwargs_key(kwargs: Mapping[str, Any]) -> str:
-    """`kwargs` as something to compare by."""
-    return json.dumps(dict(kwargs), sort_keys=True, default=repr)

@@ -7,13 +7,14 @@ each and remembered on the format.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import TemplateRefused
 from ..records import Message
-from .chat_format import ChatFormat, kwargs_key
+from .chat_format import ChatFormat
 from .refusal import Refused
 
 # Mixed case, letters and digits: no template takes them apart, and one that changes case is found
@@ -55,7 +56,7 @@ def tail(format: ChatFormat, turn: Turn) -> str:
     return _behind(_render(format, turn, messages, generation_prompt=True), bool(turn.calls))
 
 
-def check(format: ChatFormat, turn: Turn, head: str, stop: str) -> str | None:
+def check(format: ChatFormat, turn: Turn, head: str, stop: str) -> str:
     """Returns if the template keeps what comes after the answer in order and ends it by `head`.
 
     Args:
@@ -63,25 +64,29 @@ def check(format: ChatFormat, turn: Turn, head: str, stop: str) -> str | None:
         stop: the text of the token that ends the answer.
 
     Returns:
-        What every call ends with before `stop`, whatever its arguments; None without calls.
+        What every call ends with before `stop`, whatever its arguments; empty without calls.
 
     Raises:
         Refused: messages_moved: messages are dropped, changed, repeated or moved;
             end_moves: the answer's end depends on what comes after it.
     """
-    key = (_shape(turn), head)
-    if key not in format.shapes:
+    key = _key(turn, head)
+    found = format.shapes.get(key)
+    if found is None:
         _check_order(format, turn)
-        format.remember(key, _check_end(format, turn, head, stop))
-    return format.shapes[key]
+        found = _check_end(format, turn, head, stop)
+        format.remember(key, found)
+    return found
 
 
 def call_opener(format: ChatFormat, turn: Turn) -> str:
     """What a tool call begins with, without white space; empty where nothing tells a call."""
-    key = ("opener", json.dumps(turn.tools), kwargs_key(turn.kwargs))
-    if key not in format.shapes:
-        format.remember(key, _find_opener(format, turn))
-    return format.shapes[key] or ""
+    key = _key(turn._replace(history=[], assistant={}, new=[]), "opener")
+    found = format.shapes.get(key)
+    if found is None:
+        found = _find_opener(format, turn)
+        format.remember(key, found)
+    return found
 
 
 def _render(
@@ -94,8 +99,7 @@ def _render(
 
 
 def _behind(text: str, calls: bool) -> str:
-    before, found, after = text.partition(_ANSWER)
-    del before
+    _, found, after = text.partition(_ANSWER)
     if not found:
         raise Refused("calls_not_rendered" if calls else "answer_not_rendered")
     if _ANSWER in after:
@@ -139,7 +143,7 @@ def _check_order(format: ChatFormat, turn: Turn) -> None:
         raise Refused("messages_moved")
 
 
-def _check_end(format: ChatFormat, turn: Turn, head: str, stop: str) -> str | None:
+def _check_end(format: ChatFormat, turn: Turn, head: str, stop: str) -> str:
     earlier = _earlier(turn)
     alone = _render(format, turn, [*earlier, _stand_in(turn)], generation_prompt=False)
     end = _behind(alone, bool(turn.calls))
@@ -148,7 +152,7 @@ def _check_end(format: ChatFormat, turn: Turn, head: str, stop: str) -> str | No
     if not end.startswith(head) and end != closers:
         raise Refused("end_moves")
     if not turn.calls:
-        return None
+        return ""
     other = _render(format, turn, [*earlier, _other_call(turn)], generation_prompt=False)
     rest = end[len(closers) :]
     common = _shared(end[::-1], other.rpartition(_ANSWER)[2][::-1])[::-1]
@@ -230,13 +234,15 @@ def _marked(message: Message, word: str, words: list[str]) -> Message:
     return marked
 
 
-def _shape(turn: Turn) -> tuple[Any, ...]:
-    """What the checks depend on, as something to compare by."""
+def _key(turn: Turn, head: str) -> bytes:
+    """A digest of all that the checks depend on."""
     asked = [_role(message) for message in turn.history]
     given = [_role(message) for message in turn.new]
-    names = tuple(sorted(turn.assistant))
+    names = sorted(turn.assistant)
     said = (_role(turn.assistant), bool(turn.assistant.get("content")), names)
-    return (*asked, said, *given, bool(turn.tools), kwargs_key(turn.kwargs))
+    variables = json.dumps(dict(turn.kwargs), sort_keys=True, default=repr)
+    shape = repr((asked, said, given, bool(turn.tools), variables, head))
+    return hashlib.blake2b(shape.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def _role(message: Message) -> tuple[Any, ...]:

@@ -116,7 +116,7 @@ def _after_end(format: ChatFormat, turn: Turn, ids: list[int], stop: int) -> Suf
         raise Refused("stop_not_rendered")
     closers = behind[:at]
     call_end = check(format, turn, closers + text, text)
-    if call_end is not None:
+    if turn.calls:
         said = without_space(format.decode(ids[-len(closers.encode()) - 9 : -1]))
         if not said.endswith(without_space(call_end)):
             raise Refused("call_end")
