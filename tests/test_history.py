@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.talk import Talk, talk, written
 from support.templates import CHATML, OWN, call, chat_format, tool
-from support.templates import TRAPS as TEMPLATE_TRAPS
+from support.traps import TRAPS as TEMPLATE_TRAPS
 
 from envserver.records import Message
 from envserver.tokens.builder import build
