@@ -1,0 +1,314 @@
+"""Official clients and agent frameworks on a real vLLM: what each does to a talk when it sends it
+back, that every call is recorded as the engine sampled it, and that a talk is one sequence.
+
+Its random model is held to a form where an answer has to mean something. `pytest -rP` shows how
+each client's calls continue one another.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from langchain.agents import create_agent
+from langchain.agents.middleware import ModelCallLimitMiddleware
+from langchain_core.messages import HumanMessage
+from langchain_core.tools import tool as langchain_tool
+from smolagents import CodeAgent, LogLevel, ToolCallingAgent
+from smolagents import tool as smolagents_tool
+from smolagents.models import REMOVE_PARAMETER
+from support.relay import relay
+from support.sdk_house import SdkHouse, Seat, vllm_house
+from support.vllm_server import VllmServer
+
+pytestmark = pytest.mark.vllm
+
+TURNS = 3
+SEED = {"seed": 5}
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"loud": {"type": "boolean"}},
+    "required": ["loud"],
+    "additionalProperties": False,
+}
+RING: Any = {"name": "ring", "description": "Rings.", "strict": True}
+FORCED: Any = {
+    "tools": [{"type": "function", "function": RING | {"parameters": SCHEMA}}],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+}
+WORDS = {"structured_outputs": {"regex": "[a-z]{3,9} [a-z]{3,9}"}}
+CALL = {
+    "structured_outputs": {
+        "regex": r'<tool_call>\{"name": "ring", "arguments": \{"loud": (true|false)\}\}</tool_call>'
+    }
+}
+AGENT: Any = {
+    "prompt_templates": {  # its own are longer than the tiny model's context
+        "system_prompt": "Write Python.",
+        "planning": dict.fromkeys(
+            ("initial_plan", "update_plan_pre_messages", "update_plan_post_messages"), ""
+        ),
+        "managed_agent": {"task": "", "report": ""},
+        "final_answer": {"pre_messages": "Answer.", "post_messages": "Now."},
+    },
+    "verbosity_level": LogLevel.OFF,
+}
+
+
+class Engine:
+    """A proxy before the engine, and what the engine itself said to it."""
+
+    def __init__(self, house: SdkHouse, echoes: Iterable[Any]) -> None:
+        self._house = house
+        self._echoes = echoes
+
+    @contextmanager
+    def seat(self, edges: list[str], sequences: int = 1) -> Iterator[Seat]:
+        """An attempt; its calls have to continue one another by `edges`.
+
+        An edge "exact" is one where the client changed nothing; where what was sampled cannot be
+        told as text it is "lossy_detok".
+        """
+        with self._house.seat() as seat:
+            yield seat
+        print(seat.edges)
+        seat.assert_exact()
+        told = [edge.replace("lossy_detok", "exact") for edge in seat.edges]
+        assert told == edges
+        assert len(seat.sequences) == sequences
+        recorded = (_key(c.prompt_ids, c.completion_ids, c.logprobs) for c in seat.calls)
+        echoed = (_key(e.prompt_ids, e.completion_ids, e.logprobs) for e in self._echoes)
+        assert Counter(recorded) <= Counter(echoed)
+
+
+def _key(*arrays: Any) -> bytes:
+    return b"|".join(np.asarray(array, np.float32).tobytes() for array in arrays)
+
+
+@pytest.fixture(scope="module")
+def engine(vllm_server: VllmServer) -> Iterator[Engine]:
+    with (
+        relay(vllm_server.root_url) as (url, echoes),
+        vllm_house(f"{url}/v1", vllm_server.model) as house,
+    ):
+        yield Engine(house, echoes)
+
+
+def user(text: str = "Tell me of Ann.") -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+# OpenAI's client
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_openai_chat(engine: Engine, streamed: bool) -> None:
+    with engine.seat(["root", "exact", "exact"]) as seat:
+        chats = seat.openai.chat.completions
+        messages: list[Any] = [user()]
+        for _ in range(TURNS):
+            asked: Any = {"model": seat.model, "messages": messages, "extra_body": WORDS, **SEED}
+            asked |= {"logprobs": True, "top_logprobs": 2}
+            if streamed:
+                with chats.stream(**asked) as stream:
+                    answer = stream.get_final_completion()
+            else:
+                answer = chats.create(**asked)
+            (choice,) = answer.choices
+            assert choice.finish_reason == "stop"
+            told = [entry.logprob for entry in choice.logprobs.content]
+            assert np.float32(told).tolist() == seat.calls[-1].logprobs.tolist()
+            assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
+            messages += [choice.message, user("And then?")]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_openai_tools(engine: Engine, streamed: bool) -> None:
+    with engine.seat(["root", "calls", "calls"]) as seat:
+        chats = seat.openai.chat.completions
+        messages: list[Any] = [user()]
+        for _ in range(TURNS):
+            asked: Any = {"model": seat.model, "messages": messages, **FORCED, **SEED}
+            if streamed:
+                with chats.stream(**asked) as stream:
+                    answer = stream.get_final_completion()
+            else:
+                answer = chats.create(**asked)
+            message = answer.choices[0].message
+            (made,) = message.tool_calls
+            assert made.function.arguments in ('{"loud": true}', '{"loud": false}')
+            messages += [message, {"role": "tool", "tool_call_id": made.id, "content": "Ding."}]
+
+
+def test_openai_goes_on_from_one_of_several_choices(engine: Engine) -> None:
+    with engine.seat(["root"] * 3 + ["exact"], sequences=3) as seat:
+        chats = seat.openai.chat.completions
+        asked: Any = {"model": seat.model, "max_tokens": 9, **SEED}
+        answer = chats.create(messages=[user()], n=3, **asked)
+        chosen = answer.choices[1].message
+        chats.create(messages=[user(), chosen, user("And then?")], **asked)
+        assert seat.calls[3].planned_parent == 1
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_openai_completions_that_tokenise_themselves(engine: Engine, streamed: bool) -> None:
+    with engine.seat(["root"] * TURNS) as seat:
+        client = seat.lenient_openai if streamed else seat.openai
+        ids = [40, 41, 42]
+        for _ in range(TURNS):
+            asked: Any = {"model": seat.model, "prompt": ids, "max_tokens": 9, **SEED}
+            asked["extra_body"] = {"return_token_ids": True}
+            answer = client.completions.create(stream=streamed, **asked)
+            choices = [a.choices[0] for a in (answer if streamed else [answer]) if a.choices]
+            assert seat.calls[-1].prompt_ids.tolist() == ids
+            sampled = [token for choice in choices for token in choice.token_ids or []]
+            assert len(sampled) == 9
+            ids = [*ids, *sampled, 43]
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_openai_responses(engine: Engine, streamed: bool, by_id: bool) -> None:
+    with engine.seat(["root", "exact", "exact"]) as seat:
+        asked: Any = {"model": seat.model, "max_output_tokens": 9, "extra_body": SEED}
+        items: list[Any] = [user()]
+        for _ in range(TURNS):
+            answer: Any = seat.openai.responses.create(input=items, stream=streamed, **asked)
+            if streamed:
+                *_, last = answer
+                answer = last.response
+            assert answer.usage.output_tokens == len(seat.calls[-1].completion_ids)
+            if by_id:
+                asked["previous_response_id"] = answer.id
+                items = [user("And then?")]
+            else:
+                items += [*answer.output, user("And then?")]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_openai_responses_with_tools(engine: Engine, streamed: bool) -> None:
+    with engine.seat(["root", "calls", "calls"]) as seat:
+        tool = {"type": "function", **RING, "parameters": SCHEMA}
+        asked: Any = {**FORCED, "model": seat.model, "tools": [tool], "extra_body": SEED}
+        items: list[Any] = [user()]
+        for _ in range(TURNS):
+            if streamed:
+                with seat.openai.responses.stream(input=items, **asked) as stream:
+                    answer = stream.get_final_response()
+            else:
+                answer = seat.openai.responses.create(input=items, **asked)
+            (made,) = answer.output
+            result = {"type": "function_call_output", "call_id": made.call_id, "output": "Ding."}
+            items += [made, result]
+
+
+# Anthropic's client
+
+
+@pytest.mark.parametrize("tools", [False, True])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_anthropic(engine: Engine, streamed: bool, tools: bool) -> None:
+    edge = "calls" if tools else "exact"
+    with engine.seat(["root", edge, edge]) as seat:
+        asked: Any = {"model": seat.model, "max_tokens": 60 if tools else 9, "extra_body": SEED}
+        if tools:
+            asked["tools"] = [RING | {"input_schema": SCHEMA}]
+            asked["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
+        messages: list[Any] = [user()]
+        for _ in range(TURNS):
+            if streamed:
+                with seat.anthropic.messages.stream(messages=messages, **asked) as stream:
+                    answer = stream.get_final_message()
+            else:
+                answer = seat.anthropic.messages.create(messages=messages, **asked)
+            assert answer.usage.output_tokens == len(seat.calls[-1].completion_ids)
+            (block,) = answer.content
+            messages.append({"role": "assistant", "content": answer.content})
+            if tools:
+                result = {"type": "tool_result", "tool_use_id": block.id, "content": "Ding."}
+                messages.append({"role": "user", "content": [result]})
+            else:
+                messages.append(user("And then?"))
+
+
+# Agent frameworks
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_code_agent_of_smolagents(engine: Engine, streamed: bool) -> None:
+    """It strips each answer, puts the stop string back and tells of the call behind it."""
+
+    def form(function: str) -> dict[str, Any]:
+        code = rf"So: [a-z]{{2,5}}\n<code>\n{function}\([1-9]\)\n</code>"
+        return {"structured_outputs": {"regex": code}}
+
+    with engine.seat(["root", "appended", "appended"]) as seat:
+        model = seat.smolagents(extra_body=form("print"), **SEED)
+
+        def end(step: Any) -> None:
+            if step.step_number == TURNS - 1:
+                model.kwargs["extra_body"] = form("final_answer")
+
+        agent = CodeAgent([], model, stream_outputs=streamed, step_callbacks=[end], **AGENT)
+        assert agent.run("Tell me of Ann.") in range(1, 10)
+        assert {c.stop_reason for c in seat.calls} == {"</code>"}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_tool_calling_agent_of_smolagents(engine: Engine, streamed: bool) -> None:
+    """It tells its calls as text of its own afterwards: nothing that can be gone on from."""
+
+    @smolagents_tool
+    def ring(loud: bool) -> str:
+        """Rings.
+
+        Args:
+            loud: or not.
+        """
+        return "Ding."
+
+    edges = ["root", "root (assistant_edited)", "root"]
+    with engine.seat(edges, sequences=3) as seat:
+        model = seat.smolagents(extra_body=CALL, tool_choice=REMOVE_PARAMETER, **SEED)
+        agent = ToolCallingAgent([ring], model, stream_outputs=streamed, max_steps=2, **AGENT)
+        agent.run("Tell me of Ann.")
+        assert seat.calls[2].messages[0]["content"][0]["text"] == "Answer."
+        assert "unsampled_assistant_in_history" in seat.calls[2].flags
+
+
+@langchain_tool
+def ring(loud: bool) -> str:
+    """Rings."""
+    return "Ding."
+
+
+@pytest.mark.parametrize("responses", [False, True])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_langchain(engine: Engine, streamed: bool, responses: bool) -> None:
+    with engine.seat(["root", "calls", "calls"]) as seat:
+        model = seat.langchain(
+            use_responses_api=responses, streaming=streamed, extra_body=SEED
+        ).bind_tools([ring], strict=True, tool_choice="required", parallel_tool_calls=False)
+        messages: list[Any] = [HumanMessage("Tell me of Ann.")]
+        for _ in range(TURNS):
+            answer = model.invoke(messages)
+            (made,) = answer.tool_calls
+            messages += [answer, ring.invoke(made)]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_agent_of_langgraph(engine: Engine, streamed: bool) -> None:
+    with engine.seat(["root", "calls", "calls"]) as seat:
+        agent = create_agent(
+            seat.langchain(streaming=streamed, extra_body=CALL | SEED),
+            [ring],
+            system_prompt="Ring.",
+            middleware=[ModelCallLimitMiddleware(run_limit=TURNS)],
+        )
+        ended = agent.invoke({"messages": [HumanMessage("Tell me of Ann.")]})
+        assert [m.content for m in ended["messages"] if m.type == "tool"] == ["Ding."] * TURNS
