@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from ..errors import EngineGarbage
 from ..records import Message
+from .shape import check_answer
 
 
 class Choice(msgspec.Struct, kw_only=True):
@@ -49,31 +49,26 @@ def exchange_of(answer: dict[str, Any]) -> Exchange:
     Raises:
         EngineGarbage: it is none.
     """
-    given = answer.get("choices")
-    if not isinstance(given, list) or not given:
-        raise EngineGarbage("The engine's answer holds no choices.")
+    check_answer(answer)
     choices = []
-    for position, choice in enumerate(given):
-        if not isinstance(choice, dict) or not isinstance(choice.get("message"), dict):
-            raise EngineGarbage("A choice in the engine's answer holds no message.")
-        index = choice.get("index")
+    for choice in answer["choices"]:
         choices.append(
             Choice(
-                index=index if isinstance(index, int) else position,
+                index=choice.get("index", 0),
                 message=choice["message"],
                 ids=list_or_none(choice.get("token_ids")),
                 logprobs=logprobs_of(choice),
                 prompt_ids=list_or_none(choice.get("prompt_token_ids")),
                 weight_versions=list_or_none(choice.get("weight_versions")),
-                finish_reason=_text(choice.get("finish_reason")),
-                stop_reason=_stop_reason(choice.get("stop_reason")),
+                finish_reason=choice.get("finish_reason"),
+                stop_reason=choice.get("stop_reason"),
             )
         )
     return Exchange(
         choices=choices,
         prompt_ids=list_or_none(answer.get("prompt_token_ids")),
         completion_tokens=completion_tokens_of(answer),
-        model=_text(answer.get("model")) or "",
+        model=answer.get("model") or "",
     )
 
 
@@ -97,11 +92,3 @@ def completion_tokens_of(answer: dict[str, Any]) -> int | None:
 
 def list_or_none(value: Any) -> list[Any] | None:
     return value if isinstance(value, list) else None
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _stop_reason(value: Any) -> int | str | None:
-    return value if isinstance(value, int | str) else None

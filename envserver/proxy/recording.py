@@ -15,10 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..records import Call, Dialect, Message, VersionSpan
+from ..tokens.invariants import LOGPROB_ROUNDING
 from ..tokens.prompts import PromptPlan
 from .exchange import Choice, Exchange
 
 _INT32_MAX = 2**31 - 1
+_LEAST_LOGPROB = float(np.finfo(np.float32).min)
 _NUMBER_AT_END = re.compile(r"(\d{1,9})$")
 
 
@@ -226,29 +228,20 @@ def _finish_flags(finish: str, choice: Choice, given: Circumstances) -> list[str
 
 def _ids(values: list[Any] | None) -> NDArray[np.int32] | None:
     """`values` as ids; None unless every one is a whole number that can be one."""
-    if values is None:
+    if values is None or not set(map(type, values)) <= {int}:
         return None
-    if not values:
-        return np.empty(0, np.int32)
-    try:
-        array = np.asarray(values)
-    except (ValueError, OverflowError):
+    if values and not 0 <= min(values) <= max(values) <= _INT32_MAX:
         return None
-    if array.ndim != 1 or array.dtype.kind != "i":
-        return None
-    if int(array.min()) < 0 or int(array.max()) > _INT32_MAX:
-        return None
-    return array.astype(np.int32)
+    return np.asarray(values, dtype=np.int32)
 
 
 def _logprobs(values: list[Any] | None) -> NDArray[np.float32] | None:
-    """`values` as logprobs; None unless every one is a finite number."""
-    if values is None:
+    """`values` as logprobs; None unless every one is a number that can be one."""
+    if values is None or not set(map(type, values)) <= {int, float}:
         return None
-    if not all(isinstance(value, float | int) for value in values):
+    if values and not _LEAST_LOGPROB <= min(values) <= max(values) <= LOGPROB_ROUNDING:
         return None
-    array = np.asarray(values, dtype=np.float32)
-    return array if bool(np.isfinite(array).all()) else None
+    return np.asarray(values, dtype=np.float32)
 
 
 def _distinct(flags: list[str]) -> list[str]:

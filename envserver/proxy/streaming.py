@@ -11,6 +11,7 @@ from typing import Any
 
 from .ask import Ask
 from .exchange import Choice, Exchange, completion_tokens_of, logprobs_of
+from .shape import check_chunk
 
 _REASONING = ("reasoning", "reasoning_content")
 _TEXTS = ("content", "refusal", *_REASONING)
@@ -28,9 +29,13 @@ class Collector:
         self._model = ""
 
     def add(self, chunk: dict[str, Any]) -> None:
-        """Takes in one chunk."""
-        if isinstance(chunk.get("model"), str):
-            self._model = chunk["model"]
+        """Takes in one chunk.
+
+        Raises:
+            EngineGarbage: it is none.
+        """
+        check_chunk(chunk)
+        self._model = chunk.get("model") or self._model
         count = completion_tokens_of(chunk)
         if count is not None:
             self._completion_tokens = count
@@ -60,15 +65,12 @@ class Collector:
             self._prompt_ids = ids
 
     def _add_choice(self, part: dict[str, Any]) -> None:
-        index = part.get("index")
-        if not isinstance(index, int):
-            index = 0
+        index = part.get("index", 0)
         choice = self._choices.setdefault(index, Choice(index=index, message={}))
         texts = self._texts.setdefault(index, {})
-        delta = part.get("delta")
         for name in _TEXTS:
-            text = delta.get(name) if isinstance(delta, dict) else None
-            if isinstance(text, str) and (self._wants_reasoning or name not in _REASONING):
+            text = part["delta"].get(name)
+            if text is not None and (self._wants_reasoning or name not in _REASONING):
                 texts.setdefault(name, []).append(text)
         prompt_ids = part.get("prompt_token_ids")
         if isinstance(prompt_ids, list) and choice.prompt_ids is None:
@@ -81,9 +83,9 @@ class Collector:
             choice.logprobs = _extended(choice.logprobs, logprobs)
         if isinstance(part.get("weight_versions"), list):
             choice.weight_versions = part["weight_versions"]
-        if isinstance(part.get("finish_reason"), str):
+        if part.get("finish_reason") is not None:
             choice.finish_reason = part["finish_reason"]
-        if isinstance(part.get("stop_reason"), int | str):
+        if part.get("stop_reason") is not None:
             choice.stop_reason = part["stop_reason"]
 
 
@@ -116,7 +118,7 @@ def clean_chunk(chunk: dict[str, Any], ask: Ask) -> bool:
     parts = _choices(chunk)
     for part in parts:
         _clean_choice(part, ask)
-        if not ask.wants_reasoning and isinstance(part.get("delta"), dict):
+        if not ask.wants_reasoning:
             _drop_reasoning(part["delta"])
     if not parts:
         return ask.wants_usage
@@ -185,12 +187,8 @@ def _drop_reasoning(holder: dict[str, Any]) -> None:
 
 
 def _says_something(part: dict[str, Any]) -> bool:
-    delta = part.get("delta")
-    return part.get("finish_reason") is not None or (
-        isinstance(delta, dict) and any(delta.values())
-    )
+    return part.get("finish_reason") is not None or any(part["delta"].values())
 
 
 def _choices(chunk: dict[str, Any]) -> list[dict[str, Any]]:
-    parts = chunk.get("choices")
-    return [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    return chunk.get("choices") or []

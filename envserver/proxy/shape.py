@@ -1,0 +1,125 @@
+"""The form of a chat answer and of its chunks, as far as anything relies on it.
+
+An engine's JSON is checked here once, before it is recorded and told in other words. Fields that
+are not named here go through as they are. Token ids and their logprobs may be anything: what is
+wrong with them is written down beside the call, and the agent gets its answer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from ..errors import EngineGarbage
+
+_Index = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)] | None
+"""Counts are added up, and JSON's numbers are whole only so far."""
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _ToolCall(msgspec.Struct):
+    id: str | None = None
+    function: _Function | None = None
+
+
+class _Words(msgspec.Struct):
+    """A message, or the delta of one."""
+
+    role: str | None = None
+    content: str | None = None
+    refusal: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    function_call: dict[str, Any] | None = None
+
+
+class _Logprob(msgspec.Struct):
+    token: str
+    logprob: float | None
+    bytes: list[int] | None = None
+
+
+class _TokenLogprob(_Logprob):
+    top_logprobs: list[_Logprob] | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    """`content` as in chats; text completions have other fields."""
+
+    content: list[_TokenLogprob] | None = None
+
+
+class _Ending(msgspec.Struct, kw_only=True):
+    """What the choices of answers and of chunks have in common."""
+
+    index: _Index = 0
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _Choice(_Ending, kw_only=True):
+    message: _Words
+
+
+class _Part(_Ending, kw_only=True):
+    delta: _Words
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: _Count = None
+    reasoning_tokens: _Count = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: _Count = None
+    completion_tokens: _Count = None
+    prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+
+
+class _Head(msgspec.Struct, kw_only=True):
+    id: str | None = None
+    created: float | None = None
+    model: str | None = None
+    usage: _Usage | None = None
+
+
+class _Answer(_Head, kw_only=True):
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+
+
+class _Chunk(_Head, kw_only=True):
+    choices: list[_Part] | None = None
+
+
+def check_answer(answer: dict[str, Any]) -> None:
+    """
+    Raises:
+        EngineGarbage: `answer` is no chat answer; says why.
+    """
+    choices = _converted(answer, _Answer, "The engine's answer").choices
+    if len({choice.index for choice in choices}) < len(choices):
+        raise EngineGarbage("The engine's answer holds two choices with the same index.")
+
+
+def check_chunk(chunk: dict[str, Any]) -> None:
+    """
+    Raises:
+        EngineGarbage: `chunk` is none of a chat answer; says why.
+    """
+    _converted(chunk, _Chunk, "A chunk of the engine's answer")
+
+
+def _converted(value: dict[str, Any], form: type[Any], what: str) -> Any:
+    try:
+        return msgspec.convert(value, form)
+    except msgspec.ValidationError as error:
+        raise EngineGarbage(f"{what} has not the form of a chat: {error}.") from None
