@@ -72,11 +72,18 @@ TWO = Stretch(context=NEXT, sampled="Six." + END, answer=Answer("Six.", ()))
         f"{ASK}<A>Four.<E><U>And then?<E><A>Six.<E>{NEXT}",
         f"{ASK}<A>Four.<E>{NEXT}",
         f"{ASK}<A>Four.<E>{NEXT}Six.<E>",
+        f"{ASK}<A>Four.<E>{NEXT}Six.<E>{NEXT}".replace("now?<E><A>", "you?<E><A>"),
+        f"{ASK}<A>Four.<E>{NEXT}Six.<E>{NEXT.replace('now', 'you')}",
         "",
     ],
 )
 def test_a_changed_context_is_no_difference_in_a_turn(shown: str) -> None:
     assert {"other"} in compare([ONE, TWO], NEXT, shown, lambda: HEAD)
+
+
+def test_contexts_do_not_overlap() -> None:
+    empty = Stretch(context="<U><E>", sampled="\n", answer=Answer("", ()))
+    assert compare([empty], "<E><U>", "<U><E><U>", lambda: "") == [{"other"}]
 
 
 def test_a_generation_prompt_may_go_with_its_turn() -> None:

@@ -8,14 +8,13 @@ import pytest
 from support.talk import Talk, talk, written
 from support.templates import CHATML, OWN, call, chat_format, tool
 from support.traps import TRAPS as TEMPLATE_TRAPS
+from support.traps import Trap
 
 from envserver.records import Message
 from envserver.tokens.builder import build
 
 SHOWN, ENDED = "'\\n' + message.content }}", "{%- endfor %}\n{{- '<|im_end|>\\n' }}"
 """Pieces of CHATML that write an answer, and its end."""
-HARMLESS = ("drops_tool_results", "last_result_only", "trims")
-"""Traps that a conversation of single questions and answers does not run into."""
 USER: Message = {"role": "user", "content": "What is 2 + 2?"}
 NEXT: Message = {"role": "user", "content": "And 3 + 3?"}
 
@@ -158,6 +157,16 @@ def test_reasoning_between_tool_calls_is_continued_by_agents_that_send_it_back()
     assert here.plan([USER, without, result], [tool()]).refusal == "think_stripped"
 
 
+def test_a_sequence_that_keeps_reasoning_says_so_ever_after() -> None:
+    here = talk("thinking", think="keep")
+    answer = said("", reasoning="Work it out.", tool_calls=[call({"expression": "2 + 2"})])
+    here.ask([USER], answer, tools=[tool()], sampled=written("thinking", answer))
+    result = {"role": "tool", "tool_call_id": "call00001", "content": "4"}
+    assert here.ask([USER, answer, result], "It is 4.", tools=[tool()]).edge == "exact"
+    plan = here.plan([USER, answer, result, said("It is 4."), NEXT], [tool()])
+    assert (plan.parent, plan.edge, plan.flags) == (1, "think_kept", ["think_kept"])
+
+
 @pytest.mark.parametrize("think", ["template", "keep"])
 def test_a_think_block_may_stand_in_the_generation_prompt(think: Any) -> None:
     here = talk("thinking", think=think)
@@ -197,15 +206,33 @@ def test_each_of_several_answers_to_one_request_can_be_continued() -> None:
     assert (plan.parent, plan.flags) == (0, [])
 
 
+def test_the_answer_that_was_changed_least_is_continued() -> None:
+    here = talk("chatml")
+    for text in ("x = 1\n", "x = 1\ny\n", "x"):
+        here.ask([USER], text, sampled=text + "</code>", stop_reason="</code>")
+    here.ask([USER], "x = 1\n\n")
+    for content, parent in [("x = 1\n", 0), ("x = 1\ny\n</code>", 1), ("x</code> and y", 2)]:
+        plan = here.plan([USER, said(content), NEXT])
+        assert (plan.parent, plan.flags) == (parent, [])
+    here.ask([NEXT], "x = 1", sampled="x = 1\n", finish="length")
+    here.ask([NEXT], "x", finish="length")
+    assert here.plan([NEXT, said("x = 1 and y"), USER]).parent == 4
+
+
 def test_other_agents_tools_and_template_settings_are_other_conversations() -> None:
     here = talk("chatml")
     here.ask([USER], "It is 4.")
     messages = [USER, said("It is 4."), NEXT]
     assert here.plan(messages).parent == 0
-    assert here.plan(messages, agent="search").edge == "root"
-    assert here.plan(messages, [tool()]).edge == "root"
-    assert here.plan(messages, kwargs=NO_THINKING).edge == "root"
-    assert here.plan(messages, agent="search").flags == []
+    others: list[dict[str, Any]] = [
+        {"agent": "search"},
+        {"tools": [tool()]},
+        {"kwargs": NO_THINKING},
+        {"model": "other"},
+    ]
+    for other in others:
+        plan = here.plan(messages, **other)
+        assert (plan.edge, plan.refusal, plan.flags) == ("root", None, [])
     here.ask([USER], "It is 4.", agent="search")
     assert here.plan(messages, agent="search").parent == 1
 
@@ -219,7 +246,9 @@ def test_answers_that_nobody_sampled_are_told() -> None:
     assert (plan.parent, plan.flags) == (0, [])
     plan = here.plan([*shots, said("6"), USER, said("4."), NEXT, said("By another"), USER])
     assert (plan.edge, plan.flags) == ("root", ["unsampled_assistant_in_history"])
-    compacted = here.plan([{"role": "user", "content": "In short"}, said("4."), NEXT])
+    plan = here.plan([*shots, said("6")])
+    assert (plan.refusal, plan.flags) == ("ends_with_assistant", ["unsampled_assistant_in_history"])
+    compacted = here.plan([{"role": "user", "content": "In short"}, said(" 4."), NEXT])
     assert (compacted.edge, compacted.flags) == ("root", [])
 
 
@@ -256,24 +285,24 @@ def test_another_prompt_than_ours_ends_all_continuing() -> None:
     assert here.plan(messages).edge == "root"
 
 
-TRAPS = {name: trap.source for name, trap in TEMPLATE_TRAPS.items()} | {
-    "cuts_old_answers": CHATML.replace(SHOWN, "'\\n' + message.content[:5] }}"),
-    "shows_answers_in_capitals": CHATML.replace(SHOWN, "'\\n' + message.content | upper }}"),
-    "hides_that_turns_end": CHATML.replace(ENDED, "{%- endfor %}\n{{- '\\n' }}"),
+TRAPS = {
+    **TEMPLATE_TRAPS,
+    "cuts_old_answers": Trap(CHATML.replace(SHOWN, "'\\n' + message.content[:5] }}"), True),
+    "shows_capitals": Trap(CHATML.replace(SHOWN, "'\\n' + message.content | upper }}"), True),
+    "hides_that_turns_end": Trap(CHATML.replace(ENDED, "{%- endfor %}\n{{- '\\n' }}")),
 }
 
 
 @pytest.mark.parametrize("name", TRAPS)
 def test_templates_that_rewrite_the_past_make_roots(name: str) -> None:
-    assert TRAPS[name] != CHATML
-    here = Talk(chat_format(TRAPS[name], stops=["<|im_end|>"]), "<|im_end|>")
-    system = {"role": "system", "content": "Be brief."}
-    messages: list[Message] = [system, USER]
+    source, tail_is_right = TRAPS[name]
+    assert source != CHATML
+    here = Talk(chat_format(source, stops=["<|im_end|>"]), "<|im_end|>")
+    messages: list[Message] = [{"role": "system", "content": "Be brief."}, USER]
     for turn in range(3):
         text = f"It is 4, of course: {turn}."
         plan = here.ask(messages, text, sampled=spelled(here, text))
-        if name in HARMLESS and turn:
-            assert plan.ids is not None and here.format.decode(plan.ids) == plan.text
-        else:
-            assert (plan.ids, plan.edge) == (None, "root")
+        assert plan.ids is None or not tail_is_right
+        if plan.ids is not None:  # these messages do not run into the trap
+            assert here.format.decode(plan.ids) == plan.text
         messages = [*messages, said(text), NEXT]
