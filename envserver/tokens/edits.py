@@ -102,7 +102,10 @@ def _part_text(part: Any) -> str:
 
 def canonical(value: Any) -> str:
     """`value` as compact JSON, in ASCII; the order of keys is kept, since templates show it."""
-    return json.dumps(value, separators=(",", ":"))
+    return _compact(value)
+
+
+_compact = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def _call_of(call: Any) -> tuple[str, str, str]:
