@@ -96,6 +96,16 @@ def test_a_stop_string_that_stays_away_is_still_in_the_tokens() -> None:
     assert (plan.parent, plan.edge) == (0, "lossy_detok")
 
 
+@pytest.mark.parametrize("sent_back", ["x =", "x = a", "x = as", "x = assist"])
+def test_the_last_token_may_say_more_than_the_stop_string_or_say_that_twice(sent_back: str) -> None:
+    here = talk("chatml")
+    ids = here.format.encode("x = assistant")
+    assert here.format.decode(ids[-1:]) == " assistant"
+    here.ask([USER], "x = a", sampled=ids, stop_reason="s")
+    plan = here.plan([USER, said(sent_back), NEXT])
+    assert plan.parent == (None if sent_back == "x =" else 0)
+
+
 def test_what_text_cannot_say_is_kept() -> None:
     here = talk("chatml")
     half = here.format.encode("é")[:1]

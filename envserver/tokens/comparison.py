@@ -131,11 +131,11 @@ def _pressed(text: str) -> str:
 
 def _same_sayable(sampled: str, shown: str, stretch: Stretch) -> bool:
     """They differ in nothing but what the returned answer could not say: broken UTF-8, special
-    tokens, and what was sampled beyond the content."""
+    tokens, and what was sampled beyond the content, or the end of that."""
     for piece in (*stretch.specials, "\ufffd"):
         sampled, shown = sampled.replace(piece, ""), shown.replace(piece, "")
     sampled, shown, tail = _pressed(sampled), _pressed(shown), _pressed(stretch.tail)
-    return shown in (sampled, sampled.removesuffix(tail))
+    return sampled.startswith(shown) and shown.startswith(sampled.removesuffix(tail))
 
 
 def _thinks_otherwise(shown: str, block: _Block | None, empty: _Block | None) -> bool:

@@ -119,7 +119,7 @@ def stretch_of(call: Call, context: str, vocabulary: Vocabulary) -> tuple[Stretc
         specials=tuple(
             {vocabulary.decode([id]) for id in inside.tolist() if vocabulary.is_special(id)}
         ),
-        tail="" if stopped_by is None else _tail(sampled, stopped_by, answer.content),
+        tail="" if stopped_by is None else _tail(call, vocabulary, stopped_by, answer.content),
     )
     return stretch, ended
 
@@ -135,9 +135,16 @@ def reasoning_of(message: Message) -> str:
     return ""
 
 
-def _tail(sampled: str, stop: str, content: str) -> str:
-    """What was sampled from the stop string on, or behind it where the content includes it."""
-    at = sampled.rfind(stop)
+def _tail(call: Call, vocabulary: Vocabulary, stop: str, content: str) -> str:
+    """What was sampled from the stop string on, or behind it where the content includes it.
+
+    The last token ended it: the string may well come a second time within that token.
+    """
+    ids = call.completion_ids.tolist()
+    before, sampled = vocabulary.decode(ids[:-1]), vocabulary.decode(ids)
+    at = sampled.find(stop, max(0, len(before) - len(stop) + 1))
+    if at < 0:  # several tokens came at once
+        at = sampled.rfind(stop)
     if at < 0:
         return ""
     return sampled[at + len(stop) :] if content.endswith(stop) else sampled[at:]
