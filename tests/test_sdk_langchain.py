@@ -77,6 +77,16 @@ def test_bound_tools_are_called_and_their_messages_sent_back(
         assert {c.dialect for c in seat.calls} == {"responses" if responses else "chat"}
 
 
+def test_words_come_as_they_are_sampled(house: SdkHouse) -> None:
+    with house.seat(DONE) as seat:
+        chunks = list(seat.langchain(stream_usage=True).stream(QUESTION))
+        sampled = len(seat.calls[0].completion_ids)
+        assert sum(bool(chunk.content) for chunk in chunks) == sampled - 1  # all but the end
+        whole = sum(chunks[1:], chunks[0])
+        assert whole.content == seat.calls[0].message["content"]
+        assert whole.usage_metadata["output_tokens"] == sampled
+
+
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
 def test_structured_output(
     house: SdkHouse, method: Literal["json_schema", "function_calling", "json_mode"]

@@ -261,6 +261,17 @@ def test_events_of_a_response_stream_come_in_order_and_say_what_is_recorded(
         assert arguments == [c["function"]["arguments"] for c in recorded["tool_calls"]]
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_logprobs_of_a_response_are_those_that_are_recorded(
+    house: SdkHouse, streamed: bool
+) -> None:
+    with house.seat(DONE) as seat:
+        asked: Any = {"input": QUESTION, "include": ["message.output_text.logprobs"]}
+        answer = respond(seat, streamed, top_logprobs=2, **asked)
+        told = [entry.logprob for entry in answer.output[0].content[0].logprobs]
+        assert np.float32(told).tolist() == seat.calls[0].logprobs.tolist()
+
+
 # What is told
 
 
@@ -272,11 +283,8 @@ def test_ids_are_told_to_those_who_ask_for_them_and_to_nobody_else(
         client = seat.lenient_openai
         for extra in ({}, {"return_token_ids": True}):
             asked: Any = {"model": "sim", "stream": streamed, "extra_body": extra}
-            for answer in (
-                client.chat.completions.create(messages=user(), **asked),
-                client.completions.create(prompt="One", **asked),
-            ):
-                list(answer)
+            list(client.chat.completions.create(messages=user(), **asked))
+            list(client.completions.create(prompt="One", **asked))
         silent, told = seat.exchanges[:2], seat.exchanges[2:]
         assert [one.fields() & OURS for one in silent] == [set()] * 2
         assert [one.fields() & OURS for one in told] == [{"prompt_token_ids", "token_ids"}] * 2
@@ -284,3 +292,15 @@ def test_ids_are_told_to_those_who_ask_for_them_and_to_nobody_else(
             choices = [choice for answer in one.answers for choice in answer["choices"]]
             ids = [token for choice in choices for token in choice.get("token_ids") or []]
             assert ids == recorded.completion_ids.tolist()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_apis_without_a_place_for_ids_tell_none_even_if_asked(
+    house: SdkHouse, streamed: bool
+) -> None:
+    with house.seat(DONE) as seat:
+        asked: Any = {"model": "sim", "stream": streamed, "extra_body": {"return_token_ids": True}}
+        list(seat.openai.responses.create(input=QUESTION, **asked))
+        list(seat.anthropic.messages.create(messages=user(), max_tokens=50, **asked))
+        assert len(seat.exchanges) == 2
+        assert not any(one.fields() & {*OURS, "logprobs"} for one in seat.exchanges)

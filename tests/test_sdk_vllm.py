@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import ModelCallLimitMiddleware
+from langchain_core import tools as langchain_tools
 from langchain_core.messages import HumanMessage
-from langchain_core.tools import tool as langchain_tool
-from smolagents import CodeAgent, LogLevel, ToolCallingAgent
-from smolagents import tool as smolagents_tool
+from smolagents import CodeAgent, LogLevel, ToolCallingAgent, tool
 from smolagents.models import REMOVE_PARAMETER
 from support.relay import relay
 from support.sdk_house import SdkHouse, Seat, vllm_house
@@ -193,8 +192,8 @@ def test_openai_responses(engine: Engine, streamed: bool, by_id: bool) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 def test_openai_responses_with_tools(engine: Engine, streamed: bool) -> None:
     with engine.seat(["root", "calls", "calls"]) as seat:
-        tool = {"type": "function", **RING, "parameters": SCHEMA}
-        asked: Any = {**FORCED, "model": seat.model, "tools": [tool], "extra_body": SEED}
+        tools = [{"type": "function", **RING, "parameters": SCHEMA}]
+        asked: Any = {**FORCED, "model": seat.model, "tools": tools, "extra_body": SEED}
         items: list[Any] = [user()]
         for _ in range(TURNS):
             if streamed:
@@ -263,7 +262,7 @@ def test_a_code_agent_of_smolagents(engine: Engine, streamed: bool) -> None:
 def test_a_tool_calling_agent_of_smolagents(engine: Engine, streamed: bool) -> None:
     """It tells its calls as text of its own afterwards: nothing that can be gone on from."""
 
-    @smolagents_tool
+    @tool
     def ring(loud: bool) -> str:
         """Rings.
 
@@ -281,7 +280,7 @@ def test_a_tool_calling_agent_of_smolagents(engine: Engine, streamed: bool) -> N
         assert "unsampled_assistant_in_history" in seat.calls[2].flags
 
 
-@langchain_tool
+@langchain_tools.tool
 def ring(loud: bool) -> str:
     """Rings."""
     return "Ding."
