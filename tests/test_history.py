@@ -115,6 +115,7 @@ def test_what_text_cannot_say_is_kept() -> None:
     plan = here.plan([USER, said("So\ufffd it is"), NEXT])
     assert (plan.parent, plan.edge) == (0, "lossy_detok")
     assert plan.ids is not None and plan.ids[: len(seen(here, 0))] == seen(here, 0)
+    assert here.calls[0].flags == ["special_token_in_completion", "lossy_detokenization"]
 
 
 def test_edited_answers_are_not_continued() -> None:

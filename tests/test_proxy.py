@@ -206,7 +206,7 @@ async def test_constrained_sampling_is_flagged(home: House, more: dict[str, Any]
 async def test_a_request_that_cannot_be_recorded_is_refused(home: House, body: Any) -> None:
     attempt, _ = home.open(max_turns=1)
     status, answer = await home.post(attempt.key, "v1/chat/completions", body)
-    assert status == 422
+    assert status == 400
     assert answer["error"]["code"] == "input"
     assert not home.fake.requests
     assert (await home.post(attempt.key, "v1/chat/completions", {"messages": ASK}))[0] == 200
@@ -220,9 +220,9 @@ async def test_gzip_is_read_and_bounded_when_inflated(home: House) -> None:
     assert (await home.post(attempt.key, path, packed, **encoding))[0] == 200
     bomb = gzip.compress(b'{"messages": "' + b"x" * 10_000_000)
     assert (await home.post(attempt.key, path, bomb, **encoding))[0] == 413
-    assert (await home.post(attempt.key, path, packed[:-5], **encoding))[0] == 422
-    assert (await home.post(attempt.key, path, b"{}", **encoding))[0] == 422
-    assert (await home.post(attempt.key, path, b"{}", **{"content-encoding": "br"}))[0] == 422
+    assert (await home.post(attempt.key, path, packed[:-5], **encoding))[0] == 400
+    assert (await home.post(attempt.key, path, b"{}", **encoding))[0] == 400
+    assert (await home.post(attempt.key, path, b"{}", **{"content-encoding": "br"}))[0] == 400
     assert (await home.post(attempt.key, path, b"x" * 100_001))[0] == 413
 
 
@@ -340,3 +340,17 @@ async def test_images_pass_and_are_not_continued_by_tokens(home: House) -> None:
     assert home.fake.requests[0]["messages"][0]["content"] == [image]
     (call,) = attempt.calls
     assert (call.edge, call.exact, call.flags) == ("root", True, ["multimodal_unstitched"])
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ('<tool_call>\n{"name": "add", "argu', ["truncated_length", "truncated_in_tool_call"]),
+        ("I will add these two num", ["truncated_length"]),
+    ],
+)
+async def test_a_call_that_is_cut_off_says_so(home: House, text: str, flags: list[str]) -> None:
+    home.fake.text = text + "x" * 100
+    attempt, client = home.open()
+    await chat(client, tools=TOOLS, max_tokens=len(text))
+    assert attempt.calls[0].flags == flags

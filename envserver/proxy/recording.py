@@ -21,6 +21,8 @@ from .exchange import Choice, Exchange
 
 _INT32_MAX = 2**31 - 1
 _LEAST_LOGPROB = float(np.finfo(np.float32).min)
+_CALL_OPENERS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "<|python_tag|>", "<|tool_call>")
+"""What engines leave in the text of a call that they could not parse."""
 _NUMBER_AT_END = re.compile(r"(\d{1,9})$")
 
 
@@ -219,11 +221,19 @@ def _token_flags(
 
 def _finish_flags(finish: str, choice: Choice, given: Circumstances) -> list[str]:
     if finish == "length":
-        in_call = bool(given.tools and choice.message.get("tool_calls"))
+        in_call = bool(given.tools) and _begins_a_call(choice.message)
         return ["truncated_length", *(["truncated_in_tool_call"] if in_call else [])]
     if finish in ("abort", "error", ""):
         return ["finish_abort"]
     return ["stop_string_tail"] if isinstance(choice.stop_reason, str) else []
+
+
+def _begins_a_call(message: Message) -> bool:
+    """Whether an answer that was cut off holds a tool call, or what is left of one as text."""
+    content = message.get("content")
+    if message.get("tool_calls") or not isinstance(content, str):
+        return bool(message.get("tool_calls"))
+    return any(opener in content for opener in _CALL_OPENERS)
 
 
 def _ids(values: list[Any] | None) -> NDArray[np.int32] | None:

@@ -14,7 +14,14 @@ from collections.abc import Callable
 
 import structlog
 
-from ..errors import ConflictError, EnvserverError, LimitReached, NotFoundError, UsageError
+from ..errors import (
+    ConflictError,
+    EnvserverError,
+    InputError,
+    LimitReached,
+    NotFoundError,
+    UsageError,
+)
 from ..models.engine import Engine
 from .asgi import (
     AsgiApp,
@@ -137,10 +144,8 @@ class Proxy:
         except (ClientGone, Interrupted):
             return
         except EnvserverError as error:
-            # The limit of a rollout is no rate limit: clients must not wait and try again.
-            limited = isinstance(error, LimitReached)
-            status = 400 if limited else error.status
-            await send_json(send, status, _api_of(scope["path"]).error(error), _NO_RETRY)
+            api = _api_of(scope["path"])
+            await send_json(send, _status(error), api.error(error), _NO_RETRY)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         key, _, path = scope["path"].partition("/r/")[2].partition("/")
@@ -248,6 +253,14 @@ class Proxy:
         oldest = self._clock() - _REMEMBER_SEALED_SECONDS
         while self._sealed_at and self._sealed_at[0][0] <= oldest:
             self._sealed.pop(self._sealed_at.popleft()[1], None)
+
+
+def _status(error: EnvserverError) -> int:
+    """As the APIs that agents speak have it: 400 for what cannot be asked.
+
+    The limit of a rollout is no rate limit either: clients must not wait and try again.
+    """
+    return 400 if isinstance(error, InputError | LimitReached) else error.status
 
 
 def _api_of(path: str) -> Api:

@@ -19,6 +19,8 @@ Difference = Literal["whitespace", "calls", "think", "lossy_detok", "other"]
 """whitespace: its runs; calls: the tool calls are written otherwise; think: reasoning is there on
 one side only; lossy_detok: the sampled tokens say what their text cannot; other: anything else."""
 
+UNREADABLE = "\ufffd"
+"""What bytes that are no text are decoded to."""
 THINK_TAGS = (
     ("<think>", "</think>"),
     ("<thinking>", "</thinking>"),
@@ -132,7 +134,7 @@ def _pressed(text: str) -> str:
 def _same_sayable(sampled: str, shown: str, stretch: Stretch) -> bool:
     """They differ in nothing but what the returned answer could not say: broken UTF-8, special
     tokens, and what was sampled beyond the content, or the end of that."""
-    for piece in (*stretch.specials, "\ufffd"):
+    for piece in (*stretch.specials, UNREADABLE):
         sampled, shown = sampled.replace(piece, ""), shown.replace(piece, "")
     sampled, shown, tail = _pressed(sampled), _pressed(shown), _pressed(stretch.tail)
     return sampled.startswith(shown) and shown.startswith(sampled.removesuffix(tail))

@@ -8,7 +8,7 @@ root, which the engine renders: that costs tokens and merges less, but is never 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -19,7 +19,7 @@ from ..errors import TemplateRefused
 from ..records import Call, Edge, Message, Tokens
 from .chain import hashes
 from .chat_format import ChatFormat
-from .comparison import Difference, compare
+from .comparison import UNREADABLE, Difference, Stretch, compare
 from .flags import FLAGS
 from .parents import Match, Parent, Parents, is_ambiguous, reasoning_of, stretch_of
 from .prompts import PromptPlan
@@ -97,16 +97,29 @@ class History:
             return
         context = plan.text if plan.added is None else plan.added
         stretch, ended = stretch_of(call, context, self._format.vocabulary)
+        _flag(call, *_oddities(stretch))
         before = None if plan.parent is None else self._parents.by_index(plan.parent)
         parent = Parent(call=call, stretch=stretch, ended=ended, before=before, kwargs=plan.kwargs)
         self._parents.add(plan.key, parent)
 
     def _mistrust(self, call: Call, plan: PromptPlan) -> None:
         if plan.ids is not None:
-            call.flags = list(dict.fromkeys([*call.flags, "prompt_mismatch"]))
+            _flag(call, "prompt_mismatch")
             return
-        call.flags = list(dict.fromkeys([*call.flags, "render_mismatch"]))
+        _flag(call, "render_mismatch")
         self._format.distrust("The engine's prompt is not what its chat template gives here.")
+
+
+def _oddities(stretch: Stretch) -> Iterator[str]:
+    """What the text of an answer cannot show."""
+    if stretch.specials:
+        yield "special_token_in_completion"
+    if UNREADABLE in stretch.sampled:
+        yield "lossy_detokenization"
+
+
+def _flag(call: Call, *flags: str) -> None:
+    call.flags = list(dict.fromkeys([*call.flags, *flags]))
 
 
 def same_prompt(format: ChatFormat, plan: PromptPlan, prompt_ids: Tokens) -> bool:
