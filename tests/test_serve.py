@@ -162,4 +162,5 @@ def test_what_is_counted_can_be_scraped(tmp_path: Path) -> None:
         assert flag.value >= 4
         assert metrics()["envserver_paused"][0].value == 0
         status = httpx.get(f"{url}/v1/status").json()
+        assert status["server"]["engine"] == {"mode": "chat", "continues": False}
         assert status["server"]["flags"]["temperature_not_one"] >= 4

@@ -150,6 +150,7 @@ def _status(parts: Machinery, scheduler: Scheduler, tally: Tally) -> dict[str, A
     return {
         "environment": parts.environment.name,
         "model": parts.model,
+        "engine": parts.proxy.engine_described(),
         "policy_version": parts.proxy.policy_version,
         "open_groups": scheduler.open_groups,
         "groups_delivered": tally.groups,

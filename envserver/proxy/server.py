@@ -11,6 +11,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import structlog
 
@@ -97,6 +98,10 @@ class Proxy:
     def publish_version(self, version: int) -> None:
         """The engine serves `version` of the policy from now on."""
         self._source.policy_version = version
+
+    def engine_described(self) -> dict[str, Any]:
+        """How the engine is asked, for people; empty until it answered once."""
+        return self._source.described()
 
     @property
     def gate(self) -> Gate:

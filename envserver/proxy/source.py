@@ -42,12 +42,27 @@ class Ready:
         upstream = ways.upstream if ways else None
         self.exact = engine.exact and (upstream is None or upstream.mode != "opaque")
         self.processed = upstream is not None and upstream.logprobs == "processed"
+        self._ways = ways
         self._engine = engine
         self._format = ways.format if ways and tokens.stitch else None
         self._tokens = tokens
         self._asker: Asker = (
             ChatAsker(engine) if upstream is None else asker(engine, upstream, self._format)
         )
+
+    def described(self) -> dict[str, Any]:
+        """How the engine is asked, for people."""
+        if self._ways is None:
+            return {"mode": "chat" if self.exact else "opaque", "continues": False}
+        why_not = self._ways.why_not
+        if self._format is not None:
+            why_not = self._format.distrusted or ""
+        return {
+            "server": self._ways.upstream.server,
+            "mode": self._ways.upstream.mode,
+            "continues": not why_not,
+            "why_not": why_not,
+        }
 
     def plan(
         self, attempt: Attempt, ask: Ask, body: dict[str, Any], agent: str | None
@@ -162,6 +177,10 @@ class Source:
                     self._ready = Ready(self._engine, ways, self._tokens)
         assert self._ready is not None
         return self._ready
+
+    def described(self) -> dict[str, Any]:
+        """How the engine is asked, for people; empty until it answered once."""
+        return {} if self._ready is None else self._ready.described()
 
     def model(self, name: str) -> str:
         """The name to ask for: `name` with the policy version in its place, if it has one."""
