@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import SecretStr
 from support.fake_vllm import FakeVllm, fake_vllm
+from support.raw_server import chunked, head, raw_server
 
 from envserver.config import OpenAIConfig
 from envserver.errors import (
@@ -267,10 +268,21 @@ async def test_a_stream_cut_into_small_pieces_is_the_same(cut_bytes: int) -> Non
         assert await stream(opened) == whole
 
 
+async def test_connections_are_used_again_after_streams() -> None:
+    async with raw_server() as raw, engine(raw.url) as opened:
+        start = head("text/event-stream", None, "transfer-encoding: chunked")
+        end = chunked([b"data: [DONE]\n\n"])
+        raw.pieces, raw.end = [start, end[:-5], b"", end[-5:]], "keep"
+        for _ in range(5):
+            assert await stream(opened) == []
+        assert raw.accepted < 5
+
+
 LINE = st.sampled_from(["data: a", "data:b", "data: ", "data", ": note", "event: x", "", "", "dat"])
 END = st.sampled_from(["\n", "\r\n", "\r"])
 
 
+@settings(deadline=None)
 @given(
     lines=st.lists(st.tuples(LINE, END)),
     cuts=st.lists(st.integers(0, 80)),

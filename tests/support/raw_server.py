@@ -15,11 +15,13 @@ class RawServer:
     """What it writes to every request, and what it does then.
 
     Args:
-        pieces: written one by one; the other side may get them cut otherwise.
+        pieces: written one by one, with a pause for an empty one; the other side may get them cut
+            otherwise.
         end: "close" the connection, "reset" it, "keep" it for the next request, or "hang": keep it
             and never answer on it again.
         requests: heads of the requests so far.
         connections: open ones.
+        accepted: connections so far.
     """
 
     def __init__(self) -> None:
@@ -27,11 +29,13 @@ class RawServer:
         self.end: End = "close"
         self.requests: list[bytes] = []
         self.connections: set[asyncio.StreamWriter] = set()
+        self.accepted = 0
         self.url = ""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection."""
         self.connections.add(writer)
+        self.accepted += 1
         try:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
                 while await self._answer(reader, writer):
@@ -50,7 +54,7 @@ class RawServer:
         for piece in self.pieces:
             writer.write(piece)
             await writer.drain()
-            await asyncio.sleep(0)
+            await asyncio.sleep(0 if piece else 0.01)
         if end == "reset":
             writer.transport.abort()
         if end == "hang":
