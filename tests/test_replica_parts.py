@@ -1,0 +1,289 @@
+"""What decides about a replica, without a network: its breaker, its slots, its limit."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envserver.models.adaptive import FLOOR, AdaptiveLimit, Load, read_load
+from envserver.models.breaker import Breaker
+from envserver.models.connections import watchful_socket
+from envserver.models.replicas import Replica, Replicas
+from envserver.models.slots import Slots
+
+calm = settings(deadline=None, max_examples=60)
+
+# The breaker
+
+
+def test_a_dead_replica_is_set_aside_longer_each_time_and_tried_by_one_request() -> None:
+    now = 0.0
+    replicas = Replicas(["http://a", "http://b"], 1, clock=lambda: now)
+    dead = replicas.pick("r")
+    for _ in range(10):
+        dead.refused("at once")
+    assert replicas.pick("r") is not dead
+    now = 0.6
+    assert replicas.pick("r") is dead
+    with dead.visit() as visit:
+        assert replicas.pick("r") is not dead
+        visit.refused("again")
+    now = 1.2
+    assert replicas.pick("r") is not dead
+    now = 2.0
+    assert replicas.pick("r") is dead
+    with dead.visit() as visit:
+        visit.sent()
+        visit.answered()
+    assert replicas.pick("r") is dead
+    assert dead.state == "closed"
+
+
+def test_calls_that_began_before_a_replica_was_set_aside_do_not_bring_it_back() -> None:
+    now = 0.0
+    replica = Replica("http://a", 1, lambda: now)
+    with replica.visit() as old:
+        old.sent()
+        now = 1.0
+        replica.refused("down")
+        now = 1.6
+        old.answered()
+        assert replica.state == "half_open"
+        old.failed("gone")
+        assert replica.state == "half_open"
+
+
+@pytest.mark.parametrize(
+    ("waited", "heard", "counts"), [(10.0, False, True), (10.0, True, False), (1.0, False, False)]
+)
+def test_running_out_of_time_counts_only_where_nobody_is_answered(
+    waited: float, heard: bool, counts: bool
+) -> None:
+    now = 0.0
+    replica = Replica("http://a", 1, lambda: now)
+    for _ in range(8):
+        with replica.visit() as visit:
+            visit.sent()
+            now += waited / 10
+            if heard:
+                replica.heard()
+            now += waited
+            visit.timed_out()
+        now -= waited
+    assert (replica.state != "closed") is counts
+
+
+EVENTS = st.sampled_from(["begin", "good", "bad", "refused", "silent", "well", "unwell", "wait"])
+
+
+@calm
+@given(st.lists(st.tuples(EVENTS, st.floats(0, 40)), max_size=80))
+def test_whatever_happens_a_breaker_opens_tries_one_call_and_closes(
+    events: list[tuple[str, float]],
+) -> None:
+    now = 0.0
+    breaker = Breaker(lambda: now)
+    calls: list[tuple[float, bool]] = []
+    for event, number in events:
+        if event == "wait":
+            now += number
+        elif event == "begin" and breaker.allows:
+            calls.append((now, breaker.begin()))
+        elif event in ("well", "unwell"):
+            breaker.checked(event == "well", "asked")
+        elif calls:
+            begun_at, tries = calls.pop(int(number) % len(calls))
+            if event == "good":
+                breaker.succeeded(begun_at)
+            elif event == "bad":
+                breaker.failed(begun_at, "bad")
+            elif event == "refused":
+                breaker.refused("no connection")
+            breaker.end(tries)
+        trying = sum(tries for _, tries in calls)
+        assert breaker.allows == (
+            breaker.state == "closed" or (breaker.state == "half_open" and not trying)
+        )
+        assert breaker.until <= now + 30
+        if event == "unwell":
+            assert breaker.state == "open"
+    # Whatever it went through, a replica that is well again is used again.
+    breaker.checked(True)
+    for _, tries in calls:
+        breaker.end(tries)
+    now += 31
+    assert breaker.allows
+    tries = breaker.begin()
+    breaker.succeeded(now)
+    breaker.end(tries)
+    assert breaker.state == "closed"
+
+
+# Slots
+
+
+STEPS = st.sampled_from(["enter", "leave", "cancel", "resize", "turn"])
+
+
+@calm
+@given(st.integers(1, 3), st.lists(st.tuples(STEPS, st.integers(0, 7)), min_size=10, max_size=40))
+def test_there_are_never_too_many_calls_and_no_slot_gets_lost(
+    limit: int, steps: list[tuple[str, int]]
+) -> None:
+    async def work() -> None:
+        slots = Slots(limit)
+        order: list[int] = []
+        ends: list[asyncio.Event] = []
+        open_tasks: list[asyncio.Task[None]] = []
+        tasks: list[asyncio.Task[None]] = []
+
+        async def use(number: int) -> None:
+            async with slots:
+                order.append(number)
+                await ends[number].wait()
+
+        for step, number in steps:
+            if step == "enter":
+                ends.append(asyncio.Event())
+                tasks.append(asyncio.create_task(use(len(tasks))))
+                open_tasks.append(tasks[-1])
+                await asyncio.sleep(0)
+            elif step == "leave" and order:
+                ends[order[number % len(order)]].set()
+            elif step == "cancel" and open_tasks:
+                open_tasks.pop(number % len(open_tasks)).cancel()
+            elif step == "resize":
+                before = slots.used
+                slots.resize(number % 4 + 1)
+                assert slots.used <= max(before, slots.limit)
+            elif step == "turn":
+                await asyncio.sleep(0)
+            assert not slots.waiting or slots.rounds
+        for end in ends:
+            end.set()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(got, asyncio.CancelledError | None) for got in results)
+        assert (slots.used, slots.waiting) == (0, 0)
+
+    asyncio.run(work())
+
+
+async def test_slots_are_given_to_whoever_came_first() -> None:
+    slots = Slots(1)
+    order: list[int] = []
+
+    async def use(number: int) -> None:
+        async with slots:
+            order.append(number)
+            await asyncio.sleep(0)
+
+    calls = [asyncio.create_task(use(number)) for number in range(9)]
+    await asyncio.sleep(0)
+    calls[4].cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert order == [0, 1, 2, 3, 5, 6, 7, 8]
+
+
+# Calls in flight
+
+
+LOADS = st.builds(
+    Load,
+    running=st.integers(0, 1000),
+    waiting=st.integers(0, 50),
+    preempted=st.integers(0, 10),
+    cache=st.floats(0, 1),
+)
+
+
+@calm
+@given(st.integers(1, 2000), st.lists(st.tuples(LOADS, st.integers(0, 3000)), max_size=60))
+def test_the_limit_keeps_its_bounds(most: int, polls: list[tuple[Load, int]]) -> None:
+    limit = AdaptiveLimit(most)
+    assert limit.limit == most
+    for load, in_flight in polls:
+        before = limit.limit
+        now = limit.observe(load, in_flight)
+        assert min(FLOOR, most) <= now <= most
+        if load.waiting:
+            assert now <= before
+    assert limit.forget() == most
+
+
+@calm
+@given(
+    capacity=st.integers(32, 600),
+    most=st.sampled_from([64, 512]),
+    polls_per_call=st.integers(1, 20),
+    preempts=st.booleans(),
+)
+def test_the_limit_finds_what_an_engine_can_work_on(
+    capacity: int, most: int, polls_per_call: int, preempts: bool
+) -> None:
+    limit = AdaptiveLimit(most)
+    in_flight = preempted = 0
+    seen: list[int] = []
+    for _ in range(1200):
+        in_flight = max(in_flight, limit.limit)
+        running = min(capacity, in_flight)
+        waiting = in_flight - running
+        if preempts:
+            preempted, waiting = preempted + waiting, 0
+        seen.append(limit.observe(Load(running, waiting, preempted), in_flight))
+        in_flight -= max(1, running // polls_per_call)
+    wanted = min(capacity, most)
+    assert min(seen[600:]) >= 0.6 * wanted
+    assert max(seen[600:]) <= wanted + 3 * max(1, most // 64)
+
+
+VLLM = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+vllm:num_requests_running{engine="0",model_name="a } b"} 3.0
+vllm:num_requests_running{engine="1",model_name="tiny"} 4.0 1712345678
+vllm:num_requests_waiting{engine="0",model_name="tiny"} 2
+vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="capacity"} 7.0
+vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="tiny"} 0.5
+vllm:num_preemptions_total{engine="0",model_name="tiny"} 1e1
+vllm:num_preemptions_created{engine="0",model_name="tiny"} 1.79e+09
+"""
+SGLANG = """\
+sglang:num_running_reqs{model_name="m",tp_rank="0"} 5.0
+sglang:num_queue_reqs{model_name="m",tp_rank="0"} 1.0
+sglang:token_usage{model_name="m",tp_rank="0"} 0.75
+"""
+
+
+def test_vllm_and_sglang_say_how_loaded_they_are() -> None:
+    assert read_load(VLLM) == Load(running=7, waiting=2, preempted=10, cache=0.5)
+    assert read_load(SGLANG) == Load(running=5, waiting=1, cache=0.75)
+    assert read_load("python_gc_objects_collected_total 1\n") is None
+
+
+NAMES = ["vllm:num_requests_running", "vllm:num_requests_waiting"]
+SIGNS = ["{", "}", " ", " ", "\n", "NaN", "-1", "1e999", "3", "x", "\x00"]
+
+
+@calm
+@given(st.lists(st.sampled_from(NAMES + SIGNS), max_size=30))
+def test_metrics_that_make_no_sense_say_nothing(parts: list[str]) -> None:
+    load = read_load("".join(parts))
+    assert load is None or (load.running >= 0 and load.waiting >= 0)
+
+
+# Connections
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux has them all")
+def test_a_peer_that_is_gone_is_noticed_within_minutes() -> None:
+    with watchful_socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 80))) as made:
+        assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        idle = made.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        between = made.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
+        count = made.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
+        assert idle + count * between <= 120
+        assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 120_000
