@@ -1,4 +1,4 @@
-"""`envserver verify` and the audit of `serve`: right rows pass, every kind of damage is named."""
+"""`envserver verify`: right rows pass, every kind of damage is named."""
 
 from __future__ import annotations
 
@@ -8,107 +8,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import orjson
 import pytest
-from structlog.testing import capture_logs
-from support.api import native_group, put_native, running_api
-from support.commands import envserver, free_port, read_jsonl, running, until
+from support.api import put_native, running_api
+from support.commands import envserver, free_port, read_jsonl
+from support.sampled import PROMPT, SAMPLED, Engine, group
 from support.vllm_server import VllmServer
 
 from envserver.cli import main
 from envserver.cli.verify import Report, Sample, parse_sample, verify
 from envserver.cli.verify_sources import FileSource
-from envserver.config import SimConfig
 from envserver.errors import ConfigError, EngineError, EngineUnavailable
 from envserver.export.jsonl import group_line
 from envserver.models.sim import SimEngine
-from envserver.proxy.gate import Gate, InFlight
-from envserver.records import Group, Sequence, Trajectory
-from envserver.rollouts.auditor import Auditor
+from envserver.records import Group
 
-PROMPT, SAMPLED = 9, 6
 SAME_SUMS_TOKENS = 480
-
-
-class Engine(SimEngine):
-    """The simulated engine, with a bent for trouble.
-
-    Args:
-        processed: sampled logprobs are after the temperature.
-        context: most tokens; `says` it: in its list of models, else only by refusing.
-        fails: raised for every prompt that begins with id 13.
-    """
-
-    def __init__(
-        self,
-        processed: bool = False,
-        context: int | None = None,
-        says: bool = True,
-        fails: Exception | None = None,
-    ) -> None:
-        super().__init__(SimConfig(latency_seconds=0))
-        self.processed, self.context, self.says, self.fails = processed, context, says, fails
-        self.in_flight = self.most_in_flight = self.asked = 0
-
-    async def get(self, path: str) -> dict[str, Any]:
-        answer = await super().get(path)
-        answer["data"][0].pop("max_model_len")
-        if self.says:
-            answer["data"][0]["max_model_len"] = self.context
-        return answer
-
-    async def post(
-        self, path: str, body: dict[str, Any], *, rollout_id: str, timeout_seconds: float
-    ) -> dict[str, Any]:
-        assert body.get("temperature", 1.0) <= 2.0  # vLLM takes no higher one
-        self.asked += 1
-        self.in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        await asyncio.sleep(0.001)
-        self.in_flight -= 1
-        if self.fails and body["prompt"][0] == 13:
-            raise self.fails
-        if self.context and len(body["prompt"]) >= self.context:
-            body = body | {"prompt": [10**6]}  # the simulated engine has no such id
-        answer = await super().post(
-            path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds
-        )
-        logprobs = answer["choices"][0].get("logprobs")
-        if self.processed and logprobs and body.get("temperature", 1.0) != 1.0:
-            logprobs["token_logprobs"] = [one - 2.0 for one in logprobs["token_logprobs"]]
-        return answer
-
-
-def sampled(seed: int, version: int = 7, **changes: Any) -> Sequence:
-    """A sequence that the simulated engine sampled."""
-    rng = np.random.default_rng(seed)
-    prompt = rng.integers(20, 400, PROMPT).tolist()
-    body = {"prompt": prompt, "max_tokens": SAMPLED, "logprobs": 0, "seed": seed}
-    body["return_token_ids"] = True
-    choice = SimEngine(SimConfig()).plan("/v1/completions", body).answer.whole()["choices"][0]
-    assert len(choice["token_ids"]) == SAMPLED
-    facts: dict[str, Any] = {
-        "tokens": np.array(prompt + choice["token_ids"], np.int32),
-        "mask": np.array([0] * PROMPT + [1] * SAMPLED, np.uint8),
-        "logprobs": np.array([0] * PROMPT + choice["logprobs"]["token_logprobs"], np.float32),
-        "calls": np.array([-1] * PROMPT + [0] * SAMPLED, np.int32),
-        "versions": np.array([-1] * PROMPT + [version] * SAMPLED, np.int32),
-        "path": [0],
-    }
-    return Sequence(**(facts | changes))
-
-
-def group(name: str, *, temperature: float = 1.0, **changes: Any) -> Group:
-    """A group of two rollouts, the second of two rows; `changes` go to each row."""
-    made = native_group(name)
-    made.generation_params = {"temperature": temperature, "top_p": 1.0}
-    seed = sum(name.encode())
-    for number, trajectory in enumerate(made.trajectories):
-        rows = range(number + 1)
-        trajectory.sequences = [sampled(seed + 10 * number + row, **changes) for row in rows]
-    return made
 
 
 GROUPS = [group("a"), group("b")]
@@ -461,107 +377,6 @@ async def test_a_servers_groups_are_verified_where_they_lie(tmp_path: Path) -> N
     assert (found["rollout_id"], found["row"], found["position"]) == (
         "math/wrong-1", 2, PROMPT + 1,
     )  # fmt: skip
-
-
-# The audit
-
-
-def trajectories(name: str, **changes: Any) -> list[Trajectory]:
-    return group(name, **changes).trajectories
-
-
-async def test_an_audit_finds_what_is_wrong_and_logs_it() -> None:
-    right, wrong = trajectories("a")
-    wrong.sequences[1].logprobs[PROMPT + 3] -= 0.25
-    with capture_logs() as logs:
-        async with Auditor(Engine(), 1.0, 0.05, version=lambda: 7) as auditor:
-            assert auditor.offer(right)
-            assert auditor.offer(wrong)
-    report = auditor.report()
-    assert (report["rollouts"], report["rows"], report["tokens"]) == (2, 3, 3 * SAMPLED)
-    assert (report["rows_over_tolerance"], report["tokens_over_tolerance"]) == (1, 1)
-    assert report["largest_difference"] == pytest.approx(0.25)
-    (log,) = [entry for entry in logs if entry["event"] == "audit_mismatch"]
-    assert (log["rollout_id"], log["row"], log["position"]) == ("a-1", 1, PROMPT + 3)
-    assert "1 of 3 rows" in auditor.summary()
-
-
-async def test_an_audit_never_waits_and_chooses_by_id() -> None:
-    made = [one for name in "abcdefghij" for one in trajectories(name)]
-    async with Auditor(Engine(), 0.5, 0.05, version=lambda: 7, most_waiting=3) as auditor:
-        taken = [auditor.offer(one) for one in made]
-        assert sum(taken) == 3
-        assert auditor.report()["rollouts_waiting"] == 3
-    report = auditor.report()
-    assert report["rollouts"] == 3
-    wanted = 3 + report["rollouts_dropped"]
-    assert 4 < wanted < 16
-    async with Auditor(Engine(), 0.5, 0.05, version=lambda: 7) as again:
-        assert sum(map(again.offer, made)) == wanted
-    async with Auditor(Engine(), 0.0, 0.05) as none:
-        assert not any(map(none.offer, made))
-
-
-async def test_an_audit_leaves_out_what_another_version_sampled() -> None:
-    old, new = trajectories("a", version=3)[0], trajectories("b")[0]
-    engine = Engine()
-    # The trainer publishes version 8 while the row of version 7 is being scored.
-    async with Auditor(engine, 1.0, 0.05, version=lambda: 7 + (engine.asked > 0)) as auditor:
-        auditor.offer(old)
-        auditor.offer(new)
-    report = auditor.report()
-    assert report["rows"] == 0
-    assert report["rows_not_compared"] == {"other_version": 1, "weights_changed": 1}
-
-
-@pytest.mark.parametrize("in_flight", ["keep", "abort"])
-async def test_an_audit_waits_while_the_weights_change(in_flight: InFlight) -> None:
-    engine, gate = Engine(), Gate()
-    async with Auditor(engine, 1.0, 0.05, version=lambda: 7, gate=gate) as auditor:
-        auditor.offer(trajectories("a")[0])
-        while not engine.in_flight:
-            await asyncio.sleep(0)
-        await gate.pause(in_flight, 1)
-        auditor.offer(trajectories("b")[0])
-        await asyncio.sleep(0.05)
-        asked = engine.asked
-        assert auditor.report()["rows_not_compared"] == {"weights_changed": 1}
-        gate.resume()
-    assert (asked, engine.asked, auditor.report()["rows"]) == (1, 2, 1)
-
-
-async def test_an_audit_outlives_an_engine_that_fails() -> None:
-    first, second = trajectories("a")[0], trajectories("b")[0]
-    first.sequences[0].tokens[0] = 13
-    async with Auditor(
-        Engine(fails=EngineUnavailable("Gone.")), 1.0, 0.05, version=lambda: 7
-    ) as auditor:
-        auditor.offer(first)
-        auditor.offer(second)
-    report = auditor.report()
-    assert (report["engine_failures"], report["rows"]) == ({"engine_unavailable": 1}, 1)
-
-
-def test_serve_reports_its_audit(tmp_path: Path) -> None:
-    port = free_port()
-    words = (
-        "serve", "--env", "math", "--model", "sim", "--sim.latency_seconds", 0,
-        "--env.group_size", 2, "--env.ensure_scores_are_not_same", "false",
-        "--env.total_steps", 4, "--tokens.audit_fraction", 1, "--port", port,
-        "--store", "groups.db",
-    )  # fmt: skip
-    with running(*words, folder=tmp_path) as server:
-        server.wait_for("Trainers: ")
-
-        def audited() -> dict[str, Any] | None:
-            status = httpx.get(f"http://127.0.0.1:{port}/v1/status").json()["server"]["audit"]
-            return status if status["rollouts"] == 8 else None
-
-        report = until(audited, 60, server.output, alive=server.process)
-        assert report["tokens"] == report["tokens_exactly_equal"] > 0
-        server.process.terminate()
-        server.wait_for(f"Audit: 0 of {report['rows']} rows differ")
-        assert server.end() == 0
 
 
 @pytest.mark.vllm

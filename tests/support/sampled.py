@@ -1,0 +1,94 @@
+"""Groups whose rows the simulated engine sampled, and that engine with a bent for trouble."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from envserver.config import SimConfig
+from envserver.models.sim import SimEngine
+from envserver.records import Group, Sequence
+from support.api import native_group
+
+PROMPT, SAMPLED = 9, 6
+
+
+class Engine(SimEngine):
+    """The simulated engine, with a bent for trouble.
+
+    Args:
+        processed: sampled logprobs are after the temperature.
+        context: most tokens; `says` it: in its list of models, else only by refusing.
+        fails: raised for every prompt that begins with id 13.
+    """
+
+    def __init__(
+        self,
+        processed: bool = False,
+        context: int | None = None,
+        says: bool = True,
+        fails: Exception | None = None,
+    ) -> None:
+        super().__init__(SimConfig(latency_seconds=0))
+        self.processed, self.context, self.says, self.fails = processed, context, says, fails
+        self.in_flight = self.most_in_flight = self.asked = 0
+
+    async def get(self, path: str) -> dict[str, Any]:
+        answer = await super().get(path)
+        answer["data"][0].pop("max_model_len")
+        if self.says:
+            answer["data"][0]["max_model_len"] = self.context
+        return answer
+
+    async def post(
+        self, path: str, body: dict[str, Any], *, rollout_id: str, timeout_seconds: float
+    ) -> dict[str, Any]:
+        assert body.get("temperature", 1.0) <= 2.0  # vLLM takes no higher one
+        self.asked += 1
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        await asyncio.sleep(0.001)
+        self.in_flight -= 1
+        if self.fails and body["prompt"][0] == 13:
+            raise self.fails
+        if self.context and len(body["prompt"]) >= self.context:
+            body = body | {"prompt": [10**6]}  # the simulated engine has no such id
+        answer = await super().post(
+            path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds
+        )
+        logprobs = answer["choices"][0].get("logprobs")
+        if self.processed and logprobs and body.get("temperature", 1.0) != 1.0:
+            logprobs["token_logprobs"] = [one - 2.0 for one in logprobs["token_logprobs"]]
+        return answer
+
+
+def sampled(seed: int, version: int = 7, **changes: Any) -> Sequence:
+    """A sequence that the simulated engine sampled."""
+    rng = np.random.default_rng(seed)
+    prompt = rng.integers(20, 400, PROMPT).tolist()
+    body = {"prompt": prompt, "max_tokens": SAMPLED, "logprobs": 0, "seed": seed}
+    body["return_token_ids"] = True
+    choice = SimEngine(SimConfig()).plan("/v1/completions", body).answer.whole()["choices"][0]
+    assert len(choice["token_ids"]) == SAMPLED
+    facts: dict[str, Any] = {
+        "tokens": np.array(prompt + choice["token_ids"], np.int32),
+        "mask": np.array([0] * PROMPT + [1] * SAMPLED, np.uint8),
+        "logprobs": np.array([0] * PROMPT + choice["logprobs"]["token_logprobs"], np.float32),
+        "calls": np.array([-1] * PROMPT + [0] * SAMPLED, np.int32),
+        "versions": np.array([-1] * PROMPT + [version] * SAMPLED, np.int32),
+        "path": [0],
+    }
+    return Sequence(**(facts | changes))
+
+
+def group(name: str, *, temperature: float = 1.0, **changes: Any) -> Group:
+    """A group of two rollouts, the second of two rows; `changes` go to each row."""
+    made = native_group(name)
+    made.generation_params = {"temperature": temperature, "top_p": 1.0}
+    seed = sum(name.encode())
+    for number, trajectory in enumerate(made.trajectories):
+        rows = range(number + 1)
+        trajectory.sequences = [sampled(seed + 10 * number + row, **changes) for row in rows]
+    return made
