@@ -7,7 +7,7 @@ Where such a program is not installed its tests skip and say how to install it; 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,6 +15,7 @@ import pytest
 from support.vllm_server import VllmServer, running_vllm
 
 ROOT = Path(__file__).parent.parent
+_TOLD = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,6 +24,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail, do not skip, where vLLM, atroposlib or reasoning-gym is not installed",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_TOLD] = []
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for text in terminalreporter.config.stash[_TOLD]:
+        terminalreporter.write_line(text)
+
+
+@pytest.fixture
+def tell(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Says something at the end of the tests: what was measured."""
+    return request.config.stash[_TOLD].append
 
 
 @pytest.fixture(scope="session")

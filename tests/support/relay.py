@@ -2,91 +2,153 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
-import httpx
+import aiohttp
 import orjson
+from aiohttp import web
+
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_GENERATE = "/inference/v1/generate"
+_SAMPLES = (_CHAT, _COMPLETIONS, _GENERATE)
+_TEMPERATURE = 1.0
+"""Of what rollouts ask here; what is asked at another one only finds out what the engine can do."""
 
 
-class Echo:
+class Echo(NamedTuple):
     """One answer of the engine: the ids and logprobs that stand in it.
 
     Args:
+        sent: the ids that it was asked to continue, None where it was to render its prompt.
         prompt_ids: as the engine echoed them.
-        completion_ids, logprobs: as it returned them.
+        completion_ids, logprobs: as it returned them, up to where the asker hung up.
+        versions: which weights sampled what, as it told at the end.
     """
 
-    def __init__(self, answer: dict[str, Any]) -> None:
-        choice = answer["choices"][0]
-        self.prompt_ids: list[int] = answer["prompt_token_ids"]
-        self.completion_ids: list[int] = choice["token_ids"]
-        self.logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    sent: list[int] | None
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float]
+    versions: list[dict[str, Any]]
+
+
+class Relay(list[Echo]):
+    """The answers so far, of what was asked at temperature 1, in the order in which they ended.
+
+    Args:
+        at_once: requests that are forwarded at the same time.
+    """
+
+    def __init__(self, engine_url: str, at_once: int) -> None:
+        super().__init__()
+        self.url = ""
+        self._engine_url = engine_url
+        self._turns = asyncio.Semaphore(at_once)
+
+    async def serve(self, started: threading.Event, ended: asyncio.Event) -> None:
+        app = web.Application(client_max_size=2**26)
+        app.router.add_route("*", "/{path:.*}", self._forward)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as self._http:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            started.set()
+            await ended.wait()
+            await runner.cleanup()
+
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        headers = {"content-type": "application/json"}
+        heard = bytearray()
+        async with (
+            self._turns,
+            self._http.request(
+                request.method, self._engine_url + request.path_qs, data=body, headers=headers
+            ) as answer,
+        ):
+            told = web.StreamResponse(status=answer.status)
+            told.content_type = answer.content_type
+            if answer.content_length is not None:
+                told.content_length = answer.content_length
+            streams = answer.content_type == "text/event-stream"
+            try:
+                await told.prepare(request)
+                async for part in answer.content.iter_any():
+                    heard += part
+                    await told.write(part)
+                await told.write_eof()
+            except ConnectionResetError:
+                pass  # the asker is gone
+            finally:
+                if request.path in _SAMPLES and answer.status == 200:
+                    whole = answer.content.at_eof() and not streams
+                    chunks = [orjson.loads(heard)] if whole else _chunks(bytes(heard))
+                    self._note(request.path, orjson.loads(body), chunks)
+        return told
+
+    def _note(self, path: str, asked: dict[str, Any], chunks: Iterable[dict[str, Any]]) -> None:
+        sampling = asked.get("sampling_params", asked)
+        if sampling.get("temperature", _TEMPERATURE) != _TEMPERATURE:
+            return
+        sent = asked.get({_GENERATE: "token_ids", _COMPLETIONS: "prompt"}.get(path, ""))
+        prompt: list[int] = []
+        echoes: dict[int, Echo] = {}
+        for chunk in chunks:
+            prompt = chunk.get("prompt_token_ids") or prompt
+            for choice in chunk["choices"]:
+                fresh = Echo(None if isinstance(sent, str) else sent, [], [], [], [])
+                echo = echoes.setdefault(choice["index"], fresh)
+                echo.prompt_ids.extend(choice.get("prompt_token_ids") or [])
+                echo.completion_ids.extend(choice.get("token_ids") or [])
+                echo.logprobs.extend(_logprobs(choice))
+                echo.versions.extend(choice.get("weight_versions") or [])
+        for echo in echoes.values():
+            self.append(echo if echo.prompt_ids else echo._replace(prompt_ids=prompt))
+
+
+def _chunks(heard: bytes) -> Iterator[dict[str, Any]]:
+    """What came whole of a stream."""
+    for line in heard.split(b"\n")[:-1]:
+        if line.startswith(b"data: {"):
+            yield orjson.loads(line[6:])
+
+
+def _logprobs(choice: dict[str, Any]) -> list[float]:
+    held = choice.get("logprobs") or {}
+    if "token_logprobs" in held:
+        return held["token_logprobs"] or []
+    return [entry["logprob"] for entry in held.get("content") or []]
 
 
 @contextlib.contextmanager
-def relay(engine_url: str) -> Iterator[tuple[str, list[Echo]]]:
+def relay(engine_url: str, *, at_once: int = 10_000) -> Iterator[tuple[str, Relay]]:
     """Forwards to `engine_url` (without /v1); yields the relay's address and the growing list.
 
     Answers that stream are put together from their chunks as they stand, without any of our code.
+    It runs in a thread of its own, so that it serves tests that block.
     """
-    seen: list[Echo] = []
-    client = httpx.Client(base_url=engine_url, timeout=120)
+    loop = asyncio.new_event_loop()
+    made = Relay(engine_url, at_once)
+    started, ended = threading.Event(), asyncio.Event()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def run() -> None:
+        try:
+            loop.run_until_complete(made.serve(started, ended))
+        finally:
+            started.set()
+            loop.close()
 
-        def do_GET(self) -> None:
-            self._answer(client.get(self.path))
-
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            answer = client.post(
-                self.path, content=body, headers={"content-type": "application/json"}
-            )
-            if self.path.endswith("/chat/completions") and answer.status_code == 200:
-                streams = answer.headers["content-type"].startswith("text/event-stream")
-                seen.append(Echo(_joined(answer.text) if streams else answer.json()))
-            self._answer(answer)
-
-        def _answer(self, answer: httpx.Response) -> None:
-            self.send_response(answer.status_code)
-            self.send_header("Content-Type", answer.headers.get("content-type", "text/plain"))
-            self.send_header("Content-Length", str(len(answer.content)))
-            self.end_headers()
-            self.wfile.write(answer.content)
-
-        def log_message(self, *words: object) -> None:
-            """Nothing on stderr."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
+    started.wait(10)
     try:
-        yield f"http://127.0.0.1:{server.server_port}", seen
+        yield made.url, made
     finally:
-        server.shutdown()
+        loop.call_soon_threadsafe(ended.set)
         thread.join(10)
-        server.server_close()
-        client.close()
-
-
-def _joined(text: str) -> dict[str, Any]:
-    prompt: list[int] = []
-    ids: list[int] = []
-    logprobs: list[dict[str, Any]] = []
-    for line in text.split("\n"):
-        if not line.startswith("data: {"):
-            continue
-        chunk = orjson.loads(line[6:])
-        prompt = chunk.get("prompt_token_ids") or prompt
-        for choice in chunk["choices"]:
-            ids += choice.get("token_ids") or []
-            logprobs += (choice.get("logprobs") or {}).get("content") or []
-    return {
-        "prompt_token_ids": prompt,
-        "choices": [{"token_ids": ids, "logprobs": {"content": logprobs}}],
-    }

@@ -42,8 +42,11 @@ class VllmServer:
 
 
 @contextlib.contextmanager
-def running_vllm(python: Path, folder: Path) -> Iterator[VllmServer]:
+def running_vllm(python: Path, folder: Path, *, developing: bool = False) -> Iterator[VllmServer]:
     """Makes the model in `folder` and serves it on a free port.
+
+    Args:
+        developing: sampling can be paused, and the version of the weights be named.
 
     Raises:
         RuntimeError: it did not come up; its last words are in the message.
@@ -55,6 +58,7 @@ def running_vllm(python: Path, folder: Path) -> Iterator[VllmServer]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        **({"VLLM_SERVER_DEV_MODE": "1"} if developing else {}),
     }
     subprocess.run([python, script, model_folder], check=True, env=environ, capture_output=True)
     port = free_port()
@@ -64,6 +68,8 @@ def running_vllm(python: Path, folder: Path) -> Iterator[VllmServer]:
         *("--model", model_folder, "--served-model-name", MODEL),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", "float32", "--max-model-len", "2048", "--enforce-eager"),
+        # A prompt that is worked on in parts ends vLLM on a CPU if its request has a seed.
+        *("--max-num-batched-tokens", "32768"),
         *("--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     ]
     with log.open("wb") as output:

@@ -1,0 +1,418 @@
+"""What agents got is held against what was recorded, and that against what the engine itself said.
+
+One `Bench` runs agents before a real vLLM; one `Proof` adds up what was compared. What must never
+be is an AssertionError that names the agent's seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from envserver.config import Mode, OpenAIConfig, TokensConfig
+from envserver.models.openai import OpenAIEngine
+from envserver.models.upstream import UpstreamFinder
+from envserver.proxy import Attempt, Proxy
+from envserver.proxy.source import Source
+from envserver.proxy.ways import Ways, ways_of
+from envserver.records import Call, Sequence
+from envserver.rollouts.rescoring import Rescorer
+from envserver.tokens.builder import build
+from envserver.tokens.chat_format import ChatFormat
+from envserver.tokens.flags import DEFAULT
+from envserver.tokens.invariants import check
+from support.relay import Echo, Relay, relay
+from support.serving import attempt_spec, serving
+from support.speaking import Message, text_of
+from support.token_agents import CHANGED, OWN, Agent, Boundary, Given
+from support.vllm_server import VllmServer
+
+SAME_SUMS_TOKENS = 480
+"""Beyond so many tokens vLLM on a CPU adds up a prompt and an answer in different orders."""
+_RENDERED_SHARE = 10
+"""One in so many of our renderings is compared with the engine's own."""
+
+Sampled = tuple[bytes, bytes, bytes]
+"""Ids of the prompt, ids and float32 logprobs of the completion."""
+
+
+@dataclass
+class Proof:
+    """What was compared so far.
+
+    Args:
+        must_stitch: an answer that the agent did not change is always to be continued, unless
+            there were tools.
+        stitched: boundaries whose prompt is, token by token, what the model saw and sampled, and
+            more; by edge.
+        branched: boundaries that begin a new sequence, by reason.
+        drifted: prompts that were to continue a call, and do not.
+        text_drifted: of the stitched boundaries those at which the same messages, rendered as
+            text, do not begin with the tokens of the answer's call.
+        call_tokens: of one row for each call.
+        constrained: tokens whose logprobs a grammar or the like changed: they are not re-scored.
+        unequal: re-scored tokens whose float32 logprob is not the same number, among the first
+            SAME_SUMS_TOKENS of each row.
+    """
+
+    must_stitch: bool = True
+    rollouts: int = 0
+    calls: int = 0
+    dialects: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    stitched: Counter[str] = field(default_factory=Counter)
+    branched: Counter[str] = field(default_factory=Counter)
+    drifted: int = 0
+    text_drifted: int = 0
+    own_ids: int = 0
+    rendered: int = 0
+    sequences: int = 0
+    row_tokens: int = 0
+    call_tokens: int = 0
+    sampled: int = 0
+    constrained: int = 0
+    rescored: int = 0
+    unequal: int = 0
+    furthest: float = 0.0
+
+    def table(self, title: str) -> str:
+        """All of it, for people."""
+        stitched = self.stitched.total()
+        lines = [
+            ("rollouts, calls", f"{self.rollouts:,}, {self.calls:,} ({_counts(self.dialects)})"),
+            ("boundaries", f"{stitched + self.branched.total():,}"),
+            ("  stitched", f"{stitched:,} ({_counts(self.stitched)})"),
+            ("  branched", f"{self.branched.total():,} ({_counts(self.branched)})"),
+            ("drift", f"{self.drifted}"),
+            ("drift as text", f"{self.text_drifted:,}, {_share(self.text_drifted, stitched)}"),
+            ("continued by agents' own ids", f"{self.own_ids:,}"),
+            ("sequences", f"{self.sequences:,} of {self.row_tokens:,} tokens"),
+            ("  one row per call", f"{self.calls:,} of {self.call_tokens:,} tokens"),
+            ("sampled tokens", f"{self.sampled:,}"),
+            ("  re-scored", f"{self.rescored:,} (a grammar changed {self.constrained:,} others)"),
+            ("  the same float32", _share(self.rescored - self.unequal, self.rescored)),
+            ("  largest difference", f"{self.furthest:.1e}"),
+        ]
+        return "\n".join([title, *(f"  {name:30}{value}" for name, value in lines)])
+
+    def facts(self) -> dict[str, Any]:
+        """The same for machines."""
+        return {
+            name: dict(value) if isinstance(value, Counter) else value
+            for name, value in vars(self).items()
+        }
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counter.most_common())
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "none"
+
+
+class Bench:
+    """Agents, a proxy, a relay, the engine."""
+
+    def __init__(
+        self,
+        proxy: Proxy,
+        url: str,
+        echoes: Relay,
+        format: ChatFormat,
+        engine: OpenAIEngine,
+        http: aiohttp.ClientSession,
+    ) -> None:
+        self.proxy = proxy
+        self.echoes = echoes
+        self.format = format
+        self._url = url
+        self._engine = engine
+        self._rescorer = Rescorer(engine)
+        self._http = http
+
+    async def run(
+        self, proof: Proof, seeds: Iterable[int], *, at_once: int, rows_at_once: int = 16
+    ) -> list[Call]:
+        """Rollouts of agents with these seeds, all that they leave checked and added to `proof`.
+
+        Args:
+            at_once: rollouts.
+            rows_at_once: that are re-scored.
+
+        Returns:
+            What was recorded.
+        """
+        self.echoes.clear()
+        places = asyncio.Semaphore(at_once)
+
+        async def rollout(seed: int) -> Record:
+            async with places:
+                attempt = self.proxy.open(attempt_spec(seconds=600.0))
+                agent = Agent(self._http, f"{self._url}/r/{attempt.key}", seed, self.format.encode)
+                await agent.run()
+                return Record(seed, attempt, agent)
+
+        records = await asyncio.gather(*map(rollout, seeds))
+        await self._all_is_recorded()
+        for record in records:
+            self.proxy.seal(record.attempt)
+            try:
+                record.check(proof, self.format)
+            except Exception as error:
+                error.add_note(f"The agent's seed is {record.seed}.")
+                raise
+        calls = [call for record in records for call in record.calls]
+        _compare(self.echoes, calls)
+        await self._render(proof, calls)
+        await self._rescore(proof, records, rows_at_once)
+        return calls
+
+    async def _all_is_recorded(self) -> None:
+        """Waits for answers whose agent is gone."""
+        async with asyncio.timeout(60):
+            await asyncio.sleep(0.3)
+            while self.proxy.gate.in_flight:
+                await asyncio.sleep(0.05)
+
+    async def _render(self, proof: Proof, calls: list[Call]) -> None:
+        """Some of our renderings are the engine's own."""
+        stitched = [call for call in calls if call.planned_parent is not None]
+        for call in stitched[::_RENDERED_SHARE]:
+            body: dict[str, Any] = {"model": "tiny", "messages": call.messages}
+            body |= {"tools": call.tools} if call.tools else {}
+            kwargs = _kwargs(call)
+            body |= {"chat_template_kwargs": kwargs} if kwargs else {}
+            path = "/v1/chat/completions/render"
+            rendered = await self._engine.post(path, body, rollout_id="", timeout_seconds=60)
+            assert rendered["token_ids"] == self.format.prompt_ids(
+                call.messages, call.tools, kwargs
+            )
+            proof.rendered += 1
+
+    async def _rescore(self, proof: Proof, records: list[Record], at_once: int) -> None:
+        places = asyncio.Semaphore(at_once)
+
+        async def rescore(record: Record, row: Sequence) -> None:
+            async with places:
+                again = await self._rescorer.score(row.tokens)
+            record.compare(proof, row, again)
+
+        await asyncio.gather(*(rescore(record, row) for record in records for row in record.rows))
+
+
+@dataclass
+class Record:
+    """What one agent left."""
+
+    seed: int
+    attempt: Attempt
+    agent: Agent
+    rows: list[Sequence] = field(default_factory=list)
+
+    @property
+    def calls(self) -> list[Call]:
+        return self.attempt.calls
+
+    def check(self, proof: Proof, format: ChatFormat) -> None:
+        """All that needs no engine."""
+        calls = self.calls
+        self.rows = build(calls)
+        check(calls, self.rows)
+        for call in calls:
+            assert call.exact or call.finish_reason == "disconnect", call
+            assert DEFAULT.worst(call.flags) != "drop", call.flags
+            assert "render_mismatch" not in call.flags
+            proof.drifted += call.planned_parent is not None and not _extends(
+                call, calls[call.planned_parent]
+            )
+            proof.dialects[call.dialect] += 1
+        self._check_boundaries(proof, format)
+        proof.rollouts += 1
+        proof.calls += len(calls)
+        proof.sequences += len(self.rows)
+        proof.row_tokens += sum(len(row.tokens) for row in self.rows)
+        proof.call_tokens += sum(len(c.prompt_ids) + len(c.completion_ids) for c in calls)
+        proof.sampled += sum(len(call.completion_ids) for call in calls)
+        proof.refused.update(_why(refused) for refused in self.agent.refused)
+
+    def _check_boundaries(self, proof: Proof, format: ChatFormat) -> None:
+        answers = defaultdict(list)
+        for call in self.calls:
+            answers[call.body_digest, call.choice].append(call)
+        claimed: set[int] = set()
+        for boundary in self.agent.boundaries:
+            before = _same(boundary.before, answers)
+            after = next(c for c in _same(boundary.after, answers) if c.index not in claimed)
+            claimed.add(after.index)
+            if boundary.kind in OWN:
+                self._check_own(proof, boundary, before, after)
+            else:
+                self._check_boundary(proof, boundary, before, after, format)
+
+    def _check_own(self, proof: Proof, boundary: Boundary, before: list[Call], after: Call) -> None:
+        extends = any(_extends(after, call) for call in before)
+        assert extends or boundary.kind == "own_text"
+        proof.own_ids += extends
+
+    def _check_boundary(
+        self,
+        proof: Proof,
+        boundary: Boundary,
+        before: list[Call],
+        after: Call,
+        format: ChatFormat,
+    ) -> None:
+        if after.planned_parent is None:
+            kind = boundary.kind
+            must = kind in ("plain", "stripped", "parts") and not after.tools and proof.must_stitch
+            assert not must, f"{kind}, and yet not continued: {after.refusal}"
+            proof.branched[kind if kind in CHANGED else after.refusal or "engine renders"] += 1
+            return
+        assert boundary.kind not in CHANGED, f"{boundary.kind}, and yet continued"
+        parent = self.calls[after.planned_parent]
+        assert parent in before or _is_twin(parent, before[0], after), "another answer is continued"
+        text = format.prompt_ids(after.messages, after.tools, _kwargs(after))
+        _check_tail(parent, after, text, format)
+        proof.stitched[after.edge] += 1
+        proof.text_drifted += text[: _end(parent)] != _seen(parent)
+
+    def compare(self, proof: Proof, row: Sequence, again: np.ndarray) -> None:
+        """The logprobs of a row, re-scored."""
+        for index in row.path:
+            call = self.calls[index]
+            if "structured_output_masked" in call.flags:
+                proof.constrained += len(call.completion_ids)
+                continue
+            scored = again[len(call.prompt_ids) : _end(call)]
+            proof.rescored += len(scored)
+            same_sums = max(0, SAME_SUMS_TOKENS - len(call.prompt_ids))
+            proof.unequal += int((scored != call.logprobs)[:same_sums].sum())
+            far = np.abs(scored - call.logprobs).max(initial=0.0)
+            proof.furthest = max(proof.furthest, float(far))
+
+
+def _same(given: Given, answers: dict[tuple[bytes, int], list[Call]]) -> list[Call]:
+    """The calls that gave the agent this answer: several where equal requests were answered
+    equally."""
+    said = _said(given.message)
+    return [c for c in answers[given.digest, given.choice] if _said(c.message) == said]
+
+
+def _is_twin(call: Call, before: Call, after: Call) -> bool:
+    """Whether `call` answered the same request as `before`, and what the agent sent back reads as
+    its answer too: nobody can tell them apart then."""
+    replayed = after.messages[len(before.messages)]
+    (text, calls), (sent, sent_calls) = _said(call.message), _said(replayed)
+    return (
+        (call.messages, call.tools, call.agent) == (before.messages, before.tools, before.agent)
+        and "".join(sent.split()).startswith("".join(text.split()))
+        and calls == sent_calls
+    )
+
+
+def _said(message: Message) -> Any:
+    calls = [made["function"] for made in message.get("tool_calls") or []]
+    return text_of(message), [(made["name"], _loaded(made["arguments"])) for made in calls]
+
+
+def _loaded(arguments: str) -> Any:
+    """A tool call's arguments; those that are no object look like one in some dialects."""
+    with contextlib.suppress(ValueError):
+        loaded = json.loads(arguments)
+        if isinstance(loaded, dict):
+            return loaded
+    return {"arguments": arguments}
+
+
+def _check_tail(parent: Call, after: Call, text: list[int], format: ChatFormat) -> None:
+    """Behind the answer stands what the template writes there, encoded as it is in the whole."""
+    added = after.prompt_ids[_end(parent) :].tolist()
+    end = format.encode("<|im_end|>")[0]
+    if parent.completion_ids[-1] != end:
+        added = added[added.index(end) :]
+    assert text[-len(added) :] == added, "what stands behind the answer is not the template's"
+
+
+def _kwargs(call: Call) -> dict[str, Any]:
+    kwargs: dict[str, Any] = call.sampling.get("chat_template_kwargs") or {}
+    return kwargs
+
+
+def _seen(call: Call) -> list[int]:
+    return [*call.prompt_ids.tolist(), *call.completion_ids.tolist()]
+
+
+def _end(call: Call) -> int:
+    return len(call.prompt_ids) + len(call.completion_ids)
+
+
+def _extends(call: Call, parent: Call) -> bool:
+    return call.prompt_ids[: _end(parent)].tolist() == _seen(parent)
+
+
+def _why(refused: Exception) -> str:
+    status, body = refused.args
+    return f"{status} {body[:200]}"
+
+
+def _compare(echoes: list[Echo], calls: list[Call]) -> None:
+    """Every answer of the engine is one call, token by token; and it saw what it was sent."""
+    for echo in echoes:
+        assert echo.sent is None or echo.sent == echo.prompt_ids, "the engine saw something else"
+    said = Counter(map(_of_echo, echoes))
+    recorded = Counter(_of_call(call) for call in calls if call.finish_reason != "disconnect")
+    assert not recorded - said, "something was recorded that the engine never said"
+    left = said - recorded
+    for call in calls:  # of a stream that the agent left there may be more than was recorded
+        if call.finish_reason == "disconnect" and call.exact:
+            prompt, ids, logprobs = _of_call(call)
+            match = next(s for s in left if s[0] == prompt and s[1].startswith(ids))
+            assert match[2].startswith(logprobs)
+            left -= Counter([match])
+    # And where nothing had arrived yet, there may be whole answers.
+    hung_up = [c for c in calls if c.finish_reason == "disconnect"]
+    assert left.total() <= sum(c.sampling.get("n", 1) for c in hung_up), "something is not recorded"
+
+
+def _of_echo(echo: Echo) -> Sampled:
+    prompt, ids = (np.array(x, np.int32) for x in (echo.prompt_ids, echo.completion_ids))
+    return prompt.tobytes(), ids.tobytes(), np.array(echo.logprobs, np.float32).tobytes()
+
+
+def _of_call(call: Call) -> Sampled:
+    return call.prompt_ids.tobytes(), call.completion_ids.tobytes(), call.logprobs.tobytes()
+
+
+@asynccontextmanager
+async def bench(
+    server: VllmServer, *, mode: Mode = "auto", requests_at_once: int = 10_000
+) -> AsyncIterator[Bench]:
+    """A Bench before `server`, asked in `mode`."""
+    tokens = TokensConfig(tokenizer=server.model_folder)
+    with relay(server.root_url, at_once=requests_at_once) as (url, echoes):
+        config = OpenAIConfig(base_url=f"{url}/v1", model_name=server.model)
+        direct = OpenAIConfig(base_url=server.base_url, model_name=server.model)
+        async with (
+            OpenAIEngine(config) as engine,
+            OpenAIEngine(direct) as scorer,
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
+        ):
+            finder = UpstreamFinder(engine, wanted=mode)
+
+            async def find() -> Ways:
+                return ways_of(await finder.get(), tokens)
+
+            proxy = Proxy(engine, source=Source(engine, find=find, tokens=tokens))
+            async with serving(proxy.asgi()) as served:
+                format = ChatFormat.load(server.model_folder)
+                yield Bench(proxy, served, echoes, format, scorer, http)
