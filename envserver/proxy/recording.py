@@ -18,12 +18,13 @@ from ..records import Call, Dialect, Message, VersionSpan
 from ..tokens.invariants import LOGPROB_ROUNDING
 from ..tokens.prompts import PromptPlan
 from .exchange import Choice, Exchange
+from .source import VERSION_PLACE
 
 _INT32_MAX = 2**31 - 1
 _LEAST_LOGPROB = float(np.finfo(np.float32).min)
 _CALL_OPENERS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "<|python_tag|>", "<|tool_call>")
 """What engines leave in the text of a call that they could not parse."""
-_NUMBER_AT_END = re.compile(r"(\d{1,9})$")
+_NUMBER_AT_END = re.compile(r"(?<![\d.])(\d{1,9})$")
 
 
 class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +53,11 @@ class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
     prompt: PromptPlan
     flags: list[str]
 
+    @property
+    def is_named(self) -> bool:
+        """Whether the engine was asked for one version by its name, and no other may answer."""
+        return VERSION_PLACE in self.model
+
 
 def calls_of(exchange: Exchange, given: Circumstances, broken: str | None = None) -> list[Call]:
     """One Call per choice, in order of the choices; `index` is set when they are committed.
@@ -63,7 +69,7 @@ def calls_of(exchange: Exchange, given: Circumstances, broken: str | None = None
     shared = [*given.flags, *given.prompt.flags]
     if broken is None and not _count_agrees(exchange):
         shared.append("logprob_count_mismatch")
-    if "{version}" in given.model and exchange.model not in ("", given.asked_model):
+    if given.is_named and exchange.model not in ("", given.asked_model):
         shared.append("other_model_served")
     calls = [_call(exchange, choice, given, shared, broken) for choice in exchange.choices]
     if broken is not None:
@@ -152,12 +158,12 @@ def mark_replayed(calls: list[Call]) -> None:
 
 
 def _bracketed(size: int, given: Circumstances) -> list[VersionSpan]:
-    """One span: the version in the model's name, else that at the time of the exchange.
+    """One span: the version that was asked for, else that at the time of the exchange.
 
     Where the policy changed during the exchange it is the lower one: never newer than the truth.
     """
-    if "{version}" in given.model:
-        version = _number(given.asked_model)
+    if given.is_named:
+        version = max(0, given.first_version)
     else:
         version = min(given.first_version, given.last_version)
     return [VersionSpan(version, 0, size)] if size else []
@@ -171,7 +177,7 @@ def _told_versions(spans: list[Any] | None, size: int) -> list[VersionSpan] | No
         if not isinstance(span, dict):
             return None
         number, start, end = _number(span.get("version")), span.get("start"), span.get("end")
-        if number < 0 or start != at or not isinstance(end, int) or end < at:
+        if number < 0 or start != at or type(end) is not int or end < at:
             return None
         told.append(VersionSpan(number, at, end))
         at = end
@@ -180,15 +186,15 @@ def _told_versions(spans: list[Any] | None, size: int) -> list[VersionSpan] | No
 
 def _number(version: Any) -> int:
     """The whole number at the end of a version's name (`17`, `step-17`, `policy@17`), else -1."""
-    if isinstance(version, int) and not isinstance(version, bool):
-        return version
+    if type(version) is int:
+        return version if 0 <= version <= _INT32_MAX else -1
     found = _NUMBER_AT_END.search(version) if isinstance(version, str) else None
     return int(found[1]) if found else -1
 
 
 def _version_flags(spans: list[VersionSpan], given: Circumstances, told: bool) -> list[str]:
     versions = {span.version for span in spans}
-    changed = given.first_version != given.last_version and "{version}" not in given.model
+    changed = given.first_version != given.last_version and not given.is_named
     flags = []
     if len(versions) > 1 or (changed and not told):
         flags.append("mixed_versions")
