@@ -1,0 +1,212 @@
+"""Any order of any requests: the engine sees what was sent, byte for byte, and what it samples
+behind that is recorded once. It samples whatever hypothesis likes, seldom as a tokenizer would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from support.scripted_engine import UPSTREAM, Sample, Scripted
+from support.serving import attempt_spec
+from support.speaking import Chat, Message, events_of, text_of
+from support.talk import format_of
+from support.templates import tool
+
+from envserver.proxy import Proxy
+from envserver.proxy.source import Source
+from envserver.proxy.ways import Ways
+from envserver.tokens.builder import build
+from envserver.tokens.chat_format import ChatFormat
+from envserver.tokens.invariants import check
+
+_format = cache(format_of)
+PIECES = (
+    "Four",
+    " fo",
+    "ur",
+    "é",
+    "\n",
+    "  ",
+    "<|im_start|>",
+    "</code",
+    '{"a": 1}',
+    "calculate",
+    "x",
+)
+CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression":  "1+1"}}\n</tool_call>'
+
+texts = st.lists(st.sampled_from(PIECES), max_size=4).map("".join)
+agents = st.sampled_from([None, None, "helper"])
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> Sample:
+    """Ids that need not be those of any text: pieces encoded one by one, parts of letters."""
+    format: ChatFormat = _format("chatml")
+    pieces = draw(st.lists(st.sampled_from((*PIECES, CALL)), max_size=5))
+    ids = [id for piece in pieces for id in format.encode(piece)]
+    if draw(st.booleans()):
+        ids.insert(draw(st.integers(0, len(ids))), format.encode("é")[0])
+    end = draw(st.sampled_from(["own", "own", "limit", "string"])) if ids else "own"
+    return Sample(ids, end, draw(st.sampled_from(["", "", "\n", "co"])))
+
+
+class Agents(RuleBasedStateMachine):
+    """An attempt at whose proxy anything is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.Runner()
+        self.engine = Scripted(_format("chatml"))
+        ways = Ways(upstream=UPSTREAM, format=self.engine.format)
+
+        async def find() -> Ways:
+            return ways
+
+        self.proxy = Proxy(self.engine, source=Source(self.engine, find=find))
+        self.attempt = self.proxy.open(attempt_spec(seconds=3600.0, max_turns=10_000))
+        self.talks: list[tuple[str | None, list[Message]]] = [(None, [])]
+        self.asked: list[tuple[str | None, dict[str, Any]]] = []
+
+    def teardown(self) -> None:
+        self.loop.close()
+
+    @rule(
+        data=st.data(),
+        said=texts,
+        back=st.sampled_from(["plain", "stripped", "parts", "appended", "edited"]),
+        agent=agents,
+        given=st.lists(samples(), min_size=2, max_size=2),
+        more=st.fixed_dictionaries(
+            {},
+            optional={
+                "n": st.just(2),
+                "stream": st.just(True),
+                "stop": st.just(["</code>"]),
+                "tools": st.just([tool()]),
+                "chat_template_kwargs": st.just({"tone": 1}),
+            },
+        ),
+    )
+    def goes_on(
+        self,
+        data: st.DataObject,
+        said: str,
+        back: str,
+        agent: str | None,
+        given: list[Sample],
+        more: dict[str, Any],
+    ) -> None:
+        """A new turn of any talk so far, or a new talk."""
+        before, messages = data.draw(st.sampled_from(self.talks))
+        agent = agent if not messages or back == "edited" else before
+        if messages:
+            messages = [*messages[:-1], _sent_back(messages[-1], back)]
+        messages = [*messages, {"role": "user", "content": said}]
+        self.ask(agent, {"messages": messages, **more}, given)
+
+    @rule(data=st.data(), given=st.lists(samples(), min_size=2, max_size=2))
+    def asks_again(self, data: st.DataObject, given: list[Sample]) -> None:
+        """The very same request, which is a new one."""
+        if self.asked:
+            agent, body = data.draw(st.sampled_from(self.asked))
+            self.ask(agent, body, given)
+
+    @rule(data=st.data(), given=st.lists(samples(), min_size=2, max_size=2))
+    def tries_again(self, data: st.DataObject, given: list[Sample]) -> None:
+        """A request whose answer got lost: nothing is sampled, unless it was a stream."""
+        if self.asked:
+            agent, body = data.draw(st.sampled_from(self.asked))
+            before = len(self.attempt.calls)
+            self.ask(agent, body, given, retry=b"1")
+            streamed = body.get("stream") and not body.get("tools")
+            assert (len(self.attempt.calls) > before) == bool(streamed)
+
+    def ask(
+        self, agent: str | None, body: dict[str, Any], given: list[Sample], retry: bytes = b"0"
+    ) -> None:
+        """Asks, with what the engine then samples."""
+        self.asked.append((agent, body))
+        self.engine.script.clear()
+        self.engine.script.extend(given)
+        whole = self.loop.run(self._post(agent, body, retry))
+        self.talks += [(agent, [*body["messages"], m]) for m in Chat().answers(whole)]
+
+    async def _post(self, agent: str | None, body: dict[str, Any], retry: bytes) -> Any:
+        told: list[dict[str, Any]] = []
+        bodies = [{"type": "http.request", "body": json.dumps(body).encode()}]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": f"/r/{self.attempt.key}/v1/chat/completions",
+            "headers": [(b"x-agent", (agent or "").encode()), (b"x-stainless-retry-count", retry)],
+        }
+
+        async def receive() -> dict[str, Any]:
+            if bodies:
+                return bodies.pop()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def send(message: Any) -> None:
+            told.append(message)
+
+        await self.proxy.asgi()(scope, receive, send)
+        text = b"".join(message.get("body", b"") for message in told)
+        assert told[0]["status"] == 200, text
+        return Chat().joined(events_of(text)) if body.get("stream") else json.loads(text)
+
+    @invariant()
+    def the_engine_saw_what_was_recorded(self) -> None:
+        calls = self.attempt.calls
+        recorded = [(c.prompt_ids.tobytes(), c.completion_ids.tobytes()) for c in calls]
+        engine = zip(self.engine.saw, self.engine.said, strict=True)
+        assert Counter(recorded) == Counter((_bytes(saw), _bytes(said)) for saw, said in engine)
+
+    @invariant()
+    def what_is_continued_stands_in_the_prompt(self) -> None:
+        calls = self.attempt.calls
+        for call in calls:
+            assert not {"prompt_mismatch", "render_mismatch"} & {*call.flags}
+            if call.planned_parent is not None:
+                parent = calls[call.planned_parent]
+                seen = parent.prompt_ids.tobytes() + parent.completion_ids.tobytes()
+                assert call.prompt_ids.tobytes().startswith(seen)
+                assert call.agent == parent.agent
+
+    @invariant()
+    def rows_are_exact(self) -> None:
+        rows = build(self.attempt.calls)
+        check(self.attempt.calls, rows)
+
+
+def _bytes(ids: list[int]) -> bytes:
+    return np.array(ids, np.int32).tobytes()
+
+
+def _sent_back(answer: Message, how: str) -> Message:
+    text = text_of(answer)
+    if how == "stripped":
+        return {**answer, "content": text.strip()}
+    if how == "parts":
+        return {**answer, "content": [{"type": "text", "text": text}]}
+    if how == "appended":
+        return {**answer, "content": text + "</code>\nCalled."}
+    return {**answer, "content": "No: " + text} if how == "edited" else answer
+
+
+TestAgents = Agents.TestCase
+TestAgents.settings = settings(
+    max_examples=60,
+    stateful_step_count=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
