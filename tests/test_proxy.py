@@ -249,6 +249,36 @@ async def test_what_the_engine_leaves_out_is_flagged_and_not_exact(
         assert not attempt.calls[0].exact
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("told", [[], None])
+async def test_nothing_is_missing_where_nothing_was_sampled(
+    home: House, monkeypatch: pytest.MonkeyPatch, told: list[int] | None, streamed: bool
+) -> None:
+    nothing = {"finish_reason": "abort", "token_ids": told, "logprobs": None}
+    answer, chunks = home.fake.answer, home.fake.chunks
+
+    def empty_answer(body: Any) -> Any:
+        made = answer(body) | {"usage": {"completion_tokens": 0}}
+        made["choices"][0] |= nothing
+        return made
+
+    def empty_chunks(body: Any) -> Any:
+        *_, last, usage = chunks(body)
+        yield next(chunks(body))
+        last["choices"][0] |= nothing
+        yield last
+        yield usage | {"usage": {"completion_tokens": 0}}
+
+    monkeypatch.setattr(home.fake, "answer", empty_answer)
+    monkeypatch.setattr(home.fake, "chunks", empty_chunks)
+    attempt, client = home.open()
+    await chat(client, streamed)
+    (call,) = attempt.calls
+    assert call.exact
+    assert call.completion_ids.size == call.logprobs.size == 0
+    assert call.flags == ["finish_abort"]
+
+
 async def test_an_engine_without_token_ids_is_recorded_as_text(home: House) -> None:
     async with house(server_type="openai") as plain:
         attempt, client = plain.open()

@@ -147,6 +147,11 @@ Given = dict[int, Json]
 
 def may_be_exact(given: Given, count: Any) -> set[int]:
     """The choices whose calls may be called exact: a check of its own, not the proxy's."""
+    for choice in given.values():
+        if choice["ids"] is None and type(count) is int and count == 0:
+            choice["ids"] = []
+        if choice["ids"] == [] and choice["logprobs"] is None:
+            choice["logprobs"] = []
     counted = all(isinstance(choice["ids"], list) for choice in given.values())
     total = sum(len(choice["ids"] or ()) for choice in given.values()) if counted else None
     if total is not None and count not in (None, total):

@@ -87,7 +87,7 @@ def _call(
     plan = given.prompt
     echoed = exchange.prompt_ids if choice.prompt_ids is None else choice.prompt_ids
     prompt_ids = _ids(plan.ids if echoed is None else echoed)
-    ids, logprobs = _ids(choice.ids), _logprobs(choice.logprobs)
+    ids, logprobs = _sampled(exchange, choice)
     finish = broken or choice.finish_reason or ""
     size = 0 if ids is None else len(ids)
     told = _told_versions(choice.weight_versions, size)
@@ -134,6 +134,16 @@ def _call(
         seconds_to_first=given.seconds_to_first,
         flags=_distinct(flags),
     )
+
+
+def _sampled(
+    exchange: Exchange, choice: Choice
+) -> tuple[NDArray[np.int32] | None, NDArray[np.float32] | None]:
+    """Its ids and their logprobs. Where nothing was sampled, nothing is missing: vLLM says nothing
+    about a call that is aborted before its first token."""
+    ids = _ids([] if choice.ids is None and exchange.completion_tokens == 0 else choice.ids)
+    empty = ids is not None and not ids.size
+    return ids, _logprobs([] if choice.logprobs is None and empty else choice.logprobs)
 
 
 def mark_undelivered(calls: list[Call]) -> None:
