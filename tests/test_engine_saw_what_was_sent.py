@@ -8,12 +8,12 @@ import asyncio
 import json
 from collections import Counter
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.scripted_engine import UPSTREAM, Sample, Scripted
 from support.serving import attempt_spec
 from support.speaking import Chat, Message, events_of, text_of
@@ -44,7 +44,9 @@ PIECES = (
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression":  "1+1"}}\n</tool_call>'
 
 texts = st.lists(st.sampled_from(PIECES), max_size=4).map("".join)
-agents = st.sampled_from([None, None, "helper"])
+wishes = st.fixed_dictionaries(
+    {}, optional={"n": st.just(2), "stream": st.just(True), "stop": st.just(["</code>"])}
+)
 
 
 @st.composite
@@ -57,6 +59,17 @@ def samples(draw: st.DrawFn) -> Sample:
         ids.insert(draw(st.integers(0, len(ids))), format.encode("é")[0])
     end = draw(st.sampled_from(["own", "own", "limit", "string"])) if ids else "own"
     return Sample(ids, end, draw(st.sampled_from(["", "", "\n", "co"])))
+
+
+given = st.lists(samples(), min_size=2, max_size=2)
+
+
+class Talk(NamedTuple):
+    """`settings`: the fields of a request that hold for all its turns."""
+
+    agent: str | None
+    settings: dict[str, Any]
+    messages: list[Message]
 
 
 class Agents(RuleBasedStateMachine):
@@ -73,72 +86,88 @@ class Agents(RuleBasedStateMachine):
 
         self.proxy = Proxy(self.engine, source=Source(self.engine, find=find))
         self.attempt = self.proxy.open(attempt_spec(seconds=3600.0, max_turns=10_000))
-        self.talks: list[tuple[str | None, list[Message]]] = [(None, [])]
-        self.asked: list[tuple[str | None, dict[str, Any]]] = []
+        self.talks: list[Talk] = []
+        self.asked: list[tuple[Talk, dict[str, Any]]] = []
 
     def teardown(self) -> None:
         self.loop.close()
 
+    @precondition(lambda self: len(self.talks) < 3)
     @rule(
-        data=st.data(),
         said=texts,
-        back=st.sampled_from(["plain", "stripped", "parts", "appended", "edited"]),
-        agent=agents,
-        given=st.lists(samples(), min_size=2, max_size=2),
-        more=st.fixed_dictionaries(
+        agent=st.sampled_from([None, None, "helper"]),
+        settings=st.fixed_dictionaries(
             {},
             optional={
-                "n": st.just(2),
-                "stream": st.just(True),
-                "stop": st.just(["</code>"]),
                 "tools": st.just([tool()]),
                 "chat_template_kwargs": st.just({"tone": 1}),
             },
         ),
+        wishes=wishes,
+        given=given,
+    )
+    def begins(
+        self,
+        said: str,
+        agent: str | None,
+        settings: dict[str, Any],
+        wishes: dict[str, Any],
+        given: list[Sample],
+    ) -> None:
+        """A new talk."""
+        self.ask(Talk(agent, settings, [{"role": "user", "content": said}]), wishes, given)
+
+    @precondition(lambda self: self.talks)
+    @rule(
+        data=st.data(),
+        said=texts,
+        back=st.sampled_from(["plain", "plain", "stripped", "parts", "appended", "edited"]),
+        wishes=wishes,
+        given=given,
     )
     def goes_on(
         self,
         data: st.DataObject,
         said: str,
         back: str,
-        agent: str | None,
+        wishes: dict[str, Any],
         given: list[Sample],
-        more: dict[str, Any],
     ) -> None:
-        """A new turn of any talk so far, or a new talk."""
-        before, messages = data.draw(st.sampled_from(self.talks))
-        agent = agent if not messages or back == "edited" else before
-        if messages:
-            messages = [*messages[:-1], _sent_back(messages[-1], back)]
-        messages = [*messages, {"role": "user", "content": said}]
-        self.ask(agent, {"messages": messages, **more}, given)
+        """The next turn of a talk, or another one for the turn that was."""
+        talk = data.draw(st.sampled_from(self.talks[::-1]))
+        *messages, answer = talk.messages
+        question = {"role": "user", "content": said}
+        messages = [*messages, _sent_back(answer, back), question]
+        self.ask(talk._replace(messages=messages), wishes, given)
 
-    @rule(data=st.data(), given=st.lists(samples(), min_size=2, max_size=2))
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), given=given)
     def asks_again(self, data: st.DataObject, given: list[Sample]) -> None:
         """The very same request, which is a new one."""
-        if self.asked:
-            agent, body = data.draw(st.sampled_from(self.asked))
-            self.ask(agent, body, given)
+        self.ask(*data.draw(st.sampled_from(self.asked[::-1])), given)
 
-    @rule(data=st.data(), given=st.lists(samples(), min_size=2, max_size=2))
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), given=given)
     def tries_again(self, data: st.DataObject, given: list[Sample]) -> None:
         """A request whose answer got lost: nothing is sampled, unless it was a stream."""
-        if self.asked:
-            agent, body = data.draw(st.sampled_from(self.asked))
-            before = len(self.attempt.calls)
-            self.ask(agent, body, given, retry=b"1")
-            streamed = body.get("stream") and not body.get("tools")
-            assert (len(self.attempt.calls) > before) == bool(streamed)
+        talk, wishes = data.draw(st.sampled_from(self.asked[::-1]))
+        before = len(self.attempt.calls)
+        self.ask(talk, wishes, given, retry=b"1")
+        streamed = "stream" in wishes and "tools" not in talk.settings
+        assert (len(self.attempt.calls) > before) == streamed
 
     def ask(
-        self, agent: str | None, body: dict[str, Any], given: list[Sample], retry: bytes = b"0"
+        self, talk: Talk, wishes: dict[str, Any], given: list[Sample], retry: bytes = b"0"
     ) -> None:
         """Asks, with what the engine then samples."""
-        self.asked.append((agent, body))
+        self.asked.append((talk, wishes))
         self.engine.script.clear()
         self.engine.script.extend(given)
-        whole = self.loop.run(self._post(agent, body, retry))
-        self.talks += [(agent, [*body["messages"], m]) for m in Chat().answers(whole)]
+        body = {"messages": talk.messages, **talk.settings, **wishes}
+        whole = self.loop.run(self._post(talk.agent, body, retry))
+        self.talks += [
+            talk._replace(messages=[*talk.messages, message]) for message in Chat().answers(whole)
+        ]
 
     async def _post(self, agent: str | None, body: dict[str, Any], retry: bytes) -> Any:
         told: list[dict[str, Any]] = []
