@@ -212,6 +212,30 @@ async def test_a_request_that_cannot_be_recorded_is_refused(home: House, body: A
     assert (await home.post(attempt.key, "v1/chat/completions", {"messages": ASK}))[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("v1/chat/completions", '{"messages": [{"role": "user", "content": "hi"}], "stop": %s}'),
+        ("v1/completions", '{"prompt": "hi", "stop": %s}'),
+        ("v1/responses", '{"input": "hi", "metadata": {"deep": %s}}'),
+        (
+            "v1/messages",
+            '{"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}],'
+            ' "tools": [{"name": "add", "input_schema": {"deep": %s}}]}',
+        ),
+    ],
+)
+@pytest.mark.parametrize(("levels", "statuses"), [(90, {200, 400}), (120, {413}), (1000, {413})])
+async def test_a_body_that_nests_too_deep_is_refused(
+    home: House, path: str, body: str, levels: int, statuses: set[int]
+) -> None:
+    attempt, _ = home.open()
+    sent = (body % ("[" * levels + "]" * levels)).encode()
+    status, answer = await home.post(attempt.key, path, sent)
+    assert status in statuses
+    assert bool(answer.get("error")) == (status != 200)
+
+
 async def test_gzip_is_read_and_bounded_when_inflated(home: House) -> None:
     attempt, _ = home.open()
     path = "v1/chat/completions"

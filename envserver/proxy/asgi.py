@@ -21,6 +21,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+_MAX_NESTING = 100
+"""Levels of a body: it is written again, beside other things, and no writer goes to any depth."""
 _INFLATE_ON_LOOP_BYTES = 64 * 1024
 """Larger compressed bodies are inflated in a thread."""
 
@@ -102,6 +104,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
     Raises:
         InputError: it is none; says where.
+        TooLargeError: it nests deeper than anything that is meant.
     """
     try:
         parsed = orjson.loads(body)
@@ -109,7 +112,18 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise InputError(f"The body is no JSON: {error}.", place=f"byte {error.pos}") from None
     if not isinstance(parsed, dict):
         raise InputError("The body is no JSON object.", place="$")
+    if body.count(b"[") + body.count(b"{") > _MAX_NESTING and _is_deeper(parsed, _MAX_NESTING):
+        raise TooLargeError(f"The body nests deeper than {_MAX_NESTING} levels.")
     return parsed
+
+
+def _is_deeper(value: dict[str, Any] | list[Any], levels: int) -> bool:
+    if levels == 0:
+        return True
+    inner = value.values() if type(value) is dict else value
+    # Exact types: there are no others in JSON, and a prompt may have 100 000 ids.
+    nested = [each for each in inner if type(each) is dict or type(each) is list]
+    return any(_is_deeper(each, levels - 1) for each in nested)
 
 
 def _too_large(max_bytes: int) -> TooLargeError:
