@@ -245,7 +245,7 @@ async def test_a_deadline_while_the_engine_is_at_work_is_the_engines_failure(
     home: House, streamed: bool
 ) -> None:
     home.fake.held = asyncio.Event()
-    attempt, client = home.open(seconds=0.2)
+    attempt, client = home.open(seconds=1.0)
     with pytest.raises(openai.APIError):
         await chat(client, streamed)
     assert attempt.limit is None
