@@ -79,6 +79,21 @@ async def test_other_endpoints_are_not_offered_to_an_attempt(home: House) -> Non
     assert home.fake.requests == []
 
 
+async def test_refusals_have_the_form_of_the_api_that_was_meant(home: House) -> None:
+    attempt, _ = home.open()
+    for key in (attempt.key, "nonsense"):
+        for path in ("v1/messages/count_tokens", "a/planner/v1/messages/batches?beta=true"):
+            _, answer = await home.post(key, path, {})
+            assert (answer["type"], answer["error"]["type"]) == ("error", "not_found_error")
+        for path in ("v1/responses/resp_1", "v1/messagesx", "v1/embeddings", "x"):
+            _, answer = await home.post(key, path, {})
+            assert answer["error"]["code"] == "not_found"
+    _, answer = await home.get(attempt.key, "v1/messages")
+    assert answer["error"]["type"] == "invalid_request_error"
+    _, answer = await home.post(attempt.key, "v1/messages", {}, **{"x-api-key": "other"})
+    assert answer["error"]["type"] == "authentication_error"
+
+
 # The worker's routes
 
 

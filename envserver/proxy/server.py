@@ -37,7 +37,7 @@ from .asgi import (
     send_nothing,
 )
 from .attempts import Attempt, AttemptSpec
-from .dialects import APIS, Api, ChatApi
+from .dialects import APIS, Api
 from .gate import Gate
 from .guest import generate, pass_through
 from .request import ModelRequest
@@ -50,6 +50,8 @@ _HEALTH_SECONDS = 1.0
 _NO_RETRY = ((b"x-should-retry", b"false"),)
 _MAX_AGENT_NAME = 80
 _ASKING = {path.removeprefix("v1/") for path in APIS}
+
+_CHAT = APIS["v1/chat/completions"]
 
 _log = structlog.get_logger("envserver.proxy")
 
@@ -269,8 +271,9 @@ def _status(error: EnvserverError) -> int:
 
 
 def _api_of(path: str) -> Api:
-    """The dialect in whose form the client expects errors."""
-    return APIS.get(f"v1/{path.rpartition('/v1/')[2]}") or ChatApi()
+    """The dialect in whose form the client expects errors, also of what lies below its path."""
+    asked = f"v1/{path.rpartition('/v1/')[2]}/"
+    return next((api for known, api in APIS.items() if asked.startswith(f"{known}/")), _CHAT)
 
 
 def _check_bearer(scope: Scope, key: str) -> None:

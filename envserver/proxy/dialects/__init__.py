@@ -12,7 +12,7 @@ from .completions import CompletionsApi
 from .messages import MessagesApi
 from .responses import ResponsesApi
 
-__all__ = ["APIS", "Api", "ChatApi", "EventWriter", "Memory"]
+__all__ = ["APIS", "Api", "EventWriter", "Memory"]
 
 APIS: dict[str, Api] = {
     "v1/chat/completions": ChatApi(),
