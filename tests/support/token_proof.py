@@ -24,7 +24,7 @@ from envserver.models.upstream import UpstreamFinder
 from envserver.proxy import Attempt, Proxy
 from envserver.proxy.source import Source
 from envserver.proxy.ways import Ways, ways_of
-from envserver.records import Call, Sequence
+from envserver.records import Call, Sequence, VersionSpan
 from envserver.rollouts.rescoring import Rescorer
 from envserver.tokens.builder import build
 from envserver.tokens.chat_format import ChatFormat
@@ -369,9 +369,15 @@ def _compare(echoes: list[Echo], calls: list[Call]) -> None:
     """Every answer of the engine is one call, token by token; and it saw what it was sent."""
     for echo in echoes:
         assert echo.sent is None or echo.sent == echo.prompt_ids, "the engine saw something else"
-    said = Counter(map(_of_echo, echoes))
+    versions = defaultdict(list)
+    for echo in echoes:
+        versions[_of_echo(echo)].append(_versions(echo))
+    said = Counter({sampled: len(told) for sampled, told in versions.items()})
     recorded = Counter(_of_call(call) for call in calls if call.finish_reason != "disconnect")
     assert not recorded - said, "something was recorded that the engine never said"
+    for call in calls:
+        told = versions.get(_of_call(call), [])
+        assert call.versions in told or None in told or call.finish_reason == "disconnect"
     left = said - recorded
     for call in calls:  # of a stream that the agent left there may be more than was recorded
         if call.finish_reason == "disconnect" and call.exact:
@@ -382,6 +388,14 @@ def _compare(echoes: list[Echo], calls: list[Call]) -> None:
     # And where nothing had arrived yet, there may be whole answers.
     hung_up = [c for c in calls if c.finish_reason == "disconnect"]
     assert left.total() <= sum(c.sampling.get("n", 1) for c in hung_up), "something is not recorded"
+
+
+def _versions(echo: Echo) -> list[VersionSpan] | None:
+    """The versions that the engine told of; None where it told none, or none with a number."""
+    spans = [(span["version"].rpartition("-")[2], span) for span in echo.versions]
+    if not spans or not all(number.isdecimal() for number, _ in spans):
+        return None
+    return [VersionSpan(int(number), span["start"], span["end"]) for number, span in spans]
 
 
 def _of_echo(echo: Echo) -> Sampled:
