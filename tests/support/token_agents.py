@@ -332,7 +332,7 @@ class Agent:
             new = _behind(dice, messages[-1])
         if kind == "rewritten":
             first = next(n for n, message in enumerate(messages) if message["role"] == "user")
-            messages[first] = {"role": "user", "content": "Forget that."}
+            messages[first] = {"role": "user", "content": f"Forget that, says {name}."}
         if kind == "other_settings" and talk.tools:
             talk = replace(talk, tools=[*talk.tools, OTHER_TOOL])
         elif kind == "other_settings":
