@@ -400,21 +400,22 @@ async def test_an_engine_that_serves_another_version_than_asked_for_is_flagged(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_client_that_waits_for_tools_hears_that_work_goes_on(
-    home: House, monkeypatch: pytest.MonkeyPatch, fails: bool
+@pytest.mark.parametrize("tools", [[], TOOLS])
+async def test_a_client_that_waits_for_a_stream_hears_that_work_goes_on(
+    home: House, monkeypatch: pytest.MonkeyPatch, tools: list[Any], fails: bool
 ) -> None:
     monkeypatch.setattr("envserver.proxy.request.KEEP_ALIVE_SECONDS", 0.02)
-    home.fake.held = asyncio.Event()
-    home.fake.tool_calls = TOOL_CALLS
+    await home.proxy.gate.pause("keep", 1.0)
+    home.fake.tool_calls = TOOL_CALLS if tools else None
     attempt, _ = home.open()
-    body = {"model": "any", "messages": ASK, "tools": TOOLS, "stream": True}
+    body = {"model": "any", "messages": ASK, "tools": tools, "stream": True}
     url = f"{home.url}/r/{attempt.key}/v1/chat/completions"
     async with home.http.post(url, json=body) as answer:
         lines = [await answer.content.readuntil(b"\n\n") for _ in range(3)]
         assert set(lines) == {b": keep-alive\n\n"}
         if fails:
             home.proxy.seal(attempt)
-        home.fake.held.set()
+        home.proxy.gate.resume()
         rest = await answer.text()
     assert ("This attempt has ended." in rest) == fails
     assert rest.endswith("data: [DONE]\n\n") != fails

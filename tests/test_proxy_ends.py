@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
@@ -22,6 +23,7 @@ from support.proxy_house import (
 from support.serving import attempt_spec
 
 from envserver.config import OpenAIConfig
+from envserver.errors import ConfigError, Outcome
 from envserver.models.openai import OpenAIEngine
 from envserver.proxy import Proxy
 from envserver.proxy.source import Source
@@ -68,7 +70,7 @@ async def test_an_agent_that_leaves_before_the_engine_is_known_leaves_nothing(
 
     engine = OpenAIEngine(OpenAIConfig())
     proxy = Proxy(engine, source=Source(engine, find=find))
-    attempt, gone = proxy.open(attempt_spec()), asyncio.Event()
+    attempt, gone = proxy.open(attempt_spec(max_turns=1)), asyncio.Event()
     body = {"messages": ASK, "stream": streamed}
 
     async def send(message: Any) -> None:
@@ -79,6 +81,7 @@ async def test_an_agent_that_leaves_before_the_engine_is_known_leaves_nothing(
     gone.set()
     await asking
     assert attempt.calls == []
+    attempt.take_turn()  # the only one
 
 
 async def test_an_agent_that_leaves_a_stream_early_leaves_what_was_sampled(
@@ -137,6 +140,25 @@ async def test_a_client_that_hangs_up_while_it_is_answered_leaves_an_undelivered
     assert attempt.calls[0].flags == ["undelivered_completion"]
 
 
+async def test_an_answer_that_is_being_sent_at_the_end_stays_undelivered(home: House) -> None:
+    attempt, _ = home.open()
+    sending, sent = asyncio.Event(), asyncio.Event()
+
+    async def send(message: Any) -> None:
+        sending.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sent.wait()
+
+    asking = asyncio.create_task(asgi_post(home.proxy, attempt.key, {"messages": ASK}, send))
+    await sending.wait()
+    home.proxy.seal(attempt)
+    recorded = [(call.delivered, call.flags) for call in attempt.calls]
+    sent.set()
+    await asking
+    assert [(call.delivered, call.flags) for call in attempt.calls] == recorded
+    assert recorded == [("none", ["undelivered_completion"])]
+
+
 @pytest.mark.parametrize("fault", ["cut", "reset", "error_chunk"])
 async def test_an_engine_that_fails_within_a_stream_is_told_and_recorded(
     home: House, fault: str
@@ -150,6 +172,18 @@ async def test_an_engine_that_fails_within_a_stream_is_told_and_recorded(
     assert call.finish_reason == "error"
     assert call.flags == ["finish_abort", "undelivered_completion"]
     assert call.completion_ids.tolist() == ids_of("Hëllo.")[: len(call.completion_ids)]
+
+
+async def test_an_engine_that_comes_late_and_cannot_be_asked_is_no_doing_of_the_agent() -> None:
+    async def find() -> Ways:
+        raise ConfigError("openai.mode is tokens, but this engine cannot be asked so")
+
+    async with house(find=find) as home:
+        attempt, _ = home.open()
+        status, answer = await home.post(attempt.key, "v1/chat/completions", {"messages": ASK})
+        assert (status, answer["error"]["code"]) == (502, "engine_error")
+        assert attempt.engine_failure is not None
+        assert attempt.engine_failure.outcome is Outcome.RETRY
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -251,3 +285,21 @@ async def test_a_deadline_while_the_engine_is_at_work_is_the_engines_failure(
     assert attempt.limit is None
     assert attempt.engine_failure is not None
     assert attempt.engine_failure.kind == "engine_timeout"
+
+
+async def test_work_that_several_wait_for_ends_once_at_the_deadline(home: House) -> None:
+    home.fake.held = asyncio.Event()
+    attempt, _ = home.open(seconds=0.5)
+    path, key = "v1/chat/completions", {"idempotency-key": "k"}
+    asking = [
+        asyncio.create_task(home.post(attempt.key, path, {"messages": ASK}, **key))
+        for _ in range(3)
+    ]
+    await until(lambda: attempt.seconds_left < 0.04)
+    for request in asking:
+        request.cancel()
+    await until(lambda: attempt.engine_failures)
+    await asyncio.sleep(0.1)
+    assert attempt.engine_failures == 1
+    assert [call.finish_reason for call in attempt.calls] == ["disconnect"]
+    assert len(home.fake.requests) == 1

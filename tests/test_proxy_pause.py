@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from support.fake_vllm import ids_of
 from support.proxy_house import ASK, House, chat, house, until
 
 from envserver.records import VersionSpan
@@ -89,6 +90,41 @@ async def test_abort_asks_them_again_after_the_pause(home: House) -> None:
     assert call.versions[0].version == 2
     assert call.flags == []
     assert len(home.fake.requests) == 2
+
+
+async def test_an_end_that_was_held_back_is_not_told_when_the_stream_is_asked_for_again(
+    home: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, chunks = asyncio.Event(), home.fake.chunks
+
+    def ends_only(body: Any) -> Any:
+        *_, last, usage = chunks(body)
+        if not first.is_set():  # it ends at once: only its usage is missing when it is aborted
+            first.set()
+            yield last
+            yield usage | {"choices": []}
+        yield from chunks(body)
+
+    monkeypatch.setattr(home.fake, "chunks", ends_only)
+    home.fake.held = asyncio.Event()
+    attempt, client = home.open()
+    finishes = []
+
+    async def ask() -> None:
+        stream = await client.chat.completions.create(model="any", messages=ASK, stream=True)
+        finishes.extend([chunk.choices[0].finish_reason async for chunk in stream])
+
+    asking = asyncio.create_task(ask())
+    await until(lambda: home.fake.requests)
+    await asyncio.sleep(0.05)
+    assert await home.proxy.gate.pause("abort", 5.0)
+    home.fake.held.set()
+    home.proxy.gate.resume()
+    await asking
+    assert finishes[-1] == "stop"
+    assert finishes.count("stop") == 1
+    assert len(home.fake.requests) == 2
+    assert [call.completion_ids.tolist() for call in attempt.calls] == [ids_of("Hëllo.")]
 
 
 async def test_abort_breaks_off_a_stream_that_has_begun(home: House) -> None:

@@ -10,6 +10,7 @@ import pytest
 from support.fake_vllm import ids_of
 from support.proxy_house import ASK, TOOL_CALLS, TOOLS, House, chat, house, until
 
+from envserver.errors import EngineUnavailable
 from envserver.models.upstream import Upstream
 from envserver.proxy.ways import Ways
 
@@ -127,6 +128,104 @@ async def test_a_request_that_failed_is_made_anew_by_its_retry(home: House) -> N
     assert status == 502
     status, _ = await home.post(attempt.key, PATH, bodies(), **RETRY)
     assert (status, len(attempt.calls)) == (200, 1)
+
+
+async def test_what_fails_after_its_client_is_gone_is_made_anew_by_the_retry(home: House) -> None:
+    home.fake.held = asyncio.Event()
+    home.fake.omit = frozenset({"choices"})
+    attempt, _ = home.open(max_turns=1)
+    lost = asyncio.create_task(home.post(attempt.key, PATH, bodies()))
+    await until(lambda: home.fake.requests)
+    lost.cancel()
+    await asyncio.sleep(0.05)
+    home.fake.held.set()
+    await until(lambda: attempt.engine_failures)
+    home.fake.omit = frozenset()
+    status, _ = await home.post(attempt.key, PATH, bodies(), **RETRY)
+    assert (status, len(attempt.calls), attempt.engine_failure) == (200, 1, None)
+
+
+async def test_retries_that_wait_for_a_request_that_fails_are_one_new_request() -> None:
+    finds = 0
+
+    async def find() -> Ways:
+        nonlocal finds
+        finds += 1
+        await asyncio.sleep(0.1)
+        if finds == 1:
+            raise EngineUnavailable("down")
+        return Ways(upstream=Upstream(mode="chat", model="tiny"))
+
+    async with house(find=find) as home:
+        attempt, _ = home.open(max_turns=1)
+        once = asyncio.create_task(home.post(attempt.key, PATH, bodies()))
+        await asyncio.sleep(0.05)
+        again = [home.post(attempt.key, PATH, bodies(), **RETRY) for _ in range(3)]
+        answers = await asyncio.gather(*again)
+        assert (await once)[0] == 503
+        assert {status for status, _ in answers} == {200}
+        assert len(attempt.calls) == 1
+
+
+async def test_a_key_that_is_new_names_a_new_request_also_in_a_retry(home: House) -> None:
+    attempt, _ = home.open()
+    for key in ("first", "second"):
+        headers = {"idempotency-key": key, **RETRY}
+        assert (await home.post(attempt.key, PATH, bodies(), **headers))[0] == 200
+    await home.post(attempt.key, PATH, bodies(), **RETRY)
+    assert len(attempt.calls) == 3
+    assert not any(call.replayed for call in attempt.calls)
+
+
+async def test_of_equal_requests_a_retry_gets_the_answer_that_was_lost(home: House) -> None:
+    home.fake.held = asyncio.Event()
+    attempt, _ = home.open()
+    asking = [asyncio.create_task(home.post(attempt.key, PATH, bodies())) for _ in range(3)]
+    await until(lambda: len(home.fake.requests) == 3)
+    asking[1].cancel()
+    await asyncio.sleep(0.05)
+    home.fake.held.set()
+    await asyncio.gather(asking[0], asking[2])
+    await until(lambda: len(attempt.calls) == 3)
+    assert sorted(call.delivered for call in attempt.calls) == ["full", "full", "none"]
+    await home.post(attempt.key, PATH, bodies(), **RETRY)
+    assert [call.delivered for call in attempt.calls] == ["full"] * 3
+    assert sum(call.replayed for call in attempt.calls) == 1
+
+
+async def test_what_one_request_got_is_delivered_though_another_with_its_key_is_gone(
+    home: House,
+) -> None:
+    home.fake.held = asyncio.Event()
+    attempt, _ = home.open()
+    headers = {"idempotency-key": "hedged"}
+    asking = [
+        asyncio.create_task(home.post(attempt.key, PATH, bodies(), **headers)) for _ in range(2)
+    ]
+    await until(lambda: home.fake.requests)
+    await asyncio.sleep(0.05)
+    asking[0].cancel()
+    await asyncio.sleep(0.05)
+    home.fake.held.set()
+    assert (await asking[1])[0] == 200
+    (call,) = attempt.calls
+    assert (call.delivered, call.flags) == ("full", ["client_retry_replayed"])
+
+
+async def test_a_retry_that_waits_does_not_ask_for_an_attempt_that_has_ended() -> None:
+    async def find() -> Ways:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with house(find=find) as home:
+        attempt, _ = home.open()
+        once = asyncio.create_task(home.post(attempt.key, PATH, bodies()))
+        await asyncio.sleep(0.05)
+        again = asyncio.create_task(home.post(attempt.key, PATH, bodies(), **RETRY))
+        await asyncio.sleep(0.05)
+        home.proxy.seal(attempt)
+        assert [(await once)[0], (await again)[0]] == [409, 409]
+        assert home.fake.requests == []
 
 
 async def test_lost_work_ends_with_its_attempt(home: House) -> None:

@@ -223,8 +223,6 @@ class Interrupts:
             await self._timeout.__aexit__(kind, error, traceback)
         except TimeoutError:
             raise Interrupted(self._reason or "time") from None
-        if kind is None and self._reason is not None:
-            raise Interrupted(self._reason)
 
     def interrupt(self, reason: Reason) -> None:
         """End the block now; the first reason counts."""

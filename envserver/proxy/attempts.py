@@ -8,17 +8,29 @@ more than is left unreserved waits for what the others return.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from ..errors import ConflictError, EngineError, Failure, LimitReached, Outcome
+from ..errors import (
+    ConflictError,
+    EngineError,
+    EngineRefused,
+    EnvserverError,
+    Failure,
+    LimitReached,
+    Outcome,
+)
 from ..records import Call, PublicTask
 from ..tokens.history import History
 from .asgi import Interrupts
 from .retries import Retries
+
+_CONTEXT_IS_FULL = re.compile(r"context[ _]length|max_model_len|maximum model length", re.I)
+"""In the words in which vLLM, SGLang and OpenAI refuse a prompt that is too long."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -96,8 +108,11 @@ class Attempt:
         """Counts one turn.
 
         Raises:
+            ConflictError: the attempt is sealed.
             LimitReached: turns or time are used up.
         """
+        if self.sealed:
+            raise self.ended()
         self.check_time()
         if self._turns >= self.spec.limits.max_turns:
             raise self.reached("turns", f"All {self._turns} turns of this rollout are used up.")
@@ -149,7 +164,7 @@ class Attempt:
             ConflictError: the attempt is sealed; nothing was recorded.
         """
         if self.sealed:
-            raise ConflictError("This attempt has ended.")
+            raise self.ended()
         for call in calls:
             call.index = len(self.calls)
             self.calls.append(call)
@@ -158,15 +173,23 @@ class Attempt:
         """An exchange came to its end: failures before it are overcome."""
         self.engine_failure = None
 
-    def engine_failed(self, error: EngineError, *, recorded: bool) -> None:
-        """Notes a failure that the agent is told of.
+    def engine_failed(self, error: EngineError, *, recorded: bool) -> EnvserverError:
+        """Notes a failure of which the agent is told; in what words.
 
         A request of which nothing was recorded is no turn, unless it was itself at fault.
         """
+        if isinstance(error, EngineRefused) and _CONTEXT_IS_FULL.search(str(error)):
+            self.engine_answered()
+            return self.reached("context", str(error))
         self.engine_failure = error.failure()
         self.engine_failures += 1
         if not recorded and error.outcome is Outcome.RETRY:
-            self._turns -= 1
+            self.return_turn()
+        return error
+
+    def return_turn(self) -> None:
+        """The request that took it came to nothing."""
+        self._turns -= 1
 
     def working(self, interrupts: Interrupts) -> None:
         """`interrupts` is interrupted when the attempt is sealed."""
@@ -186,12 +209,22 @@ class Attempt:
             task.exception()  # told to whoever waits for it; there may be nobody
 
     def seal(self) -> None:
-        """Nothing is recorded any more; requests in flight and work without one end."""
+        """Nothing is recorded any more; requests in flight and work without one end.
+
+        What only further requests would need is let go: the record itself may be kept for long.
+        """
         self.sealed = True
         for task in self._held:
             task.cancel()
         for interrupts in self._in_flight:
             interrupts.interrupt("sealed")
+        self.retries.clear()
+        self.memory.clear()
+        self.history = None
+
+    def ended(self) -> ConflictError:
+        """What a request is told that comes, or is still there, after the end."""
+        return ConflictError("This attempt has ended.")
 
     def reached(self, limit: str, message: str) -> LimitReached:
         """Notes that `limit` ended the attempt; the error to tell the agent."""

@@ -62,19 +62,18 @@ class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
 def calls_of(exchange: Exchange, given: Circumstances, broken: str | None = None) -> list[Call]:
     """One Call per choice, in order of the choices; `index` is set when they are committed.
 
+    They are not delivered until `mark_delivered` says so.
+
     Args:
         broken: "disconnect" or "error" when the exchange ended before the engine's answer did: such
-            calls hold what had arrived, are not delivered, and lack nothing that was promised.
+            calls hold what had arrived, and lack nothing that was promised.
     """
     shared = [*given.flags, *given.prompt.flags]
     if broken is None and not _count_agrees(exchange):
         shared.append("logprob_count_mismatch")
     if given.is_named and exchange.model not in ("", given.asked_model):
         shared.append("other_model_served")
-    calls = [_call(exchange, choice, given, shared, broken) for choice in exchange.choices]
-    if broken is not None:
-        mark_undelivered(calls)
-    return calls
+    return [_call(exchange, choice, given, shared, broken) for choice in exchange.choices]
 
 
 def _call(
@@ -100,6 +99,7 @@ def _call(
     ]
     if plan.ids is not None and echoed is not None and echoed != plan.ids:
         flags.append("prompt_mismatch")
+    flags.append("undelivered_completion")
     return Call(
         index=-1,
         model=given.model,
@@ -122,6 +122,7 @@ def _call(
         choice=choice.index,
         stop_reason=choice.stop_reason,
         eot_sampled=finish in ("stop", "tool_calls") and not isinstance(choice.stop_reason, str),
+        delivered="none",
         dialect=given.dialect,
         streamed=given.streamed,
         body_digest=given.digest,
@@ -146,15 +147,8 @@ def _sampled(
     return ids, _logprobs([] if choice.logprobs is None and empty else choice.logprobs)
 
 
-def mark_undelivered(calls: list[Call]) -> None:
-    """The client was gone before it had the whole answer."""
-    for call in calls:
-        call.delivered = "none"
-        call.flags = _distinct([*call.flags, "undelivered_completion"])
-
-
 def mark_delivered(calls: list[Call]) -> None:
-    """The client has the whole answer, be it after a retry."""
+    """The client has the whole answer."""
     for call in calls:
         call.delivered = "full"
         call.flags = [flag for flag in call.flags if flag != "undelivered_completion"]

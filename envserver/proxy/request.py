@@ -10,16 +10,11 @@ record.
 from __future__ import annotations
 
 import asyncio
-import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
-from ..errors import (
-    ConflictError,
-    EngineError,
-    EngineRefused,
-    EngineTimeout,
-    EnvserverError,
-)
+from ..errors import EngineTimeout, EnvserverError
 from .asgi import (
     Interrupted,
     Interrupts,
@@ -31,9 +26,9 @@ from .asgi import (
     send_json,
     start_events,
 )
+from .ask import Ask
 from .attempts import Attempt
 from .dialects import Api, EventWriter
-from .recording import mark_replayed
 from .retries import Marks
 from .source import Source
 from .streaming import chunks_of
@@ -45,8 +40,6 @@ _KEEP_ALIVE = b": keep-alive\n\n"
 _SLOW_CLIENT_SECONDS = 5.0
 """How long after the deadline an agent may still take to read its answer."""
 _CLOCK_ERROR_SECONDS = 0.05
-_CONTEXT_IS_FULL = re.compile(r"context[ _]length|max_model_len|maximum model length", re.I)
-"""In the words in which vLLM, SGLang and OpenAI refuse a prompt that is too long."""
 
 
 class ModelRequest:
@@ -72,6 +65,7 @@ class ModelRequest:
         self._agent = agent
         self._receive = receive
         self._send = send
+        self._memory = attempt.memory.setdefault(api.name, {})
         self._begun = False
         self._writer: EventWriter | None = None
 
@@ -80,36 +74,31 @@ class ModelRequest:
         Raises:
             EnvserverError: to be told to the agent; nothing of an answer has left yet.
         """
-        memory = self._attempt.memory.setdefault(self._api.name, {})
-        ask = self._api.read(parse_object(body), memory)
+        ask = self._api.read(parse_object(body), self._memory)
         if ask.stream:
-            self._writer = self._api.writer(ask, memory)
-        earlier: Work | None = self._attempt.retries.find(marks)
-        if earlier is not None:
+            self._writer = self._api.writer(ask, self._memory)
+        retries = self._attempt.retries
+        while (earlier := retries.find(marks)) is not None:
             await earlier.begun.wait()
             if earlier.task is not None:
+                earlier.join()
                 await self._guarded(earlier, again=True)
                 return
         self._attempt.take_turn()
         work = Work(self._source, self._attempt, ask, self._agent, marks.digest)
-        self._attempt.retries.begin(marks, work)
-        try:
-            await self._guarded(work)
-        finally:
-            work.begun.set()
+        retries.begin(marks, work)
+        await self._guarded(work, again=False)
 
-    async def _guarded(self, work: Work, *, again: bool = False) -> None:
+    async def _guarded(self, work: Work, *, again: bool) -> None:
         """Answers with `work`; what ends it early is recorded and told."""
         try:
             await self._work(work, again=again)
         except Interrupted as interrupted:
             await self._interrupted(work, interrupted)
-        except EngineError as error:
-            self._attempt.retries.forget(work)
-            await self._engine_failed(work, error)
         except EnvserverError as error:
-            self._attempt.retries.forget(work)
             await self._fail(error)
+        finally:
+            work.leave()
 
     async def _work(self, work: Work, *, again: bool) -> None:
         seconds = self._attempt.seconds_left + _SLOW_CLIENT_SECONDS
@@ -117,49 +106,30 @@ class ModelRequest:
         self._attempt.working(interrupts)
         try:
             async with interrupts:
+                if not again:
+                    await work.begin()
                 if work.task is None:
-                    await work.prepare()
-                    if work.streams:
-                        work.begun.set()
-                        await self._relay(work, interrupts)
-                        return
-                    work.start()
-                    work.begun.set()
-                await self._whole(work, interrupts, again=again)
+                    await self._relay(work, interrupts)
+                else:
+                    answer = await self._waited_for(work.task)
+                    interrupts.last_words()
+                    await self._tell(work.ask, answer)
+                work.delivered(again=again)
         finally:
             self._attempt.done(interrupts)
 
-    async def _whole(self, work: Work, interrupts: Interrupts, *, again: bool) -> None:
-        work.join()
-        delivered = False
-        try:
-            answer = await self._waited_for(work)
-            interrupts.last_words()
-            await self._tell(work, answer)
-            delivered = True
-        finally:
-            work.leave(delivered=delivered)
-        if again:
-            mark_replayed(work.calls)
-
-    async def _waited_for(self, work: Work) -> dict[str, Any]:
-        task = work.task
-        assert task is not None
-        while not task.done():
-            await asyncio.wait({task}, timeout=KEEP_ALIVE_SECONDS if self._writer else None)
-            if not task.done():
-                await self._begin_events()
-                await send_events(self._send, _KEEP_ALIVE)
+    async def _waited_for(self, task: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
+        async with self._kept_alive():
+            await asyncio.wait({task})
         if task.cancelled():
-            raise ConflictError("This attempt has ended.")
+            raise self._attempt.ended()
         return task.result()
 
-    async def _tell(self, work: Work, answer: dict[str, Any]) -> None:
-        ask, writer = work.ask, self._writer
+    async def _tell(self, ask: Ask, answer: dict[str, Any]) -> None:
+        writer = self._writer
         if writer is None:
-            memory = self._attempt.memory[self._api.name]
             self._begun = True
-            await send_json(self._send, 200, self._api.whole(ask, answer, memory))
+            await send_json(self._send, 200, self._api.whole(ask, answer, self._memory))
             return
         await self._begin_events()
         events = [writer.begin(), *map(writer.chunk, chunks_of(answer, ask)), writer.end()]
@@ -182,7 +152,8 @@ class ModelRequest:
                 await self._begin_events()
                 await send_events(self._send, events)
 
-        await work.stream(emit)
+        async with self._kept_alive():
+            await work.stream(emit)
         await self._begin_events()
         interrupts.last_words()
         await end_events(self._send, b"".join(last) + writer.end())
@@ -192,47 +163,52 @@ class ModelRequest:
             self._begun = True
             await start_events(self._send)
 
+    @asynccontextmanager
+    async def _kept_alive(self) -> AsyncIterator[None]:
+        """Within it, a client that wants a stream hears something now and then."""
+        pulse = asyncio.create_task(self._pulse()) if self._writer else None
+        try:
+            yield
+        finally:
+            if pulse is not None:
+                pulse.cancel()
+
+    async def _pulse(self) -> None:
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_SECONDS)
+            await self._begin_events()
+            await send_events(self._send, _KEEP_ALIVE)
+
     async def _interrupted(self, work: Work, interrupted: Interrupted) -> None:
-        if interrupted.reason == "sealed":
-            work.cancel()
-            await self._fail(ConflictError("This attempt has ended."))
-        elif work.calls:
-            work.undelivered()
-        elif interrupted.reason == "gone":
+        if interrupted.reason == "gone":
             self._gone(work)
+            return
+        work.cancel()
+        if interrupted.reason == "sealed" or work.calls:
+            await self._fail(self._attempt.ended())
         else:
-            work.cancel()
-            await self._engine_failed(work, _too_slow())
+            await self._fail(work.failed(_too_slow()))
 
     def _gone(self, work: Work) -> None:
         """The agent hung up before the end: a whole answer is still waited for, a stream is not."""
+        if work.calls:
+            return
         late = self._attempt.seconds_left <= _CLOCK_ERROR_SECONDS
         if work.task is None or late:
             work.cancel()
             work.break_off("disconnect")
-            self._attempt.retries.forget(work)
         if late:
             # Whoever ran the agent ended it at the deadline, while the engine was at work.
-            self._attempt.engine_failed(_too_slow(), recorded=True)
-
-    async def _engine_failed(self, work: Work, error: EngineError) -> None:
-        streamed = self._begun and work.task is None
-        if streamed:
-            work.break_off("error")
-        if isinstance(error, EngineRefused) and _CONTEXT_IS_FULL.search(str(error)):
-            self._attempt.engine_answered()
-            await self._fail(self._attempt.reached("context", str(error)))
-            return
-        if not work.blamed:
-            work.blamed = True
-            self._attempt.engine_failed(error, recorded=streamed)
-        await self._fail(error)
+            work.failed(_too_slow())
+        elif work.task is None and not work.calls:
+            self._attempt.return_turn()
 
     async def _fail(self, error: EnvserverError) -> None:
         """Tells the agent of `error`: in the stream that has begun, else by raising it."""
         if not self._begun:
             raise error
-        await end_events(self._send, self._writer.fail(error) if self._writer else b"")
+        if self._writer is not None:
+            await end_events(self._send, self._writer.fail(error))
 
 
 def _too_slow() -> EngineTimeout:

@@ -8,16 +8,25 @@ that asks twice.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from hashlib import blake2b
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from ..errors import ConflictError
 from .asgi import Scope, header
 
-Work = TypeVar("Work")
-
 _REMEMBERED = 64
+
+
+class Answering(Protocol):
+    """What is done for a request."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Nobody waits for its answer, and nobody got it."""
+
+
+Work = TypeVar("Work", bound=Answering)
 
 
 def digest_of(path: str, agent: str | None, body: bytes) -> bytes:
@@ -40,39 +49,36 @@ class Marks:
 
 
 class Retries(Generic[Work]):
-    """The latest requests of one attempt, by what they said and by their key."""
+    """The latest requests of one attempt."""
 
     def __init__(self) -> None:
-        self._by_digest: OrderedDict[bytes, Work] = OrderedDict()
-        self._by_key: OrderedDict[str, tuple[bytes, Work]] = OrderedDict()
+        self._latest: deque[tuple[Marks, Work]] = deque(maxlen=_REMEMBERED)
 
     def find(self, marks: Marks) -> Work | None:
         """The work that this request asks for again, None if it is a new one.
 
+        A key names it. Without one, where an agent asked the same several times, it is the work
+        whose answer was lost.
+
         Raises:
             ConflictError: its key came before with another request.
         """
-        if marks.key:
-            digest, work = self._by_key.get(marks.key, (b"", None))
-            if work is not None and digest != marks.digest:
-                raise ConflictError("This Idempotency-Key came before with another request.")
-            if work is not None or not marks.is_retry:
-                return work
-        return self._by_digest.get(marks.digest) if marks.is_retry else None
+        if not (marks.key or marks.is_retry):
+            return None
+        known = [(known, work) for known, work in self._latest if known.key == marks.key]
+        same = [work for known, work in known if known.digest == marks.digest]
+        if marks.key and len(same) < len(known):
+            raise ConflictError("This Idempotency-Key came before with another request.")
+        return next((work for work in same if work.is_lost), same[-1] if same else None)
 
     def begin(self, marks: Marks, work: Work) -> None:
         """`work` is done for this request."""
-        self._by_digest[marks.digest] = work
-        self._by_digest.move_to_end(marks.digest)
-        if marks.key:
-            self._by_key[marks.key] = (marks.digest, work)
-        for remembered in (self._by_digest, self._by_key):
-            while len(remembered) > _REMEMBERED:
-                remembered.popitem(last=False)
+        self._latest.append((marks, work))
 
     def forget(self, work: Work) -> None:
-        """`work` came to nothing: a retry is a new request."""
-        for digest in [d for d, known in self._by_digest.items() if known is work]:
-            del self._by_digest[digest]
-        for key in [k for k, (_, known) in self._by_key.items() if known is work]:
-            del self._by_key[key]
+        """`work` came to nothing that could be given again: a retry is a new request."""
+        self._latest = deque((pair for pair in self._latest if pair[1] is not work), _REMEMBERED)
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._latest.clear()

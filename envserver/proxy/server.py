@@ -16,7 +16,6 @@ from typing import Any
 import structlog
 
 from ..errors import (
-    ConflictError,
     EnvserverError,
     InputError,
     LimitReached,
@@ -161,7 +160,7 @@ class Proxy:
             self._forget()
             if key in self._sealed:
                 self._late(self._sealed[key], path)
-                raise ConflictError("This attempt has ended.")
+                raise self._sealed[key].ended()
             raise NotFoundError("There is nothing under this address.")
         if attempt is None:
             # Environments of others have a setting for the address, and often a key of their own.

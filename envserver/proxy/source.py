@@ -88,14 +88,15 @@ class Ready:
 
     async def remember(self, attempt: Attempt, calls: list[Call], prompt: PromptPlan) -> None:
         """From now on later calls may continue `calls`, which are recorded."""
-        if attempt.history is None or self._format is None or prompt.text is None:
+        history = attempt.history
+        if history is None or self._format is None or prompt.text is None:
             return
         for call in calls:
             same = None
             if prompt.ids is None and len(prompt.text) > _LONG_TEXT:
                 same = await asyncio.to_thread(same_prompt, self._format, prompt, call.prompt_ids)
             was_trusted = self._format.trusted
-            attempt.history.add(call, prompt, same=same)
+            history.add(call, prompt, same=same)
             if was_trusted and not self._format.trusted:
                 _log.warning("render_mismatch", reason=self._format.distrusted)
 

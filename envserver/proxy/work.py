@@ -10,9 +10,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
-from ..errors import EngineGarbage, EngineUnavailable
+from ..errors import (
+    ConfigError,
+    EngineError,
+    EngineGarbage,
+    EngineUnavailable,
+    EnvserverError,
+)
 from ..records import Call
 from ..tokens.prompts import PromptPlan
 from .ask import Ask
@@ -20,7 +27,7 @@ from .attempts import Attempt, Grant
 from .body import EngineBody, engine_body
 from .exchange import Choice, Exchange, exchange_of
 from .gate import Aborted
-from .recording import Circumstances, calls_of, mark_delivered, mark_undelivered
+from .recording import Circumstances, calls_of, mark_delivered, mark_replayed
 from .source import Ready, Source
 from .streaming import Collector, clean_answer, clean_chunk, is_last
 
@@ -40,8 +47,6 @@ class Work:
     ) -> None:
         self.ask = ask
         self.calls: list[Call] = []
-        self.blamed = False
-        """Whether the attempt knows of its failure."""
         self.begun = asyncio.Event()
         """Set once it is known whether there will be a whole answer that others can join."""
         self._source = source
@@ -56,17 +61,36 @@ class Work:
         self._ready: Ready
         self._collector: Collector | None = None
         self._task: asyncio.Task[dict[str, Any]] | None = None
-        self._listeners = 0
         self._asked = False
+        self._failure: EnvserverError | None = None
+        self._waiting = 1
+        self._delivered = False
 
-    async def prepare(self) -> None:
-        """Finds out how the engine is asked, and plans the prompt. Comes first.
+    async def begin(self) -> None:
+        """Finds out how the engine is asked, plans the prompt, and starts `task`, if any.
 
         Raises:
             EngineError: the engine does not answer.
         """
+        try:
+            await self._prepare()
+            if not self._can_stream():
+                self._task = asyncio.create_task(self._run())
+                self._attempt.hold(self._task)
+        except EngineError as error:
+            raise self.failed(error) from None
+        finally:
+            if self._task is None:
+                self._attempt.retries.forget(self)
+            self.begun.set()
+
+    async def _prepare(self) -> None:
         ask, spec = self.ask, self._attempt.spec
-        self._ready = await self._source.ready()
+        try:
+            self._ready = await self._source.ready()
+        except ConfigError as error:
+            # Told when the server starts, unless its engine came later. No agent can do anything.
+            raise EngineError(error.message, hint=error.hint) from None
         self._body = engine_body(
             ask,
             model=spec.model,
@@ -76,8 +100,7 @@ class Work:
         )
         self._prompt = self._ready.plan(self._attempt, ask, self._body.body, self._agent)
 
-    @property
-    def streams(self) -> bool:
+    def _can_stream(self) -> bool:
         """Whether the answer can truly be streamed (what is parsed from a stream, such as a tool
         call, may differ from what is parsed from the whole)."""
         ask = self.ask
@@ -85,65 +108,75 @@ class Work:
             ask.stream and not ask.tools and self._ready.streams(ask, self._body.body, self._prompt)
         )
 
-    # A whole answer, in a task
+    # Those who wait
 
-    def start(self) -> asyncio.Task[dict[str, Any]]:
-        """Begins to work for a whole answer: the chat form, with what the agent may see."""
-        self._task = asyncio.create_task(self._whole())
-        self._attempt.hold(self._task)
-        return self._task
+    def join(self) -> None:
+        """One more request waits for the answer."""
+        self._waiting += 1
+
+    def leave(self) -> None:
+        """A request, be it the first, waits no more."""
+        self._waiting -= 1
+
+    def delivered(self, *, again: bool) -> None:
+        """A request has the whole answer; `again`: it was a retry."""
+        if not self._attempt.sealed:  # what was recorded is final then, and may be in use
+            self._delivered = True
+            mark_delivered(self.calls)
+            if again:
+                mark_replayed(self.calls)
+
+    @property
+    def is_lost(self) -> bool:
+        """Nobody waits for the answer, and nobody got it."""
+        return not (self._waiting or self._delivered)
+
+    # A whole answer, in a task
 
     @property
     def task(self) -> asyncio.Task[dict[str, Any]] | None:
-        """None for a stream."""
+        """Of a whole answer in the chat form, with what the agent may see; None for a stream."""
         return self._task
-
-    def join(self) -> None:
-        """A request waits for the answer."""
-        self._listeners += 1
-
-    def leave(self, *, delivered: bool) -> None:
-        """It waits no more; `delivered`: since it got the answer."""
-        self._listeners -= 1
-        if delivered:
-            mark_delivered(self.calls)
-        elif not self._listeners:
-            mark_undelivered(self.calls)
-
-    def undelivered(self) -> None:
-        """The agent left between the recording and the end of its answer."""
-        if not self._listeners:
-            mark_undelivered(self.calls)
 
     def cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
+    async def _run(self) -> dict[str, Any]:
+        try:
+            return await self._whole()
+        except BaseException as error:
+            self._attempt.retries.forget(self)
+            if isinstance(error, EngineError):
+                raise self.failed(error) from None
+            raise
+        finally:
+            # The work is remembered for retries, and ids as a list take ten times their size.
+            self._prompt = PromptPlan()
+
     async def _whole(self) -> dict[str, Any]:
-        ask = self.ask
         with await self._reserved() as grant:
             self._body.with_max_tokens(grant.max_tokens)
-            while True:
-                try:
-                    async with self._source.gate.passing():
-                        self._begin_sampling()
-                        answer = await self._ready.whole(
-                            ask,
-                            self._body.body,
-                            self._prompt,
-                            rollout_id=self._rollout_id,
-                            timeout_seconds=self._seconds_left,
-                        )
-                    break
-                except Aborted:
-                    continue
+            answer = await self._sampled()
             exchange = exchange_of(answer)
-            clean_answer(answer, ask)
-            self._commit(grant, exchange)
+            grant.spent = exchange.tokens()
+            clean_answer(answer, self.ask)
+            self._commit(exchange)
             await self._ready.remember(self._attempt, self.calls, self._prompt)
-        if not self._listeners:
-            mark_undelivered(self.calls)
         return answer
+
+    async def _sampled(self) -> dict[str, Any]:
+        while True:
+            with suppress(Aborted):
+                async with self._source.gate.passing():
+                    self._begin_sampling()
+                    return await self._ready.whole(
+                        self.ask,
+                        self._body.body,
+                        self._prompt,
+                        rollout_id=self._rollout_id,
+                        timeout_seconds=self._seconds_left,
+                    )
 
     # A true stream
 
@@ -152,32 +185,34 @@ class Work:
         only after the recording.
 
         Raises:
-            EngineError: it broke off; `break_off` records what there is.
+            EngineError: it broke off; what there is was recorded.
         """
-        ends: list[dict[str, Any]] = []
         with await self._reserved() as grant:
             self._body.with_max_tokens(grant.max_tokens)
             try:
-                await self._relay(emit, ends)
+                ends = await self._relay(emit)
                 exchange = self._collected()
                 if not exchange.choices:
                     raise EngineGarbage("The engine's stream holds no choices.")
-            except BaseException:
+            except EngineError as error:
+                raise self.failed(error) from None
+            finally:
                 grant.spent = self._collected().tokens()
-                raise
-            self._commit(grant, exchange)
+            self._commit(exchange)
             await self._ready.remember(self._attempt, self.calls, self._prompt)
         for chunk in ends:
             await emit(chunk)
 
-    async def _relay(self, emit: Emit, ends: list[dict[str, Any]]) -> None:
+    async def _relay(self, emit: Emit) -> list[dict[str, Any]]:
+        """The chunks that are held back."""
         while True:
             self._collector = Collector(self.ask)
+            ends: list[dict[str, Any]] = []
             try:
                 async with self._source.gate.passing():
                     self._begin_sampling()
                     await self._relay_once(self._collector, emit, ends)
-                return
+                return ends
             except Aborted:
                 if self._first_at is not None:
                     raise EngineUnavailable("The engine was paused within its stream.") from None
@@ -210,6 +245,18 @@ class Work:
 
     # Recording
 
+    def failed(self, error: EngineError) -> EnvserverError:
+        """Notes that the engine failed, once, and records what was given of a stream.
+
+        Returns:
+            What the agent is to be told.
+        """
+        if self._failure is None:
+            if self._first_at is not None:
+                self.break_off("error")
+            self._failure = self._attempt.engine_failed(error, recorded=bool(self.calls))
+        return self._failure
+
     def break_off(self, how: str) -> None:
         """Records what there is of an exchange that ended too early, by "disconnect" or "error":
         nothing where the engine had not been asked yet.
@@ -219,13 +266,14 @@ class Work:
         exchange = self._collected()
         if not exchange.choices:
             exchange.choices = [Choice(index=0, message={"role": "assistant", "content": ""})]
-        self._attempt.commit(calls_of(exchange, self._circumstances(), how))
+        self._record(calls_of(exchange, self._circumstances(), how))
 
-    def _commit(self, grant: Grant, exchange: Exchange) -> None:
-        grant.spent = exchange.tokens()
-        calls = calls_of(exchange, self._circumstances())
-        self._attempt.commit(calls)
+    def _commit(self, exchange: Exchange) -> None:
+        self._record(calls_of(exchange, self._circumstances()))
         self._attempt.engine_answered()
+
+    def _record(self, calls: list[Call]) -> None:
+        self._attempt.commit(calls)
         self.calls = calls
 
     def _circumstances(self) -> Circumstances:

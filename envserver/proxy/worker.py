@@ -102,7 +102,7 @@ def take_log(attempt: Attempt, body: bytes) -> None:
         InputError, TooLargeError: it is no such line.
     """
     if attempt.sealed:
-        raise ConflictError("This attempt has ended.")
+        raise attempt.ended()
     if len(body) > _MAX_LOG_BYTES:
         raise TooLargeError(f"A log line is over {_MAX_LOG_BYTES} bytes.")
     try:
