@@ -320,3 +320,15 @@ def test_an_engine_that_gives_only_text_gives_conversations(tmp_path: Path) -> N
         assert all(messages[-1]["role"] == "assistant" for messages in group["messages"])
     assert refused.returncode == 2
     assert "not fit for RL" in refused.stderr
+
+
+def test_a_flag_that_does_not_exist_leaves_an_old_file_alone(tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").write_text("old\n")
+    ran = envserver(
+        "process", "--env", "math", "--model", "sim", "--overwrite", "--tokens.drop", "mixed_version",
+        "--env.data_path_to_save_groups", "out.jsonl",
+        folder=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 2
+    assert "There is no flag 'mixed_version'. Did you mean 'mixed_versions'?" in ran.stderr
+    assert (tmp_path / "out.jsonl").read_text() == "old\n"

@@ -18,7 +18,7 @@ from ..rollouts.events import Event
 from ..rollouts.group import Machinery
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import tickets
-from ..tokens.flags import FLAGS, chosen
+from ..tokens.flags import FLAGS, Actions, chosen
 from .command_line import program, read_command_line
 from .engines import SIMULATED
 from .logs import configure_logs
@@ -68,6 +68,7 @@ async def process(
     """
     if settings.resume and settings.overwrite:
         raise ConfigError("--resume and --overwrite exclude each other.")
+    actions = chosen(settings.tokens.train, settings.tokens.mask, settings.tokens.drop)
     config = settings.env
     output = config.data_path_to_save_groups or Path("data") / f"{environment.name}.jsonl"
     async with open_sink(
@@ -95,6 +96,7 @@ async def process(
                 reference,
                 observer=observe,
                 need_engine=True,
+                actions=actions,
                 need_exact=False,
                 drop_zero_variance=bool(config.ensure_scores_are_not_same),
             ) as parts:
@@ -102,11 +104,12 @@ async def process(
                 with view:
                     stopped = await _run(parts, sink, config.total_steps, view)
         finally:
-            show_result(console, view.tally, sink, failures, settings)
+            show_result(console, view.tally, sink, failures, settings, actions)
         if stopped:
             console.print("Stopped early; the same command with --resume goes on.")
         elif view.tally.groups:
-            show_suggestions(console, reference, settings, sink.path)
+            exact = "missing_token_ids" not in view.tally.flags
+            show_suggestions(console, reference, settings, sink.path, exact=exact)
     return 130 if stopped else 0
 
 
@@ -125,7 +128,12 @@ async def _run(
 
 
 def show_result(
-    console: Console, tally: Tally, sink: JsonlSink, failures: FailuresFile, settings: Settings
+    console: Console,
+    tally: Tally,
+    sink: JsonlSink,
+    failures: FailuresFile,
+    settings: Settings,
+    actions: Actions,
 ) -> None:
     """What came out and where it lies."""
     if tally.first_groups:
@@ -144,26 +152,32 @@ def show_result(
         say(f"{counted(count, 'failed attempt')}: {kind} ({words})")
     if failures.lines:
         say(f"Why: {failures.path}")
-    actions = chosen(settings.tokens.train, settings.tokens.mask, settings.tokens.drop)
     for flag, count in sorted(tally.flags.items()):
         meaning = f" ({FLAGS[flag].meaning})" if flag in FLAGS else ""
         say(f"{counted(count, 'rollout')} flagged, {_DONE[actions.of(flag)]}: {flag}{meaning}")
 
 
-def show_suggestions(console: Console, reference: str, settings: Settings, path: Path) -> None:
+def show_suggestions(
+    console: Console, reference: str, settings: Settings, path: Path, *, exact: bool
+) -> None:
     """What to try next."""
     console.print("Try next:")
-    for command in suggestions(reference, settings, path):
+    for command in suggestions(reference, settings, path, exact=exact):
         console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
 
 
-def suggestions(reference: str, settings: Settings, path: Path) -> Iterator[str]:
-    """Commands that go on from here, as they can be typed."""
+def suggestions(reference: str, settings: Settings, path: Path, *, exact: bool) -> Iterator[str]:
+    """Commands that go on from here, as they can be typed.
+
+    Args:
+        exact: the engine gave token ids.
+    """
     yield f"head -c 600 {quote(os.fspath(path))}"
     envserver, environment = program(), f"--env {quote(reference)}"
     if settings.model != SIMULATED:
-        if settings.openai.server_type == "vllm":
+        if exact:
             urls = quote(",".join(settings.openai.base_urls))
+            yield f"{envserver} verify {quote(os.fspath(path))} --openai.base_url {urls}"
             yield f"{envserver} serve {environment} --openai.base_url {urls}   # for a trainer"
         return
     replaced = "" if settings.env.data_path_to_save_groups else " --overwrite"

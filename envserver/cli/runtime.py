@@ -18,7 +18,7 @@ from ..rollouts.events import Observer
 from ..rollouts.group import Machinery
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.scoring import ScorerPool
-from ..tokens.flags import chosen
+from ..tokens.flags import Actions
 from ..workers.local import LocalPool
 from .engines import look_at, make_engine, make_source
 from .progress import counted
@@ -32,12 +32,14 @@ async def machinery(
     *,
     observer: Observer,
     need_engine: bool,
+    actions: Actions,
     need_exact: bool,
     drop_zero_variance: bool,
 ) -> AsyncIterator[Machinery]:
     """Everything that running rollouts needs, started; all of it is ended on the way out.
 
     Args:
+        actions: what is done about each flag of a call or a trajectory.
         need_engine: whether the engine must answer now, or may come later (its name must then be
             set).
 
@@ -82,7 +84,7 @@ async def machinery(
             model=model,
             sampling=settings.sampling,
             rollouts=settings.rollouts,
-            actions=chosen(settings.tokens.train, settings.tokens.mask, settings.tokens.drop),
+            actions=actions,
             keep_calls=settings.tokens.keep_calls,
             need_exact=need_exact,
             drop_zero_variance=drop_zero_variance,

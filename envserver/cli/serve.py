@@ -22,6 +22,7 @@ from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import id_prefix, tickets
 from ..store import Store, open_store
 from ..store.sink import StoreSink
+from ..tokens.flags import chosen
 from .command_line import read_command_line
 from .logs import configure_logs
 from .loop import run_loop
@@ -61,6 +62,7 @@ async def serve(
     Raises:
         ConfigError, StoreError, EngineError: see the parts.
     """
+    actions = chosen(settings.tokens.train, settings.tokens.mask, settings.tokens.drop)
     tally = Tally()
 
     def observe(event: Event) -> None:
@@ -85,6 +87,7 @@ async def serve(
             reference,
             observer=observe,
             need_engine=False,
+            actions=actions,
             need_exact=True,
             drop_zero_variance=environment.config.ensure_scores_are_not_same is not False,
         ) as parts,

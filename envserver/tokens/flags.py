@@ -7,6 +7,7 @@ but are not trained. `drop`: the rollout is not delivered. A run overrides singl
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
@@ -77,8 +78,9 @@ class Actions:
         self._overrides = dict(overrides or {})
         for flag in self._overrides:
             if flag not in FLAGS:
-                known = ", ".join(sorted(FLAGS))
-                raise ConfigError(f"There is no flag {flag!r}.", hint=f"Known: {known}.")
+                near = difflib.get_close_matches(flag, FLAGS, n=1)
+                hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(FLAGS)}."
+                raise ConfigError(f"There is no flag {flag!r}.", hint=hint)
 
     def of(self, flag: str) -> Action:
         """The action of `flag`; an unknown one is dropped, since nothing is known about it."""
