@@ -325,7 +325,8 @@ def test_an_engine_that_gives_only_text_gives_conversations(tmp_path: Path) -> N
 def test_a_flag_that_does_not_exist_leaves_an_old_file_alone(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text("old\n")
     ran = envserver(
-        "process", "--env", "math", "--model", "sim", "--overwrite", "--tokens.drop", "mixed_version",
+        "process", "--env", "math", "--model", "sim", "--overwrite",
+        "--tokens.drop", "mixed_version",
         "--env.data_path_to_save_groups", "out.jsonl",
         folder=tmp_path,
     )  # fmt: skip
