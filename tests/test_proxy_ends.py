@@ -23,8 +23,9 @@ from support.proxy_house import (
 from support.serving import attempt_spec
 
 from envserver.config import OpenAIConfig
-from envserver.errors import ConfigError, Outcome
+from envserver.errors import ConfigError, EngineUnavailable, Outcome
 from envserver.models.openai import OpenAIEngine
+from envserver.models.upstream import Upstream
 from envserver.proxy import Proxy
 from envserver.proxy.source import Source
 from envserver.proxy.ways import Ways
@@ -172,6 +173,33 @@ async def test_an_engine_that_fails_within_a_stream_is_told_and_recorded(
     assert call.finish_reason == "error"
     assert call.flags == ["finish_abort", "undelivered_completion"]
     assert call.completion_ids.tolist() == ids_of("Hëllo.")[: len(call.completion_ids)]
+
+
+async def test_calls_find_out_together_how_a_late_engine_is_asked() -> None:
+    finds: list[asyncio.Event] = []
+
+    async def find() -> Ways:
+        finds.append(asyncio.Event())
+        await finds[-1].wait()
+        if len(finds) == 1:
+            raise EngineUnavailable("down")
+        return Ways(upstream=Upstream(mode="chat", model="tiny"))
+
+    async with house(find=find) as home:
+        attempt, _ = home.open(max_turns=4)
+        path = "v1/chat/completions"
+        for statuses in ([503] * 3, [200] * 3):
+            asking = [
+                asyncio.create_task(home.post(attempt.key, path, {"messages": ASK}))
+                for _ in range(4)
+            ]
+            await asyncio.sleep(0.1)
+            asking[0].cancel()  # it came first
+            await asyncio.sleep(0.05)
+            finds[-1].set()
+            assert [(await request)[0] for request in asking[1:]] == statuses
+        assert len(finds) == 2
+        assert len(attempt.calls) == 3
 
 
 async def test_an_engine_that_comes_late_and_cannot_be_asked_is_no_doing_of_the_agent() -> None:

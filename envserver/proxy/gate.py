@@ -34,7 +34,6 @@ class Gate:
         self._empty = asyncio.Event()
         self._empty.set()
         self._waiting = 0
-        self._in_flight: InFlight = "drain"
 
     @property
     def paused(self) -> bool:
@@ -57,7 +56,6 @@ class Gate:
             Whether no call is left at the engine ("keep": there may be some, and it is True).
         """
         self._open.clear()
-        self._in_flight = in_flight
         if in_flight == "keep":
             return True
         if in_flight == "abort":

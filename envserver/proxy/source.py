@@ -162,22 +162,32 @@ class Source:
         self._find = find
         self._tokens = tokens or TokensConfig()
         self._ready = None if find else Ready(engine, None, self._tokens)
-        self._finding = asyncio.Lock()
+        self._finding: asyncio.Task[Ready] | None = None
 
     async def ready(self) -> Ready:
-        """The engine, its ways known.
+        """The engine, its ways known; requests at the same time find them out together.
 
         Raises:
             EngineError: it does not answer; the next call tries again.
             ConfigError: it cannot be asked as it was to be.
         """
-        if self._ready is None:
-            async with self._finding:
-                if self._ready is None and self._find is not None:
-                    ways = await self._find()
-                    self._ready = Ready(self._engine, ways, self._tokens)
-        assert self._ready is not None
+        if self._ready is not None:
+            return self._ready
+        if self._finding is None:
+            self._finding = asyncio.create_task(self._found())
+            self._finding.add_done_callback(self._forget)
+        # One that gives up does not end it for the others.
+        return await asyncio.shield(self._finding)
+
+    async def _found(self) -> Ready:
+        ways = await self._find() if self._find else None
+        self._ready = Ready(self._engine, ways, self._tokens)
         return self._ready
+
+    def _forget(self, finding: asyncio.Task[Ready]) -> None:
+        self._finding = None
+        if not finding.cancelled():
+            finding.exception()  # told to whoever waited; there may be nobody
 
     def described(self) -> dict[str, Any]:
         """How the engine is asked, for people; empty until it answered once."""
