@@ -159,9 +159,10 @@ async def test_sampling_is_the_runs_and_the_protocol_is_the_agents(home: House) 
         seed=3,
         frequency_penalty=1.5,
         max_tokens=20,
-        extra_body={"top_k": 1, "min_p": 0.5, "custom": 1},
+        extra_body={"top_k": 1, "min_p": 0.5, "watermarking": True, "custom": 1},
     )
     sent = home.fake.requests[0]
+    assert "watermarking" not in sent
     assert (sent["model"], sent["temperature"], sent["top_p"]) == ("tiny", 0.5, 0.9)
     assert (sent["stop"], sent["seed"], sent["custom"], sent["max_tokens"]) == (["x"], 3, 1, 20)
     assert (sent["top_k"], sent["min_p"], sent["frequency_penalty"]) == (-1, 0.0, 0.0)
@@ -177,6 +178,7 @@ async def test_sampling_is_the_runs_and_the_protocol_is_the_agents(home: House) 
         {"tools": TOOLS, "tool_choice": "required"},
         {"logit_bias": {"5": 1}},
         {"extra_body": {"structured_outputs": {"choice": ["a", "b"]}}},
+        {"extra_body": {"thinking_token_budget": 16}},
     ],
 )
 async def test_constrained_sampling_is_flagged(home: House, more: dict[str, Any]) -> None:

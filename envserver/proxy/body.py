@@ -21,7 +21,15 @@ _SAMPLERS_OFF: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-_OTHER_SAMPLERS = ("typical_p", "tfs", "top_a", "mirostat", "length_penalty", "dry_multiplier")
+_OTHER_SAMPLERS = (
+    "typical_p",
+    "tfs",
+    "top_a",
+    "mirostat",
+    "length_penalty",
+    "dry_multiplier",
+    "watermarking",
+)
 _CONSTRAINTS = (
     "structured_outputs",
     "guided_json",
@@ -32,6 +40,8 @@ _CONSTRAINTS = (
     "bad_words",
     "allowed_token_ids",
     "min_tokens",
+    "thinking_token_budget",
+    "logits_processors",
 )
 """They mask the distribution; the recorded logprobs are then not those of the model alone."""
 _SAMPLING = (
@@ -112,16 +122,14 @@ def engine_body(
         body["prompt"] = ask.prompt
         if exact:
             body.setdefault("logprobs", 0)
-    return EngineBody(
-        body=body, tokens_field=ask.tokens_field, flags=_flags(body, sampling, processed)
-    )
+    return EngineBody(body=body, tokens_field=ask.tokens_field, flags=_flags(body, processed))
 
 
-def _flags(body: dict[str, Any], sampling: dict[str, Any], processed: bool) -> list[str]:
+def _flags(body: dict[str, Any], processed: bool) -> list[str]:
     flags = []
-    if sampling.get("temperature", 1.0) != 1.0 and not processed:
+    if body.get("temperature", 1.0) != 1.0 and not processed:
         flags.append("temperature_not_one")
-    if sampling.get("top_p", 1.0) != 1.0 and not processed:
+    if body.get("top_p", 1.0) != 1.0 and not processed:
         flags.append("top_p_active")
     if _is_constrained(body):
         flags.append("structured_output_masked")
