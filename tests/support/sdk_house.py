@@ -63,11 +63,14 @@ class Exchange(msgspec.Struct):
 class Seat:
     """One attempt, and what asks for it. Clients check what they get against their types."""
 
-    def __init__(self, attempt: Attempt, url: str, exchanges: list[Exchange]) -> None:
+    def __init__(
+        self, attempt: Attempt, url: str, exchanges: list[Exchange], run: Callable[..., Any]
+    ) -> None:
         self.attempt = attempt
         self.url = f"{url}/r/{attempt.key}"
         self.model = attempt.spec.model
         self._exchanges = exchanges
+        self._run = run
 
     @property
     def openai(self) -> openai.OpenAI:
@@ -110,7 +113,9 @@ class Seat:
 
     @property
     def calls(self) -> list[Call]:
-        return self.attempt.calls
+        # As the proxy's own thread sees them, once it knows that it has sent the last byte.
+        calls: list[Call] = self._run(_called(list, self.attempt.calls))
+        return calls
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -196,7 +201,8 @@ class SdkHouse:
         spec = msgspec.structs.replace(
             attempt_spec(**limits), rollout_id=rollout_id, model=self._model
         )
-        seat = Seat(self._run(_called(self._proxy.open, spec)), self._url, self._exchanges)
+        attempt = self._run(_called(self._proxy.open, spec))
+        seat = Seat(attempt, self._url, self._exchanges, self._run)
         yield seat
         self._run(_called(self._proxy.seal, seat.attempt))
         seat.assert_answers_tell_only_what_was_asked()
