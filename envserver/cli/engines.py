@@ -10,7 +10,7 @@ import structlog
 from ..config import Settings
 from ..errors import ConfigError, EngineError
 from ..models.engine import Engine
-from ..models.upstream import UpstreamFinder
+from ..models.upstream import probe
 from ..proxy.source import VERSION_PLACE, Source
 from ..proxy.ways import Ways, ways_of
 from ..rollouts.group import Demonstrator
@@ -51,9 +51,9 @@ def make_source(settings: Settings, engine: Engine) -> Source:
 
     async def find() -> Ways:
         name = await engine.model_name()
-        model = None if VERSION_PLACE not in name else await _any_model(engine)
-        finder = UpstreamFinder(engine, wanted=settings.openai.mode, model=model)
-        ways = await asyncio.to_thread(ways_of, await finder.get(), settings.tokens)
+        model = await _any_model(engine) if VERSION_PLACE in name else name
+        upstream = await probe(engine, wanted=settings.openai.mode, model=model)
+        ways = await asyncio.to_thread(ways_of, upstream, settings.tokens)
         _say(ways)
         return ways
 
