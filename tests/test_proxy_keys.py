@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -64,11 +66,24 @@ async def test_after_a_seal_nothing_is_answered_or_recorded(home: House) -> None
     await until(lambda: home.fake.aborted == 2)
     with pytest.raises(openai.ConflictError):
         await chat(client)
+    assert attempt.late_calls == 1
     assert (await home.get(attempt.key, "rollout"))[0] == 409
     home.now = 61.0
     with pytest.raises(openai.NotFoundError):
         await chat(client)
     assert attempt.calls == []
+
+
+async def test_an_attempt_that_has_ended_is_let_go_and_still_refused(home: House) -> None:
+    attempt, client = home.open()
+    await chat(client, messages=ASK)
+    key, record = attempt.key, weakref.ref(attempt)
+    home.proxy.seal(attempt)
+    del attempt
+    gc.collect()
+    assert record() is None
+    status, answer = await home.post(key, "v1/chat/completions", {"messages": ASK})
+    assert (status, answer["error"]["code"]) == (409, "conflict")
 
 
 async def test_other_endpoints_are_not_offered_to_an_attempt(home: House) -> None:

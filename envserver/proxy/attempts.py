@@ -112,7 +112,7 @@ class Attempt:
             LimitReached: turns or time are used up.
         """
         if self.sealed:
-            raise self.ended()
+            raise ended()
         self.check_time()
         if self._turns >= self.spec.limits.max_turns:
             raise self.reached("turns", f"All {self._turns} turns of this rollout are used up.")
@@ -164,7 +164,7 @@ class Attempt:
             ConflictError: the attempt is sealed; nothing was recorded.
         """
         if self.sealed:
-            raise self.ended()
+            raise ended()
         for call in calls:
             call.index = len(self.calls)
             self.calls.append(call)
@@ -222,10 +222,6 @@ class Attempt:
         self.memory.clear()
         self.history = None
 
-    def ended(self) -> ConflictError:
-        """What a request is told that comes, or is still there, after the end."""
-        return ConflictError("This attempt has ended.")
-
     def reached(self, limit: str, message: str) -> LimitReached:
         """Notes that `limit` ended the attempt; the error to tell the agent."""
         self.limit = limit
@@ -250,3 +246,8 @@ class Grant:
 
     def __exit__(self, *exc: object) -> None:
         self._attempt.settle(self._reserved, self.spent)
+
+
+def ended() -> ConflictError:
+    """What a request is told that comes, or is still there, after the end of its attempt."""
+    return ConflictError("This attempt has ended.")

@@ -27,7 +27,7 @@ from .asgi import (
     start_events,
 )
 from .ask import Ask
-from .attempts import Attempt
+from .attempts import Attempt, ended
 from .dialects import Api, EventWriter
 from .retries import Marks
 from .source import Source
@@ -122,7 +122,7 @@ class ModelRequest:
         async with self._kept_alive():
             await asyncio.wait({task})
         if task.cancelled():
-            raise self._attempt.ended()
+            raise ended()
         return task.result()
 
     async def _tell(self, ask: Ask, answer: dict[str, Any]) -> None:
@@ -185,7 +185,7 @@ class ModelRequest:
             return
         work.cancel()
         if interrupted.reason == "sealed" or work.calls:
-            await self._fail(self._attempt.ended())
+            await self._fail(ended())
         else:
             await self._fail(work.failed(_too_slow()))
 

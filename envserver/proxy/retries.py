@@ -2,8 +2,8 @@
 
 A client that lost an answer sends the same request again. Where it says so (`Idempotency-Key`, or
 `x-stainless-retry-count` as the official SDKs send it) it is joined to the first request's work, in
-flight or done. Equal requests that are not marked are new samples: that is what an agent wants
-that asks twice.
+flight or done; a true stream is not told twice, and is sampled anew. Equal requests that are not
+marked are new samples: that is what an agent wants that asks twice.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +36,7 @@ from .asgi import (
     send_json,
     send_nothing,
 )
-from .attempts import Attempt, AttemptSpec
+from .attempts import Attempt, AttemptSpec, ended
 from .dialects import APIS, Api
 from .gate import Gate
 from .guest import generate, pass_through
@@ -87,7 +88,8 @@ class Proxy:
         self._clock = clock
         self._attempts: dict[str, Attempt] = {}
         self._guests: set[str] = set()
-        self._sealed: dict[str, Attempt] = {}
+        # Its record is large, and whoever ran it holds it as long as it is needed.
+        self._sealed: dict[str, weakref.ref[Attempt]] = {}
         self._sealed_at: deque[tuple[float, str]] = deque()
         self._health = (-_HEALTH_SECONDS, False)
 
@@ -119,7 +121,7 @@ class Proxy:
         """Ends an attempt: requests in flight end, later ones get 409 (after a minute 404)."""
         attempt.seal()
         if self._attempts.pop(attempt.key, None) is not None:
-            self._sealed[attempt.key] = attempt
+            self._sealed[attempt.key] = weakref.ref(attempt)
             self._sealed_at.append((self._clock(), attempt.key))
         self._forget()
 
@@ -159,8 +161,8 @@ class Proxy:
         if attempt is None and key not in self._guests:
             self._forget()
             if key in self._sealed:
-                self._late(self._sealed[key], path)
-                raise self._sealed[key].ended()
+                self._late(self._sealed[key](), path)
+                raise ended()
             raise NotFoundError("There is nothing under this address.")
         if attempt is None:
             # Environments of others have a setting for the address, and often a key of their own.
@@ -218,9 +220,9 @@ class Proxy:
         request = ModelRequest(self._source, attempt, APIS[path], agent, receive, send)
         await request.answer(body, marks)
 
-    def _late(self, attempt: Attempt, path: str) -> None:
-        """Notes a model call that came after the end of its attempt."""
-        if path.rpartition("v1/")[2] in _ASKING:
+    def _late(self, attempt: Attempt | None, path: str) -> None:
+        """Notes a model call that came after the end of its attempt; None: that is long over."""
+        if attempt is not None and path.rpartition("v1/")[2] in _ASKING:
             attempt.late_calls += 1
             _log.warning("call_after_seal", rollout_id=attempt.spec.rollout_id, path=path[:80])
 

@@ -23,7 +23,7 @@ from ..errors import (
     WorkerGarbage,
     by_kind,
 )
-from .attempts import Attempt
+from .attempts import Attempt, ended
 
 _MAX_LOG_BYTES = 64 * 1024
 _MAX_MESSAGE = 4000
@@ -102,7 +102,7 @@ def take_log(attempt: Attempt, body: bytes) -> None:
         InputError, TooLargeError: it is no such line.
     """
     if attempt.sealed:
-        raise attempt.ended()
+        raise ended()
     if len(body) > _MAX_LOG_BYTES:
         raise TooLargeError(f"A log line is over {_MAX_LOG_BYTES} bytes.")
     try:
