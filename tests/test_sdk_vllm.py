@@ -166,7 +166,7 @@ def test_openai_completions_that_tokenise_themselves(engine: Engine, streamed: b
             choices = [a.choices[0] for a in (answer if streamed else [answer]) if a.choices]
             assert seat.calls[-1].prompt_ids.tolist() == ids
             sampled = [token for choice in choices for token in choice.token_ids or []]
-            assert len(sampled) == 9
+            assert sampled == seat.calls[-1].completion_ids.tolist() != []
             ids = [*ids, *sampled, 43]
 
 

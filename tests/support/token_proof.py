@@ -68,6 +68,7 @@ class Proof:
     rollouts: int = 0
     calls: int = 0
     dialects: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     stitched: Counter[str] = field(default_factory=Counter)
     branched: Counter[str] = field(default_factory=Counter)
@@ -89,6 +90,7 @@ class Proof:
         stitched = self.stitched.total()
         lines = [
             ("rollouts, calls", f"{self.rollouts:,}, {self.calls:,} ({_counts(self.dialects)})"),
+            ("  their answers end by", _counts(self.ends)),
             ("boundaries", f"{stitched + self.branched.total():,}"),
             ("  stitched", f"{stitched:,} ({_counts(self.stitched)})"),
             ("  branched", f"{self.branched.total():,} ({_counts(self.branched)})"),
@@ -236,6 +238,8 @@ class Record:
                 call, calls[call.planned_parent]
             )
             proof.dialects[call.dialect] += 1
+            by_string = isinstance(call.stop_reason, str)
+            proof.ends["stop string" if by_string else call.finish_reason] += 1
         self._check_boundaries(proof, format)
         proof.rollouts += 1
         proof.calls += len(calls)
@@ -281,9 +285,9 @@ class Record:
         assert boundary.kind not in CHANGED, f"{boundary.kind}, and yet continued"
         parent = self.calls[after.planned_parent]
         assert parent in before or _is_twin(parent, before[0], after), "another answer is continued"
-        text = format.prompt_ids(after.messages, after.tools, _kwargs(after))
-        _check_tail(parent, after, text, format)
+        _check_tail(parent, after, format)
         proof.stitched[after.edge] += 1
+        text = format.prompt_ids(after.messages, after.tools, _kwargs(after))
         proof.text_drifted += text[: _end(parent)] != _seen(parent)
 
     def compare(self, proof: Proof, row: Sequence, again: np.ndarray) -> None:
@@ -334,13 +338,21 @@ def _loaded(arguments: str) -> Any:
     return {"arguments": arguments}
 
 
-def _check_tail(parent: Call, after: Call, text: list[int], format: ChatFormat) -> None:
-    """Behind the answer stands what the template writes there, encoded as it is in the whole."""
-    added = after.prompt_ids[_end(parent) :].tolist()
+def _check_tail(parent: Call, after: Call, format: ChatFormat) -> None:
+    """Behind the answer stands what the template writes there, encoded as it is in the whole.
+
+    It writes <|im_end|> and the end of the line, and then all that follows the answer.
+    """
+    at, kwargs = len(parent.messages), _kwargs(after)
+    whole = format.prompt_text(after.messages, after.tools, kwargs)
+    until = format.render(after.messages[: at + 1], after.tools, kwargs, generation_prompt=False)
+    assert whole.startswith(until) and until.endswith("<|im_end|>\n")
     end = format.encode("<|im_end|>")[0]
+    added = after.prompt_ids[_end(parent) :].tolist()
     if parent.completion_ids[-1] != end:
-        added = added[added.index(end) :]
-    assert text[-len(added) :] == added, "what stands behind the answer is not the template's"
+        added = added[added.index(end) + 1 :]
+    behind = format.encode("\n" + whole[len(until) :])
+    assert added == behind, "what stands behind the answer is not the template's"
 
 
 def _kwargs(call: Call) -> dict[str, Any]:
