@@ -145,6 +145,8 @@ def _content(message: Message, role: str, parts: bool) -> str | list[dict[str, A
             raise Refused("unusual_message")
         content = []
     elif isinstance(content, str):
+        if (not parts or role == "tool") and not content.startswith(_BILLING):
+            return content
         content = [{"type": "text", "text": content}]
     elif not isinstance(content, list):
         raise Refused("unusual_message")
@@ -242,6 +244,8 @@ def _one_system(messages: list[Message]) -> list[Message]:
 
 
 def _without(value: dict[str, Any], *names: str) -> dict[str, Any]:
+    if value.keys() <= {*names}:
+        return {}
     return {name: item for name, item in value.items() if name not in names}
 
 

@@ -25,6 +25,8 @@ from ..records import Message
 
 _LONGEST_REPEAT = 10_000_000
 """Characters or items that one `*` in a template may make."""
+_OF_DICTS = frozenset(dir(dict))
+_TO_JSON = json.JSONEncoder(ensure_ascii=False)
 
 
 class ChatTemplate:
@@ -108,6 +110,12 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
 
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        # What jinja does for `message.role`, without failing to find such an attribute first.
+        if type(obj) is dict and attribute not in _OF_DICTS:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" and (abs(left) > _LONGEST_REPEAT or abs(right) > 64):
             raise jinja2.TemplateRuntimeError("a power in it is too large")
@@ -126,6 +134,8 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes what HTML would misread; a model is no browser."""
+    if not (ensure_ascii or indent or separators or sort_keys):
+        return _TO_JSON.encode(value)
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
