@@ -167,6 +167,20 @@ async def in_time(deadline: float, work: Awaitable[T]) -> T:
         return await work
 
 
+@contextmanager
+def read_by(deadline: float, response: aiohttp.ClientResponse) -> Iterator[None]:
+    """From the loop's time `deadline` on, reading the body within raises TimeoutError.
+
+    One timer for a whole stream, which may have thousands of reads.
+    """
+    loop = asyncio.get_running_loop()
+    timer = loop.call_at(deadline, response.content.set_exception, TimeoutError())
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def watchful_socket(address: tuple[Any, ...]) -> socket.socket:
     """A socket for `address` (an entry of getaddrinfo) that notices when its peer is gone.
 

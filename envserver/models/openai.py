@@ -24,7 +24,7 @@ from yarl import URL
 
 from ..config import OpenAIConfig
 from ..errors import ConfigError, EngineError, EngineGarbage, EngineTimeout
-from .connections import Connections, TryAgain, in_time, typed, whole
+from .connections import Connections, TryAgain, in_time, read_by, typed, whole
 from .decoding import Decoder, first_model
 from .engine import ReplicaHealth
 from .replicas import Replica, Replicas, Visit
@@ -200,17 +200,17 @@ class OpenAIEngine:
         """
         parser = SseParser()
         ended = False
-        while not ended:
-            with typed(replica):
-                data = await in_time(deadline, response.content.readany())
-            ended = not data
-            for text in parser.feed(data) if data else parser.close():
-                event = text.strip()
-                if event == b"[DONE]":
-                    await _drain(response)
-                    return
-                if event:
-                    yield self._decoder.decode(event)
+        with read_by(deadline, response), typed(replica):
+            while not ended:
+                data = await response.content.readany()
+                ended = not data
+                for text in parser.feed(data) if data else parser.close():
+                    event = text.strip()
+                    if event == b"[DONE]":
+                        await _drain(response)
+                        return
+                    if event:
+                        yield self._decoder.decode(event)
         raise TryAgain(EngineGarbage("The engine's stream ended before its [DONE]."))
 
     async def _handed_out(

@@ -10,18 +10,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from .ask import Ask
-from .exchange import Choice, Exchange, completion_tokens_of, logprobs_of
+from .exchange import Choice, Exchange, completion_tokens_of, list_or_none, logprobs_of
 from .shape import check_chunk
 
 _REASONING = ("reasoning", "reasoning_content")
-_TEXTS = ("content", "refusal", *_REASONING)
+_ANSWER = ("content", "refusal")
+_TEXTS = (*_ANSWER, *_REASONING)
 
 
 class Collector:
     """Puts the chunks of one stream together again. Chunks are those of the engine, uncleaned."""
 
     def __init__(self, ask: Ask) -> None:
-        self._wants_reasoning = ask.wants_reasoning
+        self._wanted = _TEXTS if ask.wants_reasoning else _ANSWER
         self._choices: dict[int, Choice] = {}
         self._texts: dict[int, dict[str, list[str]]] = {}
         self._prompt_ids: list[Any] | None = None
@@ -39,7 +40,8 @@ class Collector:
         count = completion_tokens_of(chunk)
         if count is not None:
             self._completion_tokens = count
-        self._take_prompt(chunk)
+        if self._prompt_ids is None:
+            self._prompt_ids = list_or_none(chunk.get("prompt_token_ids"))
         for part in _choices(chunk):
             self._add_choice(part)
 
@@ -50,7 +52,7 @@ class Collector:
             choice.message = {
                 "role": "assistant",
                 "content": "".join(texts.get("content", ())),
-                **{k: "".join(v) for k, v in texts.items() if k != "content" and any(v)},
+                **{name: "".join(parts) for name, parts in texts.items() if name != "content"},
             }
         return Exchange(
             choices=[self._choices[index] for index in sorted(self._choices)],
@@ -59,22 +61,17 @@ class Collector:
             model=self._model,
         )
 
-    def _take_prompt(self, holder: dict[str, Any]) -> None:
-        ids = holder.get("prompt_token_ids")
-        if isinstance(ids, list) and self._prompt_ids is None:
-            self._prompt_ids = ids
-
     def _add_choice(self, part: dict[str, Any]) -> None:
         index = part.get("index", 0)
-        choice = self._choices.setdefault(index, Choice(index=index, message={}))
-        texts = self._texts.setdefault(index, {})
-        for name in _TEXTS:
-            text = part["delta"].get(name)
-            if text is not None and (self._wants_reasoning or name not in _REASONING):
-                texts.setdefault(name, []).append(text)
-        prompt_ids = part.get("prompt_token_ids")
-        if isinstance(prompt_ids, list) and choice.prompt_ids is None:
-            choice.prompt_ids = prompt_ids
+        choice = self._choices.get(index)
+        if choice is None:
+            choice = self._choices[index] = Choice(index=index, message={})
+            self._texts[index] = {}
+        for name, text in part["delta"].items():
+            if text and name in self._wanted:
+                self._texts[index].setdefault(name, []).append(text)
+        if choice.prompt_ids is None:
+            choice.prompt_ids = list_or_none(part.get("prompt_token_ids"))
         ids = part.get("token_ids")
         if isinstance(ids, list):
             choice.ids = _extended(choice.ids, ids)
@@ -116,13 +113,13 @@ def clean_chunk(chunk: dict[str, Any], ask: Ask) -> bool:
     else:
         chunk.pop("usage", None)
     parts = _choices(chunk)
+    says = ask.wants_logprobs or ask.wants_token_ids
     for part in parts:
         _clean_choice(part, ask)
         if not ask.wants_reasoning:
             _drop_reasoning(part["delta"])
-    if not parts:
-        return ask.wants_usage
-    return ask.wants_logprobs or ask.wants_token_ids or any(_says_something(p) for p in parts)
+        says = says or part.get("finish_reason") is not None or any(part["delta"].values())
+    return says if parts else ask.wants_usage
 
 
 def is_last(chunk: dict[str, Any]) -> bool:
@@ -184,10 +181,6 @@ def _clean_choice(choice: dict[str, Any], ask: Ask) -> None:
 def _drop_reasoning(holder: dict[str, Any]) -> None:
     for name in _REASONING:
         holder.pop(name, None)
-
-
-def _says_something(part: dict[str, Any]) -> bool:
-    return part.get("finish_reason") is not None or any(part["delta"].values())
 
 
 def _choices(chunk: dict[str, Any]) -> list[dict[str, Any]]:
