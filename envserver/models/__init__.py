@@ -1,6 +1,10 @@
-"""Engines behind the proxy: whatever samples tokens, over the one seam of `models.engine`.
+"""Engines behind the proxy.
 
-In flow OpenAI-shaped request bodies, out flow decoded answers or chunks. An engine raises only the
-EngineError kinds, hides the number of its replicas, and retries by itself what is safe to retry.
-`models.openai` speaks to any OpenAI-compatible server over HTTP; `models.sim` is a simulated one.
+engine       the seam: what every engine offers
+openai       any OpenAI-compatible server, or several replicas of one; below it
+             connections, decoding, sse (HTTP), replicas, retrying (which one, how often),
+             breaker, watch (who is well), slots, adaptive (how many calls at once)
+upstream     how an engine can be asked, found by probing; below it probe_modes, probing
+model_files  where a served model's tokenizer and chat template are
+sim          the simulated engine: a script for tests, load and demos
 """
