@@ -122,7 +122,7 @@ async def test_ten_thousand_rollouts_without_drift(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     proof = Proof()
-    async with bench(vllm_server) as agents:
+    async with asyncio.timeout(7200), bench(vllm_server) as agents:
         for first in range(10_000, 20_000, 500):
             await agents.run(proof, range(first, first + 500), at_once=32)
             with capsys.disabled():
