@@ -5,6 +5,14 @@ dialect, and beside them the Calls: the only source of training tokens. What alw
 is recorded before the last byte of its answer leaves; an attempt never gets more turns, tokens or
 time than its limits; nothing is recorded after an attempt is sealed; no answer holds the engine's
 key, the hidden part of a task, or a field that only we asked the engine for.
+
+    server       who may ask, which route answers        attempts    one attempt, its limits and calls
+    request      one agent's request, to the last byte   retries     joined to work that is done
+    work         the exchange behind it                  gate        pauses while weights change
+    dialects/    the APIs that agents speak -> ask       body        ask -> what the engine is sent
+    source       how the engine is asked, what for       asking/     by tokens, completions or chat
+    exchange, shape, streaming     what it answered      recording   that -> Calls
+    worker       what workers post                       guest       others' environments, unrecorded
 """
 
 from __future__ import annotations
