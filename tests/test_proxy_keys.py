@@ -21,9 +21,10 @@ from support.proxy_house import (
 from support.serving import serving
 
 from envserver.config import OpenAIConfig
-from envserver.errors import Outcome
+from envserver.errors import EngineGarbage, Outcome
 from envserver.models.openai import OpenAIEngine
 from envserver.proxy import Proxy
+from envserver.proxy.guest import generate_answer
 
 
 @pytest.fixture
@@ -235,6 +236,23 @@ async def test_generate_gives_ids_and_logprobs_for_ids(home: House) -> None:
     assert told["prompt_logprobs"] == [[None, [{"7": -0.5}]]]
     for prompt in (None, "", [], {"prompt_token_ids": ["a"]}, [-1], [True]):
         assert (await home.post(key, "generate", {"prompt": prompt}))[0] == 400
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        None,
+        [],
+        [None],
+        [{"text": "a", "token_ids": [1]}],
+        [{"text": "a", "token_ids": [1], "logprobs": []}],
+        [{"text": "a", "token_ids": [1], "logprobs": {"token_logprobs": [None]}}],
+        [{"text": "a", "token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0]}}],
+    ],
+)
+def test_generate_gives_no_answer_that_is_none(choices: Any) -> None:
+    with pytest.raises(EngineGarbage):
+        generate_answer({"choices": choices}, {"prompt": "ab"})
 
 
 async def test_health_says_whether_the_engine_answers(home: House) -> None:

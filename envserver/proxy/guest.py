@@ -7,7 +7,9 @@ ids in, token ids with logprobs out. Nothing is limited and nothing is recorded.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from ..errors import EngineGarbage, EngineRefused, EnvserverError, InputError
 from ..models.engine import Engine
@@ -113,6 +115,29 @@ def _prompt(prompt: Any) -> str | list[int]:
     )
 
 
+class _Logprob(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float]
+
+
+class _Choice(msgspec.Struct):
+    """`prompt_logprobs`: None for the first token, which nothing came before."""
+
+    token_ids: list[int]
+    logprobs: _Logprobs
+    text: str = ""
+    finish_reason: str | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, _Logprob] | None] | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+
+
 def generate_answer(answer: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
     """An engine's answer to a text completion in the form of `/generate`.
 
@@ -124,37 +149,35 @@ def generate_answer(answer: dict[str, Any], request: dict[str, Any]) -> dict[str
     Raises:
         EngineGarbage: ids and logprobs are not there, or do not agree.
     """
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or not choices:
-        raise EngineGarbage("The engine's answer holds no choices.")
+    try:
+        choices = msgspec.convert(answer, _Completion).choices
+    except msgspec.ValidationError as error:
+        raise EngineGarbage(f"The engine's answer lacks what was asked for: {error}.") from None
     prompt = request.get("prompt")
     told: dict[str, Any] = {
-        "text": [choice.get("text", "") for choice in choices],
+        "text": [choice.text for choice in choices],
         "prompt": prompt if isinstance(prompt, str) else "",
-        "prompt_token_ids": choices[0].get("prompt_token_ids"),
-        "token_ids": [choice.get("token_ids") for choice in choices],
+        "prompt_token_ids": choices[0].prompt_token_ids,
+        "token_ids": [choice.token_ids for choice in choices],
         "logprobs": [_positions(choice) for choice in choices],
-        "finish_reasons": [choice.get("finish_reason") for choice in choices],
+        "finish_reasons": [choice.finish_reason for choice in choices],
     }
     if request.get("prompt_logprobs") is not None:
         told["prompt_logprobs"] = [_prompt_positions(choice) for choice in choices]
     return told
 
 
-def _positions(choice: dict[str, Any]) -> list[list[dict[str, float]]]:
-    ids = choice.get("token_ids")
-    logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
-    if not isinstance(ids, list) or not isinstance(logprobs, list) or len(ids) != len(logprobs):
-        raise EngineGarbage("The engine's answer lacks token ids or logprobs.")
+def _positions(choice: _Choice) -> list[list[dict[str, float]]]:
+    ids, logprobs = choice.token_ids, choice.logprobs.token_logprobs
+    if len(ids) != len(logprobs):
+        raise EngineGarbage("The engine's answer has another number of logprobs than of tokens.")
     return [[{str(token): logprob}] for token, logprob in zip(ids, logprobs, strict=True)]
 
 
-def _prompt_positions(choice: dict[str, Any]) -> list[list[dict[str, float]] | None]:
-    """The engine gives {token id: {"logprob": number, ...}} per position, None for the first."""
-    positions = choice.get("prompt_logprobs")
-    if not isinstance(positions, list):
+def _prompt_positions(choice: _Choice) -> list[list[dict[str, float]] | None]:
+    if choice.prompt_logprobs is None:
         raise EngineGarbage("The engine's answer lacks the prompt's logprobs.")
     return [
-        position and [{token: entry["logprob"]} for token, entry in position.items()]
-        for position in positions
+        None if position is None else [{token: of.logprob} for token, of in position.items()]
+        for position in choice.prompt_logprobs
     ]
