@@ -95,7 +95,7 @@ class Result(msgspec.Struct, kw_only=True):
 
 Dialect = Literal["chat", "completions", "responses", "messages"]
 """The API in which an agent asks: OpenAI's chat, text completions or responses, or Anthropic's."""
-Delivered = Literal["full", "partial", "none"]
+Delivered = Literal["full", "none"]
 Edge = Literal["root", "exact", "appended", "whitespace", "calls", "think_kept", "lossy_detok"]
 """How the prompt of a call continues an earlier one; root: it was rendered anew."""
 
@@ -127,7 +127,7 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
         sampling: the sampling fields that were sent to the engine.
         stop_reason: the stop string or stop token id that ended it, None for the ordinary end.
         eot_sampled: the last id is a token that ends the model's turn.
-        delivered: how much of the answer reached the agent.
+        delivered: whether the agent has the whole answer; a part of it counts as none.
         replayed: an answer that had been recorded was given again to a retry of the same request.
         body_digest: BLAKE2b-128 of the agent's request body.
         planned_parent: index of the call whose tokens the prompt was continued from, None for none.
