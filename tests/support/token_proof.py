@@ -20,7 +20,7 @@ import numpy as np
 
 from envserver.config import Mode, OpenAIConfig, TokensConfig
 from envserver.models.openai import OpenAIEngine
-from envserver.models.upstream import UpstreamFinder
+from envserver.models.upstream import probe
 from envserver.proxy import Attempt, Proxy
 from envserver.proxy.source import Source
 from envserver.proxy.ways import Ways, ways_of
@@ -252,7 +252,8 @@ class Record:
     def _check_boundaries(self, proof: Proof, format: ChatFormat) -> None:
         answers = defaultdict(list)
         for call in self.calls:
-            answers[call.body_digest, call.choice].append(call)
+            if call.finish_reason != "disconnect":
+                answers[call.body_digest, call.choice].append(call)
         claimed: set[int] = set()
         for boundary in self.agent.boundaries:
             before = _same(boundary.before, answers)
@@ -433,10 +434,9 @@ async def bench(
             OpenAIEngine(direct) as scorer,
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
         ):
-            finder = UpstreamFinder(engine, wanted=mode)
 
             async def find() -> Ways:
-                return ways_of(await finder.get(), tokens)
+                return ways_of(await probe(engine, wanted=mode, model=server.model), tokens)
 
             proxy = Proxy(engine, source=Source(engine, find=find, tokens=tokens))
             async with serving(proxy.asgi()) as served:
