@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import structlog
 
 from ..config import TokensConfig
 from ..models.engine import Engine
-from ..records import Call
+from ..records import Call, Message
 from ..tokens.history import History, same_prompt
 from ..tokens.prepare import template_kwargs
 from ..tokens.prompts import PromptPlan
@@ -30,7 +32,9 @@ from .ways import Ways
 VERSION_PLACE = "{version}"
 """Where the policy version stands in a model's name, as in a LoRA adapter's: `policy@{version}`."""
 _LONG_TEXT = 16_384
-"""Characters of a prompt above which it is tokenised in a thread."""
+"""Characters above which a text is tokenised in a thread: some milliseconds."""
+_MANY_MESSAGES = 128
+"""A conversation of more is planned in a thread: each message is rendered several times."""
 
 _log = structlog.get_logger("envserver.proxy")
 
@@ -46,6 +50,8 @@ class Ready:
         self._engine = engine
         self._format = ways.format if ways and tokens.stitch else None
         self._tokens = tokens
+        self._planning = asyncio.Lock()
+        """For long plans: several at once would only take the interpreter from each other."""
         self._asker: Asker = (
             ChatAsker(engine) if upstream is None else asker(engine, upstream, self._format)
         )
@@ -64,7 +70,7 @@ class Ready:
             "why_not": why_not,
         }
 
-    def plan(
+    async def plan(
         self, attempt: Attempt, ask: Ask, body: dict[str, Any], agent: str | None
     ) -> PromptPlan:
         """How the prompt of `ask` comes to be."""
@@ -80,9 +86,21 @@ class Ready:
             attempt.history = History(
                 self._format, edits=self._tokens.edits, think=self._tokens.think
             )
-        plan = attempt.history.plan(
-            ask.messages, ask.tools, kwargs=kwargs, model=attempt.spec.model, agent=agent
+        plan = partial(
+            attempt.history.plan,
+            ask.messages,
+            ask.tools,
+            kwargs=kwargs,
+            model=attempt.spec.model,
+            agent=agent,
         )
+        if not _takes_long(ask.messages):
+            return self._possible(plan(), body)
+        async with self._planning:
+            return self._possible(await asyncio.to_thread(plan), body)
+
+    def _possible(self, plan: PromptPlan, body: dict[str, Any]) -> PromptPlan:
+        """`plan` if the engine can be asked so."""
         refusal = self._asker.can_continue(body) if plan.ids is not None else None
         return plan if refusal is None else plan.as_root(refusal)
 
@@ -139,6 +157,13 @@ class Ready:
         return self._asker.stream(
             body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
         )
+
+
+def _takes_long(messages: list[Message]) -> bool:
+    """Whether the event loop should not plan this itself; what is tokenised is what is new."""
+    new = takewhile(lambda message: message.get("role") != "assistant", reversed(messages))
+    characters = sum(len(str(message.get("content"))) for message in new)
+    return len(messages) > _MANY_MESSAGES or characters > _LONG_TEXT
 
 
 class Source:

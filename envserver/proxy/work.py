@@ -98,7 +98,7 @@ class Work:
             exact=self._ready.exact,
             processed=self._ready.processed,
         )
-        self._prompt = self._ready.plan(self._attempt, ask, self._body.body, self._agent)
+        self._prompt = await self._ready.plan(self._attempt, ask, self._body.body, self._agent)
 
     def _can_stream(self) -> bool:
         """Whether the answer can truly be streamed (what is parsed from a stream, such as a tool

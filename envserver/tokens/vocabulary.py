@@ -23,6 +23,9 @@ TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 
+_LONG_TEXT = 16_384
+"""Characters from which on a text is encoded as a batch of one: batches let other threads run."""
+
 _BEFORE = ("x", "x.", "é\n", "12", "}")
 _AFTER = ("", "x", "\nx", " x", "\n\n1")
 
@@ -82,6 +85,9 @@ class Vocabulary:
             Refused: not_unicode: the text holds half of a surrogate pair.
         """
         try:
+            if len(text) > _LONG_TEXT:
+                [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+                return encoding.ids
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError):
             raise Refused("not_unicode") from None
