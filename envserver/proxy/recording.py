@@ -250,9 +250,13 @@ def _ids(values: list[Any] | None) -> NDArray[np.int32] | None:
     """`values` as ids; None unless every one is a whole number that can be one."""
     if values is None or not set(map(type, values)) <= {int}:
         return None
-    if values and not 0 <= min(values) <= max(values) <= _INT32_MAX:
+    try:
+        ids = np.asarray(values, dtype=np.int64)
+    except OverflowError:
         return None
-    return np.asarray(values, dtype=np.int32)
+    if ids.size and not 0 <= ids.min() <= ids.max() <= _INT32_MAX:
+        return None
+    return ids.astype(np.int32)
 
 
 def _logprobs(values: list[Any] | None) -> NDArray[np.float32] | None:
