@@ -20,7 +20,7 @@ from envserver.config import Mode, OpenAIConfig, SimConfig
 from envserver.errors import ConfigError, EngineRefused, EngineTimeout, EngineUnavailable
 from envserver.models.openai import OpenAIEngine
 from envserver.models.sim import SimEngine, sim_app
-from envserver.models.upstream import Upstream, UpstreamFinder, probe
+from envserver.models.upstream import Upstream, probe
 
 
 @asynccontextmanager
@@ -129,27 +129,6 @@ async def test_an_engine_that_does_not_answer_or_not_us_is_an_error() -> None:
             await probe(unknown, model="tiny")
     with pytest.raises(EngineRefused, match="`other` does not exist"):
         await probed(FakeEngine(), model="other")
-
-
-async def test_a_finder_probes_once_and_again_when_told() -> None:
-    port = free_port()
-    fake = FakeEngine()
-    async with connected(f"http://127.0.0.1:{port}") as engine:
-        finder = UpstreamFinder(engine)
-        with pytest.raises(EngineUnavailable):
-            await finder.get()
-        async with fake_engine(fake, port):
-            impatient = asyncio.ensure_future(finder.get())
-            others = [asyncio.ensure_future(finder.get()) for _ in range(8)]
-            await asyncio.sleep(0.005)
-            impatient.cancel()
-            found = await asyncio.gather(*others)
-            assert {one.mode for one in found} == {"tokens"}
-            assert fake.requests.count("/inference/v1/generate") == 1
-            fake.can -= {"scale_out"}
-            assert (await finder.get()).mode == "tokens"
-            finder.forget()
-            assert (await finder.get()).mode == "completions"
 
 
 @pytest.mark.parametrize("rates", [{}, {"error_rate": 0.3, "truncate_rate": 0.5}])

@@ -14,7 +14,6 @@ for every better one there is a sentence that says why it was not.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, Literal
 
 import msgspec
@@ -89,45 +88,6 @@ class Upstream(msgspec.Struct, frozen=True, kw_only=True):
     metrics: bool = False
     reasons: dict[str, str] = {}
     echoes: list[Echo] = []
-
-
-class UpstreamFinder:
-    """Finds out how an engine can be asked as soon as it answers, and remembers it.
-
-    Args:
-        wanted: see `probe`.
-        model: the name that the engine serves; None: the engine is asked for it.
-    """
-
-    def __init__(self, engine: Engine, *, wanted: Mode = "auto", model: str | None = None) -> None:
-        self._engine = engine
-        self._wanted = wanted
-        self._model = model
-        self._finding: asyncio.Task[Upstream] | None = None
-
-    async def get(self) -> Upstream:
-        """What is known of the engine; callers at the same time share one probe.
-
-        Raises:
-            EngineError, ConfigError: as `probe`; the next call tries again.
-        """
-        finding = self._finding
-        if finding is None or (finding.done() and not _succeeded(finding)):
-            finding = self._finding = asyncio.ensure_future(self._find())
-        # One caller that gives up does not end the probe of the others.
-        return await asyncio.shield(finding)
-
-    def forget(self) -> None:
-        """The next `get` probes again: the engine was restarted, or is another one now."""
-        self._finding = None
-
-    async def _find(self) -> Upstream:
-        model = await self._engine.model_name() if self._model is None else self._model
-        return await probe(self._engine, wanted=self._wanted, model=model)
-
-
-def _succeeded(finding: asyncio.Task[Upstream]) -> bool:
-    return not finding.cancelled() and finding.exception() is None
 
 
 async def probe(engine: Engine, *, wanted: Mode = "auto", model: str) -> Upstream:
