@@ -179,6 +179,7 @@ async def test_sampling_is_the_runs_and_the_protocol_is_the_agents(home: House) 
         {"logit_bias": {"5": 1}},
         {"extra_body": {"structured_outputs": {"choice": ["a", "b"]}}},
         {"extra_body": {"thinking_token_budget": 16}},
+        {"tools": [{"type": "function", "function": {"name": "add", "strict": True}}]},
     ],
 )
 async def test_constrained_sampling_is_flagged(home: House, more: dict[str, Any]) -> None:
@@ -198,6 +199,7 @@ async def test_constrained_sampling_is_flagged(home: House, more: dict[str, Any]
         {"messages": ASK, "n": 1000},
         {"messages": ASK, "truncate_prompt_tokens": 5},
         {"messages": ASK, "use_beam_search": True},
+        {"messages": ASK, "chat_template_kwargs": "thinking"},
         [],
         b"{",
         b"\xff",

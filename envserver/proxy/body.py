@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from .ask import Ask
+from .asking.base import is_strict
 
 _SAMPLERS_OFF: dict[str, Any] = {
     "top_k": -1,
@@ -139,16 +140,10 @@ def _flags(body: dict[str, Any], processed: bool) -> list[str]:
 def _is_constrained(body: dict[str, Any]) -> bool:
     if any(body.get(name) for name in _CONSTRAINTS):
         return True
-    if any(_is_strict(tool) for tool in body.get("tools") or ()):
+    if any(is_strict(tool) for tool in body.get("tools") or ()):
         return True
     choice = body.get("tool_choice")
     if choice == "required" or isinstance(choice, dict):
         return True
     form = body.get("response_format")
     return isinstance(form, dict) and form.get("type") not in (None, "text")
-
-
-def _is_strict(tool: dict[str, Any]) -> bool:
-    """Whether the engine holds the arguments of `tool` to their schema while it samples."""
-    function = tool.get("function")
-    return bool(isinstance(function, dict) and function.get("strict"))

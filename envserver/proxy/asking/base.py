@@ -102,6 +102,12 @@ def has_tools(body: Body) -> bool:
     return bool(body.get("tools") or body.get("functions"))
 
 
+def is_strict(tool: dict[str, Any]) -> bool:
+    """Whether the engine holds the arguments of `tool` to their schema while it samples."""
+    function = tool.get("function")
+    return bool(isinstance(function, dict) and function.get("strict"))
+
+
 def top_logprobs(body: Body) -> int:
     """How many alternatives are wanted for each token; -1 for all."""
     wanted = body.get("top_logprobs")

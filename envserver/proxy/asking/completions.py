@@ -24,6 +24,7 @@ from .base import (
     choices_of,
     has_media,
     has_tools,
+    is_strict,
     max_tokens,
     took,
     top_logprobs,
@@ -255,8 +256,7 @@ def _foreign_field(body: Body) -> str | None:
 
 def _calls_by_grammar(body: Body) -> bool:
     """Whether the engine holds free calls to a grammar: to a single one, or to a schema."""
-    functions = [tool.get("function") or {} for tool in body.get("tools") or []]
-    strict = any(function.get("strict") for function in functions)
+    strict = any(map(is_strict, body.get("tools") or []))
     return strict or body.get("parallel_tool_calls") is False
 
 

@@ -9,7 +9,7 @@ from ...records import Dialect
 from ..asgi import DONE, error_body, event
 from ..ask import Ask
 from .base import Memory
-from .reading import choices, count, objects, refuse_inexact
+from .reading import choices, count, mapping, objects, refuse_inexact
 
 _NOT_FIELDS = (
     "model",
@@ -34,6 +34,7 @@ class ChatApi:
         messages = objects(request, "messages", needed=True)
         tools = objects(request, "tools")
         refuse_inexact(request)
+        mapping(request, "chat_template_kwargs")
         options = request.get("stream_options")
         wanted = [count(request, name) for name in ("max_completion_tokens", "max_tokens")]
         return Ask(
