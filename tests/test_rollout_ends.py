@@ -118,5 +118,5 @@ def test_pauses_are_bounded_after_any_number_of_failures(failures: int, jitter: 
 def test_an_engine_may_be_away_for_any_number_of_requests() -> None:
     replica = Replica("http://engine", 1, lambda: 0.0)
     for _ in range(5000):
-        replica.unreachable()
+        replica.refused("no connection")
     assert replica.aside_until <= 30
