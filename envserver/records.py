@@ -262,6 +262,8 @@ class Group(msgspec.Struct, kw_only=True):
         model: name of the model as the engine serves it.
         failures: of the rollouts that are missing or were retried.
         generation_params: the sampling settings that all rollouts shared.
+        rendering: how their prompts came to be: the engine's server and mode, whether calls were
+            continued by tokens (or why not), the think policy, digests of template and tokenizer.
     """
 
     group_id: str
@@ -273,6 +275,7 @@ class Group(msgspec.Struct, kw_only=True):
     model: str = ""
     policy_version: int = -1
     generation_params: dict[str, Any] = msgspec.field(default_factory=dict)
+    rendering: dict[str, Any] = msgspec.field(default_factory=dict)
     failures: list[Failure] = msgspec.field(default_factory=list)
     created_at: float = 0.0
     seed: int = 0

@@ -155,6 +155,14 @@ def test_several_turns_streamed_or_not_are_exact(vllm_server: VllmServer, tmp_pa
     groups = read_jsonl(tmp_path / "out.jsonl")
     assert_is_what_was_echoed(groups, echoes)
     assert assert_scores_again(vllm_server.root_url, vllm_server.model, groups) > 200
+    # Conversations are continued by tokens: hardly any of them takes more than one row.
+    assert sum(len(group["tokens"]) for group in groups) < len(echoes) / 2
+    rendering = groups[0]["envserver"]["rendering"]
+    assert (rendering["mode"], rendering["continues"], rendering["think"]) == (
+        "tokens",
+        True,
+        "template",
+    )
 
 
 def test_serve_delivers_exactly_what_vllm_sampled(vllm_server: VllmServer, tmp_path: Path) -> None:

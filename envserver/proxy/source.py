@@ -57,17 +57,24 @@ class Ready:
         )
 
     def described(self) -> dict[str, Any]:
-        """How the engine is asked, for people."""
+        """How the engine is asked and prompts are rendered, for people and for the record."""
         if self._ways is None:
             return {"mode": "chat" if self.exact else "opaque", "continues": False}
         why_not = self._ways.why_not
         if self._format is not None:
             why_not = self._format.distrusted or ""
-        return {
+        told: dict[str, Any] = {
             "server": self._ways.upstream.server,
             "mode": self._ways.upstream.mode,
             "continues": not why_not,
-            "why_not": why_not,
+        }
+        if why_not or self._format is None:
+            return {**told, "why_not": why_not}
+        return {
+            **told,
+            "think": self._tokens.think,
+            "template": self._format.template_digest,
+            "tokenizer": self._format.tokenizer_digest,
         }
 
     async def plan(

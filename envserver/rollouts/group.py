@@ -334,6 +334,7 @@ def _judged(
         model=machinery.model,
         policy_version=min(versions, default=-1),
         generation_params=machinery.sampling.model_dump(),
+        rendering=machinery.proxy.engine_described(),
         failures=failures.seen,
         created_at=time.time(),
         seed=ticket.seed,
