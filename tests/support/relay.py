@@ -54,7 +54,7 @@ class Relay(list[Echo]):
         app.router.add_route("*", "/{path:.*}", self._forward)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)  # vLLM's is 5 seconds
         async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as self._http:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"

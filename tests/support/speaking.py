@@ -67,7 +67,7 @@ class Texts:
 
     def body(self, messages: list[Message], tools: list[Json], wishes: Json, goes_on: str) -> Json:
         """See Speaker."""
-        told = {"seed", "max_tokens", "stop", "n", "stream"}
+        told = {"seed", "max_tokens", "stop", "n", "stream", "user"}
         body = {"model": "any", **{k: v for k, v in wishes.items() if k in told}}
         return {**body, "prompt": messages[-1]["content"], "return_token_ids": True}
 
@@ -96,7 +96,7 @@ class Responses:
 
     def body(self, messages: list[Message], tools: list[Json], wishes: Json, goes_on: str) -> Json:
         """See Speaker."""
-        told = {"seed", "chat_template_kwargs", "stream"}
+        told = {"seed", "chat_template_kwargs", "stream", "user"}
         body = {"model": "any", **{k: v for k, v in wishes.items() if k in told}}
         body["max_output_tokens"] = wishes["max_tokens"]
         if messages[0]["role"] == "system":
@@ -140,6 +140,7 @@ class Messages:
         """See Speaker."""
         told = {"seed", "chat_template_kwargs", "stream", "max_tokens"}
         body = {"model": "any", **{k: v for k, v in wishes.items() if k in told}}
+        body["metadata"] = {"user_id": wishes["user"]}
         if wishes.get("stop"):
             body["stop_sequences"] = wishes["stop"]
         if messages[0]["role"] == "system":

@@ -286,7 +286,8 @@ class Agent:
 
     def _wishes(self, dice: random.Random, talk: Talk) -> Json:
         most = dice.choice([1, 2, 4, 8, 12, 16])
-        wishes: Json = {"max_tokens": most}
+        # Nobody can tell whether a request is another's retry if both are the same.
+        wishes: Json = {"max_tokens": most, "user": talk.name}
         if dice.random() < 0.7:
             wishes["seed"] = dice.getrandbits(31)
         if dice.random() < 0.35:

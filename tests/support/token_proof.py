@@ -387,7 +387,8 @@ def _compare(echoes: list[Echo], calls: list[Call]) -> None:
         versions[_of_echo(echo)].append(_versions(echo))
     said = Counter({sampled: len(told) for sampled, told in versions.items()})
     recorded = Counter(_of_call(call) for call in calls if call.finish_reason != "disconnect")
-    assert not recorded - said, "something was recorded that the engine never said"
+    unsaid = recorded - said
+    assert not unsaid, f"recorded, and never said: {[*map(_told, unsaid.elements())]}"
     for call in calls:
         told = versions.get(_of_call(call), [])
         assert call.versions in told or None in told or call.finish_reason == "disconnect"
@@ -400,7 +401,8 @@ def _compare(echoes: list[Echo], calls: list[Call]) -> None:
             left -= Counter([match])
     # And where nothing had arrived yet, there may be whole answers.
     hung_up = [c for c in calls if c.finish_reason == "disconnect"]
-    assert left.total() <= sum(c.sampling.get("n", 1) for c in hung_up), "something is not recorded"
+    most = sum(call.sampling.get("n", 1) for call in hung_up)
+    assert left.total() <= most, f"not recorded: {[*map(_told, left.elements())]}"
 
 
 def _versions(echo: Echo) -> list[VersionSpan] | None:
@@ -409,6 +411,11 @@ def _versions(echo: Echo) -> list[VersionSpan] | None:
     if not spans or not all(number.isdecimal() for number, _ in spans):
         return None
     return [VersionSpan(int(number), span["start"], span["end"]) for number, span in spans]
+
+
+def _told(sampled: Sampled) -> str:
+    prompt, ids, _ = (np.frombuffer(column, np.int32).tolist() for column in sampled)
+    return f"{ids} behind {len(prompt)} tokens, {prompt[-20:]}"
 
 
 def _of_echo(echo: Echo) -> Sampled:
@@ -429,10 +436,11 @@ async def bench(
     with relay(server.root_url, at_once=requests_at_once) as (url, echoes):
         config = OpenAIConfig(base_url=f"{url}/v1", model_name=server.model)
         direct = OpenAIConfig(base_url=server.base_url, model_name=server.model)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)  # the server's is 5 seconds
         async with (
             OpenAIEngine(config) as engine,
             OpenAIEngine(direct) as scorer,
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
+            aiohttp.ClientSession(connector=connector) as http,
         ):
 
             async def find() -> Ways:
