@@ -1,130 +1,334 @@
-"""What the recording proxy adds to a call, at 64 calls in flight, against the engine alone.
+"""What the recording proxy costs: CPU of each call, latency, and what is left of an engine's rate.
 
-    python tests/benchmarks/bench_proxy.py [calls]
+    python tests/benchmarks/bench_proxy.py [--quick] [--vllm URL]
 
-The engine is the simulated one over HTTP, without latency; engine, proxy and client are a process
-each. Without the proxy the client sends the engine the very fields that the proxy would. On a
-machine with few cores the three compete for them, so the CPU time of each call is the number to
-look at: rates show what is left of the engine's when nobody has to wait for a core.
+Engine, proxy and load are a process each, pinned to cores. First the engine answers at once: then
+a call costs what the proxy costs. Then it takes the time of an engine that batches, and what counts
+is how much later answers come and how many fewer, beside the least that a proxy made of FastAPI and
+httpx does. At last, how long one call of a very long conversation keeps the event loop from others.
+With --vllm only a real engine is measured, and gently.
+
+CPU time tells the same on a busy machine, give or take a third; rates and latencies do not. Over a
+budget it exits with 1.
 """
 
 from __future__ import annotations
 
-import asyncio
+import argparse
 import os
+import statistics
 import sys
 import tempfile
 import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-import aiohttp
-import msgspec
 import orjson
 import uvloop
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import proxy_calls as calls
+from proxy_load import Measured, agents, by_turns, cpu_seconds, for_a_time, pin
 from support.commands import Running, running
-from support.serving import attempt_spec
 
-from envserver.api.server import serve_api
-from envserver.config import OpenAIConfig
-from envserver.models.openai import OpenAIEngine
-from envserver.proxy import Proxy
-
-AT_A_TIME = 64
-WARM_UP = 5
-"""Calls of each client before the clock starts."""
-ASK = {"model": "sim", "messages": [{"role": "user", "content": "How many is 17 times 3?" * 20}]}
-EXACT = {"return_token_ids": True, "logprobs": True, "max_tokens": 1000}
-USAGE = {"stream_options": {"include_usage": True}}
+RUNS = 3
+SHARE_KEPT = 0.95
+"""Of the engine's own rate at 64 calls in flight, whole or streamed."""
+HOLD_MS = 20.0
+"""CPU time for which one call, of 30,000 tokens, may keep the loop from every other call."""
+TURNS = 8
+"""Calls of each conversation that are measured; the first, a root, is not."""
 
 
-async def serve_proxy(engine_url: str) -> None:
-    """The proxy as a process: prints the addresses of its attempts, runs until it is ended."""
-    config = OpenAIConfig(base_url=engine_url)
-    async with OpenAIEngine(config) as engine:
-        proxy = Proxy(engine)
-        async with await serve_api(proxy.asgi(), "127.0.0.1", 0) as server:
-            spec = attempt_spec(max_turns=10**9, seconds=3600.0)
-            spec = msgspec.structs.replace(spec, model=await engine.model_name())
-            keys = [proxy.open(spec).key for _ in range(AT_A_TIME)]
-            urls = [f"{server.url}/r/{key}/v1/chat/completions" for key in keys]
-            print("attempts", orjson.dumps(urls).decode(), flush=True)
-            await server.wait()
+class Case(NamedTuple):
+    """What is asked of an engine that answers at once.
+
+    Args:
+        server: see `proxy_servers`; "engine": nothing is between.
+        history_tokens: of the first prompt.
+        goes_on: each call goes on from the one before; else all are the same first call.
+        budget_ms: CPU of the proxy for each call, at 64 in flight: about half as much again as it
+            takes on two busy cores of a virtual machine.
+        at: calls in flight.
+    """
+
+    name: str
+    server: str
+    history_tokens: int = 200
+    tools: bool = False
+    streamed: bool = False
+    goes_on: bool = False
+    budget_ms: float | None = None
+    at: tuple[int, ...] = (1, 64)
 
 
-async def load(urls: list[str], body: dict[str, Any], calls: int) -> None:
-    """`calls` calls, one client for each of `urls`; every answer is read to its end."""
-    left = iter(range(calls))
-    payload = orjson.dumps(body)
-    headers = {"content-type": "application/json"}
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-
-        async def client(url: str) -> None:
-            for _ in left:
-                async with http.post(url, data=payload, headers=headers) as answer:
-                    answer.raise_for_status()
-                    await answer.read()
-
-        async with asyncio.TaskGroup() as clients:
-            for url in urls:
-                clients.create_task(client(url))
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+EVERYWHERE = (1, 64, 512)
+CASES = [
+    Case("engine alone, whole", "engine", at=EVERYWHERE),
+    Case("engine alone, streamed", "engine", streamed=True, at=EVERYWHERE),
+    Case("httpx, whole", "httpx"),
+    Case("httpx, streamed", "httpx", streamed=True),
+    Case("chat, whole", "chat", budget_ms=0.8, at=EVERYWHERE),
+    Case("chat, streamed", "chat", streamed=True, budget_ms=3.0, at=EVERYWHERE),
+    Case("chat, tools, whole", "chat", tools=True, budget_ms=1.0),
+    Case("chat, tools, streamed", "chat", tools=True, streamed=True, budget_ms=1.0),
+    Case("tokens, first call", "tokens", budget_ms=2.0),
+    Case("tokens, goes on, whole", "tokens", goes_on=True, budget_ms=2.5, at=EVERYWHERE),
+    Case("tokens, goes on, streamed", "tokens", streamed=True, goes_on=True, budget_ms=5.0),
+    Case("tokens, goes on, tools, whole", "tokens", tools=True, goes_on=True, budget_ms=4.0),
+    Case("tokens, goes on, tools, streamed", "tokens", 200, True, True, True, budget_ms=4.0),
+    Case("tokens, goes on, 4,000 tokens", "tokens", 4000, goes_on=True, budget_ms=4.0),
+]
 
 
-async def measured(
-    urls: list[str], body: dict[str, Any], calls: int, pids: list[int]
-) -> tuple[float, list[float]]:
-    """Calls per second, and the CPU milliseconds per call of each of `pids`."""
-    await load(urls, body, WARM_UP * AT_A_TIME)
-    before = [cpu_seconds(pid) for pid in pids]
-    began = time.perf_counter()
-    await load(urls, body, calls)
-    seconds = time.perf_counter() - began
-    used = [cpu_seconds(pid) - start for pid, start in zip(pids, before, strict=True)]
-    return calls / seconds, [1000 * each / calls for each in used]
+class Cores(NamedTuple):
+    """Where the processes run; -1: anywhere."""
+
+    proxy: int
+    engine: int
+    load: int
+
+    def __str__(self) -> str:
+        if self.proxy < 0:
+            return "Processes cannot be pinned here: all share all cores."
+        shared = "share" if self.engine == self.load else "have"
+        text = f"Engine and load {shared} core {self.engine}"
+        text += "" if self.engine == self.load else f" and {self.load}"
+        return text + f", the proxy has core {self.proxy}, beside whatever else runs here."
 
 
-async def compare(engine: Running, proxy: Running, engine_url: str, calls: int) -> Table:
-    table = Table(title=f"{calls} calls, {AT_A_TIME} at a time")
-    for column in ("answers", "calls/s alone", "through proxy", "of it", "CPU ms: engine", "proxy"):
-        table.add_column(column, justify="left" if column == "answers" else "right")
-    alone = [f"{engine_url}/chat/completions"] * AT_A_TIME
-    urls = orjson.loads(proxy.wait_for(r"attempts (\[.*\])\n")[1])
-    for name, asked, sent in (
-        ("whole", ASK, ASK | EXACT),
-        ("streamed", ASK | {"stream": True}, ASK | EXACT | USAGE | {"stream": True}),
-    ):
-        bare, _ = await measured(alone, sent, calls, [engine.pid])
-        with_proxy, (engine_ms, proxy_ms) = await measured(
-            urls, asked, calls, [engine.pid, proxy.pid]
-        )
-        share = f"{with_proxy / bare:.0%}"
-        cells = (f"{bare:,.0f}", f"{with_proxy:,.0f}", share, f"{engine_ms:.2f}", f"{proxy_ms:.2f}")
-        table.add_row(name, *cells)
+def choose_cores() -> Cores:
+    """The proxy never shares a core with what measures it, unless there is only one."""
+    if not hasattr(os, "sched_getaffinity"):
+        return Cores(-1, -1, -1)
+    free = sorted(os.sched_getaffinity(0))
+    return Cores(free[-1], free[0], free[1] if len(free) > 2 else free[0])
+
+
+class House:
+    """The processes that are measured."""
+
+    def __init__(self, stack: ExitStack, cores: Cores) -> None:
+        self._stack = stack
+        self._cores = cores
+        self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        self._servers: dict[tuple[str, str], tuple[Running, str]] = {}
+
+    def start_engine(self) -> tuple[str, str]:
+        """The addresses of an engine that answers at once, and of one that takes its time."""
+        engine = self._run("proxy_engine.py", self._cores.engine)
+        _, *ports = engine.wait_for(r"ports (\d+) (\d+)\n").group().split()
+        return f"http://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}"
+
+    def start(self, names: Sequence[str], engine_url: str) -> None:
+        """Starts proxies before that engine."""
+        started = {name: self._serve(name, engine_url) for name in names}
+        for name, server in started.items():
+            self._servers[name, engine_url] = (server, server.wait_for(r"serves (\S+)\n")[1])
+
+    def urls(self, name: str, engine_url: str, count: int) -> list[str]:
+        """Addresses for chats; our proxy's are those of new attempts."""
+        root = engine_url if name == "engine" else self._servers[name, engine_url][1]
+        if name in ("engine", "httpx"):
+            return [f"{root}/v1/chat/completions"] * count
+        with urllib.request.urlopen(f"{root}/attempts/{count}") as answer:
+            keys = orjson.loads(answer.read())
+        return [f"{root}/r/{key}/v1/chat/completions" for key in keys]
+
+    def cpu_seconds(self, name: str, engine_url: str) -> float:
+        """Of a proxy so far; 0 for none."""
+        return 0.0 if name == "engine" else cpu_seconds(self._servers[name, engine_url][0].pid)
+
+    def holds(self, engine_url: str) -> list[tuple[str, float]]:
+        """See `proxy_hold`."""
+        with self._running("proxy_hold.py", engine_url, self._cores.proxy) as process:
+            return orjson.loads(process.wait_for(r"holds (\[.*\])\n", 300)[1])
+
+    def _serve(self, name: str, engine_url: str) -> Running:
+        return self._run("proxy_servers.py", name, engine_url, self._cores.proxy)
+
+    def _run(self, script: str, *words: object) -> Running:
+        return self._stack.enter_context(self._running(script, *words))
+
+    @contextmanager
+    def _running(self, script: str, *words: object) -> Iterator[Running]:
+        path = Path(__file__).with_name(script)
+        with running(path, *words, folder=self._folder, program=Path(sys.executable)) as process:
+            yield process
+
+
+class Cost(NamedTuple):
+    """One measurement; `cpu_ms` is the proxy's for each call."""
+
+    measured: Measured
+    cpu_ms: float
+
+
+def median(costs: Sequence[Cost], what: str) -> float:
+    """Of several runs: "rate", "cpu_ms", "p50" or "p99" in milliseconds."""
+    of = {
+        "rate": lambda cost: cost.measured.rate,
+        "cpu_ms": lambda cost: cost.cpu_ms,
+        "p50": lambda cost: cost.measured.milliseconds(0.5),
+        "p99": lambda cost: cost.measured.milliseconds(0.99),
+    }[what]
+    return statistics.median(map(of, costs))
+
+
+def bodies_of(case: Case) -> list[bytes]:
+    """What the agents of a case ask, turn by turn."""
+    turns = 1 + TURNS if case.goes_on else 1
+    shared = {"tools": case.tools, "streamed": case.streamed}
+    more = calls.EXACT if case.server in ("engine", "httpx") else {}
+    if more and case.streamed:
+        more = more | calls.USAGE
+    return calls.requests(case.history_tokens, turns, **shared, **more)
+
+
+async def at_once(house: House, engine_url: str, case: Case, at: int) -> Cost:
+    """One run of a case with `at` calls in flight."""
+    bodies = bodies_of(case)
+    least = 64 if at == 1 else 2 * at if at > 64 else 8 * at
+    rounds = -(-least // (TURNS * at)) if case.goes_on else 1
+    turns = range(1, 1 + TURNS) if case.goes_on else range(1, 1 + least // at)
+    runs: list[Measured] = []
+    cpu = 0.0
+    for _ in range(rounds):
+        with agents(house.urls(case.server, engine_url, at), bodies) as some:
+            await by_turns(some, range(1))
+            before = house.cpu_seconds(case.server, engine_url)
+            runs.append(await by_turns(some, turns))
+            cpu += house.cpu_seconds(case.server, engine_url) - before
+    latencies = [latency for measured in runs for latency in measured.latencies]
+    rate = statistics.fmean(measured.rate for measured in runs)
+    return Cost(Measured(rate, latencies, len(latencies)), 1000 * cpu / len(latencies))
+
+
+async def table_at_once(house: House, engine_url: str, quick: bool, missed: list[str]) -> Table:
+    """Every case, with an engine that answers at once."""
+    table = Table(title="An engine that answers at once")
+    table.add_column("calls")
+    for column in ("CPU ms at 1", "at 64", "at 512", "budget", "calls/s at 64", "p50 ms", "p99 ms"):
+        table.add_column(column, justify="right")
+    for case in CASES:
+        costs = {}
+        for at in case.at:
+            if quick and at > 64:
+                continue
+            costs[at] = [
+                await at_once(house, engine_url, case, at) for _ in range(1 if quick else RUNS)
+            ]
+        cpu = {at: median(some, "cpu_ms") for at, some in costs.items()}
+        if case.budget_ms is not None and cpu[64] > case.budget_ms:
+            missed.append(f"CPU of {case.name}")
+        shown = [f"{cpu[at]:.2f}" if cpu.get(at) else "" for at in EVERYWHERE]
+        wall = [median(costs[64], what) for what in ("rate", "p50", "p99")]
+        budget = "" if case.budget_ms is None else f"{case.budget_ms:.1f}"
+        table.add_row(case.name, *shown, budget, f"{wall[0]:,.0f}", *(f"{w:.1f}" for w in wall[1:]))
+    return table
+
+
+async def with_time(
+    house: House, name: str, engine_url: str, bodies: list[bytes], at: int, seconds: float
+) -> Cost:
+    """One run of some seconds, with an engine that takes time."""
+    with agents(house.urls(name, engine_url, at), bodies) as some:
+        call_seconds = (await by_turns(some, range(1))).milliseconds(0.5) / 1000
+        before = house.cpu_seconds(name, engine_url)
+        measured = await for_a_time(some, call_seconds, max(seconds, call_seconds))
+        cpu = house.cpu_seconds(name, engine_url) - before
+    return Cost(measured, 1000 * cpu / measured.asked)
+
+
+async def table_with_time(
+    house: House,
+    engine_url: str,
+    ours: str,
+    ats: Sequence[int],
+    runs: int,
+    missed: list[str],
+    **ask: object,
+) -> Table:
+    """The engine alone, through our proxy and through the thin one, by turns."""
+    table = Table(title="An engine that takes time")
+    table.add_column("calls")
+    columns = ("in flight", "alone/s", "p50 ms", "kept", "p50 +ms", "p99 +ms", "CPU ms")
+    for column in (*columns, "httpx: kept", "p50 +ms", "p99 +ms", "CPU ms"):
+        table.add_column(column, justify="right")
+    for streamed in (False, True):
+        kind = "streamed" if streamed else "whole"
+        usage = calls.USAGE if streamed else {}
+        shared = {"tools": False, "streamed": streamed, **ask}
+        plain = calls.requests(200, 1, **shared)
+        exact = calls.requests(200, 1, **{**calls.EXACT, **usage, **shared})
+        for at in ats:
+            costs: dict[str, list[Cost]] = {"engine": [], ours: [], "httpx": []}
+            for _ in range(runs if at <= 64 else 1):
+                for name, some in costs.items():
+                    bodies = plain if name == ours else exact
+                    some.append(await with_time(house, name, engine_url, bodies, at, 1.5))
+            alone = {what: median(costs["engine"], what) for what in ("rate", "p50", "p99")}
+            cells = [f"{at}", f"{alone['rate']:,.1f}", f"{alone['p50']:,.0f}"]
+            for name in (ours, "httpx"):
+                of = {what: median(costs[name], what) for what in (*alone, "cpu_ms")}
+                kept = of["rate"] / alone["rate"]
+                cells.append(f"{kept:.1%}")
+                cells += [f"{of[what] - alone[what]:+,.1f}" for what in ("p50", "p99")]
+                cells.append(f"{of['cpu_ms']:.2f}")
+                if name == ours and at == 64 and kept < SHARE_KEPT:
+                    missed.append(f"rate kept, {kind}, {at} in flight")
+            table.add_row(kind, *cells)
+    return table
+
+
+def table_of_holds(house: House, engine_url: str, missed: list[str]) -> Table:
+    """How long one call keeps the loop."""
+    table = Table(title="One call of 30,000 tokens keeps the event loop")
+    table.add_column("call")
+    for column in ("CPU ms at most", "budget"):
+        table.add_column(column, justify="right")
+    for name, milliseconds in house.holds(engine_url):
+        table.add_row(name, f"{milliseconds:.1f}", f"{HOLD_MS:.0f}")
+        if milliseconds > HOLD_MS:
+            missed.append(f"the loop's time, {name}")
     return table
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--proxy"]:
-        uvloop.run(serve_proxy(sys.argv[2]))
-        return
-    calls = int(sys.argv[1]) if len(sys.argv) > 1 else 3000
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        sim = ("models", "sim", "--port", 0, "--sim.latency_seconds", 0)
-        with running(*sim, folder=folder) as engine:
-            engine_url = engine.wait_for(r"(http://\S+/v1)")[1]
-            python = Path(sys.executable)
-            with running(__file__, "--proxy", engine_url, folder=folder, program=python) as proxy:
-                Console().print(uvloop.run(compare(engine, proxy, engine_url, calls)))
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="half a minute instead of four")
+    parser.add_argument("--vllm", metavar="URL", help="a real engine, asked gently")
+    words = parser.parse_args()
+    console, cores, missed = Console(width=130), choose_cores(), []
+    began = time.monotonic()
+    console.print(str(cores), f"Load average {os.getloadavg()[0]:.1f}.")
+    with ExitStack() as stack:
+        house = House(stack, cores)
+        if words.vllm:
+            root = words.vllm.rstrip("/").removesuffix("/v1")
+            house.start(["auto", "httpx"], root)
+            pin(cores.load)
+            with urllib.request.urlopen(f"{root}/v1/models") as answer:
+                model = orjson.loads(answer.read())["data"][0]["id"]
+            ask = {"model": model, "max_tokens": calls.ANSWER_TOKENS, "ignore_eos": True}
+            console.print(uvloop.run(table_with_time(house, root, "auto", (1, 8), 1, [], **ask)))
+            return
+        instant, timed = house.start_engine()
+        house.start(["chat", "tokens", "httpx"], instant)
+        house.start(["chat", "httpx"], timed)
+        pin(cores.load)
+        console.print(uvloop.run(table_at_once(house, instant, words.quick, missed)))
+        ats, runs = ((64,), 1) if words.quick else (EVERYWHERE, RUNS)
+        console.print(uvloop.run(table_with_time(house, timed, "chat", ats, runs, missed)))
+        console.print(table_of_holds(house, instant, missed))
+    console.print(f"{time.monotonic() - began:.0f} s.")
+    if missed:
+        sys.exit(f"Over budget: {'; '.join(missed)}.")
 
 
 if __name__ == "__main__":

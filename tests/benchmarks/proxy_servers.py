@@ -1,0 +1,129 @@
+"""The proxies that are measured, each as a process: `python proxy_servers.py NAME ENGINE CORE`.
+
+    chat, tokens   our proxy before an engine that is asked in this mode
+    auto           our proxy before any engine, asked in the best mode that it has
+    httpx          the least that FastAPI and httpx can do: bodies in, bodies out
+
+Prints the address. `GET /attempts/N` of ours ends the attempts that there are and opens N others.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import orjson
+from fastapi import FastAPI, Request, Response
+from starlette.responses import StreamingResponse
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import proxy_calls as calls
+from proxy_load import pin
+from support.serving import attempt_spec
+
+from envserver.api.server import serve_api
+from envserver.cli.engines import make_source
+from envserver.cli.loop import run_loop
+from envserver.config import OpenAIConfig, Settings, TokensConfig
+from envserver.models.openai import OpenAIEngine
+from envserver.models.upstream import Upstream
+from envserver.proxy import Attempt, Proxy
+from envserver.proxy.asgi import AsgiApp, Receive, Scope, Send, send_json
+from envserver.proxy.source import Source
+from envserver.proxy.ways import Ways
+
+
+def make_proxy(engine: OpenAIEngine, mode: str) -> Proxy:
+    """Our proxy before an engine whose ways are known, or found out."""
+    if mode == "auto":
+        return Proxy(engine, source=make_source(Settings(), engine))
+    upstream = Upstream(mode="tokens", model=calls.MODEL, tools=True, has_parser=True)
+
+    async def find() -> Ways:
+        return Ways(upstream=upstream, format=calls.FORMAT)
+
+    source = Source(engine, find=find if mode == "tokens" else None, tokens=TokensConfig())
+    return Proxy(engine, source=source)
+
+
+def open_attempt(proxy: Proxy, model: str = calls.MODEL) -> Attempt:
+    """An attempt without limits."""
+    spec = attempt_spec(max_turns=10**9, seconds=3600.0)
+    return proxy.open(msgspec.structs.replace(spec, model=model))
+
+
+def with_attempts(proxy: Proxy, model: str) -> AsgiApp:
+    """The proxy's application, and a way to have other attempts."""
+    inner = proxy.asgi()
+    attempts: list[Attempt] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if not scope.get("path", "").startswith("/attempts/"):
+            await inner(scope, receive, send)
+            return
+        while attempts:
+            proxy.seal(attempts.pop())
+        count = int(scope["path"].rpartition("/")[2])
+        attempts.extend(open_attempt(proxy, model) for _ in range(count))
+        await send_json(send, 200, [attempt.key for attempt in attempts])
+
+    return app
+
+
+def thin_proxy(engine_url: str) -> FastAPI:
+    """A pass-through."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    client = httpx.AsyncClient(base_url=engine_url, limits=limits, timeout=None)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with client:
+            yield
+
+    app = FastAPI(lifespan=lifespan)
+
+    @app.post("/{path:path}")
+    async def forward(path: str, request: Request) -> Response:
+        body = await request.body()
+        headers = {"content-type": "application/json"}
+        if not orjson.loads(body).get("stream"):
+            answer = await client.post(path, content=body, headers=headers)
+            return Response(answer.content, answer.status_code, media_type="application/json")
+        asked = client.build_request("POST", path, content=body, headers=headers)
+        answer = await client.send(asked, stream=True)
+
+        async def parts() -> AsyncIterator[bytes]:
+            try:
+                async for part in answer.aiter_raw():
+                    yield part
+            finally:
+                await answer.aclose()
+
+        return StreamingResponse(parts(), answer.status_code, media_type="text/event-stream")
+
+    return app
+
+
+async def serve(name: str, engine_url: str, core: int) -> None:
+    pin(core)
+    if name == "httpx":
+        await _serve(thin_proxy(engine_url))
+        return
+    model = "default" if name == "auto" else calls.MODEL
+    async with OpenAIEngine(OpenAIConfig(base_url=engine_url, model_name=model)) as engine:
+        await _serve(with_attempts(make_proxy(engine, name), await engine.model_name()))
+
+
+async def _serve(app: Any) -> None:
+    async with await serve_api(app, "127.0.0.1", 0) as server:
+        print("serves", server.url, flush=True)
+        await server.wait()
+
+
+if __name__ == "__main__":
+    run_loop(serve(sys.argv[1], sys.argv[2], int(sys.argv[3])))
