@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import structlog
 from support.vllm_server import VllmServer, running_vllm
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +34,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for text in terminalreporter.config.stash[_TOLD]:
         terminalreporter.write_line(text)
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_they_were() -> Iterator[None]:
+    """Commands that run in this process set what is logged; the next test hears everything again."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture
