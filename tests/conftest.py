@@ -38,7 +38,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def _logs_as_they_were() -> Iterator[None]:
-    """Commands that run in this process set what is logged; the next test hears everything again."""
+    """Commands that run in this process set what is logged; the next test hears everything."""
     yield
     structlog.reset_defaults()
 
