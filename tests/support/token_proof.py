@@ -436,7 +436,8 @@ async def bench(
     with relay(server.root_url, at_once=requests_at_once) as (url, echoes):
         config = OpenAIConfig(base_url=f"{url}/v1", model_name=server.model)
         direct = OpenAIConfig(base_url=server.base_url, model_name=server.model)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)  # the server's is 5 seconds
+        # No agent meets a connection that the server, idle for seconds, is about to close.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with (
             OpenAIEngine(config) as engine,
             OpenAIEngine(direct) as scorer,
