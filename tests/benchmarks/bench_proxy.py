@@ -234,14 +234,20 @@ async def table_at_once(house: House, engine_url: str, quick: bool, missed: list
     return table
 
 
-async def with_time(house: House, name: str, engine_url: str, bodies: list[bytes], at: int) -> Cost:
-    """One run of some seconds, with an engine that takes time."""
+async def with_time(
+    house: House, name: str, engine_url: str, bodies: list[bytes], at: int
+) -> Cost | None:
+    """One run of some seconds, with an engine that takes time; None: a call was not answered."""
+    measured = None
     with agents(house.urls(name, engine_url, at), bodies) as some:
-        call_seconds = (await by_turns(some, range(1))).milliseconds(0.5) / 1000
-        before = house.cpu_seconds(name, engine_url)
-        measured = await for_a_time(some, call_seconds, max(1.0, call_seconds))
-        cpu = house.cpu_seconds(name, engine_url) - before
-    return Cost(measured, 1000 * cpu / measured.asked)
+        try:
+            call_seconds = (await by_turns(some, range(1))).milliseconds(0.5) / 1000
+            before = house.cpu_seconds(name, engine_url)
+            measured = await for_a_time(some, call_seconds, max(1.0, call_seconds))
+            cpu = house.cpu_seconds(name, engine_url) - before
+        except* ConnectionError as error:
+            print(f"{name}, {at} in flight: {error.exceptions[0]}"[:200], file=sys.stderr)
+    return measured and Cost(measured, 1000 * cpu / measured.asked)
 
 
 async def table_with_time(
@@ -263,28 +269,39 @@ async def table_with_time(
         kind = "streamed" if streamed else "whole"
         usage = calls.USAGE if streamed else {}
         shared = {"tools": False, "streamed": streamed, **ask}
-        plain = calls.requests(200, 1, **shared)
         exact = calls.requests(200, 1, **{**calls.EXACT, **usage, **shared})
+        bodies = {"engine": exact, ours: calls.requests(200, 1, **shared), "httpx": exact}
         for at in ats:
-            costs: dict[str, list[Cost]] = {"engine": [], ours: [], "httpx": []}
             if streamed and at > 64:
-                del costs["httpx"]  # a minute for each run: its pool has too many connections
+                del bodies["httpx"]  # takes a minute for each run: its pool minds so many
+            costs: dict[str, list[Cost | None]] = {name: [] for name in bodies}
             for _ in range(runs if at == 64 else 1):
                 for name, some in costs.items():
-                    bodies = plain if name == ours else exact
-                    some.append(await with_time(house, name, engine_url, bodies, at))
-            alone = {what: median(costs["engine"], what) for what in ("rate", "p50", "p99")}
-            cells = [f"{at}", f"{alone['rate']:,.1f}", f"{alone['p50']:,.0f}"]
-            for name in [*costs][1:]:
-                of = {what: median(costs[name], what) for what in (*alone, "cpu_ms")}
-                kept = of["rate"] / alone["rate"]
-                cells.append(f"{kept:.1%}")
-                cells += [f"{of[what] - alone[what]:+,.1f}" for what in ("p50", "p99")]
-                cells.append(f"{of['cpu_ms']:.2f}")
-                if name == ours and at == 64 and kept < SHARE_KEPT:
-                    missed.append(f"rate kept, {kind}, {at} in flight")
-            table.add_row(kind, *cells)
+                    some.append(await with_time(house, name, engine_url, bodies[name], at))
+            alone, *through = (_seen(some) for some in costs.values())
+            if alone is None or through[0] is None:
+                raise SystemExit(f"Not all calls were answered, {kind}, {at} in flight.")
+            if at == 64 and through[0]["rate"] < SHARE_KEPT * alone["rate"]:
+                missed.append(f"rate kept, {kind}, {at} in flight")
+            cells = [cell for seen in through for cell in _compared(seen, alone)]
+            table.add_row(kind, f"{at}", f"{alone['rate']:,.1f}", f"{alone['p50']:,.0f}", *cells)
     return table
+
+
+def _seen(costs: Sequence[Cost | None]) -> dict[str, float] | None:
+    """The medians; None where some run had calls that were not answered."""
+    whole = [cost for cost in costs if cost is not None]
+    if len(whole) < len(costs):
+        return None
+    return {what: median(whole, what) for what in ("rate", "p50", "p99", "cpu_ms")}
+
+
+def _compared(seen: dict[str, float] | None, alone: dict[str, float]) -> list[str]:
+    """A proxy's cells of the table."""
+    if seen is None:
+        return ["fails", "", "", ""]
+    added = [f"{seen[what] - alone[what]:+,.1f}" for what in ("p50", "p99")]
+    return [f"{seen['rate'] / alone['rate']:.1%}", *added, f"{seen['cpu_ms']:.2f}"]
 
 
 def table_of_holds(house: House, engine_url: str, missed: list[str]) -> Table:

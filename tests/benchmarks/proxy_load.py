@@ -121,7 +121,8 @@ class Client(asyncio.Protocol):
     def _end(self, error: Exception | None) -> None:
         answered, self._answered = self._answered, None
         self._data, self._missing = b"", None
-        assert answered is not None
+        if answered is None or answered.done():  # given up
+            return
         if error is None:
             answered.set_result(None)
         else:
