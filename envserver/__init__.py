@@ -17,6 +17,9 @@ _HOMES = {
     "Reply": "environment",
     "Rollout": "environment",
     "Isolation": "environment",
+    "KnownResult": "environment",
+    "Sandbox": "environment",
+    "Sandboxes": "environment",
     "Task": "records",
     "PublicTask": "records",
     "Result": "records",
@@ -26,6 +29,10 @@ _HOMES = {
     "Group": "records",
     "Message": "records",
     "Split": "records",
+    "SandboxLimits": "records",
+    "SandboxSpec": "records",
+    "SandboxUsage": "records",
+    "ExecResult": "records",
     "pack": "records",
     "unpack": "records",
     "EnvserverError": "errors",
@@ -39,13 +46,22 @@ _HOMES = {
     "AgentError": "errors",
     "EngineError": "errors",
     "ScorerError": "errors",
+    "SandboxError": "errors",
     "main": "cli",
 }
 
 if TYPE_CHECKING:
     from .cli import main
     from .config import EnvironmentConfig
-    from .environment import Environment, Isolation, Reply, Rollout
+    from .environment import (
+        Environment,
+        Isolation,
+        KnownResult,
+        Reply,
+        Rollout,
+        Sandbox,
+        Sandboxes,
+    )
     from .errors import (
         AgentError,
         ConfigError,
@@ -56,14 +72,19 @@ if TYPE_CHECKING:
         InputError,
         LimitReached,
         NotFoundError,
+        SandboxError,
         ScorerError,
         StoreError,
     )
     from .records import (
+        ExecResult,
         Group,
         Message,
         PublicTask,
         Result,
+        SandboxLimits,
+        SandboxSpec,
+        SandboxUsage,
         Score,
         Sequence,
         Split,
@@ -80,6 +101,13 @@ __all__ = [
     "Reply",
     "Rollout",
     "Isolation",
+    "KnownResult",
+    "Sandbox",
+    "Sandboxes",
+    "SandboxLimits",
+    "SandboxSpec",
+    "SandboxUsage",
+    "ExecResult",
     "Task",
     "PublicTask",
     "Result",
@@ -102,6 +130,7 @@ __all__ = [
     "AgentError",
     "EngineError",
     "ScorerError",
+    "SandboxError",
     "main",
 ]
 

@@ -203,6 +203,17 @@ class WorkersConfig(Section):
     """Between a rollout's deadline, when it is cancelled, and the kill of its process tree."""
 
 
+class SandboxConfig(Section):
+    """Where the programs run that a model wrote: `--sandbox.*`."""
+
+    wall: Literal["auto", "bubblewrap", "namespace", "landlock", "docker", "unsafe-local"] = "auto"
+    """auto: the first of bubblewrap, namespace and landlock that works here (`envserver doctor`)."""
+    concurrent: int = Field(default=32, ge=1)
+    """Sandboxes at a time; more wait."""
+    docker_image: str = ""
+    """Image for the wall `docker`; it needs python3, bash and git."""
+
+
 class RolloutsConfig(Section):
     """Which rollouts run when."""
 
@@ -259,6 +270,7 @@ class Settings(EnvironmentSettings):
     sampling: SamplingConfig = SamplingConfig()
     tokens: TokensConfig = TokensConfig()
     workers: WorkersConfig = WorkersConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     server: ServerConfig = ServerConfig()
     store: StorePlace = "data/envserver.db"

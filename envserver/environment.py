@@ -27,14 +27,26 @@ state between the three; `setup` and `close` run once per worker process.
 from __future__ import annotations
 
 import abc
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
 
 from .config import EnvironmentConfig
 from .errors import InputError
-from .records import Message, PublicTask, Result, Score, Split, Task
+from .records import (
+    ExecResult,
+    Message,
+    PublicTask,
+    Result,
+    SandboxLimits,
+    SandboxSpec,
+    SandboxUsage,
+    Score,
+    Split,
+    Task,
+)
 
 Isolation = Literal["pooled", "dedicated", "sandboxed"]
 
@@ -53,6 +65,83 @@ class Reply(msgspec.Struct, frozen=True):
     tool_calls: list[dict[str, Any]]
     finish_reason: str
     message: Message
+
+
+class Sandbox(Protocol):
+    """A place for programs that a model wrote: no network, nothing of ours, bounded in everything.
+
+    Programs run one after the other; when one ends, whatever it started is killed. What they wrote
+    below /work stays until `close`. A program that fails or passes its limits is a result, never an
+    exception.
+
+    Raises (every method):
+        SandboxError: the sandbox itself failed or is closed; let it pass: the rollout is retried.
+    """
+
+    id: str
+    isolation: str
+    """The wall: "namespace", "bubblewrap", "landlock", "docker" or "unsafe-local"."""
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        cwd: str = "/work",
+        env: dict[str, str] | None = None,
+        limits: SandboxLimits | None = None,
+    ) -> ExecResult:
+        """Runs a program; it is found by PATH. One that cannot be started exits with 127.
+
+        Args:
+            env: added to the sandbox's own variables.
+            limits: tighter than the sandbox's own; what is over those is cut down to them.
+
+        Raises:
+            InputError: `stdin` is over `input_kb`.
+        """
+
+    async def run_python(
+        self,
+        code: str,
+        *,
+        argv: Sequence[str] = (),
+        stdin: bytes = b"",
+        cwd: str = "/work",
+        limits: SandboxLimits | None = None,
+    ) -> ExecResult:
+        """Runs `code` as `python -I -c code` would, forked from a warm interpreter (milliseconds).
+
+        The sandbox's `preload` is imported already. Raises like `exec`.
+        """
+
+    async def read(self, path: str, max_bytes: int = 1 << 20) -> bytes:
+        """The first `max_bytes` of a regular file; relative paths are below /work.
+
+        Raises:
+            InputError: there is no such file, or it is none that can be read.
+        """
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Replaces a file; parents are made. Raises like `read`."""
+
+    async def total(self) -> SandboxUsage:
+        """What all programs until now used."""
+
+    async def close(self) -> None:
+        """Ends it; returns when every process of it is gone. May be called twice."""
+
+
+class Sandboxes(Protocol):
+    """Makes sandboxes: `async with sandboxes.open(SandboxSpec()) as sandbox: ...`."""
+
+    def open(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
+        """A fresh sandbox, closed at the end.
+
+        Raises:
+            SandboxError: none can be made now.
+            InputError: a file or the archive of the spec cannot be unpacked, or does not fit.
+        """
 
 
 class Rollout(Protocol):
@@ -109,11 +198,37 @@ class Rollout(Protocol):
     ) -> Reply:
         """`chat` for a plain `def rollout`."""
 
+    def open_sandbox(self, spec: SandboxSpec | None = None) -> AbstractAsyncContextManager[Sandbox]:
+        """A sandbox on the server for what the model writes; what it used is in the trajectory.
+
+        Args:
+            spec: unset: the environment's own (`Environment.sandbox`). Its limits are cut down to
+                that one's, and only modules that stand there may be preloaded.
+
+        Raises:
+            SandboxError: none can be made, or the environment declares none.
+        """
+
     def log(self, event: str, **facts: Any) -> None:
         """A line in the server's log, with this rollout's id."""
 
     def log_metric(self, name: str, value: float) -> None:
         """A number that is stored with the trajectory; the last value of a name counts."""
+
+
+class KnownResult(msgspec.Struct, frozen=True):
+    """A result whose reward is known.
+
+    Args:
+        name: what it is, in a few words: "gold", "overwrites the tests".
+        result: as an agent would leave it.
+        least, most: the reward must lie between these.
+    """
+
+    name: str
+    result: Result
+    least: float = 0.0
+    most: float = 0.0
 
 
 class Environment(abc.ABC):
@@ -123,6 +238,8 @@ class Environment(abc.ABC):
     """Short name; unset: the class name in lower case."""
     isolation: ClassVar[Isolation] = "pooled"
     """The least isolation that its agents need."""
+    sandbox: ClassVar[SandboxSpec | None] = None
+    """The sandbox that rollouts and scores may open, and the most that one may use; None: none."""
     score_timeout_seconds: ClassVar[float] = 30.0
     """A `score` that takes longer is killed; the rollout is scored again, then dropped."""
 
@@ -130,6 +247,8 @@ class Environment(abc.ABC):
         """Settings of this environment: `--env.*`."""
 
     config: Any
+    sandboxes: Sandboxes
+    """For `score` and `tasks`, where `sandbox` is declared (agents have `run.open_sandbox`)."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -171,6 +290,13 @@ class Environment(abc.ABC):
         The simulated engine plays them (right or spoiled).
         """
         return None
+
+    def known_results(self, task: Task) -> Iterator[KnownResult]:
+        """Results of `task` whose rewards are known: the gold one, broken ones, cheats.
+
+        `envserver check` scores them all; empty and absurd results it adds by itself.
+        """
+        return iter(())
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
         """A task from one row of a data set, for `envserver score`.

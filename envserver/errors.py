@@ -20,6 +20,9 @@
     │   │   ├── EngineTimeout  no answer within the call's time                   retry, then drop
     │   │   ├── EngineRefused  it refused the request (HTTP 4xx)                  drop at once
     │   │   └── EngineGarbage  its answer breaks the protocol                     retry, then drop
+    │   ├── SandboxError       the place for the model's programs failed          retry, then drop
+    │   │   ├── SandboxUnavailable none can be made (room, wall, supervisor)      retry, then drop
+    │   │   └── SandboxLost    it ended under a program by no fault of its own    retry, then drop
     │   ├── ScorerError        scoring raised, died or ran out of time            retry, then drop
     │   ├── Unscorable         its score has no reward                            drop
     │   ├── Straggler          the time of its group was over before it ended     drop
@@ -179,6 +182,18 @@ class EngineRefused(EngineError):
 
 class EngineGarbage(EngineError):
     kind = "engine_garbage"
+
+
+class SandboxError(RolloutError):
+    kind, outcome, status = "sandbox_error", Outcome.RETRY, 502
+
+
+class SandboxUnavailable(SandboxError):
+    kind, status = "sandbox_unavailable", 503
+
+
+class SandboxLost(SandboxError):
+    kind = "sandbox_lost"
 
 
 class ScorerError(RolloutError):

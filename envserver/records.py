@@ -217,13 +217,109 @@ class Sequence(msgspec.Struct, kw_only=True):
     flags: list[str] = msgspec.field(default_factory=list)
 
 
+KilledBy = Literal[
+    "", "wall", "cpu", "memory", "disk", "inodes", "processes", "output", "cancelled", "lost"
+]
+"""What ended a program in a sandbox: a limit, the caller ("cancelled"), a failure of ours ("lost"),
+or "": it ended by itself (or was ended by a signal of its own doing)."""
+
+
+class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one program in a sandbox may use; disk and inodes are of the sandbox as a whole.
+
+    MB are 2**20 bytes, KB 2**10. `output_kb` holds for stdout and stderr each: more is cut off (and
+    marked), and past eight times as much the program is killed.
+    """
+
+    wall_seconds: float = 10.0
+    cpu_seconds: float = 10.0
+    memory_mb: int = 512
+    disk_mb: int = 64
+    inodes: int = 4096
+    processes: int = 32
+    open_files: int = 256
+    output_kb: int = 64
+    input_kb: int = 1024
+
+
+class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A sandbox to be made: an empty `/work` with `files`, a read-only system, no network.
+
+    Args:
+        files: by path below /work; parents are made.
+        archive: a tar file that is unpacked into /work first.
+        env: the programs' environment variables beside PATH, HOME, LANG and TMPDIR.
+        preload: modules that are imported before the walls are closed, shared by all sandboxes with
+            the same list: `run_python` has them at no cost. Only trusted code may name any.
+        limits: of every program, unless `exec` is told otherwise (never more than these).
+    """
+
+    files: dict[str, bytes] = msgspec.field(default_factory=dict)
+    archive: bytes | None = None
+    env: dict[str, str] = msgspec.field(default_factory=dict)
+    preload: tuple[str, ...] = ()
+    limits: SandboxLimits = SandboxLimits()
+
+
+class SandboxUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """What programs in a sandbox used; of several (`Sandbox.total`): sums, and the highest peaks.
+
+    Args:
+        cpu_exact: whether programs could not hide CPU time from the count.
+        memory_exact: whether the peak is the kernel's own, or sampled.
+        executions: programs run.
+        killed: how often each KilledBy but "" ended one.
+    """
+
+    wall_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    cpu_exact: bool = False
+    peak_memory_mb: float = 0.0
+    memory_exact: bool = False
+    read_bytes: int = 0
+    written_bytes: int = 0
+    output_bytes: int = 0
+    disk_mb: float = 0.0
+    peak_processes: int = 0
+    executions: int = 1
+    killed: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How one program in a sandbox ended.
+
+    Args:
+        exit: its exit status, None where a signal ended it.
+        signal: the number of the signal that ended it.
+        killed_by: see KilledBy; where it is not "", exit and signal say nothing about the program.
+        truncated: stdout or stderr were longer than they stand here.
+    """
+
+    exit: int | None
+    signal: int | None = None
+    killed_by: KilledBy = ""
+    stdout: bytes = b""
+    stderr: bytes = b""
+    truncated: bool = False
+    usage: SandboxUsage = SandboxUsage()
+
+    @property
+    def ok(self) -> bool:
+        """It ended by itself with status 0."""
+        return self.exit == 0 and not self.killed_by
+
+
 class Usage(msgspec.Struct, kw_only=True):
-    """Resources of one rollout. Seconds are wall clock."""
+    """Resources of one rollout. Seconds are wall clock.
+
+    `sandbox`: what the programs used that its agent ran in sandboxes, None where it had none.
+    """
 
     seconds: float = 0.0
     model_seconds: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    sandbox: SandboxUsage | None = None
 
 
 class Trajectory(msgspec.Struct, kw_only=True):

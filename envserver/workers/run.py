@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,9 @@ import aiohttp
 import msgspec
 import orjson
 
-from ..environment import Reply
-from ..errors import EngineGarbage, EngineUnavailable, LimitReached
-from ..records import Message, PublicTask
+from ..environment import Reply, Sandbox
+from ..errors import EngineGarbage, EngineUnavailable, LimitReached, SandboxUnavailable
+from ..records import Message, PublicTask, SandboxSpec
 from .failures import error_of_answer
 
 if TYPE_CHECKING:
@@ -148,6 +148,9 @@ class AttemptRun:
             raise _is_over() from None
         finally:
             self._asked_from_threads.discard(asked)
+
+    def open_sandbox(self, spec: SandboxSpec | None = None) -> AbstractAsyncContextManager[Sandbox]:
+        raise SandboxUnavailable("This server makes no sandboxes.")
 
     def log(self, event: str, **facts: Any) -> None:
         line = orjson.dumps(
