@@ -207,7 +207,7 @@ class SandboxConfig(Section):
     """Where the programs run that a model wrote: `--sandbox.*`."""
 
     wall: Literal["auto", "bubblewrap", "namespace", "landlock", "docker", "unsafe-local"] = "auto"
-    """auto: the first of bubblewrap, namespace and landlock that works here (`envserver doctor`)."""
+    """auto: the first of bubblewrap, namespace, landlock that works here (`envserver doctor`)."""
     concurrent: int = Field(default=32, ge=1)
     """Sandboxes at a time; more wait."""
     docker_image: str = ""
