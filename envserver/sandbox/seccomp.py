@@ -1,0 +1,329 @@
+"""Which system calls programs may not make: a filter for the kernel, assembled here.
+
+`program` gives the filter as bytes, once per process; `install` puts it on the calling process, for
+good and for all its children. What is refused fails with an ordinary error, so that libraries fall
+back; only a call by a foreign architecture's numbers kills, for the table does not hold there.
+
+Three reasons to refuse: the call reaches out of the sandbox (other processes, mounts, clocks), it
+hides memory from the limits (memfd, System V shared memory, large pipes), or it is a large and
+rarely used part of the kernel (bpf, io_uring, keyrings). Calls newer than this table are refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import platform
+import struct
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ..errors import ConfigError
+
+# Classic BPF: operation codes, and where `struct seccomp_data` has what.
+_LOAD, _AND = 0x20, 0x54
+_IF_EQUAL, _IF_GREATER, _IF_AT_LEAST, _IF_ANY_BIT = 0x15, 0x25, 0x35, 0x45
+_RETURN = 0x06
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
+_ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
+
+_X32_BIT = 0x40000000
+_NEWEST_KNOWN = 462  # mseal, Linux 6.10; numbers from 424 on are the same everywhere
+
+_CLONE_NEW_ANY = 0x7E020000
+_PERSONALITY_QUERY = 0xFFFFFFFF
+_F_SETPIPE_SZ = 1031
+_TIOCSTI, _TIOCLINUX, _TIOCSETD = 0x5412, 0x541C, 0x5423
+_FILE_TYPE, _CHARACTER_DEVICE, _BLOCK_DEVICE = 0xF000, 0x2000, 0x6000
+_AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
+_SOCK_STREAM, _SOCK_DGRAM, _SOCK_TYPE = 1, 2, 0xF
+_IP_PROTOCOLS = (0, 6, 17)  # the type's own, TCP, UDP
+
+_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
+
+
+class _Machine(NamedTuple):
+    audit: int
+    column: int
+
+
+_MACHINES = {"x86_64": _Machine(0xC000003E, 0), "aarch64": _Machine(0xC00000B7, 1)}
+
+# A call's number on x86_64 and on aarch64; None where there is no such call.
+_Numbers = tuple[int | None, int | None]
+# An instruction: operation, how far to jump if so and if not, operand.
+_Instruction = tuple[int, int, int, int]
+_Code = list[_Instruction]
+
+# By the error that a program gets.
+_REFUSED: dict[int, dict[str, _Numbers]] = {
+    errno.EPERM: {
+        # mounts and roots
+        "mount": (165, 40),
+        "umount2": (166, 39),
+        "pivot_root": (155, 41),
+        "chroot": (161, 51),
+        "open_tree": (428, 428),
+        "move_mount": (429, 429),
+        "fsopen": (430, 430),
+        "fsconfig": (431, 431),
+        "fsmount": (432, 432),
+        "fspick": (433, 433),
+        "mount_setattr": (442, 442),
+        "statmount": (457, 457),
+        "listmount": (458, 458),
+        # namespaces and other processes
+        "unshare": (272, 97),
+        "setns": (308, 268),
+        "ptrace": (101, 117),
+        "process_vm_readv": (310, 270),
+        "process_vm_writev": (311, 271),
+        "pidfd_getfd": (438, 438),
+        "kcmp": (312, 272),
+        "process_madvise": (440, 440),
+        "process_mrelease": (448, 448),
+        "ioprio_set": (251, 30),
+        "migrate_pages": (256, 238),
+        "move_pages": (279, 239),
+        # memory outside of the limits, and its placement
+        "shmget": (29, 194),
+        "shmat": (30, 196),
+        "shmctl": (31, 195),
+        "shmdt": (67, 197),
+        "msgget": (68, 186),
+        "msgsnd": (69, 189),
+        "msgrcv": (70, 188),
+        "msgctl": (71, 187),
+        "semget": (64, 190),
+        "semop": (65, 193),
+        "semtimedop": (220, 192),
+        "semctl": (66, 191),
+        "mq_open": (240, 180),
+        "mq_unlink": (241, 181),
+        "mq_timedsend": (242, 182),
+        "mq_timedreceive": (243, 183),
+        "mq_notify": (244, 184),
+        "mq_getsetattr": (245, 185),
+        "memfd_secret": (447, 447),
+        "vmsplice": (278, 75),
+        "remap_file_pages": (216, 234),
+        "mbind": (237, 235),
+        "set_mempolicy": (238, 237),
+        "get_mempolicy": (239, 236),
+        "set_mempolicy_home_node": (450, 450),
+        # keyrings, tracing, code in the kernel
+        "add_key": (248, 217),
+        "request_key": (249, 218),
+        "keyctl": (250, 219),
+        "bpf": (321, 280),
+        "perf_event_open": (298, 241),
+        "userfaultfd": (323, 282),
+        "io_uring_setup": (425, 425),
+        "io_uring_enter": (426, 426),
+        "io_uring_register": (427, 427),
+        "create_module": (174, None),
+        "init_module": (175, 105),
+        "finit_module": (313, 273),
+        "delete_module": (176, 106),
+        "get_kernel_syms": (177, None),
+        "query_module": (178, None),
+        "lookup_dcookie": (212, 18),
+        "lsm_get_self_attr": (459, 459),
+        "lsm_set_self_attr": (460, 460),
+        "lsm_list_modules": (461, 461),
+        # the machine
+        "kexec_load": (246, 104),
+        "kexec_file_load": (320, 294),
+        "reboot": (169, 142),
+        "swapon": (167, 224),
+        "swapoff": (168, 225),
+        "acct": (163, 89),
+        "syslog": (103, 116),
+        "settimeofday": (164, 170),
+        "clock_settime": (227, 112),
+        "clock_adjtime": (305, 266),
+        "adjtimex": (159, 171),
+        "sethostname": (170, 161),
+        "setdomainname": (171, 162),
+        "vhangup": (153, 58),
+        "sync": (162, 81),
+        "iopl": (172, None),
+        "ioperm": (173, None),
+        "modify_ldt": (154, None),
+        # files past the walls of paths, and those of all users
+        "open_by_handle_at": (304, 265),
+        "name_to_handle_at": (303, 264),
+        "quotactl": (179, 60),
+        "quotactl_fd": (443, 443),
+        "fanotify_init": (300, 262),
+        "fanotify_mark": (301, 263),
+        # long dead
+        "nfsservctl": (180, 42),
+        "uselib": (134, None),
+        "ustat": (136, None),
+        "sysfs": (139, None),
+        "_sysctl": (156, None),
+        "getpmsg": (181, None),
+        "putpmsg": (182, None),
+        "afs_syscall": (183, None),
+        "tuxcall": (184, None),
+        "security": (185, None),
+        "vserver": (236, None),
+    },
+    # Libraries take these for an older kernel and go on without. The flags of clone3 lie in memory,
+    # where no filter sees them: clone is asked instead.
+    errno.ENOSYS: {
+        "clone3": (435, 435),
+        "memfd_create": (319, 279),
+        "cachestat": (451, 451),
+        "inotify_init": (253, None),
+        "inotify_init1": (294, 26),
+    },
+    # Extended attributes are room on the disk that no limit counts.
+    errno.EOPNOTSUPP: {
+        "setxattr": (188, 5),
+        "lsetxattr": (189, 6),
+        "fsetxattr": (190, 7),
+    },
+}
+
+# Calls that are judged by their arguments.
+_CLONE, _PERSONALITY, _PRLIMIT64 = (56, 220), (135, 92), (302, 261)
+_IOCTL, _FCNTL, _SOCKET, _SOCKETPAIR = (16, 29), (72, 25), (41, 198), (53, 199)
+_SETPRIORITY, _SCHEDULING = (141, 140), ((203, 122), (144, 119), (142, 118), (314, 274))
+_MAKE_NODE: tuple[tuple[_Numbers, int], ...] = (((133, None), 1), ((259, 33), 2))
+
+
+@functools.cache
+def program(*, inet: bool) -> bytes:
+    """The filter, ready for `install`.
+
+    Args:
+        inet: TCP and UDP sockets may be made, for a private network; else only Unix sockets.
+
+    Raises:
+        ConfigError: there is no table for this machine's architecture.
+    """
+    machine = _MACHINES.get(platform.machine())
+    if machine is None:
+        raise ConfigError(
+            f"There is no system-call filter for {platform.machine()!r} machines.",
+            hint=f"Known: {', '.join(_MACHINES)}. The wall 'docker' brings its own.",
+        )
+    code = _assemble(machine, inet=inet)
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _FilterProgram(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
+
+
+def install(program: bytes) -> None:
+    """Puts the filter on this thread, for good, and on all that it starts; gives up setuid gains.
+
+    Two kernel calls: fit for a freshly forked child.
+
+    Raises:
+        OSError: the kernel takes no filters.
+    """
+    whole = _FilterProgram(len(program) // 8, program)
+    one, zero = ctypes.c_ulong(1), ctypes.c_ulong(0)
+    if _libc.prctl(_PR_SET_NO_NEW_PRIVS, one, zero, zero, zero) != 0:
+        raise _failed("no_new_privs")
+    mode = ctypes.c_ulong(_SECCOMP_MODE_FILTER)
+    if _libc.prctl(_PR_SET_SECCOMP, mode, ctypes.byref(whole), zero, zero) != 0:
+        raise _failed("the system-call filter")
+
+
+def _failed(what: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def _assemble(machine: _Machine, *, inet: bool) -> _Code:
+    column = machine.column
+    code: _Code = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_IF_EQUAL, 1, 0, machine.audit),
+        _return(_KILL_PROCESS),
+        (_LOAD, 0, 0, _NUMBER),
+    ]
+    # x32 calls share the architecture of x86_64; no such number exists elsewhere.
+    code += [(_IF_AT_LEAST, 0, 1, _X32_BIT), _return(_KILL_PROCESS)]
+    code += [(_IF_GREATER, 0, 1, _NEWEST_KNOWN), _refuse(errno.ENOSYS)]
+    for error, calls in _REFUSED.items():
+        for numbers in calls.values():
+            code += _when(numbers[column], [_refuse(error)])
+    for numbers, body in _judged(inet=inet):
+        code += _when(numbers[column], body)
+    code.append(_return(_ALLOW))
+    return code
+
+
+def _judged(*, inet: bool) -> Iterable[tuple[_Numbers, _Code]]:
+    """Calls, and the code that decides on each; every path of it returns."""
+    refuse, allow = _refuse(errno.EPERM), _return(_ALLOW)
+    yield _CLONE, [_load(0), (_IF_ANY_BIT, 0, 1, _CLONE_NEW_ANY), refuse, allow]
+    yield _PERSONALITY, [_load(0), (_IF_EQUAL, 1, 0, _PERSONALITY_QUERY), refuse, allow]
+    only_self = [_load(0), (_IF_EQUAL, 1, 0, 0), refuse, allow]
+    yield _PRLIMIT64, only_self
+    for scheduling in _SCHEDULING:
+        yield scheduling, only_self
+    # setpriority(PRIO_PROCESS, 0, ...) only: others' and whole users' are refused.
+    yield (
+        _SETPRIORITY,
+        [_load(0), (_IF_EQUAL, 0, 2, 0), _load(1), (_IF_EQUAL, 1, 0, 0), refuse, allow],
+    )
+    for numbers, argument in _MAKE_NODE:
+        yield numbers, [_load(argument), (_AND, 0, 0, _FILE_TYPE), *_none_of(_DEVICES), allow]
+    yield _IOCTL, [_load(1), *_none_of((_TIOCSTI, _TIOCLINUX, _TIOCSETD)), allow]
+    yield _FCNTL, [_load(1), *_none_of((_F_SETPIPE_SZ,)), allow]
+    no_family = _refuse(errno.EAFNOSUPPORT)
+    yield _SOCKETPAIR, [_load(0), (_IF_EQUAL, 1, 0, _AF_UNIX), no_family, allow]
+    yield _SOCKET, _sockets(no_family, allow, inet=inet)
+
+
+_DEVICES = (_CHARACTER_DEVICE, _BLOCK_DEVICE)
+
+
+def _sockets(refuse: _Instruction, allow: _Instruction, *, inet: bool) -> _Code:
+    code = [_load(0), (_IF_EQUAL, 0, 1, _AF_UNIX), allow]
+    if not inet:
+        return [*code, refuse]
+    code += [(_IF_EQUAL, 2, 0, _AF_INET), (_IF_EQUAL, 1, 0, _AF_INET6), refuse]
+    code += [_load(1), (_AND, 0, 0, _SOCK_TYPE)]
+    code += [(_IF_EQUAL, 2, 0, _SOCK_STREAM), (_IF_EQUAL, 1, 0, _SOCK_DGRAM), refuse]
+    code += [_load(2)]
+    for protocol in _IP_PROTOCOLS:
+        code += [(_IF_EQUAL, 0, 1, protocol), allow]
+    return [*code, refuse]
+
+
+def _when(number: int | None, body: _Code) -> _Code:
+    """`body` for one call; the others jump over it."""
+    return [] if number is None else [(_IF_EQUAL, 0, len(body), number), *body]
+
+
+def _none_of(values: Iterable[int]) -> _Code:
+    code: _Code = []
+    for value in values:
+        code += [(_IF_EQUAL, 0, 1, value), _refuse(errno.EPERM)]
+    return code
+
+
+def _load(argument: int) -> _Instruction:
+    """The lower half of an argument: all that the kernel itself looks at in these calls."""
+    return (_LOAD, 0, 0, _ARGUMENTS + 8 * argument)
+
+
+def _refuse(error: int) -> _Instruction:
+    return _return(_ERRNO | error)
+
+
+def _return(action: int) -> _Instruction:
+    return (_RETURN, 0, 0, action)
