@@ -21,14 +21,14 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
-from typing import Any, Literal
+from typing import Literal
 
 from environments.answers import last_boxed
+from environments.rows import Row
 from envserver import InputError
 
 from .literals import is_number_literal
 
-Row = dict[str, Any]
 Kind = Literal["number", "expression", "letter"]
 
 MAX_ANSWER_CHARACTERS = 300

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
+from environments.rows import NumberedRow, file_rows, hub_rows, sample_rows
 from envserver import (
     ConfigError,
     Environment,
@@ -30,10 +31,11 @@ from envserver import (
     Task,
 )
 
-from . import loading, procedural
+from . import procedural
 from .agent import Mode, solve
 from .data_sets import Problem, read_problem, why_unusable
 from .demonstrations import demonstrate
+from .loading import HUBS, SAMPLE
 from .scoring import Rules, said_last, score_rollout
 
 DataSetName = Literal[
@@ -127,15 +129,15 @@ class Math(Environment):
         # A row of the sample or of a file may say itself which data set it is of.
         shape = None if name == "sample" else name
         if self.config.data_path is not None:
-            rows = loading.file_rows(self.config.data_path, split, seed)
+            rows = file_rows(self.config.data_path, split, seed)
         elif name == "sample":
-            rows = loading.sample_rows(split, seed)
+            rows = sample_rows(SAMPLE, split, seed)
         else:
-            rows = loading.hub_rows(loading.HUBS[name], split, seed)
+            rows = hub_rows(HUBS[name], split, seed)
         yield from self._usable_tasks(name, shape, rows)
 
     def _usable_tasks(
-        self, name: str, shape: str | None, rows: Iterator[loading.NumberedRow]
+        self, name: str, shape: str | None, rows: Iterator[NumberedRow]
     ) -> Iterator[Task]:
         used = unusable = 0
         for number, row in rows:
