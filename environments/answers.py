@@ -10,6 +10,8 @@ import json
 import re
 from collections.abc import Sequence
 
+from tools.visible import visible_text
+
 _BOX = re.compile(r"\\boxed\s*\{")
 _ANCHOR = re.compile(r"(?:\b(?:final\s+)?answer(?:\s+is)?[:\s]|\bFINAL:)", re.IGNORECASE)
 _BARE = re.compile(r"(?:\(\s*([a-z])\s*\)|([a-z])\.?|option\s*\(?([a-z])\)?\.?)", re.IGNORECASE)
@@ -26,14 +28,6 @@ _SEVERAL = re.compile(
     re.IGNORECASE,
 )
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit)\s*\{(.*)\}", re.DOTALL)
-
-
-def visible_text(text: str) -> str | None:
-    """What the model said aloud, or None where it never stopped thinking."""
-    _, closed, after = text.rpartition("</think>")
-    if "<think>" in after:
-        return None
-    return after if closed else text
 
 
 def last_boxed(text: str) -> str | None:
