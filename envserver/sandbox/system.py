@@ -1,0 +1,229 @@
+"""What programs see of this machine: system directories and Python, nothing of ours or anybody's.
+
+Visible are /usr and its kin, a few files of /etc, and the running Python installation with what is
+installed in it; hidden in there are envserver with its environments, tools and clients, every other
+package that brings environments (they hold graders), and whatever points at them. All of it is
+read-only for programs; the rest of the machine is not there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+from . import linux
+
+_SYSTEM = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store"),
+    *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives"),
+    *("/etc/localtime", "/etc/timezone", "/etc/mime.types", "/etc/magic", "/etc/terminfo"),
+    *("/etc/protocols", "/etc/services"),
+)
+_OUR_PACKAGES = ("envserver", "environments", "tools", "clients")
+_ENTRY_POINTS = "envserver.environments"
+
+_OWN_DIRECTORIES = ("/work", "/tmp", "/dev", "/proc", "/box", "/run")
+"""A sandbox has its own of these, so what the host has there cannot be seen at the same place."""
+_SPARE_DIRECTORIES = ("/mnt", "/srv", "/media", "/opt")
+
+
+@functools.cache
+def visible_paths() -> list[str]:
+    """The host paths that programs may read; each stands for all below it. Links stay links.
+
+    They are those of this interpreter: ask after `move_python`, where that was called.
+    """
+    hidden = _hidden()
+    found: dict[str, None] = {}
+    for root in _roots():
+        if not any(_is_below(root, done) for done in found):
+            # A virtual environment may lie in the project's folder, which as a whole is hidden.
+            real = os.path.realpath(root)
+            secrets = {path for path in hidden if not _is_below(real, path)}
+            found.update(dict.fromkeys(_without(root, secrets)))
+    return list(found)
+
+
+def variables() -> dict[str, str]:
+    """The environment of programs; nothing else is inherited.
+
+    Programs are many on a machine, so numeric libraries shall not take every core for each.
+    """
+    places = [f"{sys.prefix}/bin", f"{sys.base_prefix}/bin"]
+    places += ["/usr/local/bin", "/usr/bin", "/bin"]
+    return {
+        "PATH": ":".join(dict.fromkeys(places)),
+        "HOME": "/work",
+        "TMPDIR": "/tmp",
+        "USER": "sandbox",
+        "LOGNAME": "sandbox",
+        "SHELL": "/bin/bash",
+        "LANG": "C.UTF-8",
+        "TERM": "dumb",
+        "PAGER": "cat",
+        "GIT_PAGER": "cat",
+        "GIT_TERMINAL_PROMPT": "0",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+
+
+def etc_files(user: int = 1000) -> dict[str, str]:
+    """Files of /etc that programs get instead of the host's, by name.
+
+    Args:
+        user: the number of the programs' user and group.
+    """
+    return {
+        "passwd": (
+            "root:x:0:0:root:/:/usr/sbin/nologin\n"
+            f"sandbox:x:{user}:{user}:sandbox:/work:/bin/bash\n"
+            "nobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n"
+        ),
+        "group": f"root:x:0:\nsandbox:x:{user}:\nnogroup:x:65534:\n",
+        "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
+        "hostname": "sandbox\n",
+        "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+        "resolv.conf": "",
+    }
+
+
+def move_python() -> None:
+    """Starts this process again from another place, where a sandbox has its own directories.
+
+    A virtual environment below /work or /tmp would be out of sight in every sandbox. So, in a mount
+    namespace of its own, this process binds it to a place that no sandbox needs, and executes its
+    own command line anew with every mention of the old place replaced. It returns at once where
+    nothing stands in the way; open descriptors are kept if they are inheritable.
+
+    Raises:
+        OSError: the kernel refused a step, or there is no such place, or the base installation
+            itself is in the way (it cannot be moved).
+    """
+    if not _in_the_way(sys.prefix):
+        return
+    if _in_the_way(sys.base_prefix):
+        raise OSError(
+            f"Python itself lies in {sys.base_prefix}, where a sandbox has its own directories"
+        )
+    place = _spare_directory()
+    if os.geteuid() == 0:
+        linux.unshare(linux.CLONE_NEWNS)
+    else:
+        _unshare_as_user()
+    linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
+    linux.mount("tmpfs", place, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=0755,size=1m")
+    new_prefix = f"{place}/python"
+    Path(new_prefix).mkdir()
+    linux.mount(sys.prefix, new_prefix, flags=linux.MS_BIND | linux.MS_REC)
+    words = [word.replace(sys.prefix, new_prefix) for word in sys.orig_argv]
+    executable = sys.executable.replace(sys.prefix, new_prefix)
+    os.execv(executable, [executable, *words[1:]])
+
+
+def _unshare_as_user() -> None:
+    user, group = os.geteuid(), os.getegid()
+    linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWUSER)
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{user} {user} 1"),
+        ("gid_map", f"{group} {group} 1"),
+    ):
+        Path("/proc/self", name).write_text(text)
+
+
+def _spare_directory() -> str:
+    needed = [sys.base_prefix, *sys.path, *visible_paths()]
+    for place in _SPARE_DIRECTORIES:
+        if Path(place).is_dir() and not any(_is_below(path, place) for path in needed):
+            return place
+    raise OSError(
+        f"{sys.prefix} cannot be shown in sandboxes, which have their own directory there, "
+        f"and none of {', '.join(_SPARE_DIRECTORIES)} is free to show it at"
+    )
+
+
+def _in_the_way(path: str) -> bool:
+    return any(_is_below(path, own) for own in _OWN_DIRECTORIES)
+
+
+def _roots() -> Iterator[str]:
+    """Directories and files that are visible but for what is hidden in them."""
+    bases = [sys.base_prefix, os.path.realpath(sys.base_prefix)]
+    wanted = [*_SYSTEM, *(f"{base}/{part}" for base in bases for part in ("bin", "lib", "lib64"))]
+    if sys.prefix != sys.base_prefix:
+        wanted += [f"{sys.prefix}/{part}" for part in ("pyvenv.cfg", "bin", "lib", "lib64")]
+    return (path for path in dict.fromkeys(wanted) if os.path.lexists(path))
+
+
+def _without(path: str, hidden: set[str]) -> Iterator[str]:
+    """`path`, or of a directory in which something is hidden, everything else."""
+    real = os.path.realpath(path)
+    if any(_is_below(real, secret) for secret in hidden):
+        return
+    if Path(path).is_symlink() or not any(_is_below(secret, real) for secret in hidden):
+        yield path
+        return
+    try:
+        names = sorted(entry.name for entry in os.scandir(path))
+    except OSError:  # who may not look into it cannot show it either
+        return
+    for name in names:
+        yield from _without(f"{path}/{name}", hidden)
+
+
+def _is_below(path: str, directory: str) -> bool:
+    return path == directory or path.startswith(directory.rstrip("/") + "/")
+
+
+def _hidden() -> set[str]:
+    """Real paths of what no program may see, though it lies in a visible directory."""
+    sites = {os.path.realpath(path) for path in _site_directories()}
+    found: set[str] = set()
+    for name in _OUR_PACKAGES:
+        spec = importlib.util.find_spec(name)
+        for place in (spec.submodule_search_locations or []) if spec is not None else []:
+            real = os.path.realpath(place)
+            parent = str(Path(real).parent)
+            found.add(real if parent in sites else parent)
+    for site in sites:
+        found.update(f"{site}/{name}" for name in _pointers(site))
+        for distribution in distributions(path=[site]):
+            if _brings_environments(distribution):
+                found.update(f"{site}/{name}" for name in _top_level(distribution))
+    return {path for path in found if os.path.lexists(path)}
+
+
+def _site_directories() -> set[str]:
+    known = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    known.update(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
+    return {path for path in known if Path(path).is_dir()}
+
+
+def _pointers(site: str) -> Iterator[str]:
+    """Names in a site directory that lead Python to projects elsewhere."""
+    for name in (entry.name for entry in os.scandir(site)):
+        if name.startswith(("__editable__", "_editable_impl_")) or name.endswith(".egg-link"):
+            yield name
+        elif name.endswith(".pth"):
+            lines = Path(site, name).read_text(errors="replace").splitlines()
+            if any(line.strip().startswith(("/", ".")) or "editable" in line for line in lines):
+                yield name
+
+
+def _brings_environments(distribution: Distribution) -> bool:
+    name = str(distribution.metadata["Name"] or "").lower()
+    points = distribution.entry_points
+    return name == "envserver" or any(point.group == _ENTRY_POINTS for point in points)
+
+
+def _top_level(distribution: Distribution) -> set[str]:
+    tops = {path.parts[0] for path in distribution.files or [] if path.parts}
+    return tops - {"..", "/", "__pycache__"}
