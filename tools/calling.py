@@ -181,7 +181,7 @@ def _named(tools: Mapping[str, Tool], name: object) -> Tool:
 
 
 def _short(text: str) -> str:
-    """Words about what a model wrote: the head, and the end, where jsonschema says what is wrong."""
+    """Words about what a model wrote: their head, and their end, which says what is wrong."""
     return text if len(text) <= 300 else f"{text[:200]} ... {text[-90:]}"
 
 
