@@ -1,0 +1,91 @@
+"""What the programs of a sandbox used, added up."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass, field
+from typing import Any
+
+from .program import MB
+
+_SUMS = ("wall_seconds", "cpu_seconds", "read_bytes", "written_bytes", "output_bytes", "executions")
+_PEAKS = ("peak_memory", "disk_bytes", "peak_processes")
+
+
+@dataclass
+class Totals:
+    """What all programs of a sandbox used."""
+
+    wall_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    peak_memory: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    output_bytes: int = 0
+    disk_bytes: int = 0
+    peak_processes: int = 0
+    executions: int = 0
+    killed: dict[str, int] = field(default_factory=dict)
+
+    def add(self, other: Totals) -> None:
+        """Sums, and the highest peaks."""
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in _PEAKS:
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+        for reason, count in other.killed.items():
+            self.killed[reason] = self.killed.get(reason, 0) + count
+
+    def as_record(self) -> dict[str, Any]:
+        """In the fields of SandboxUsage."""
+        return {
+            "wall_seconds": self.wall_seconds,
+            "cpu_seconds": self.cpu_seconds,
+            "peak_memory_mb": self.peak_memory / MB,
+            "read_bytes": self.read_bytes,
+            "written_bytes": self.written_bytes,
+            "output_bytes": self.output_bytes,
+            "disk_mb": self.disk_bytes / MB,
+            "peak_processes": self.peak_processes,
+            "executions": self.executions,
+            "killed": self.killed,
+        }
+
+
+class Accounts:
+    """What all children used that this process has waited for, and all that those had waited for.
+
+    The files are opened once: a process that may not be traced cannot open its own any more.
+    """
+
+    def __init__(self) -> None:
+        self._whole = _opened("/proc/self/io")
+        self._own = _opened(f"/proc/self/task/{os.getpid()}/io")
+
+    def cpu_seconds(self) -> float:
+        """User and system time."""
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    def bytes_moved(self) -> tuple[int, int]:
+        """Bytes read and written through any descriptor (0, 0: the kernel does not say)."""
+        whole, own = _io_of(self._whole), _io_of(self._own)
+        return whole[0] - own[0], whole[1] - own[1]
+
+
+def _opened(path: str) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # a kernel that does not count
+        return None
+
+
+def _io_of(descriptor: int | None) -> tuple[int, int]:
+    if descriptor is None:
+        return 0, 0
+    try:
+        fields = dict(line.split(b": ") for line in os.pread(descriptor, 4096, 0).splitlines())
+    except OSError:
+        return 0, 0
+    return int(fields[b"rchar"]), int(fields[b"wchar"])

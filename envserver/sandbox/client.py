@@ -1,0 +1,315 @@
+"""Sandboxes for asyncio, over the supervisor's socket: what `environment.Sandboxes` promises.
+
+The supervisor gives a socket to the sandbox itself, and its pidfd: programs, files and answers do
+not pass through the supervisor. The connection owns the sandboxes: they die with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Self
+
+import msgspec
+
+from ..errors import InputError, SandboxLost, SandboxUnavailable
+from ..records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
+from .wire import MAX_MESSAGE_BYTES, WHOLE_WALLS, Frames, encode
+
+_GRACE_SECONDS = 10.0
+"""Beyond its wall limit, until a sandbox that does not answer is taken for lost."""
+_FILE_SECONDS = 60.0
+_CLOSE_SECONDS = 10.0
+
+
+class SandboxClient:
+    """One connection to a supervisor, made when it is first needed, and again when it broke.
+
+    Args:
+        address: path of the supervisor's socket.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._socket: socket.socket | None = None
+        self._requests = itertools.count()
+        self._opening: dict[int, asyncio.Future[tuple[str, socket.socket, int]]] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Ends the connection, and with it every sandbox of it."""
+        self._disconnect("the connection was closed")
+
+    @asynccontextmanager
+    async def open(self, spec: SandboxSpec) -> AsyncIterator[ConnectedSandbox]:
+        sandbox = await self.create(spec)
+        try:
+            yield sandbox
+        finally:
+            await asyncio.shield(sandbox.close())
+
+    async def create(self, spec: SandboxSpec) -> ConnectedSandbox:
+        """A sandbox that the caller closes; raises like `open`."""
+        isolation, channel, pidfd = await self._request(spec.preload)
+        sandbox = ConnectedSandbox(isolation, channel, pidfd)
+        try:
+            await sandbox.set_up(spec)
+        except BaseException:
+            await asyncio.shield(sandbox.close())
+            raise
+        return sandbox
+
+    async def _request(self, preload: tuple[str, ...]) -> tuple[str, socket.socket, int]:
+        connection = self._connected()
+        number = next(self._requests)
+        answer: asyncio.Future[tuple[str, socket.socket, int]]
+        answer = asyncio.get_running_loop().create_future()
+        self._opening[number] = answer
+        try:
+            connection.send(msgspec.msgpack.encode(("open", number, preload)))
+            return await answer
+        except OSError as error:
+            raise SandboxUnavailable(f"The sandboxes' supervisor is gone: {error}") from error
+        except asyncio.CancelledError:
+            self._give_up(number, answer)
+            raise
+        finally:
+            self._opening.pop(number, None)
+
+    def _give_up(self, number: int, answer: asyncio.Future[tuple[str, socket.socket, int]]) -> None:
+        if answer.done() and not answer.cancelled() and answer.exception() is None:
+            _, channel, pidfd = answer.result()
+            channel.close()  # the server inside ends then
+            os.close(pidfd)
+        elif self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.send(msgspec.msgpack.encode(("cancel", number, ())))
+
+    def _connected(self) -> socket.socket:
+        if self._socket is None:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                connection.connect(self._address)
+            except OSError as error:
+                connection.close()
+                raise SandboxUnavailable(f"No supervisor of sandboxes answers: {error}") from error
+            connection.setblocking(False)
+            asyncio.get_running_loop().add_reader(connection, self._receive)
+            self._socket = connection
+        return self._socket
+
+    def _receive(self) -> None:
+        assert self._socket is not None
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE_BYTES, 4)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data, descriptors = b"", []
+        if not data:
+            self._disconnect("the sandboxes' supervisor ended")
+            return
+        word, number, text = msgspec.msgpack.decode(data, type=tuple[str, int, str])
+        answer = self._opening.get(number)
+        if answer is None or answer.done():
+            for descriptor in descriptors:
+                os.close(descriptor)
+        elif word == "opened":
+            answer.set_result((text, socket.socket(fileno=descriptors[0]), descriptors[1]))
+        else:
+            answer.set_exception(SandboxUnavailable(f"No sandbox could be made: {text}."))
+
+    def _disconnect(self, reason: str) -> None:
+        if self._socket is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+        self._socket = None
+        for answer in self._opening.values():
+            if not answer.done():
+                answer.set_exception(SandboxUnavailable(f"No sandbox could be made: {reason}."))
+
+
+class ConnectedSandbox:
+    """A sandbox at the other end of `channel`; see `environment.Sandbox`."""
+
+    _names = itertools.count(1)
+
+    def __init__(self, isolation: str, channel: socket.socket, pidfd: int) -> None:
+        self.id = f"sandbox-{os.getpid()}-{next(self._names)}"
+        self.isolation = isolation
+        self._channel = channel
+        self._channel.setblocking(False)
+        self._pidfd = pidfd
+        self._frames = Frames()
+        self._turn = asyncio.Lock()
+        self._limits = SandboxLimits()
+        self._closed = False
+
+    async def set_up(self, spec: SandboxSpec) -> None:
+        """Gives it its files, variables and limits.
+
+        Raises:
+            InputError, SandboxLost: see `Sandboxes.open`.
+        """
+        self._limits = spec.limits
+        request = {
+            "files": spec.files,
+            "archive": spec.archive,
+            "env": spec.env,
+            "limits": msgspec.structs.asdict(spec.limits),
+        }
+        await self._ask(_FILE_SECONDS, "setup", request)
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        cwd: str = "/work",
+        env: Mapping[str, str] | None = None,
+        limits: SandboxLimits | None = None,
+    ) -> ExecResult:
+        if not argv:
+            raise InputError("An empty command cannot be run.")
+        return await self._run(list(argv), None, stdin, cwd, dict(env or {}), limits)
+
+    async def run_python(
+        self,
+        code: str,
+        *,
+        argv: Sequence[str] = (),
+        stdin: bytes = b"",
+        cwd: str = "/work",
+        limits: SandboxLimits | None = None,
+    ) -> ExecResult:
+        return await self._run(list(argv), code, stdin, cwd, {}, limits)
+
+    async def read(self, path: str, max_bytes: int = 1 << 20) -> bytes:
+        data: bytes = await self._ask(_FILE_SECONDS, "read", path, max_bytes)
+        return data
+
+    async def write(self, path: str, data: bytes) -> None:
+        await self._ask(_FILE_SECONDS, "write", path, data)
+
+    async def total(self) -> SandboxUsage:
+        return msgspec.convert(await self._ask(_FILE_SECONDS, "total"), SandboxUsage)
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._channel.close()
+        try:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL if self._dies_whole else 0)
+            await self._gone()
+        except ProcessLookupError:
+            return
+        finally:
+            os.close(self._pidfd)
+
+    @property
+    def _dies_whole(self) -> bool:
+        """Its programs die with its server inside; else that one must be let clean up."""
+        return self.isolation in WHOLE_WALLS
+
+    async def _gone(self) -> None:
+        loop = asyncio.get_running_loop()
+        gone = asyncio.Event()
+        loop.add_reader(self._pidfd, gone.set)
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await gone.wait()
+        except TimeoutError:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        finally:
+            loop.remove_reader(self._pidfd)
+
+    async def _run(
+        self,
+        argv: list[str],
+        code: str | None,
+        stdin: bytes,
+        cwd: str,
+        env: dict[str, str],
+        limits: SandboxLimits | None,
+    ) -> ExecResult:
+        bound = limits or self._limits
+        if len(stdin) > self._limits.input_kb * 1024:
+            raise InputError(f"The input has {len(stdin)} bytes, over {self._limits.input_kb} KB.")
+        request = {
+            "argv": argv,
+            "code": code,
+            "stdin": stdin,
+            "cwd": cwd,
+            "env": env,
+            "limits": None if limits is None else msgspec.structs.asdict(limits),
+        }
+        answer = await self._ask(bound.wall_seconds + _GRACE_SECONDS, "run", request)
+        return msgspec.convert(answer, ExecResult)
+
+    async def _ask(self, seconds: float, *request: Any) -> Any:
+        """One request and its answer; requests of several tasks take turns.
+
+        A cancelled one cancels what runs inside, and waits until that has ended.
+        """
+        async with self._turn:
+            if self._closed:
+                raise SandboxLost("The sandbox is closed.")
+            try:
+                async with asyncio.timeout(seconds):
+                    exchange = asyncio.ensure_future(self._exchange(request))
+                    try:
+                        answer = await asyncio.shield(exchange)
+                    except asyncio.CancelledError:
+                        await self._cancel(exchange)
+                        raise
+            except TimeoutError:
+                raise self._lost("it did not answer in time") from None
+            except (OSError, ValueError) as error:
+                raise self._lost(str(error) or type(error).__name__) from error
+        match answer:
+            case ["ok", value]:
+                return value
+            case ["error", str(), str() as message]:
+                raise InputError(f"In the sandbox: {message}.")
+        raise self._lost("it sent an unknown answer")
+
+    async def _cancel(self, exchange: asyncio.Future[list[Any]]) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_GRACE_SECONDS):
+                await loop.sock_sendall(self._channel, encode("cancel"))
+                await asyncio.shield(exchange)
+        except (TimeoutError, OSError, ValueError):
+            exchange.cancel()
+            self._lost("it did not obey")
+
+    async def _exchange(self, request: tuple[Any, ...]) -> list[Any]:
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(self._channel, encode(*request))
+        while True:
+            data = await loop.sock_recv(self._channel, 2**18)
+            if not data:
+                raise ConnectionError("it ended")
+            frames = self._frames.feed(data)
+            if frames:
+                return frames[0]
+
+    def _lost(self, reason: str) -> SandboxLost:
+        """What is half told cannot be continued: it is killed, and closed to whoever waits."""
+        with contextlib.suppress(ProcessLookupError):
+            if not self._closed:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        return SandboxLost(f"The sandbox was lost: {reason}.")

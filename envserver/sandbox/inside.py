@@ -1,0 +1,183 @@
+"""The server inside a sandbox: runs programs, bounds them, and tells how they ended.
+
+It is process 1 of the sandbox's pid namespace (behind weaker walls: the ancestor of all its
+programs) and the only one that holds the socket to the outside. It was forked from a zygote, so it
+needs no start-up; it is single-threaded, never waits for a program without a limit, and cannot be
+read or traced by programs. When the other end of the socket closes, it ends, and all with it.
+
+Requests: ["setup", spec], ["run", program], ["cancel"], ["read", path, bytes], ["write", path,
+data], ["total"]. Each is answered by ["ok", ...] or ["error", kind, message], in order.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import socket
+import stat
+import sys
+import tarfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from . import linux, system
+from .accounts import Accounts, Totals
+from .execution import Execution
+from .program import MB, Program
+from .room import Room
+from .wire import Frames, encode
+
+_RECEIVE_BYTES = 2**18
+
+
+class Refused(Exception):
+    """A request that cannot be carried out, by the asker's fault."""
+
+
+def serve(channel: socket.socket, make_room: Callable[[], Room]) -> NoReturn:
+    """The whole life of the in-sandbox server; ends the process."""
+    status = 1
+    room = None
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        room = make_room()
+        _Server(channel, room).run()
+        status = 0
+    except ConnectionError:
+        status = 0  # the outside is gone: nothing to be told
+    except Exception:  # noqa: BLE001 - the last frame: whatever it is, say it and end
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        if room is not None:
+            room.kill()
+            room.clear()
+        os._exit(status)
+
+
+class _Server:
+    def __init__(self, channel: socket.socket, room: Room) -> None:
+        self._channel = channel
+        self._room = room
+        self._frames = Frames()
+        self._waiting: list[list[Any]] = []
+        self._totals = Totals()
+        self._accounts = Accounts()
+        self._env: dict[str, str] = {}
+        self._limits: dict[str, Any] = {}
+
+    def run(self) -> None:
+        while True:
+            while not self._waiting:
+                self._receive()
+            request = self._waiting.pop(0)
+            if request[0] == "cancel":  # of a program that has ended meanwhile
+                continue
+            try:
+                answer = self._answer(request)
+            except Refused as error:
+                answer = ["error", "input", str(error)]
+            except OSError as error:
+                answer = ["error", "input", f"{error.filename or ''}: {error.strerror}".strip(": ")]
+            self._send(*answer)
+
+    def _answer(self, request: list[Any]) -> list[Any]:
+        match request:
+            case ["setup", dict() as spec]:
+                self._set_up(spec)
+                return ["ok", None]
+            case ["run", dict() as program]:
+                return ["ok", self._run_program(program)]
+            case ["read", str() as path, int() as most]:
+                return ["ok", _read(self._place(path), most)]
+            case ["write", str() as path, bytes() as data]:
+                _write(self._place(path), data)
+                return ["ok", None]
+            case ["total"]:
+                return ["ok", self._totals.as_record()]
+        raise ValueError(f"an unknown request {request[0]!r}")
+
+    def _set_up(self, spec: dict[str, Any]) -> None:
+        self._limits = spec["limits"]
+        places = {"TMPDIR": self._room.temporary, "HOME": self._room.work}
+        self._env = {**system.variables(), **places, **spec["env"]}
+        self._room.furnish(int(self._limits["disk_mb"]) * MB, int(self._limits["inodes"]))
+        os.chdir(self._room.work)
+        if spec["archive"]:
+            _unpack(spec["archive"], self._room.work)
+        for path, data in spec["files"].items():
+            _write(self._place(path), data)
+        linux.prctl(linux.PR_SET_DUMPABLE, 0)
+
+    def _run_program(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        program = Program(
+            argv=wanted["argv"],
+            code=wanted["code"],
+            cwd=self._place(wanted["cwd"]),
+            env={**self._env, **wanted["env"]},
+            limits=_tighter(self._limits, wanted["limits"]),
+        )
+        execution = Execution(program, wanted["stdin"], self._room, self._accounts, self._totals)
+        return execution.run(self._channel.fileno(), self._asked_to_cancel)
+
+    def _asked_to_cancel(self) -> bool:
+        """Reads what has come while a program runs."""
+        self._receive()
+        return any(request[0] == "cancel" for request in self._waiting)
+
+    def _receive(self) -> None:
+        data = self._channel.recv(_RECEIVE_BYTES)
+        if not data:
+            raise ConnectionError("the outside is gone")
+        self._waiting += self._frames.feed(data)
+
+    def _send(self, *parts: Any) -> None:
+        self._channel.sendall(encode(*parts))
+
+    def _place(self, path: str) -> str:
+        """`path` as it is called here; relative ones and those below /work are in the workspace."""
+        if "\0" in path:
+            raise Refused("a path holds a NUL character")
+        if path == "/work" or path.startswith("/work/"):
+            return self._room.work + path.removeprefix("/work")
+        return str(Path(self._room.work, path))
+
+
+def _tighter(own: dict[str, Any], wanted: dict[str, Any] | None) -> dict[str, Any]:
+    if wanted is None:
+        return own
+    return {name: min(value, wanted[name]) for name, value in own.items()}
+
+
+def _read(path: str, most: int) -> bytes:
+    """Never blocks (a FIFO, a device), never more than `most` bytes."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    with os.fdopen(descriptor, "rb") as file:
+        _check_regular(descriptor, path)
+        return file.read(most)
+
+
+def _write(path: str, data: bytes) -> None:
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    descriptor = os.open(path, flags, 0o644)
+    with os.fdopen(descriptor, "wb") as file:
+        _check_regular(descriptor, path)
+        file.write(data)
+
+
+def _check_regular(descriptor: int, path: str) -> None:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise Refused(f"{path} is no regular file")
+
+
+def _unpack(archive: bytes, directory: str) -> None:
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+            tar.extractall(directory, filter="data")
+    except (tarfile.TarError, EOFError) as error:
+        raise Refused(f"the archive cannot be unpacked: {error}") from error

@@ -1,0 +1,127 @@
+"""The kernel calls that walls are made of. Linux only; all of them act on this process."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import socket
+import struct
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
+MNT_DETACH = 2
+
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_SECUREBITS = 28
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
+PR_CAPBSET_DROP = 24
+
+_LAST_CAPABILITY = 63
+_SYS_MOUNT_SETATTR = 442  # on every architecture; Linux 5.12
+_MOUNT_ATTR_RDONLY_NOSUID_NODEV = 7
+_AT_RECURSIVE = 0x8000
+_F_ADD_SEALS = 1033
+_ALL_SEALS = 0xF
+_SIOCSIFFLAGS = 0x8914
+_IFF_UP_RUNNING = 0x41
+_CAPABILITIES_V3 = 0x20080522
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_no_capabilities = ctypes.create_string_buffer(24)
+_capability_header = ctypes.create_string_buffer(struct.pack("Ii", _CAPABILITIES_V3, 0), 8)
+
+
+def unshare(flags: int) -> None:
+    """New namespaces for this process (the pid namespace: for its children)."""
+    _checked(_libc.unshare(flags), f"unshare({flags:#x})")
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
+    """mount(2); empty strings stand for none."""
+    result = _libc.mount(
+        _text(source or "none"), _text(target), _text(kind), ctypes.c_ulong(flags), _text(data)
+    )
+    _checked(result, f"mount({source or kind!r}, {target!r})")
+
+
+def make_read_only(target: str) -> None:
+    """Everything mounted at and below `target` becomes read-only, without devices and setuid."""
+    attributes = struct.pack("QQQQ", _MOUNT_ATTR_RDONLY_NOSUID_NODEV, 0, 0, 0)
+    result = _libc.syscall(
+        _SYS_MOUNT_SETATTR, -100, _text(target), _AT_RECURSIVE, attributes, len(attributes)
+    )
+    _checked(result, f"mount_setattr({target!r})")
+
+
+def unmount(target: str) -> None:
+    """Takes it out of sight; what is still used lives on."""
+    _checked(_libc.umount2(_text(target), MNT_DETACH), f"umount({target!r})")
+
+
+def pivot_root(root: str) -> None:
+    """Makes `root`, a mount point, the root directory; the old one is gone."""
+    os.chdir(root)
+    _checked(_libc.pivot_root(b".", b"."), "pivot_root")
+    unmount(".")
+    os.chdir("/")
+
+
+def prctl(option: int, value: int) -> None:
+    """prctl(2) with one argument."""
+    _checked(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl({option})")
+
+
+def die_with(parent_pid: int, signal_number: int) -> None:
+    """Have the kernel send `signal_number` when the thread that forked us ends; exit if it has."""
+    prctl(PR_SET_PDEATHSIG, signal_number)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def drop_capabilities() -> None:
+    """No capability is left, and none can come back."""
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    for capability in range(_LAST_CAPABILITY + 1):
+        if _libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) != 0:
+            break  # past the last that this kernel knows, or not allowed to: capset decides
+    result = _libc.capset(_capability_header, _no_capabilities)
+    _checked(result, "capset")
+
+
+def seal(descriptor: int) -> None:
+    """Nobody can change or grow this memory file any more."""
+    fcntl.fcntl(descriptor, _F_ADD_SEALS, _ALL_SEALS)
+
+
+def set_hostname(name: str) -> None:
+    """Of the present UTS namespace."""
+    os_name = _text(name)
+    _checked(_libc.sethostname(os_name, len(os_name)), "sethostname")
+
+
+def raise_loopback() -> None:
+    """Brings the interface `lo` of the present network namespace up."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("16sh22x", b"lo", _IFF_UP_RUNNING)
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, request)
+
+
+def _text(value: str) -> bytes:
+    return os.fsencode(value)
+
+
+def _checked(result: int, call: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}")

@@ -1,0 +1,167 @@
+"""The built-in wall: Linux namespaces, with nothing to install.
+
+Two layers. The *outer* one is made once, around a zygote: a root directory that holds nothing but
+what programs may see, read-only, and a pid namespace whose end is the end of all in it. The *inner*
+one is made around every sandbox, out of the outer: its own user, process, mount, network, IPC and
+UTS namespaces, a bounded tmpfs for all that it may write, and no capability in the programs.
+
+A server that is root changes to an unprivileged user, another one for each sandbox, before the
+inner layer is made; so the kernel counts processes for each, and root is never inside.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from . import linux
+from .linux import (
+    MS_BIND,
+    MS_NODEV,
+    MS_NOEXEC,
+    MS_NOSUID,
+    MS_PRIVATE,
+    MS_RDONLY,
+    MS_REC,
+    MS_REMOUNT,
+)
+
+INNER_ID = 1000
+"""User and group of the programs, as they see themselves."""
+DEVICES = ("null", "zero", "full", "random", "urandom")
+_EMPTY_DIRECTORIES = ("work", "tmp", "box", "proc", "dev", "dev/shm", "run", "etc")
+
+
+def enter_outer(
+    root: str, visible: Sequence[str], contents: Mapping[str, str], then: Callable[[], None]
+) -> int:
+    """Runs `then` inside a fresh outer layer, as process 1 of its pid namespace.
+
+    Args:
+        root: an empty directory; only this call's processes see what is mounted there.
+        visible: host paths that appear at the same place, read-only; links stay links.
+        contents: files of /etc by name.
+
+    Returns:
+        The exit status of that process; whoever dies first takes the other along.
+
+    Raises:
+        OSError: the kernel refused a step; the message names it.
+    """
+    flags = linux.CLONE_NEWNS | linux.CLONE_NEWPID
+    if os.geteuid() == 0:
+        linux.unshare(flags)
+    else:
+        user, group = os.geteuid(), os.getegid()
+        linux.unshare(flags | linux.CLONE_NEWUSER)
+        _map_ids({user: user}, {group: group})
+    linux.mount("", "/", flags=MS_REC | MS_PRIVATE)
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        linux.die_with(0, signal.SIGKILL)  # our parent has no number in our namespace
+        _build_root(root, visible, contents)
+        linux.pivot_root(root)
+        then()
+        os._exit(0)
+    assert os.getpid() == parent
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def enter_inner(uid: int | None) -> None:
+    """Moves this process into fresh namespaces; its next child is process 1 of the sandbox.
+
+    Args:
+        uid: user and group to become first; None: it is an ordinary user already.
+    """
+    if uid is not None:
+        become_user(uid)
+    user, group = os.getuid(), os.getgid()
+    linux.unshare(
+        linux.CLONE_NEWUSER
+        | linux.CLONE_NEWNS
+        | linux.CLONE_NEWPID
+        | linux.CLONE_NEWNET
+        | linux.CLONE_NEWIPC
+        | linux.CLONE_NEWUTS
+        | linux.CLONE_NEWCGROUP
+    )
+    _map_ids({INNER_ID: user}, {INNER_ID: group})
+
+
+def become_user(uid: int) -> None:
+    """From root to an ordinary user and group `uid`, for good."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    linux.prctl(linux.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root
+
+
+def furnish() -> None:
+    """What process 1 of a sandbox does first: its own /proc, host name and loopback."""
+    linux.mount("proc", "/proc", "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    linux.set_hostname("sandbox")
+    linux.raise_loopback()
+
+
+def mount_writable(disk_bytes: int, inodes: int) -> None:
+    """One tmpfs for /work, /tmp and /dev/shm together, bounded, gone with the sandbox."""
+    options = f"size={disk_bytes},nr_inodes={inodes + 4},mode=0755"
+    linux.mount("tmpfs", "/box", "tmpfs", MS_NOSUID | MS_NODEV, options)
+    for name, target in (("work", "/work"), ("tmp", "/tmp"), ("shm", "/dev/shm")):
+        Path("/box", name).mkdir(mode=0o755)
+        linux.mount(f"/box/{name}", target, flags=MS_BIND)
+    linux.unmount("/box")
+
+
+def _map_ids(users: Mapping[int, int], groups: Mapping[int, int]) -> None:
+    """Inner to outer ids of a fresh user namespace, one each: more needs privileges."""
+    _write("/proc/self/setgroups", "deny")
+    _write("/proc/self/uid_map", "".join(f"{ours} {theirs} 1\n" for ours, theirs in users.items()))
+    _write("/proc/self/gid_map", "".join(f"{ours} {theirs} 1\n" for ours, theirs in groups.items()))
+
+
+def _build_root(root: str, visible: Sequence[str], contents: Mapping[str, str]) -> None:
+    linux.mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=1m")
+    for name in _EMPTY_DIRECTORIES:
+        Path(root, name).mkdir()
+    for path in visible:
+        _show(root, path)
+    for name, text in contents.items():
+        target = Path(root, "etc", name)
+        if not target.exists():
+            target.write_text(text)
+    for name in DEVICES:
+        Path(root, "dev", name).touch()
+        linux.mount(f"/dev/{name}", f"{root}/dev/{name}", flags=MS_BIND)
+    for name, number in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
+        Path(root, "dev", name).symlink_to(f"/proc/self/fd{number}")
+    # Must be whole and stay so: only who sees a whole /proc may mount another one.
+    linux.mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    linux.mount("", root, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def _show(root: str, path: str) -> None:
+    """`path` of the host at the same place below `root`, read-only."""
+    target = Path(root + path)
+    mode = os.lstat(path).st_mode
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.is_symlink() or (target.exists() and not stat.S_ISDIR(mode)):
+        return
+    if stat.S_ISLNK(mode):
+        target.symlink_to(Path(path).readlink())
+        return
+    if stat.S_ISDIR(mode):
+        target.mkdir(exist_ok=True)
+    else:
+        target.touch()
+    linux.mount(path, str(target), flags=MS_BIND | MS_REC)
+    linux.make_read_only(str(target))
+
+
+def _write(path: str, text: str) -> None:
+    with Path(path).open("w") as file:
+        file.write(text)

@@ -1,0 +1,164 @@
+"""From a fork of the in-sandbox server to a program that a model wrote.
+
+`become` is called in the fresh child. What always holds when the first instruction of the program
+runs: no descriptor but 0, 1 and 2; no variable that it was not given; its limits and walls are set;
+it is alone in its session.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import io
+import linecache
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NoReturn
+
+from . import linux
+
+MB = 2**20
+NOT_STARTED = 127
+_ADDRESS_SPACE_MB = 4096
+"""Beside the memory limit: address space costs nothing, and threads and numpy reserve a lot."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is to be run: `code` in a warm Python where it is not None, else `argv`."""
+
+    argv: list[str]
+    code: str | None
+    cwd: str
+    env: dict[str, str]
+    limits: dict[str, Any]
+
+
+def become(
+    program: Program, descriptors: tuple[int, int, int], enclose: Callable[[int], None]
+) -> NoReturn:
+    """Turns this process into the program.
+
+    Args:
+        descriptors: its standard input, output and error.
+        enclose: takes the rights that it should not have; the last thing before it begins.
+    """
+    status = NOT_STARTED
+    try:
+        os.setsid()
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+        os.closerange(3, 2**30)
+        os.chdir(program.cwd)
+        os.environ.clear()
+        os.environ.update(program.env)
+        linux.prctl(linux.PR_SET_DUMPABLE, 1)  # so that the server inside can measure its memory
+        _set_limits(program.limits)
+        enclose(int(program.limits["processes"]))
+        for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        if program.code is None:
+            os.execvpe(program.argv[0], program.argv, program.env)
+        status = _run_code(program.code, program.argv)
+    except OSError as error:
+        name = program.argv[0] if program.argv and program.code is None else program.cwd
+        os.write(2, f"{name}: {error.strerror}\n".encode(errors="replace"))
+    finally:
+        os._exit(status)
+
+
+def _set_limits(limits: dict[str, Any]) -> None:
+    memory = int(limits["memory_mb"]) * MB
+    seconds = max(1, int(limits["cpu_seconds"] + 0.999))
+    for name, soft, hard in (
+        (resource.RLIMIT_CPU, seconds, seconds + 1),
+        # Of one process; all together are sampled. Somewhat more, so that the sample decides.
+        (resource.RLIMIT_DATA, memory + memory // 4 + 32 * MB, None),
+        (resource.RLIMIT_AS, memory + _ADDRESS_SPACE_MB * MB, None),
+        (resource.RLIMIT_FSIZE, int(limits["disk_mb"]) * MB, None),
+        (resource.RLIMIT_NOFILE, int(limits["open_files"]), None),
+        (resource.RLIMIT_CORE, 0, None),
+        (resource.RLIMIT_MEMLOCK, 0, None),
+        (resource.RLIMIT_MSGQUEUE, 0, None),
+        (resource.RLIMIT_SIGPENDING, 256, None),
+    ):
+        resource.setrlimit(name, (soft, hard if hard is not None else soft))
+
+
+def _run_code(code: str, argv: list[str]) -> int:
+    """Runs `code` as the module __main__ and ends the way `python -c` would."""
+    _start_afresh(argv)
+    main = ModuleType("__main__")
+    main.__builtins__ = sys.modules["builtins"]  # type: ignore[attr-defined]
+    sys.modules["__main__"] = main
+    try:
+        exec(compile(code, "<string>", "exec"), main.__dict__)
+        status = 0
+    except SystemExit as end:
+        status = _status_of(end)
+    except BaseException as error:  # noqa: BLE001 - the program's own; it is told as Python tells it
+        status = _tell(error)
+    return _finish(status)
+
+
+def _start_afresh(argv: list[str]) -> None:
+    """Nothing that two programs of one zygote would share but should not."""
+    sys.argv = ["-c", *argv]
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0)), encoding="utf-8")
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        raw = io.BufferedWriter(io.FileIO(number, "w"))
+        errors = "strict" if number == 1 else "backslashreplace"
+        stream = io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=number == 2)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    setattr(sys, "__stdin__", sys.stdin)  # noqa: B010 - final to a type checker
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    random.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    gc.enable()
+
+
+def _tell(error: BaseException) -> int:
+    trace = error.__traceback__
+    error.__traceback__ = trace.tb_next if trace is not None else None  # without our own frame
+    linecache.clearcache()
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except BaseException:  # noqa: BLE001 - a hook of the program's
+        traceback.print_exc()
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return 1
+
+
+def _status_of(end: SystemExit) -> int:
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    sys.stderr.write(f"{end.code}\n")
+    return 1
+
+
+def _finish(status: int) -> int:
+    """Waits for threads, runs exit handlers, writes what is buffered."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    except BaseException:  # noqa: BLE001 - handlers of the program's; Python says so and exits too
+        traceback.print_exc()
+        status = status or 120
+    sys.stderr.flush()
+    return status

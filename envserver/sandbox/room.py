@@ -1,0 +1,167 @@
+"""What differs between walls for the in-sandbox server: where things lie, how programs are bounded.
+
+A Room is made in the process that becomes the in-sandbox server, before it hears its first request.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from . import linux, namespaces, seccomp
+
+_SWEEP_SECONDS = 5.0
+
+
+class Room(Protocol):
+    """Where one sandbox's programs run."""
+
+    work: str
+    """The directory that they call /work (and, in a namespace, that is /work)."""
+    temporary: str
+
+    def furnish(self, disk_bytes: int, inodes: int) -> None:
+        """Makes the writable places, once."""
+
+    def enclose(self, processes: int) -> None:
+        """In a program's process, just before it begins: takes every right it should not have."""
+
+    def programs(self) -> Iterator[int]:
+        """Process ids of all that runs in the room, dead ones too."""
+
+    def kill(self) -> None:
+        """SIGKILL to all of them; returns when none is left that could start another."""
+
+    def used(self) -> tuple[int, int]:
+        """Bytes and inodes that are taken of the writable places."""
+
+    def clear(self) -> None:
+        """At the end: nothing of it stays on the machine."""
+
+
+class NamespaceRoom:
+    """Process 1 of a pid namespace serves: nothing that it has not in /proc can be there."""
+
+    work, temporary = "/work", "/tmp"
+
+    def __init__(self) -> None:
+        namespaces.furnish()
+        self._filter = seccomp.program(inet=True)
+
+    def furnish(self, disk_bytes: int, inodes: int) -> None:
+        namespaces.mount_writable(disk_bytes, inodes)
+
+    def enclose(self, processes: int) -> None:
+        _limit_processes(processes + 1)  # and the server inside
+        linux.drop_capabilities()
+        seccomp.install(self._filter)
+
+    def programs(self) -> Iterator[int]:
+        ours = os.getpid()
+        for entry in os.scandir("/proc"):
+            if entry.name.isdigit() and int(entry.name) != ours:
+                yield int(entry.name)
+
+    def kill(self) -> None:
+        try:
+            while True:
+                os.kill(-1, signal.SIGKILL)  # all of the namespace but ourselves
+                while os.waitpid(-1, 0)[0]:
+                    continue
+        except (ProcessLookupError, ChildProcessError):
+            return
+
+    def used(self) -> tuple[int, int]:
+        state = os.statvfs(self.work)
+        taken = (state.f_blocks - state.f_bfree) * state.f_frsize
+        return taken, state.f_files - state.f_ffree
+
+    def clear(self) -> None:
+        """It dies with the namespace."""
+
+
+class HostRoom:
+    """A directory of the host: without a mount namespace there is nothing else.
+
+    Its programs are the descendants of the server (a subreaper), so one that outlives it is free.
+
+    Args:
+        parent: where the directory is made.
+        confined: Landlock and a system-call filter around programs; else nothing but limits.
+        readable: host paths that programs may read, with `confined`.
+        own_user: the user is of this sandbox alone, so the kernel can count its processes.
+    """
+
+    def __init__(self, parent: str, *, confined: bool, readable: list[str], own_user: bool) -> None:
+        linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+        self._root = tempfile.mkdtemp(prefix="sandbox-", dir=parent)
+        self.work, self.temporary = f"{self._root}/work", f"{self._root}/tmp"
+        self._confined = confined
+        self._readable = readable
+        self._filter = seccomp.program(inet=False)
+        self._own_user = own_user
+
+    def furnish(self, disk_bytes: int, inodes: int) -> None:
+        Path(self.work).mkdir()
+        Path(self.temporary).mkdir()
+
+    def enclose(self, processes: int) -> None:
+        if self._own_user:
+            _limit_processes(processes + 1)
+        linux.drop_capabilities()
+        if self._confined:
+            from . import landlock
+
+            landlock.restrict(self._readable, [self.work, self.temporary])
+            seccomp.install(self._filter)
+
+    def programs(self) -> Iterator[int]:
+        found = [os.getpid()]
+        for pid in found:
+            try:
+                for thread in Path(f"/proc/{pid}/task").iterdir():
+                    text = (thread / "children").read_text()
+                    found.extend(int(child) for child in text.split())
+            except OSError:  # it has ended
+                continue
+        yield from found[1:]
+
+    def kill(self) -> None:
+        until = time.monotonic() + _SWEEP_SECONDS
+        while time.monotonic() < until:
+            for pid in self.programs():
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except (ProcessLookupError, PermissionError):
+                    continue
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    continue
+            except ChildProcessError:
+                return
+            time.sleep(0.001)
+
+    def used(self) -> tuple[int, int]:
+        taken = inodes = 0
+        for directory, folders, files in os.walk(self._root):
+            inodes += len(folders) + len(files)
+            for name in files:
+                try:
+                    taken += os.lstat(f"{directory}/{name}").st_blocks * 512
+                except OSError:  # removed meanwhile
+                    continue
+        return taken, inodes
+
+    def clear(self) -> None:
+        shutil.rmtree(self._root, ignore_errors=True)
+
+
+def _limit_processes(most: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))

@@ -1,0 +1,133 @@
+"""The server's side of the supervisor: the wall is chosen, the process started and kept alive.
+
+The kernel ends a supervisor with the thread that started it, so the loop must run in one that
+stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Self
+
+import structlog
+
+from ..config import SandboxConfig
+from ..errors import ConfigError
+from .supervisor import SupervisorBoot, start_command
+from .walls import choose_wall, outer_command
+
+START_SECONDS = 30.0
+_PAUSE_SECONDS = 0.2
+
+_log = structlog.get_logger("envserver.sandbox")
+
+
+class SandboxService:
+    """`async with` it: sandboxes can be opened at `address` until the end.
+
+    Args:
+        config: which wall, and how many sandboxes at a time.
+    """
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self._config = config
+        self._process: subprocess.Popen[bytes] | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        self.wall = ""
+        self.address = ""
+
+    async def __aenter__(self) -> Self:
+        """
+        Raises:
+            ConfigError: no wall that is allowed can be made here.
+        """
+        self.wall = await choose_wall(self._config)
+        self._directory = tempfile.mkdtemp(prefix="envserver-sandboxes-")
+        self.address = f"{self._directory}/socket"
+        try:
+            await self._start()
+        except BaseException:
+            await self._end()
+            raise
+        self._keeping = asyncio.create_task(self._keep())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        await self._end()
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        boot = SupervisorBoot(
+            control_fd=theirs.fileno(),
+            server_pid=os.getpid(),
+            directory=self._directory,
+            concurrent=self._config.concurrent,
+            wall=self.wall,
+            command=outer_command(self.wall),
+        )
+        self._control = ours
+        self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork, milliseconds
+            start_command("supervisor", boot),
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            pass_fds=[theirs.fileno()],
+            cwd="/",
+            env={"LANG": "C.UTF-8"},
+            start_new_session=True,
+        )
+        theirs.close()
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                data = await asyncio.get_running_loop().sock_recv(ours, 16)
+        except TimeoutError:
+            data = b""
+        if data != b"up":
+            raise ConfigError("The sandboxes' supervisor did not start.", hint="See its output.")
+
+    async def _keep(self) -> None:
+        """Starts another supervisor when one has ended: its sandboxes ended with it."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await loop.sock_recv(self._control, 16)
+            self._stop_process()
+            _log.error("sandbox_supervisor_ended", wall=self.wall)
+            await asyncio.sleep(_PAUSE_SECONDS)
+            self._clean()
+            self._make_directory()
+            await self._start()
+
+    def _stop_process(self) -> None:
+        self._control.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    async def _end(self) -> None:
+        """When it returns, the supervisor, the zygotes and the sandboxes are gone."""
+        if self._process is not None:
+            self._control.close()  # for the supervisor, the sign to end
+            try:
+                await asyncio.to_thread(self._process.wait, 5.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+        self._clean()
+
+    def _make_directory(self) -> None:
+        Path(self._directory).mkdir(mode=0o700)
+
+    def _clean(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,0 +1,352 @@
+"""The one process per server that makes sandboxes and outlives none of its users.
+
+    client --("open", id, preload)--> supervisor --> zygote --(forked)--> supervisor
+           <--("opened", id, isolation; socket of the sandbox, pidfd)----
+
+It listens on a unix socket; whoever connects (same user only) owns the sandboxes that it opened,
+and they die with its connection. What always holds: at most `concurrent` sandboxes live, more wait
+in order; it dies with the server, the zygotes with it, and every sandbox with its zygote.
+
+A process of its own and single-threaded, because the kernel ties "die with your parent" to the
+thread that forked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from . import linux
+from .wire import MAX_MESSAGE_BYTES, WHOLE_WALLS
+from .zygote import Boot
+
+FORK_SECONDS = 20.0
+"""For a sandbox to be made, and for a zygote's imports fifteen times as long."""
+IMPORT_SECONDS = 300.0
+MAX_ZYGOTES = 8
+_FIRST_UID, _LAST_UID = 30000, 60000
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from envserver.sandbox.{module} import main; main(sys.argv[2])"
+)
+
+
+class SupervisorBoot(msgspec.Struct, frozen=True, kw_only=True):
+    """What the supervisor is started with, as JSON in its arguments.
+
+    Args:
+        control_fd: SOCK_SEQPACKET whose other end only the server holds.
+        server_pid: of the process whose end is ours.
+        directory: private; the socket `socket`, and the zygotes' directories, are made here.
+        concurrent: sandboxes at a time.
+        wall: see `zygote.Boot`.
+        command: words before a zygote's own command (another tool's wall).
+    """
+
+    control_fd: int
+    server_pid: int
+    directory: str
+    concurrent: int
+    wall: str
+    command: list[str] = []
+
+
+def start_command(module: str, boot: msgspec.Struct) -> list[str]:
+    """The words that run `main` of a module of this package, with the server's own import path."""
+    path = msgspec.json.encode([str(Path(entry).absolute()) for entry in sys.path]).decode()
+    code = _START.format(module=module)
+    return [sys.executable, "-I", "-c", code, path, msgspec.json.encode(boot).decode()]
+
+
+def main(boot_json: str) -> None:
+    """The whole life of the supervisor."""
+    boot = msgspec.json.decode(boot_json, type=SupervisorBoot)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to answer
+    linux.die_with(boot.server_pid, signal.SIGTERM)
+    control = socket.socket(fileno=boot.control_fd)
+    Supervisor(boot, control).run()
+
+
+@dataclass(eq=False)
+class _Client:
+    socket: socket.socket
+    sandboxes: set[_Opened] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class _Wanted:
+    """An open request on its way."""
+
+    client: _Client
+    request_id: int
+    preload: tuple[str, ...]
+    slot: int = -1
+    expires: float = 0.0
+    channel: socket.socket | None = None
+
+
+@dataclass(eq=False)
+class _Opened:
+    client: _Client
+    pidfd: int
+    slot: int
+
+
+@dataclass(eq=False)
+class _Zygote:
+    preload: tuple[str, ...]
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+    expires: float
+    up: bool = False
+    failure: str = ""
+    waiting: dict[int, _Wanted] = field(default_factory=dict)
+    used_at: float = 0.0
+
+
+class Supervisor:
+    """The loop of the supervisor process."""
+
+    def __init__(self, boot: SupervisorBoot, control: socket.socket) -> None:
+        self._boot = boot
+        self._control = control
+        self._selector = selectors.DefaultSelector()
+        self._queue: deque[_Wanted] = deque()
+        self._zygotes: dict[tuple[str, ...], _Zygote] = {}
+        self._free = list(reversed(range(boot.concurrent)))
+        self._next_id = 0
+        spread = os.getpid() * boot.concurrent % (_LAST_UID - _FIRST_UID)
+        self._first_uid = _FIRST_UID + spread if os.geteuid() == 0 else None
+
+    def run(self) -> None:
+        """Until the server closes its end."""
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listening.bind(f"{self._boot.directory}/socket")
+        listening.listen(128)
+        self._selector.register(listening, selectors.EVENT_READ, partial(self._accept, listening))
+        self._selector.register(self._control, selectors.EVENT_READ, self._stop)
+        self._control.send(b"up")
+        while True:
+            for key, _ in self._selector.select(1.0 if self._is_waiting() else None):
+                key.data()
+            self._expire()
+
+    def _stop(self) -> None:
+        sys.exit(0)
+
+    def _is_waiting(self) -> bool:
+        return any(not zygote.up or zygote.waiting for zygote in self._zygotes.values())
+
+    # Clients.
+
+    def _accept(self, listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        _, uid, _ = struct.unpack("iII", credentials)
+        if uid not in (os.geteuid(), 0):
+            connection.close()
+            return
+        client = _Client(connection)
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._hear, client))
+
+    def _hear(self, client: _Client) -> None:
+        try:
+            data = client.socket.recv(MAX_MESSAGE_BYTES)
+            message = msgspec.msgpack.decode(data, type=tuple[str, int, tuple[str, ...]])
+        except (ConnectionError, msgspec.DecodeError):
+            self._forget(client)
+            return
+        word, request_id, preload = message
+        if word == "open":
+            self._queue.append(_Wanted(client, request_id, preload))
+            self._serve_queue()
+        elif word == "cancel":
+            self._cancel(client, request_id)
+
+    def _cancel(self, client: _Client, request_id: int) -> None:
+        for wanted in list(self._queue):
+            if wanted.client is client and wanted.request_id == request_id:
+                self._queue.remove(wanted)
+
+    def _forget(self, client: _Client) -> None:
+        self._selector.unregister(client.socket)
+        client.socket.close()
+        for opened in client.sandboxes:
+            self._kill(opened.pidfd)
+        self._queue = deque(wanted for wanted in self._queue if wanted.client is not client)
+
+    def _answer(self, client: _Client, *message: Any, descriptors: tuple[int, ...] = ()) -> None:
+        try:
+            socket.send_fds(client.socket, [msgspec.msgpack.encode(message)], descriptors)
+        except OSError:  # it is gone: the selector tells, and its sandboxes die then
+            return
+
+    # Making sandboxes.
+
+    def _serve_queue(self) -> None:
+        while self._queue and self._free:
+            wanted = self._queue.popleft()
+            wanted.slot = self._free.pop()
+            zygote = self._zygote(wanted.preload)
+            self._next_id += 1
+            zygote.waiting[self._next_id] = wanted
+            zygote.used_at = time.monotonic()
+            if zygote.up:
+                self._ask(zygote, self._next_id, wanted)
+
+    def _ask(self, zygote: _Zygote, number: int, wanted: _Wanted) -> None:
+        ours, theirs = socket.socketpair()
+        wanted.channel = ours
+        wanted.expires = time.monotonic() + FORK_SECONDS
+        uid = None if self._first_uid is None else self._first_uid + wanted.slot
+        try:
+            message = msgspec.msgpack.encode((number, uid))
+            socket.send_fds(zygote.control, [message], [theirs.fileno()])
+        except OSError as error:
+            self._bury(zygote, f"the zygote cannot be reached: {error}")
+        finally:
+            theirs.close()
+
+    def _zygote(self, preload: tuple[str, ...]) -> _Zygote:
+        zygote = self._zygotes.get(preload)
+        if zygote is None:
+            if len(self._zygotes) >= MAX_ZYGOTES:
+                self._retire_one()
+            zygote = self._zygotes[preload] = self._start_zygote(preload)
+        return zygote
+
+    def _start_zygote(self, preload: tuple[str, ...]) -> _Zygote:
+        self._next_id += 1
+        root = Path(self._boot.directory, f"zygote-{self._next_id}")
+        root.mkdir(mode=0o755)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        boot = Boot(
+            control_fd=theirs.fileno(),
+            supervisor_pid=os.getpid(),
+            wall=self._boot.wall,
+            root=str(root),
+            preload=list(preload),
+        )
+        process = subprocess.Popen(
+            [*self._boot.command, *start_command("zygote", boot)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            cwd="/",
+            env={"LANG": "C.UTF-8"},
+            start_new_session=True,
+        )
+        theirs.close()
+        zygote = _Zygote(preload, process, ours, time.monotonic() + IMPORT_SECONDS)
+        self._selector.register(ours, selectors.EVENT_READ, partial(self._hear_zygote, zygote))
+        return zygote
+
+    def _retire_one(self) -> None:
+        """Room for another preload list: the one that was not used for longest goes.
+
+        Its sandboxes die with it, so only one without any may go; else there is one more for now.
+        """
+        idle = [z for z in self._zygotes.values() if z.up and not z.waiting]
+        if idle:
+            oldest = min(idle, key=lambda zygote: zygote.used_at)
+            self._bury(oldest, "it was not needed")
+
+    def _hear_zygote(self, zygote: _Zygote) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(zygote.control, MAX_MESSAGE_BYTES, 4)
+        except ConnectionError:
+            data, descriptors = b"", []
+        message = msgspec.msgpack.decode(data) if data else ["gone"]
+        match message:
+            case ["up"]:
+                zygote.up = True
+                for number, wanted in list(zygote.waiting.items()):
+                    self._ask(zygote, number, wanted)
+            case ["forked", int() as number, int()]:
+                self._opened(zygote, number, descriptors[0])
+            case ["failed", int() as number, str() as reason]:
+                self._fail(zygote.waiting.pop(number, None), reason)
+            case ["broken", str() as reason]:
+                zygote.failure = reason
+            case _:
+                self._bury(zygote, zygote.failure or "its parent process ended")
+
+    def _opened(self, zygote: _Zygote, number: int, pidfd: int) -> None:
+        wanted = zygote.waiting.pop(number, None)
+        if wanted is None or wanted.channel is None:  # it took too long
+            self._kill(pidfd)
+            os.close(pidfd)
+            return
+        opened = _Opened(wanted.client, pidfd, wanted.slot)
+        self._selector.register(pidfd, selectors.EVENT_READ, partial(self._ended, opened))
+        wanted.client.sandboxes.add(opened)
+        if wanted.client.socket.fileno() < 0:
+            self._kill(pidfd)
+        else:
+            descriptors = (wanted.channel.fileno(), pidfd)
+            message = ("opened", wanted.request_id, self._boot.wall)
+            self._answer(wanted.client, *message, descriptors=descriptors)
+        wanted.channel.close()
+
+    def _kill(self, pidfd: int) -> None:
+        """Where its programs do not die with the server inside, that one is let clean up."""
+        whole = self._boot.wall in WHOLE_WALLS
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL if whole else signal.SIGTERM)
+
+    def _ended(self, opened: _Opened) -> None:
+        self._selector.unregister(opened.pidfd)
+        os.close(opened.pidfd)
+        opened.client.sandboxes.discard(opened)
+        self._release(opened.slot)
+
+    def _release(self, slot: int) -> None:
+        self._free.append(slot)
+        self._serve_queue()
+
+    def _fail(self, wanted: _Wanted | None, reason: str) -> None:
+        if wanted is None:
+            return
+        if wanted.channel is not None:
+            wanted.channel.close()
+        self._answer(wanted.client, "failed", wanted.request_id, reason)
+        self._release(wanted.slot)
+
+    # What goes wrong.
+
+    def _bury(self, zygote: _Zygote, reason: str) -> None:
+        """Ends a zygote; the next request starts another."""
+        if self._zygotes.get(zygote.preload) is zygote:
+            del self._zygotes[zygote.preload]
+        if zygote.control.fileno() >= 0:
+            self._selector.unregister(zygote.control)
+            zygote.control.close()
+        zygote.process.kill()
+        zygote.process.wait()
+        waiting, zygote.waiting = list(zygote.waiting.values()), {}
+        for wanted in waiting:
+            self._fail(wanted, reason)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for zygote in list(self._zygotes.values()):
+            if not zygote.up and now > zygote.expires:
+                self._bury(zygote, f"importing {', '.join(zygote.preload)} took too long")
+            for number, wanted in list(zygote.waiting.items()):
+                if wanted.expires and now > wanted.expires:
+                    del zygote.waiting[number]
+                    self._fail(wanted, f"it was not made within {FORK_SECONDS:g} s")

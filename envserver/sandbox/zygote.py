@@ -1,0 +1,129 @@
+"""The warm Python that every sandbox is forked from: imports once, then forks when it is told to.
+
+    supervisor --("fork", id, uid; socket)--> zygote --(fork)--> mover --(fork)--> server inside
+                <--("forked", id, uid; pidfd)------------------- mover
+
+The mover goes into the fresh namespaces, forks the sandbox's process 1 there, tells the supervisor
+of it, and ends; the zygote waits for nobody. It sits in the outer wall itself (see `namespaces`),
+has no variable and no descriptor of the server, and never runs a program's code.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+import traceback
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from . import inside, linux, namespaces, system
+from .room import HostRoom, NamespaceRoom, Room
+from .wire import MAX_MESSAGE_BYTES, WHOLE_WALLS
+
+
+class Boot(msgspec.Struct, frozen=True, kw_only=True):
+    """What a zygote is started with, as JSON in its arguments.
+
+    Args:
+        control_fd: SOCK_SEQPACKET to the supervisor.
+        supervisor_pid: whose end is ours.
+        wall: see SandboxConfig; bubblewrap: the outer wall stands already.
+        root: an empty directory: where the outer wall is built, or rooms of the host are made.
+        preload: modules to import before the wall is closed.
+    """
+
+    control_fd: int
+    supervisor_pid: int
+    wall: str
+    root: str
+    preload: list[str]
+
+
+def main(boot_json: str) -> None:
+    """The whole life of a zygote (and of the process that holds its outer wall)."""
+    boot = msgspec.json.decode(boot_json, type=Boot)
+    control = socket.socket(fileno=boot.control_fd)
+    try:
+        linux.die_with(boot.supervisor_pid, signal.SIGKILL)
+        if boot.wall == "namespace":
+            system.move_python()
+        for name in boot.preload:
+            importlib.import_module(name)
+        if boot.wall == "namespace":
+            run = partial(_obey, boot, control)
+            visible, etc = system.visible_paths(), system.etc_files()
+            sys.exit(namespaces.enter_outer(boot.root, visible, etc, run))
+        _obey(boot, control)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the supervisor must hear of it
+        traceback.print_exc()
+        message = f"{type(error).__name__}: {error}"[:2000]
+        control.send(msgspec.msgpack.encode(["broken", message]))
+        sys.exit(1)
+
+
+def _obey(boot: Boot, control: socket.socket) -> None:
+    """Forks until the supervisor closes its end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # movers, and servers whose mover has ended
+    sys.path[:] = [entry for entry in sys.path if Path(entry).exists()]
+    _be_first_to_die()
+    gc.collect()
+    gc.freeze()
+    control.send(msgspec.msgpack.encode(["up"]))
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 1)
+        if not data:
+            return
+        request_id, uid = msgspec.msgpack.decode(data, type=tuple[int, int | None])
+        channel = socket.socket(fileno=descriptors[0])
+        if os.fork() == 0:
+            _move(boot, control, channel, request_id, uid)
+        channel.close()
+
+
+def _be_first_to_die() -> None:
+    """When memory runs out, sandboxes go before anything else of the machine."""
+    try:
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    except OSError as error:  # some containers fix it; then the kernel chooses by size alone
+        sys.stderr.write(f"oom_score_adj: {error}\n")
+
+
+def _move(
+    boot: Boot, control: socket.socket, channel: socket.socket, request_id: int, uid: int | None
+) -> None:
+    """In the mover: makes the inner wall and process 1 behind it; ends this process."""
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if boot.wall in WHOLE_WALLS:
+            namespaces.enter_inner(uid)
+        elif uid is not None:
+            namespaces.become_user(uid)
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            inside.serve(channel, partial(_room, boot, uid))
+        pidfd = os.pidfd_open(pid)
+        message = msgspec.msgpack.encode(["forked", request_id, pid])
+        socket.send_fds(control, [message], [pidfd])
+    except Exception as error:  # noqa: BLE001 - whatever it is, the supervisor must hear of it
+        reason = f"{type(error).__name__}: {error}"[:2000]
+        control.send(msgspec.msgpack.encode(["failed", request_id, reason]))
+    finally:
+        os._exit(0)
+
+
+def _room(boot: Boot, uid: int | None) -> Room:
+    if boot.wall in WHOLE_WALLS:
+        return NamespaceRoom()
+    return HostRoom(
+        boot.root,
+        confined=boot.wall == "landlock",
+        readable=system.visible_paths(),
+        own_user=uid is not None,
+    )

@@ -1,0 +1,22 @@
+"""Sandboxes for tests: a service of its own, and a client of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from envserver.config import SandboxConfig
+from envserver.sandbox.client import SandboxClient
+from envserver.sandbox.service import SandboxService
+
+
+@asynccontextmanager
+async def sandboxes(wall: str = "auto", concurrent: int = 16) -> AsyncIterator[SandboxClient]:
+    """A connected client; everything ends with the block."""
+    config: Any = {"wall": wall, "concurrent": concurrent}
+    async with (
+        SandboxService(SandboxConfig.model_validate(config)) as service,
+        SandboxClient(service.address) as client,
+    ):
+        yield client
