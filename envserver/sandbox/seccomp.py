@@ -38,7 +38,7 @@ _F_SETPIPE_SZ = 1031
 _TIOCSTI, _TIOCLINUX, _TIOCSETD = 0x5412, 0x541C, 0x5423
 _FILE_TYPE, _CHARACTER_DEVICE, _BLOCK_DEVICE = 0xF000, 0x2000, 0x6000
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
-_SOCK_STREAM, _SOCK_DGRAM, _SOCK_TYPE = 1, 2, 0xF
+_SOCK_STREAM, _SOCK_DGRAM, _SOCK_SEQPACKET, _SOCK_TYPE = 1, 2, 5, 0xF
 _IP_PROTOCOLS = (0, 6, 17)  # the type's own, TCP, UDP
 
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
@@ -192,6 +192,7 @@ _REFUSED: dict[int, dict[str, _Numbers]] = {
 # Calls that are judged by their arguments.
 _CLONE, _PERSONALITY, _PRLIMIT64 = (56, 220), (135, 92), (302, 261)
 _IOCTL, _FCNTL, _SOCKET, _SOCKETPAIR = (16, 29), (72, 25), (41, 198), (53, 199)
+_CONNECT, _BIND = (42, 203), (49, 200)
 _SETPRIORITY, _SCHEDULING = (141, 140), ((203, 122), (144, 119), (142, 118), (314, 274))
 _MAKE_NODE: tuple[tuple[_Numbers, int], ...] = (((133, None), 1), ((259, 33), 2))
 
@@ -201,7 +202,8 @@ def program(*, inet: bool) -> bytes:
     """The filter, ready for `install`.
 
     Args:
-        inet: TCP and UDP sockets may be made, for a private network; else only Unix sockets.
+        inet: Unix, TCP and UDP sockets may be made, for a sandbox with a network of its own. Else
+            none but pairs of connected ones: a Unix socket, too, can reach a server of the host.
 
     Raises:
         ConfigError: there is no table for this machine's architecture.
@@ -280,28 +282,36 @@ def _judged(*, inet: bool) -> Iterable[tuple[_Numbers, _Code]]:
         [_load(0), (_IF_EQUAL, 0, 2, 0), _load(1), (_IF_EQUAL, 1, 0, 0), refuse, allow],
     )
     for numbers, argument in _MAKE_NODE:
-        yield numbers, [_load(argument), (_AND, 0, 0, _FILE_TYPE), *_none_of(_DEVICES), allow]
-    yield _IOCTL, [_load(1), *_none_of((_TIOCSTI, _TIOCLINUX, _TIOCSETD)), allow]
-    yield _FCNTL, [_load(1), *_none_of((_F_SETPIPE_SZ,)), allow]
+        yield (
+            numbers,
+            [_load(argument), (_AND, 0, 0, _FILE_TYPE), *_one_of(_DEVICES, refuse), allow],
+        )
+    yield _IOCTL, [_load(1), *_one_of((_TIOCSTI, _TIOCLINUX, _TIOCSETD), refuse), allow]
+    yield _FCNTL, [_load(1), *_one_of((_F_SETPIPE_SZ,), refuse), allow]
     no_family = _refuse(errno.EAFNOSUPPORT)
-    yield _SOCKETPAIR, [_load(0), (_IF_EQUAL, 1, 0, _AF_UNIX), no_family, allow]
-    yield _SOCKET, _sockets(no_family, allow, inet=inet)
+    unix_only = [_load(0), (_IF_EQUAL, 1, 0, _AF_UNIX), no_family]
+    if inet:
+        yield _SOCKETPAIR, [*unix_only, allow]
+        yield _SOCKET, _sockets(no_family, allow)
+    else:
+        # One of a pair of datagram sockets could still send anywhere.
+        connected = _one_of((_SOCK_STREAM, _SOCK_SEQPACKET), allow)
+        yield _SOCKETPAIR, [*unix_only, _load(1), (_AND, 0, 0, _SOCK_TYPE), *connected, refuse]
+        yield _SOCKET, [no_family]
+        yield _CONNECT, [refuse]
+        yield _BIND, [refuse]
 
 
 _DEVICES = (_CHARACTER_DEVICE, _BLOCK_DEVICE)
 
 
-def _sockets(refuse: _Instruction, allow: _Instruction, *, inet: bool) -> _Code:
-    code = [_load(0), (_IF_EQUAL, 0, 1, _AF_UNIX), allow]
-    if not inet:
-        return [*code, refuse]
+def _sockets(refuse: _Instruction, allow: _Instruction) -> _Code:
+    """Unix sockets of any kind; TCP and UDP."""
+    code = [_load(0), *_one_of((_AF_UNIX,), allow)]
     code += [(_IF_EQUAL, 2, 0, _AF_INET), (_IF_EQUAL, 1, 0, _AF_INET6), refuse]
     code += [_load(1), (_AND, 0, 0, _SOCK_TYPE)]
     code += [(_IF_EQUAL, 2, 0, _SOCK_STREAM), (_IF_EQUAL, 1, 0, _SOCK_DGRAM), refuse]
-    code += [_load(2)]
-    for protocol in _IP_PROTOCOLS:
-        code += [(_IF_EQUAL, 0, 1, protocol), allow]
-    return [*code, refuse]
+    return [*code, _load(2), *_one_of(_IP_PROTOCOLS, allow), refuse]
 
 
 def _when(number: int | None, body: _Code) -> _Code:
@@ -309,10 +319,11 @@ def _when(number: int | None, body: _Code) -> _Code:
     return [] if number is None else [(_IF_EQUAL, 0, len(body), number), *body]
 
 
-def _none_of(values: Iterable[int]) -> _Code:
+def _one_of(values: Iterable[int], then: _Instruction) -> _Code:
+    """`then` where what was loaded is one of `values`; else it goes on."""
     code: _Code = []
     for value in values:
-        code += [(_IF_EQUAL, 0, 1, value), _refuse(errno.EPERM)]
+        code += [(_IF_EQUAL, 0, 1, value), then]
     return code
 
 

@@ -68,6 +68,7 @@ def variables() -> dict[str, str]:
         "TERM": "dumb",
         "PAGER": "cat",
         "GIT_PAGER": "cat",
+        "GIT_CONFIG_NOSYSTEM": "1",
         "GIT_TERMINAL_PROMPT": "0",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
