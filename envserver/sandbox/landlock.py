@@ -25,7 +25,7 @@ _MAKE_CHAR, _MAKE_BLOCK = 1 << 6, 1 << 11
 _TRUNCATE, _IOCTL_DEV = 1 << 14, 1 << 15
 _CONNECT_TCP = 2
 
-# Number of file rights by version; later came renames across directories, truncation, device ioctls.
+# Number of file rights by version; newer: renames across directories, truncation, device ioctls.
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 _ALL_NET = 3  # bind, connect: version 4
 _ALL_SCOPES = 3  # abstract sockets, signals: version 6
