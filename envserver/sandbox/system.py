@@ -31,6 +31,7 @@ _ENTRY_POINTS = "envserver.environments"
 _OWN_DIRECTORIES = ("/work", "/tmp", "/dev", "/proc", "/box", "/run")
 """A sandbox has its own of these, so what the host has there cannot be seen at the same place."""
 _SPARE_DIRECTORIES = ("/mnt", "/srv", "/media", "/opt")
+_LARGEST_SCRIPT_BYTES = 32768
 
 
 @functools.cache
@@ -120,13 +121,44 @@ def move_python() -> None:
     else:
         _unshare_as_user()
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
-    linux.mount("tmpfs", place, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=0755,size=1m")
+    linux.mount("tmpfs", place, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=0755,size=16m")
     new_prefix = f"{place}/python"
-    Path(new_prefix).mkdir()
-    linux.mount(sys.prefix, new_prefix, flags=linux.MS_BIND | linux.MS_REC)
+    Path(new_prefix, "bin").mkdir(parents=True)
+    for part in ("lib", "lib64", "pyvenv.cfg"):
+        _bind(f"{sys.prefix}/{part}", f"{new_prefix}/{part}")
+    _move_scripts(f"{sys.prefix}/bin", f"{new_prefix}/bin")
     words = [word.replace(sys.prefix, new_prefix) for word in sys.orig_argv]
     executable = sys.executable.replace(sys.prefix, new_prefix)
     os.execv(executable, [executable, *words[1:]])
+
+
+def _bind(source: str, target: str) -> None:
+    if not os.path.lexists(source):
+        return
+    if Path(source).is_symlink():
+        Path(target).symlink_to(Path(source).readlink())
+        return
+    if Path(source).is_dir():
+        Path(target).mkdir()
+    else:
+        Path(target).touch()
+    linux.mount(source, target, flags=linux.MS_BIND | linux.MS_REC)
+
+
+def _move_scripts(old: str, new: str) -> None:
+    """Commands that name their interpreter by its old place get its new one."""
+    for entry in os.scandir(old):
+        target = Path(new, entry.name)
+        text = Path(entry.path).read_bytes() if _is_script(entry) else b""
+        if text.startswith(b"#!" + os.fsencode(old)):
+            target.write_bytes(text.replace(os.fsencode(old), os.fsencode(new), 1))
+            target.chmod(0o755)
+        else:
+            _bind(entry.path, str(target))
+
+
+def _is_script(entry: os.DirEntry[str]) -> bool:
+    return entry.is_file(follow_symlinks=False) and entry.stat().st_size < _LARGEST_SCRIPT_BYTES
 
 
 def _unshare_as_user() -> None:
