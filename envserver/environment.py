@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
@@ -208,6 +208,9 @@ class Rollout(Protocol):
         Raises:
             SandboxError: none can be made, or the environment declares none.
         """
+
+    def open_sandbox_blocking(self, spec: SandboxSpec | None = None) -> AbstractContextManager[Any]:
+        """`open_sandbox` for a plain `def rollout`: a Sandbox whose methods wait."""
 
     def log(self, event: str, **facts: Any) -> None:
         """A line in the server's log, with this rollout's id."""

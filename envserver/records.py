@@ -313,6 +313,7 @@ class Usage(msgspec.Struct, kw_only=True):
     """Resources of one rollout. Seconds are wall clock.
 
     `sandbox`: what the programs used that its agent ran in sandboxes, None where it had none.
+    `ended_by`: "agent" (by itself), or the limit that was reached: turns, tokens, time, context.
     """
 
     seconds: float = 0.0
@@ -320,6 +321,7 @@ class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     sandbox: SandboxUsage | None = None
+    ended_by: str = "agent"
 
 
 class Trajectory(msgspec.Struct, kw_only=True):

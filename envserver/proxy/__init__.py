@@ -14,6 +14,7 @@ key, the hidden part of a task, or a field that only we asked the engine for.
     source       the engine and how it is asked (ways); asking/: by tokens, completions or chat
     exchange     what it answered, its form checked (shape), streamed (streaming)
     recording    that -> Calls
+    sandboxing   what workers ask of their sandboxes
     worker       what workers post; guest: others' environments, unrecorded
 """
 

@@ -23,6 +23,8 @@ from ..errors import (
     Failure,
     LimitReached,
     Outcome,
+    SandboxError,
+    SandboxUnavailable,
 )
 from ..records import Call, PublicTask
 from ..tokens.history import History
@@ -71,6 +73,8 @@ class Attempt:
         engine_failure: how the engine failed the agent's last exchange with it, None when that one
             was answered.
         engine_failures: how many times it did so.
+        sandbox_failure: how a sandbox of the attempt failed, or why it could not get one; None
+            where all is well.
         output, metrics, posted, failure: what the worker posted.
         late_calls: model calls that came after the end.
         memory: what each dialect keeps of this attempt.
@@ -85,6 +89,7 @@ class Attempt:
     limit: str | None = None
     engine_failure: Failure | None = None
     engine_failures: int = 0
+    sandbox_failure: Failure | None = None
     output: Any = None
     metrics: dict[str, float] = field(default_factory=dict)
     posted: bool = False
@@ -186,6 +191,16 @@ class Attempt:
         if not recorded and error.outcome is Outcome.RETRY:
             self.return_turn()
         return error
+
+    def sandbox_failed(self, error: SandboxError) -> None:
+        """Notes a failure that is ours. One that was lost is never overcome: its files are gone."""
+        if self.sandbox_failure is None or self.sandbox_failure.kind == SandboxUnavailable.kind:
+            self.sandbox_failure = error.failure()
+
+    def sandbox_opened(self) -> None:
+        """There is one now: that there was none before is overcome."""
+        if self.sandbox_failure and self.sandbox_failure.kind == SandboxUnavailable.kind:
+            self.sandbox_failure = None
 
     def return_turn(self) -> None:
         """The request that took it came to nothing."""

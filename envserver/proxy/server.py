@@ -24,6 +24,7 @@ from ..errors import (
     UsageError,
 )
 from ..models.engine import Engine
+from ..records import SandboxUsage
 from .asgi import (
     AsgiApp,
     ClientGone,
@@ -42,6 +43,7 @@ from .gate import Gate
 from .guest import generate, pass_through
 from .request import ModelRequest
 from .retries import Marks, digest_of
+from .sandboxing import PREFIX, SandboxHost, answer_about_sandboxes
 from .source import Source
 from .worker import rollout_body, take_log, take_result
 
@@ -70,6 +72,7 @@ class Proxy:
     Args:
         engine: open as long as the proxy is used; the proxy neither opens nor closes it.
         source: how attempts' calls are asked of it; unset: through its chat API only.
+        sandboxes: has those that agents may open; unset: none.
         max_body_bytes: of a request, as sent and inflated.
         clock: seconds; only for how long sealed keys are remembered.
     """
@@ -79,11 +82,13 @@ class Proxy:
         engine: Engine,
         *,
         source: Source | None = None,
+        sandboxes: SandboxHost | None = None,
         max_body_bytes: int = 64 * 1024 * 1024,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._source = source or Source(engine)
+        self._sandboxes = sandboxes
         self._max_body_bytes = max_body_bytes
         self._clock = clock
         self._attempts: dict[str, Attempt] = {}
@@ -120,10 +125,18 @@ class Proxy:
     def seal(self, attempt: Attempt) -> None:
         """Ends an attempt: requests in flight end, later ones get 409 (after a minute 404)."""
         attempt.seal()
+        if self._sandboxes is not None:
+            self._sandboxes.seal(attempt)
         if self._attempts.pop(attempt.key, None) is not None:
             self._sealed[attempt.key] = weakref.ref(attempt)
             self._sealed_at.append((self._clock(), attempt.key))
         self._forget()
+
+    async def settle(self, attempt: Attempt) -> SandboxUsage | None:
+        """Returns when nothing of a sealed attempt runs any more: what its programs used in
+        sandboxes, None where it had none.
+        """
+        return await self._sandboxes.settle(attempt) if self._sandboxes is not None else None
 
     def open_guest(self) -> str:
         """A key for a foreign environment: no limits, nothing recorded."""
@@ -181,6 +194,11 @@ class Proxy:
         if path in APIS:
             _require(method, "POST")
             await self._ask(scope, attempt, path, agent and agent[:_MAX_AGENT_NAME], receive, send)
+            return
+        if path.startswith(PREFIX):
+            _require(method, "POST")
+            path = path.removeprefix(PREFIX)
+            await answer_about_sandboxes(self._sandboxes, attempt, path, scope, receive, send)
             return
         match path:
             case "v1/models":

@@ -19,6 +19,7 @@ from ..errors import (
     Failure,
     InputError,
     LimitReached,
+    SandboxError,
     TooLargeError,
     WorkerGarbage,
     by_kind,
@@ -30,7 +31,7 @@ _MAX_MESSAGE = 4000
 
 _log = structlog.get_logger("envserver.worker")
 
-_FAILURES = by_kind(LimitReached, AgentError, EngineError)
+_FAILURES = by_kind(LimitReached, AgentError, EngineError, SandboxError)
 """The kinds that a worker may post, and what they mean. How a worker died, others see."""
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from ..environment import Isolation
 from ..errors import (
     AgentError,
     Failure,
@@ -23,7 +24,7 @@ from ..errors import (
 )
 from ..proxy.attempts import Attempt, AttemptSpec
 from ..proxy.server import Proxy
-from ..records import Call, Result, Sequence, TracedCall, Usage
+from ..records import Call, Result, SandboxUsage, Sequence, TracedCall, Usage
 from ..tokens.builder import all_flags, build, find_parents
 from ..tokens.flags import Actions
 from ..tokens.invariants import check
@@ -54,7 +55,7 @@ async def run_attempt(
     proxy: Proxy,
     proxy_url: str,
     pool: WorkerPool,
-    isolation: Literal["pooled", "dedicated"],
+    isolation: Isolation,
     actions: Actions,
     keep_calls: bool = False,
 ) -> Finished:
@@ -81,6 +82,7 @@ async def run_attempt(
         )
     finally:
         proxy.seal(attempt)
+    in_sandboxes = await proxy.settle(attempt)
     limit = ending_limit(attempt)
     calls = list(attempt.calls)
     sequences = await asyncio.to_thread(_checked_sequences, calls, actions)
@@ -98,7 +100,7 @@ async def run_attempt(
         ),
         sequences=sequences,
         tools=last.tools if last else [],
-        usage=_usage(calls, time.time() - started),
+        usage=_usage(calls, time.time() - started, in_sandboxes, limit),
         flags=_flags(attempt, calls, sequences),
         calls=pack_calls(calls, find_parents(calls)) if keep_calls else [],
         attempt=attempt,
@@ -119,18 +121,22 @@ def ending_limit(attempt: Attempt) -> str | None:
         RolloutError: it ended by a failure that is not the model's fault.
     """
     failure, unanswered = attempt.failure, attempt.engine_failure
+    sandbox = attempt.sandbox_failure
     if failure is None:
         if not attempt.posted:
             raise WorkerGarbage("The worker said that it is done, but posted no result.")
         if unanswered is not None and unanswered.outcome is Outcome.RETRY:
             # The agent made something of the engine's silence; that is not the model's doing.
             raise as_error(unanswered)
+        if sandbox is not None:  # nor what it made of a sandbox that failed
+            raise as_error(sandbox)
         return attempt.limit
     if failure.kind in (LimitReached.kind, AgentError.kind):
         # The agent's framework may have wrapped what the proxy told it, or tried again until a
         # limit was reached: then that is the cause.
-        if unanswered is not None:
-            raise as_error(unanswered)
+        cause = unanswered or sandbox
+        if cause is not None:
+            raise as_error(cause)
         if attempt.limit is not None:
             return attempt.limit
         if failure.kind == LimitReached.kind:
@@ -152,12 +158,16 @@ def main_call(calls: list[Call]) -> Call | None:
     return of_first[-1] if of_first else None
 
 
-def _usage(calls: list[Call], seconds: float) -> Usage:
+def _usage(
+    calls: list[Call], seconds: float, in_sandboxes: SandboxUsage | None, limit: str | None
+) -> Usage:
     return Usage(
         seconds=seconds,
         model_seconds=sum(call.seconds for call in calls if call.choice == 0),
         prompt_tokens=sum(len(call.prompt_ids) for call in calls if call.choice == 0),
         completion_tokens=sum(len(call.completion_ids) for call in calls),
+        sandbox=in_sandboxes,
+        ended_by=limit or "agent",
     )
 
 

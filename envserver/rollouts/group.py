@@ -11,12 +11,12 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Literal, Protocol
+from typing import Protocol
 
 import msgspec
 
 from ..config import RolloutsConfig, SamplingConfig
-from ..environment import Environment
+from ..environment import Environment, Isolation
 from ..errors import ConfigError, Failure, RolloutError, ScorerError, Straggler
 from ..models.engine import Engine
 from ..proxy.attempts import AttemptSpec, Limits
@@ -68,7 +68,7 @@ class Machinery(msgspec.Struct, kw_only=True):
     """
 
     environment: Environment
-    isolation: Literal["pooled", "dedicated"]
+    isolation: Isolation
     env_reference: str
     engine: Engine
     proxy: Proxy

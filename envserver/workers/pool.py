@@ -7,9 +7,11 @@ nothing else; so a pool may run it here, in a container or on another machine.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
+
+from ..environment import Isolation
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,14 +21,15 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
         rollout_id: unique among the rollouts that run at the same time.
         url: of the attempt, with its key, without a slash at the end.
         env_reference: see `registry.find`.
-        isolation: "pooled": beside others in a warm process; "dedicated": in its own process.
+        isolation: "pooled": beside others in a warm process; "dedicated": in its own process;
+            "sandboxed": that process also lives in a sandbox.
         deadline: `time.time()` at which the agent is cancelled.
     """
 
     rollout_id: str
     url: str
     env_reference: str
-    isolation: Literal["pooled", "dedicated"]
+    isolation: Isolation
     deadline: float
 
 

@@ -1,7 +1,7 @@
 """What `rollout` gets as `run`: the Rollout protocol, over HTTP to the proxy.
 
-Model calls, log lines and metrics go out; typed errors come back. It belongs to one attempt:
-`finish` closes what it opened and sends what it still has to say.
+Model calls, requests to sandboxes, log lines and metrics go out; typed errors come back. It belongs
+to one attempt: `finish` closes what it opened and sends what it still has to say.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractContextManager, asynccontextmanager
 from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,8 @@ import orjson
 from ..environment import Reply, Sandbox
 from ..errors import EngineGarbage, EngineUnavailable, LimitReached, SandboxUnavailable
 from ..records import Message, PublicTask, SandboxSpec
-from .failures import error_of_answer
+from .failures import error_of_answer, error_of_sandbox
+from .sandboxes import BlockingSandbox, open_blocking, open_remote
 
 if TYPE_CHECKING:
     import openai
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 AGENT_HEADER = "x-agent"
 MAX_WAITING_LOG_LINES = 1000
 LOG_SECONDS = 5.0
+CLOSE_SECONDS = 10.0
+"""Beyond the deadline, for sandboxes to be closed."""
 CLIENT_RETRIES = 1
 """Of the OpenAI clients, for broken connections; the proxy retries engines by itself."""
 
@@ -77,7 +80,7 @@ class AttemptRun:
         self._patiently = patiently
         self._loop = asyncio.get_running_loop()
         self._ended = False
-        self._asked_from_threads: set[Future[Reply]] = set()
+        self._asked_from_threads: set[Future[Any]] = set()
         self._client: openai.AsyncOpenAI | None = None
         self._blocking_client: openai.OpenAI | None = None
         self._lines: deque[bytes] = deque()
@@ -139,18 +142,21 @@ class AttemptRun:
     def chat_blocking(
         self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None, **sampling: Any
     ) -> Reply:
-        chatting = self.chat(messages, tools=tools, **sampling)
-        asked = asyncio.run_coroutine_threadsafe(chatting, self._loop)
-        self._asked_from_threads.add(asked)
-        try:
-            return asked.result()
-        except CancelledError:
-            raise _is_over() from None
-        finally:
-            self._asked_from_threads.discard(asked)
+        reply: Reply = self._wait(self.chat(messages, tools=tools, **sampling))
+        return reply
 
-    def open_sandbox(self, spec: SandboxSpec | None = None) -> AbstractAsyncContextManager[Sandbox]:
-        raise SandboxUnavailable("This server makes no sandboxes.")
+    @asynccontextmanager
+    async def open_sandbox(self, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
+        sandbox = await open_remote(self._ask_sandbox, spec)
+        try:
+            yield sandbox
+        finally:
+            await sandbox.close()
+
+    def open_sandbox_blocking(
+        self, spec: SandboxSpec | None = None
+    ) -> AbstractContextManager[BlockingSandbox]:
+        return open_blocking(self._ask_sandbox, spec, self._wait)
 
     def log(self, event: str, **facts: Any) -> None:
         line = orjson.dumps(
@@ -165,7 +171,7 @@ class AttemptRun:
         self.metrics[name] = number
 
     def end(self) -> None:
-        """No more model calls: those from threads end now, later ones raise LimitReached."""
+        """No more requests: those from threads end now, later ones raise LimitReached."""
         self._ended = True
         for asked in list(self._asked_from_threads):
             asked.cancel()
@@ -203,6 +209,40 @@ class AttemptRun:
         if answer.status != 200:
             raise error_of_answer(answer.status, content)
         return content
+
+    async def _ask_sandbox(self, path: str, body: bytes) -> bytes:
+        closes = path.endswith("/close")
+        if self._ended and not closes:
+            raise _is_over()
+        headers = {"content-type": "application/msgpack"}
+        timeout = aiohttp.ClientTimeout(total=self.seconds_left + CLOSE_SECONDS)
+        try:
+            async with self._http.post(
+                f"{self._url}/sandbox/{path}", data=body, headers=headers, timeout=timeout
+            ) as answer:
+                content = await answer.read()
+        except TimeoutError:
+            raise _is_over() from None
+        except aiohttp.ClientError as error:
+            raise SandboxUnavailable(f"The server cannot be reached: {error}") from error
+        if answer.status != 200:
+            raise error_of_sandbox(answer.status, content)
+        return content
+
+    def _wait(self, request: Coroutine[Any, Any, Any]) -> Any:
+        """Runs `request` on the loop while its thread waits.
+
+        Raises:
+            LimitReached: the rollout is over.
+        """
+        asked = asyncio.run_coroutine_threadsafe(request, self._loop)
+        self._asked_from_threads.add(asked)
+        try:
+            return asked.result()
+        except CancelledError:
+            raise _is_over() from None
+        finally:
+            self._asked_from_threads.discard(asked)
 
     def _queue_line(self, line: bytes) -> None:
         if len(self._lines) >= MAX_WAITING_LOG_LINES:

@@ -1,0 +1,401 @@
+"""The sandboxes of the attempts in flight, on the server's side.
+
+A worker asks over HTTP (`requests`), the proxy says for which attempt, and here each attempt has
+its own sandboxes: no other attempt can name them. A worker may have been taken over by what a model
+wrote, so nothing that it asks for goes beyond what the environment declares. What always holds:
+they are closed when their attempt is sealed, and what they used is added up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Coroutine, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
+from weakref import WeakKeyDictionary
+
+import msgspec
+import structlog
+
+from ..environment import Sandbox, Sandboxes
+from ..errors import EnvserverError, InputError, SandboxLost, SandboxUnavailable
+from ..proxy.attempts import Attempt, ended
+from ..records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
+from .requests import Exec, Open, Opened, Read, RunPython, Write
+
+MOST_PER_ATTEMPT = 8
+"""Sandboxes that one attempt may have at a time."""
+MOST_READ_BYTES = 64 << 20
+_MOST_BODY_BYTES = 90 << 20
+_LAST_SECONDS = 5.0
+"""For a sandbox to tell what it used, at its end."""
+_SETTLE_SECONDS = 30.0
+
+T = TypeVar("T")
+
+_log = structlog.get_logger("envserver.sandbox")
+
+
+class AttemptSandboxes:
+    """The proxy's `SandboxHost`. `async with` it: at the end every sandbox is gone.
+
+    Args:
+        sandboxes: makes them; open for as long as this is.
+        most: the environment's own spec: what an attempt gets, and the most that it may ask for.
+        concurrent: sandboxes of all attempts together; more wait in order.
+    """
+
+    def __init__(self, sandboxes: Sandboxes, most: SandboxSpec, concurrent: int) -> None:
+        self._sandboxes = sandboxes
+        self._most = most
+        self._places = asyncio.Semaphore(concurrent)
+        self._rooms: WeakKeyDictionary[Attempt, _Room] = WeakKeyDictionary()
+        self._tenants: set[asyncio.Task[Any]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for room in list(self._rooms.values()):
+            room.seal()
+        if self._tenants:
+            await asyncio.wait(self._tenants)
+
+    def most_bytes(self, path: str) -> int:
+        """See `SandboxHost`. What is larger than the sandbox's disk would be refused there."""
+        limits = self._most.limits
+        match path.rpartition("/")[2]:
+            case "open" | "write":
+                return min((limits.disk_mb + 1) << 20, _MOST_BODY_BYTES)
+            case "exec" | "python":
+                return (limits.input_kb << 10) + (1 << 20)
+        return 64 << 10
+
+    async def answer(self, attempt: Attempt, path: str, body: bytes) -> bytes:
+        """See `SandboxHost`."""
+        room = self._rooms.setdefault(attempt, _Room())
+        name, _, action = path.rpartition("/")
+        try:
+            answer = await self._answer(attempt, room, name, action, body)
+        except (EnvserverError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            _log.exception("sandbox_request_failed", rollout_id=attempt.spec.rollout_id)
+            raise SandboxLost(f"The sandbox failed: {type(error).__name__}: {error}") from error
+        return msgspec.msgpack.encode(answer)
+
+    def seal(self, attempt: Attempt) -> None:
+        """See `SandboxHost`."""
+        room = self._rooms.get(attempt)
+        if room is None:
+            return
+        if any(not tenant.opened.done() for tenant in room.open.values()):
+            attempt.sandbox_failed(_no_room())
+        room.seal()
+
+    async def settle(self, attempt: Attempt) -> SandboxUsage | None:
+        """See `SandboxHost`."""
+        room = self._rooms.get(attempt)
+        if room is None:
+            return None
+        if room.tenants:
+            _, late = await asyncio.wait(room.tenants, timeout=_SETTLE_SECONDS)
+            if late:
+                rollout_id = attempt.spec.rollout_id
+                _log.error("sandboxes_do_not_end", rollout_id=rollout_id, sandboxes=len(late))
+        return room.usage
+
+    async def _answer(
+        self, attempt: Attempt, room: _Room, name: str, action: str, body: bytes
+    ) -> Any:
+        if not name and action == "open":
+            return await self._open(attempt, room, _decoded(body, Open))
+        tenant = room.open.get(name)
+        if tenant is None:
+            raise InputError(f"There is no sandbox {name[:40]!r} here, or it is closed.")
+        match action:
+            case "close":
+                del room.open[name]
+                return await tenant.close()
+            case "total" | "read" | "write":
+                return await tenant.perform(self._look(tenant.sandbox, action, body))
+            case "exec" | "python":
+                attempt.check_time()
+                return await tenant.perform(self._run(tenant.sandbox, action, body))
+        raise InputError(f"A sandbox cannot {action[:40]!r}.")
+
+    async def _look(self, sandbox: Sandbox, action: str, body: bytes) -> Any:
+        match action:
+            case "total":
+                return await sandbox.total()
+            case "read":
+                read = _decoded(body, Read)
+                if not 0 <= read.max_bytes <= MOST_READ_BYTES:
+                    raise InputError(f"max_bytes must be from 0 to {MOST_READ_BYTES}.")
+                return await sandbox.read(_plain(read.path), read.max_bytes)
+            case _:
+                write = _decoded(body, Write)
+                return await sandbox.write(_plain(write.path), write.data)
+
+    async def _run(self, sandbox: Sandbox, action: str, body: bytes) -> ExecResult:
+        match action:
+            case "exec":
+                asked = _decoded(body, Exec)
+                env = _variables(asked.env) if asked.env is not None else None
+                result = await sandbox.exec(
+                    [_plain(word) for word in asked.argv],
+                    stdin=asked.stdin,
+                    cwd=_plain(asked.cwd),
+                    env=env,
+                    limits=self._limits(asked.limits),
+                )
+            case _:
+                code = _decoded(body, RunPython)
+                result = await sandbox.run_python(
+                    code.code,
+                    argv=[_plain(word) for word in code.argv],
+                    stdin=code.stdin,
+                    cwd=_plain(code.cwd),
+                    limits=self._limits(code.limits),
+                )
+        if result.killed_by == "lost":
+            raise SandboxLost("The sandbox lost the program that ran in it.")
+        return result
+
+    async def _open(self, attempt: Attempt, room: _Room, asked: Open) -> Opened:
+        """
+        Raises:
+            InputError, LimitReached: the asker's fault.
+            SandboxError: none can be made.
+            ConflictError: the attempt has ended.
+        """
+        spec = self._most if asked.spec is None else self._allowed(asked.spec)
+        attempt.check_time()
+        if room.sealed:
+            raise ended()
+        if len(room.open) >= MOST_PER_ATTEMPT:
+            raise InputError(f"An attempt may have {MOST_PER_ATTEMPT} sandboxes at a time.")
+        tenant = _Tenant(self._sandboxes, spec, self._places)
+        self._tenants.add(tenant.task)
+        tenant.task.add_done_callback(self._tenants.discard)
+        name = room.add(tenant)
+        try:
+            sandbox = await asyncio.shield(tenant.opened)
+        except BaseException as error:
+            room.remove(name)
+            if isinstance(error, asyncio.CancelledError):
+                attempt.sandbox_failed(_no_room())
+            raise
+        attempt.sandbox_opened()
+        return Opened(name, sandbox.isolation)
+
+    def _allowed(self, asked: SandboxSpec) -> SandboxSpec:
+        """`asked`, with nothing in it that goes beyond the environment's own spec."""
+        most = self._most
+        if not set(asked.preload) <= set(most.preload):
+            raise InputError(f"Only these modules may be preloaded: {', '.join(most.preload)}.")
+        for path in asked.files:
+            _plain(path)
+        return msgspec.structs.replace(
+            asked,
+            env=_variables(asked.env),
+            # One list, for a zygote is kept for every list.
+            preload=most.preload if asked.preload else (),
+            limits=cut_down(asked.limits, most.limits),
+        )
+
+    def _limits(self, asked: SandboxLimits | None) -> SandboxLimits | None:
+        return None if asked is None else cut_down(asked, self._most.limits)
+
+
+@dataclass(eq=False)
+class _Room:
+    """What one attempt has.
+
+    Args:
+        open: its sandboxes, by the names under which the worker knows them.
+        tenants: the tasks of all that are not gone yet.
+        usage: what those used that are gone.
+    """
+
+    open: dict[str, _Tenant] = field(default_factory=dict)
+    tenants: set[asyncio.Task[SandboxUsage | None]] = field(default_factory=set)
+    usage: SandboxUsage | None = None
+    sealed: bool = False
+    _names: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def add(self, tenant: _Tenant) -> str:
+        self.tenants.add(tenant.task)
+        tenant.task.add_done_callback(self._left)
+        name = str(next(self._names))
+        self.open[name] = tenant
+        return name
+
+    def remove(self, name: str) -> None:
+        tenant = self.open.pop(name, None)
+        if tenant is not None:
+            tenant.end()
+
+    def seal(self) -> None:
+        self.sealed = True
+        for name in list(self.open):
+            self.remove(name)
+
+    def _left(self, task: asyncio.Task[SandboxUsage | None]) -> None:
+        self.tenants.discard(task)
+        usage = None if task.cancelled() else task.result()
+        if usage is not None:
+            self.usage = usage if self.usage is None else summed([self.usage, usage])
+
+
+class _Tenant:
+    """One sandbox, owned by a task of its own: the requests about it come and go.
+
+    `opened` gets it, or why there is none; the result of `task` is what it used, None without one.
+    """
+
+    def __init__(self, sandboxes: Sandboxes, spec: SandboxSpec, places: asyncio.Semaphore) -> None:
+        self.opened: asyncio.Future[Sandbox] = asyncio.get_running_loop().create_future()
+        self._working: set[asyncio.Task[Any]] = set()
+        self._over = asyncio.Event()
+        self.task = asyncio.create_task(self._live(sandboxes, spec, places), name="sandbox")
+
+    @property
+    def sandbox(self) -> Sandbox:
+        """
+        Raises:
+            InputError: it is not open yet.
+        """
+        if not self.opened.done():
+            raise InputError("The sandbox is not open yet.")
+        return self.opened.result()
+
+    async def perform(self, operation: Coroutine[Any, Any, T]) -> T:
+        """What it gives. Ended, with the program that it runs, when the asker is or the sandbox.
+
+        Raises:
+            InputError: the sandbox was closed meanwhile.
+        """
+        work = asyncio.create_task(operation)
+        self._working.add(work)
+        work.add_done_callback(self._working.discard)
+        try:
+            await asyncio.wait({work})
+        except asyncio.CancelledError:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            raise
+        if work.cancelled():
+            raise InputError("The sandbox was closed meanwhile.")
+        return work.result()
+
+    def end(self) -> None:
+        """It is no longer needed; what runs in it is killed."""
+        self._over.set()
+        for work in self._working:
+            work.cancel()
+        if not self.opened.done():
+            self.task.cancel()
+
+    async def close(self) -> None:
+        """Returns when it is gone."""
+        self.end()
+        await asyncio.wait({self.task})
+
+    async def _live(
+        self, sandboxes: Sandboxes, spec: SandboxSpec, places: asyncio.Semaphore
+    ) -> SandboxUsage | None:
+        usage = None
+        try:
+            async with places, sandboxes.open(spec) as sandbox:
+                usage = SandboxUsage(executions=0)
+                self.opened.set_result(sandbox)
+                await self._over.wait()
+                usage = await _last_total(sandbox)
+        except asyncio.CancelledError:
+            self._failed(ended())
+            raise
+        except Exception as error:  # noqa: BLE001 - told to whoever asked for it
+            self._failed(error)
+        return usage
+
+    def _failed(self, error: Exception) -> None:
+        if self.opened.done():
+            _log.warning("sandbox_failed", error=str(error))
+        else:
+            self.opened.set_exception(error)
+            self.opened.exception()  # seen, even when nobody awaits it any more
+
+
+def _no_room() -> SandboxUnavailable:
+    return SandboxUnavailable("No sandbox could be had in the time of the rollout.")
+
+
+async def _last_total(sandbox: Sandbox) -> SandboxUsage:
+    """What all of its programs used; nothing where it was lost."""
+    try:
+        async with asyncio.timeout(_LAST_SECONDS):
+            return await sandbox.total()
+    except (EnvserverError, TimeoutError) as error:
+        _log.warning("sandbox_usage_unknown", error=str(error) or "it does not answer")
+        return SandboxUsage(executions=0)
+
+
+def summed(usages: Iterable[SandboxUsage]) -> SandboxUsage:
+    """Of several sandboxes: sums, and the highest peaks; exact where all are."""
+    all_of_them = list(usages)
+    killed: dict[str, int] = {}
+    for usage in all_of_them:
+        for reason, count in usage.killed.items():
+            killed[reason] = killed.get(reason, 0) + count
+    return SandboxUsage(
+        wall_seconds=sum(usage.wall_seconds for usage in all_of_them),
+        cpu_seconds=sum(usage.cpu_seconds for usage in all_of_them),
+        cpu_exact=all(usage.cpu_exact for usage in all_of_them),
+        peak_memory_mb=max((usage.peak_memory_mb for usage in all_of_them), default=0.0),
+        memory_exact=all(usage.memory_exact for usage in all_of_them),
+        read_bytes=sum(usage.read_bytes for usage in all_of_them),
+        written_bytes=sum(usage.written_bytes for usage in all_of_them),
+        output_bytes=sum(usage.output_bytes for usage in all_of_them),
+        disk_mb=max((usage.disk_mb for usage in all_of_them), default=0.0),
+        peak_processes=max((usage.peak_processes for usage in all_of_them), default=0),
+        executions=sum(usage.executions for usage in all_of_them),
+        killed=killed,
+    )
+
+
+def cut_down(asked: SandboxLimits, most: SandboxLimits) -> SandboxLimits:
+    """`asked`, each limit at most that of `most`.
+
+    Raises:
+        InputError: one of them is no positive number.
+    """
+    limits = {}
+    for name, value in msgspec.structs.asdict(asked).items():
+        if not value > 0:  # nor is NaN
+            raise InputError(f"The limit {name} must be positive.", place=name)
+        limits[name] = min(value, getattr(most, name))
+    return SandboxLimits(**limits)
+
+
+def _decoded(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"This is no request for a sandbox: {error}.") from None
+
+
+def _plain(text: str) -> str:
+    """`text`, which the kernel is to take as a word or a path."""
+    if "\0" in text:
+        raise InputError("A word, a path or a variable holds a NUL character.")
+    return text
+
+
+def _variables(env: dict[str, str]) -> dict[str, str]:
+    for name, value in env.items():
+        if not name or "=" in _plain(name):
+            raise InputError(f"A variable cannot be called {name[:40]!r}.")
+        _plain(value)
+    return env
