@@ -51,6 +51,18 @@ def visible_paths() -> list[str]:
     return list(found)
 
 
+def search_path() -> list[str]:
+    """Where programs import from: the part of this interpreter's path that they see.
+
+    Never a directory that they can write (the server may have been started in /tmp): a module that
+    a program leaves there would be imported by the next one.
+    """
+    roots = [os.path.realpath(root) for root in _roots()]
+    return [
+        entry for entry in sys.path if any(_is_below(os.path.realpath(entry), r) for r in roots)
+    ]
+
+
 def variables() -> dict[str, str]:
     """The environment of programs; nothing else is inherited.
 
