@@ -35,10 +35,24 @@ DEVICES = ("null", "zero", "full", "random", "urandom")
 _EMPTY_DIRECTORIES = ("work", "tmp", "box", "proc", "dev", "dev/shm", "run", "etc")
 
 
+def own_users() -> None:
+    """Gives an ordinary user a user namespace, in which it may mount; root needs none.
+
+    Only while this process has one thread: before it imports what may start others.
+    """
+    if os.geteuid() == 0:
+        return
+    user, group = os.geteuid(), os.getegid()
+    linux.unshare(linux.CLONE_NEWUSER)
+    _map_ids({user: user}, {group: group})
+
+
 def enter_outer(
     root: str, visible: Sequence[str], contents: Mapping[str, str], then: Callable[[], None]
 ) -> int:
     """Runs `then` inside a fresh outer layer, as process 1 of its pid namespace.
+
+    Call `own_users` first.
 
     Args:
         root: an empty directory; only this call's processes see what is mounted there.
@@ -51,13 +65,7 @@ def enter_outer(
     Raises:
         OSError: the kernel refused a step; the message names it.
     """
-    flags = linux.CLONE_NEWNS | linux.CLONE_NEWPID
-    if os.geteuid() == 0:
-        linux.unshare(flags)
-    else:
-        user, group = os.geteuid(), os.getegid()
-        linux.unshare(flags | linux.CLONE_NEWUSER)
-        _map_ids({user: user}, {group: group})
+    linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWPID)
     linux.mount("", "/", flags=MS_REC | MS_PRIVATE)
     parent = os.getpid()
     pid = os.fork()

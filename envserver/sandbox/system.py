@@ -33,6 +33,9 @@ _OWN_DIRECTORIES = ("/work", "/tmp", "/dev", "/proc", "/box", "/run")
 _SPARE_DIRECTORIES = ("/mnt", "/srv", "/media", "/opt")
 _LARGEST_SCRIPT_BYTES = 32768
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Variables for numeric libraries: programs are many, so none shall take every core."""
+
 
 @functools.cache
 def visible_paths() -> list[str]:
@@ -64,10 +67,7 @@ def search_path() -> list[str]:
 
 
 def variables() -> dict[str, str]:
-    """The environment of programs; nothing else is inherited.
-
-    Programs are many on a machine, so numeric libraries shall not take every core for each.
-    """
+    """The environment of programs; nothing else is inherited."""
     places = [f"{sys.prefix}/bin", f"{sys.base_prefix}/bin"]
     places += ["/usr/local/bin", "/usr/bin", "/bin"]
     return {
@@ -83,9 +83,7 @@ def variables() -> dict[str, str]:
         "GIT_PAGER": "cat",
         "GIT_CONFIG_NOSYSTEM": "1",
         "GIT_TERMINAL_PROMPT": "0",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
+        **ONE_THREAD,
     }
 
 
