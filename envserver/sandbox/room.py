@@ -52,6 +52,9 @@ class NamespaceRoom:
     work, temporary = "/work", "/tmp"
 
     def __init__(self) -> None:
+        # From its own namespace, process 1 hears only signals that it has a handler for.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
         namespaces.furnish()
         self._filter = seccomp.program(inet=True)
 
