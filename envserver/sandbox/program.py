@@ -63,7 +63,7 @@ def become(
         linux.prctl(linux.PR_SET_DUMPABLE, 1)  # so that the server inside can measure its memory
         _set_limits(program.limits)
         enclose(int(program.limits["processes"]))
-        for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGTERM):
+        for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         if program.code is None:
             os.execvpe(program.argv[0], program.argv, program.env)
