@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 
 from pydantic import Field
 
-from ..config import EnvironmentSettings, LoopbackHost, SimConfig
+from ..config import EnvironmentSettings, LoopbackHost, SandboxConfig, SimConfig
+from ..environment import Environment
+from ..models.sim import Solver
 from ..registry import find
 from .command_line import CommandLine
 from .help import show_help
 from .logs import configure_logs
 from .loop import run_loop
 from .models import demonstration_solver, run_sim
+from .sandboxing import sandboxes_of
 from .settings import load_settings
 
 SUMMARY = """Serves the simulated engine as an OpenAI-compatible server. It is no language model: it
@@ -27,6 +31,7 @@ class ModelsSettings(EnvironmentSettings):
     port: int = Field(default=9001, ge=0, le=65535)
     """Port; 0 takes a free one."""
     sim: SimConfig = SimConfig()
+    sandbox: SandboxConfig = SandboxConfig()
 
 
 def run(argv: list[str]) -> int:
@@ -43,18 +48,30 @@ def run(argv: list[str]) -> int:
         return 0
     settings = load_settings(argv, settings_class=ModelsSettings)
     configure_logs(settings.log_level)
-    solver = None
-    if settings.environment is not None:
-        environment_class = find(settings.environment)
-        line = CommandLine(settings, settings.environment, environment_class)
-        environment = line.make_environment()
-        solver = demonstration_solver(environment, settings.env.split)
+    solver = _solver(settings)
     run_loop(
         run_sim(
             settings.sim, host=settings.host, port=settings.port, solver=solver, announce=_announce
         )
     )
     return 0
+
+
+def _solver(settings: ModelsSettings) -> Solver | None:
+    """Of the environment that is named, if one is."""
+    if settings.environment is None:
+        return None
+    line = CommandLine(settings, settings.environment, find(settings.environment))
+    environment = line.make_environment()
+    if environment.sandbox is None:
+        return demonstration_solver(environment, settings.env.split)
+    return run_loop(_with_sandboxes(environment, settings))
+
+
+async def _with_sandboxes(environment: Environment, settings: ModelsSettings) -> Solver:
+    """The same where reading the tasks may need sandboxes."""
+    async with sandboxes_of(environment, settings.sandbox):
+        return await asyncio.to_thread(demonstration_solver, environment, settings.env.split)
 
 
 def _announce(line: str) -> None:

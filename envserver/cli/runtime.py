@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, Literal
+from typing import Any
 
 from ..api.server import serve_api
 from ..config import Settings
-from ..environment import Environment
+from ..environment import Environment, Isolation
 from ..errors import ConfigError
 from ..proxy.server import Proxy
 from ..registry import absolute
@@ -18,10 +18,13 @@ from ..rollouts.events import Observer
 from ..rollouts.group import Machinery
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.scoring import ScorerPool
+from ..sandbox.client import SandboxClient
+from ..sandbox.rooms import AttemptSandboxes
 from ..tokens.flags import Actions
 from ..workers.local import LocalPool
 from .engines import look_at, make_engine, make_source
 from .progress import counted
+from .sandboxing import sandboxes_of, try_sandbox
 
 
 @contextlib.asynccontextmanager
@@ -45,7 +48,8 @@ async def machinery(
 
     Raises:
         EngineError: the engine does not answer, or refuses us.
-        ConfigError: RL needs exact tokens and the engine does not give any.
+        ConfigError: RL needs exact tokens and the engine does not give any; or the environment
+            needs a sandbox, and none can be made.
     """
     if environment.isolation == "sandboxed":
         raise ConfigError(
@@ -56,22 +60,28 @@ async def machinery(
     engine, demonstrator = make_engine(settings)
     _check_exact(engine.exact, need_exact)
     async with contextlib.AsyncExitStack() as stack:
+        address = await stack.enter_async_context(sandboxes_of(environment, settings.sandbox))
         await stack.enter_async_context(engine)
         source = make_source(settings, engine)
         if await look_at(engine, must_answer=need_engine):
             _check_exact((await source.ready()).exact, need_exact)
         model = await engine.model_name()
-        proxy = Proxy(engine, source=source)
+        sandboxes = await stack.enter_async_context(SandboxClient(address)) if address else None
+        trying = await stack.enter_async_context(_beside(_tried(sandboxes, environment)))
+        host = await stack.enter_async_context(_host(settings, environment, sandboxes))
+        proxy = Proxy(engine, source=source, sandboxes=host)
         server = await serve_api(proxy.asgi(), "127.0.0.1", 0)
         stack.push_async_callback(server.close)
         scorer = ScorerPool(
             reference,
             environment.config.model_dump(mode="json"),
             settings.rollouts.scorer_processes,
+            sandbox_address=address,
         )
         scorer_is_up = await stack.enter_async_context(_coming_up(scorer))
         pool = await stack.enter_async_context(LocalPool(settings.workers, [reference]))
         await scorer_is_up
+        await trying
         yield Machinery(
             environment=environment,
             isolation=environment.isolation,
@@ -89,7 +99,7 @@ async def machinery(
             need_exact=need_exact,
             drop_zero_variance=drop_zero_variance,
             observer=observer,
-            slots=asyncio.Semaphore(_slots(settings, environment.isolation)),
+            slots=asyncio.Semaphore(_slots(settings, environment)),
             demonstrator=demonstrator,
         )
 
@@ -116,15 +126,51 @@ async def _coming_up(scorer: ScorerPool) -> AsyncIterator[asyncio.Task[ScorerPoo
             await scorer.__aexit__(None, None, None)
 
 
-def _slots(settings: Settings, isolation: Literal["pooled", "dedicated"]) -> int:
-    """Rollouts in flight: a rollout that waits for a worker would use up its own time."""
+@contextlib.asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
+    """Runs `work` beside whatever the caller does; to be awaited, or else given up."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _tried(sandboxes: SandboxClient | None, environment: Environment) -> None:
+    if sandboxes is not None:
+        await try_sandbox(sandboxes, environment)
+
+
+@contextlib.asynccontextmanager
+async def _host(
+    settings: Settings, environment: Environment, sandboxes: SandboxClient | None
+) -> AsyncIterator[AttemptSandboxes | None]:
+    """The sandboxes of attempts; None where the environment declares none."""
+    if sandboxes is None or environment.sandbox is None:
+        yield None
+        return
+    places = _sandbox_places(settings)
+    async with AttemptSandboxes(sandboxes, environment.sandbox, places) as host:
+        yield host
+
+
+def _sandbox_places(settings: Settings) -> int:
+    """Sandboxes of agents at a time: each scorer must find one free, or it would wait for them."""
+    return max(1, settings.sandbox.concurrent - settings.rollouts.scorer_processes)
+
+
+def _slots(settings: Settings, environment: Environment) -> int:
+    """Rollouts in flight: one that waits for a worker or a sandbox would use up its own time."""
+    room = min(settings.rollouts.max_concurrent, _workers(settings, environment.isolation))
+    return room if environment.sandbox is None else min(room, _sandbox_places(settings))
+
+
+def _workers(settings: Settings, isolation: Isolation) -> int:
     workers = settings.workers
-    room = (
-        workers.dedicated
-        if isolation == "dedicated"
-        else workers.processes * workers.rollouts_per_process
-    )
-    return min(settings.rollouts.max_concurrent, room)
+    if isolation == "pooled":
+        return workers.processes * workers.rollouts_per_process
+    return workers.dedicated
 
 
 async def run_until_stopped(

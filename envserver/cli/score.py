@@ -24,12 +24,15 @@ from typing import Any, BinaryIO, NoReturn
 
 import msgspec
 
+from ..config import SandboxConfig
 from ..environment import Environment
 from ..errors import EnvserverError, InputError, NotFoundError, StoreError, StoreFull
 from ..records import Task
 from ..registry import absolute, find
 from ..rollouts.scorer_process import Row
 from ..rollouts.scoring import ScoredRow, ScorerPool
+from ..sandbox.watched import WatchedSandboxes
+from .sandboxing import sandboxes_of
 
 MAX_LINE_BYTES = 4 << 20
 MAX_ROWS_IN_FLIGHT = 512
@@ -69,6 +72,7 @@ async def run_score(
     output: Path,
     *,
     processes: int = 2,
+    sandbox: SandboxConfig | None = None,
     progress: Progress = lambda rows, share: None,
 ) -> Summary:
     """Scores every row of `input` into `output` (both JSONL).
@@ -76,11 +80,12 @@ async def run_score(
     Args:
         env_reference, env_config: the environment and its settings.
         processes: scorers that work side by side.
+        sandbox: where scorers run programs, if the environment does that.
         progress: called after each row that is written.
 
     Raises:
         NotFoundError: there is no input file, or no such environment.
-        ConfigError: the environment cannot be loaded.
+        ConfigError: the environment cannot be loaded, or it needs a sandbox and none can be made.
         StoreError: the output cannot be written; nothing is left of it.
     """
     reference = absolute(env_reference)
@@ -95,8 +100,12 @@ async def run_score(
                 target.write(_output_row(line.number, scored))
             progress(summary.rows, min(1.0, line.end / size))
 
-        async with ScorerPool(reference, env_config, processes) as scorers:
-            await _Scoring(scorers, _TaskFinder(reference, env_config)).run(source, deliver)
+        async with (
+            sandboxes_of(find(reference), sandbox or SandboxConfig()) as address,
+            ScorerPool(reference, env_config, processes, sandbox_address=address) as scorers,
+        ):
+            finder = _TaskFinder(reference, env_config, address)
+            await _Scoring(scorers, finder).run(source, deliver)
     summary.seconds = time.monotonic() - started
     return summary
 
@@ -178,9 +187,12 @@ class _Scoring:
 class _TaskFinder:
     """Finds tasks by id, reading the environment's tasks only as far as is needed."""
 
-    def __init__(self, env_reference: str, env_config: dict[str, Any]) -> None:
+    def __init__(
+        self, env_reference: str, env_config: dict[str, Any], sandbox_address: str | None
+    ) -> None:
         self._reference = env_reference
         self._config = env_config
+        self._sandbox_address = sandbox_address
         self._lock = asyncio.Lock()
         self._seen: dict[str, Task] = {}
         self._tasks: Iterator[Task] | None = None
@@ -224,6 +236,8 @@ class _TaskFinder:
         environment_class = find(self._reference)
         config = environment_class.Config.model_validate(self._config)
         environment: Environment = environment_class(config)
+        if self._sandbox_address is not None:
+            environment.sandboxes = WatchedSandboxes(self._sandbox_address)
         self._split = config.split
         return iter(environment.tasks(config.split))
 

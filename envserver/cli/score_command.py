@@ -8,7 +8,7 @@ from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from ..config import EnvironmentSettings
+from ..config import EnvironmentSettings, SandboxConfig
 from .command_line import read_command_line
 from .logs import configure_logs
 from .loop import run_loop
@@ -27,6 +27,7 @@ class ScoreSettings(EnvironmentSettings):
     """JSONL file for the scores; one that exists is replaced at the end."""
     processes: int = Field(default=2, ge=1)
     """Rows that are scored at a time, each in a process."""
+    sandbox: SandboxConfig = SandboxConfig()
 
 
 def run(argv: list[str]) -> int:
@@ -52,6 +53,7 @@ def run(argv: list[str]) -> int:
                 settings.input,
                 settings.output,
                 processes=settings.processes,
+                sandbox=settings.sandbox,
                 progress=lambda rows, share: bar.update(shown, completed=share, rows=rows),
             )
             summary = run_loop(scoring)

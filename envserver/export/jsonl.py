@@ -22,7 +22,7 @@ import structlog
 
 from ..api.atropos.convert import group_to_atropos
 from ..errors import ConfigError, Failure, InputError, StoreError, StoreFull
-from ..records import Group, Tokens, Trajectory
+from ..records import Group, SandboxUsage, Tokens, Trajectory
 from ..rollouts.events import Event, GroupDropped, RolloutFailed
 
 log = structlog.get_logger()
@@ -88,11 +88,17 @@ def _rollouts(trajectories: list[Trajectory]) -> list[dict[str, Any]]:
                     "model_seconds": trajectory.usage.model_seconds,
                     "prompt_tokens": trajectory.usage.prompt_tokens,
                     "completion_tokens": trajectory.usage.completion_tokens,
+                    "ended_by": trajectory.usage.ended_by,
+                    "sandbox": _sandbox(trajectory.usage.sandbox),
                 },
             }
         )
         row += rows
     return facts
+
+
+def _sandbox(usage: SandboxUsage | None) -> dict[str, Any] | None:
+    return None if usage is None else msgspec.structs.asdict(usage)
 
 
 def _spans(versions: Tokens) -> list[list[int]]:

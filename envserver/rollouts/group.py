@@ -17,7 +17,7 @@ import msgspec
 
 from ..config import RolloutsConfig, SamplingConfig
 from ..environment import Environment, Isolation
-from ..errors import ConfigError, Failure, RolloutError, ScorerError, Straggler
+from ..errors import ConfigError, Failure, RolloutError, SandboxError, ScorerError, Straggler
 from ..models.engine import Engine
 from ..proxy.attempts import AttemptSpec, Limits
 from ..proxy.server import Proxy
@@ -120,7 +120,7 @@ async def make_group(machinery: Machinery, ticket: Ticket) -> Group | Drop:
     scored = [(number, member) for number, member in members if member is not None]
     try:
         scores = await _group_scores(machinery, ticket.task, [member for _, member in scored])
-    except ScorerError as error:
+    except (ScorerError, SandboxError) as error:
         return Drop("unscorable", str(error), True)
     trajectories = {
         number: _trajectory(machinery, ticket, number, member, score)
@@ -269,7 +269,7 @@ async def _score(machinery: Machinery, task: Task, result: Result) -> Score:
     """The score; a scorer that failed is asked once more before the rollout is blamed."""
     try:
         return await machinery.scorer.score(task, result)
-    except ScorerError:
+    except (ScorerError, SandboxError):
         return await machinery.scorer.score(task, result)
 
 

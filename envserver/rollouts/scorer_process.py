@@ -24,6 +24,7 @@ from ..errors import Blame, ConfigError, EnvserverError, Failure, InputError, Sc
 from ..errors import Outcome as Fate
 from ..records import Result, Score, Task
 from ..registry import find
+from ..sandbox.watched import WatchedSandboxes
 
 TRACEBACK_CHARACTERS = 4000
 
@@ -52,13 +53,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _loaded: Environment | Failure | None = None
+_sandboxes: WatchedSandboxes | None = None
 
 
-def load(env_reference: str, env_config: dict[str, Any]) -> None:
+def load(env_reference: str, env_config: dict[str, Any], sandbox_address: str | None) -> None:
     """Runs first in each process. A failure is kept, and told to whoever asks for a score."""
-    global _loaded
+    global _loaded, _sandboxes
     outcome = _guarded(lambda: _make_environment(env_reference, env_config))
     _loaded = outcome.failure or outcome.value
+    if sandbox_address is not None and isinstance(_loaded, Environment):
+        _loaded.sandboxes = _sandboxes = WatchedSandboxes(sandbox_address)
 
 
 def answer(request: bytes) -> Outcome:
@@ -163,9 +167,17 @@ def _environment() -> Environment:
 
 
 def _checked_score_of(environment: Environment, task: Task, result: Result) -> Score:
+    """
+    Raises:
+        SandboxError: a sandbox failed meanwhile; the scorer may have taken that for the model's.
+    """
+    if _sandboxes is not None:
+        _sandboxes.failure = None
     score = environment.score(task, result)
     if inspect.isawaitable(score):
         score = _runner().run(_awaited(score))
+    if _sandboxes is not None and _sandboxes.failure is not None:
+        raise _sandboxes.failure
     return checked_score(score)
 
 

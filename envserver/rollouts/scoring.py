@@ -22,7 +22,7 @@ import msgspec
 from pebble import ProcessExpired, ProcessPool
 from pebble.common.types import CONSTS
 
-from ..errors import ConfigError, Failure, ScorerError
+from ..errors import ConfigError, Failure, SandboxError, ScorerError, by_kind
 from ..records import Result, Score, Task
 from . import scorer_process
 from .scorer_process import Outcome, Row
@@ -32,6 +32,8 @@ KILL_GRACE_SECONDS = 0.5
 """Between SIGTERM and SIGKILL of a scorer past its time."""
 
 CONSTS.term_timeout = KILL_GRACE_SECONDS
+
+_SANDBOX_ERRORS = by_kind(SandboxError)
 
 
 class ScoredRow(msgspec.Struct, kw_only=True):
@@ -50,10 +52,19 @@ class ScorerPool:
         env_reference: as `registry.find` takes it; a path should be absolute.
         env_config: the fields of the environment's Config.
         processes: scorers that work side by side.
+        sandbox_address: where the environment's `sandboxes` are made; unset: it has none.
     """
 
-    def __init__(self, env_reference: str, env_config: dict[str, Any], processes: int) -> None:
-        self._scorers = [_Scorer(env_reference, env_config) for _ in range(processes)]
+    def __init__(
+        self,
+        env_reference: str,
+        env_config: dict[str, Any],
+        processes: int,
+        *,
+        sandbox_address: str | None = None,
+    ) -> None:
+        arguments = (env_reference, env_config, sandbox_address)
+        self._scorers = [_Scorer(arguments) for _ in range(processes)]
         self._free: asyncio.LifoQueue[_Scorer] = asyncio.LifoQueue()
         self._timeout_seconds = START_TIMEOUT_SECONDS
 
@@ -94,6 +105,7 @@ class ScorerPool:
 
         Raises:
             ScorerError: the scorer raised, died, took too long, or gave an invalid score.
+            SandboxError: a sandbox failed it, whatever it made of that.
             ConfigError: the environment cannot score as it is set up.
         """
         score: Score = await self._ask(scorer_process.score, task, result)
@@ -110,7 +122,7 @@ class ScorerPool:
         """The score of a bare row; whatever goes wrong is in its `error`."""
         try:
             score: Score = await self._ask(scorer_process.score_row, row)
-        except (ScorerError, ConfigError) as error:
+        except (ScorerError, SandboxError, ConfigError) as error:
             return ScoredRow(error=f"{error.detail.get('cause', error.kind)}: {error}")
         return ScoredRow(reward=score.reward, components=score.components, metrics=score.metrics)
 
@@ -136,8 +148,8 @@ class ScorerPool:
 class _Scorer:
     """One process. A pool of one each: what happens to a scorer cannot touch its neighbours."""
 
-    def __init__(self, env_reference: str, env_config: dict[str, Any]) -> None:
-        self._arguments = (env_reference, env_config)
+    def __init__(self, arguments: tuple[str, dict[str, Any], str | None]) -> None:
+        self._arguments = arguments
         self._pool: ProcessPool | None = None
 
     async def call(
@@ -216,6 +228,8 @@ def _raise(failure: Failure) -> NoReturn:
     """
     if failure.kind == ConfigError.kind:
         raise ConfigError(failure.message, hint=failure.hint, **failure.detail)
+    if failure.kind in _SANDBOX_ERRORS:
+        raise _SANDBOX_ERRORS[failure.kind](failure.message, hint=failure.hint)
     raise ScorerError(
         failure.message, hint=failure.hint, **{**failure.detail, "cause": failure.kind}
     )

@@ -1,0 +1,51 @@
+"""The sandboxes of one environment: started where it declares them, else nothing is."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from ..config import SandboxConfig
+from ..environment import Environment
+from ..errors import ConfigError, InputError, SandboxError
+from ..sandbox.client import SandboxClient
+from ..sandbox.service import SandboxService
+from ..sandbox.watched import WatchedSandboxes
+
+
+@asynccontextmanager
+async def sandboxes_of(
+    environment: Environment | type[Environment], config: SandboxConfig
+) -> AsyncIterator[str | None]:
+    """The address of a service that makes sandboxes, None where `environment` needs none.
+
+    An instance gets its `sandboxes`, for `tasks`.
+
+    Raises:
+        ConfigError: no wall that is allowed can be made here.
+    """
+    if environment.sandbox is None and environment.isolation != "sandboxed":
+        yield None
+        return
+    async with SandboxService(config) as service:
+        if isinstance(environment, Environment):
+            environment.sandboxes = WatchedSandboxes(service.address)
+        yield service.address
+
+
+async def try_sandbox(sandboxes: SandboxClient, environment: Environment) -> None:
+    """Makes the declared sandbox once: the next ones come from an interpreter that is warm.
+
+    Raises:
+        ConfigError: it cannot be made as it is declared.
+    """
+    if environment.sandbox is None:
+        return
+    try:
+        async with sandboxes.open(environment.sandbox):
+            return
+    except (SandboxError, InputError) as error:
+        raise ConfigError(
+            f"The sandbox that {environment.name!r} declares cannot be made: {error.message}",
+            hint=error.hint or "`envserver doctor` shows what this machine can do.",
+        ) from error
