@@ -1,0 +1,49 @@
+"""What the tools do, as it runs inside the sandbox; nothing but the standard library.
+
+In: one request on standard input, `{"tool", "arguments"}`. Out: one object of bounded size on
+standard output: what the tool found, or `{"error"}` in words for the model. Both are compressed
+JSON. Paths are below the directory that the program starts in, which models know as /work. The
+programs of a sandbox run one after the other: nothing changes between a check and an opening.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from .commands import run_command
+from .files import append_file, edit, read_file, write_file
+from .listing import grep, list_dir
+from .patches import git_patch
+from .paths import Refused, shown
+
+MAX_CHARACTERS = 20_000
+
+TOOLS: dict[str, Callable[..., dict[str, Any]]] = {
+    tool.__name__: tool
+    for tool in (
+        append_file, edit, git_patch, grep, list_dir, read_file, run_command, write_file,
+    )
+}  # fmt: skip
+
+
+def main() -> None:
+    """Answers the request on standard input."""
+    request = json.loads(zlib.decompress(sys.stdin.buffer.read()))
+    arguments = request["arguments"]
+    try:
+        answer = TOOLS[request["tool"]](**arguments)
+    except Refused as refusal:
+        answer = {"error": str(refusal)}
+    except OSError as error:
+        place = f"{shown(arguments['path'])}: " if "path" in arguments else ""
+        answer = {"error": f"{place}{error.strerror or error}."}
+    except ValueError as error:  # a NUL character in a path
+        answer = {"error": f"{error}."}
+    text = answer.get("text", "")
+    if len(text) > MAX_CHARACTERS:
+        answer["text"] = f"{text[:MAX_CHARACTERS]}\n[cut: the result is longer]"
+    sys.stdout.buffer.write(zlib.compress(json.dumps(answer).encode()))

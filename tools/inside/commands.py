@@ -1,0 +1,85 @@
+"""Running a command of the model's, so that the end of what it says is seen as well."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import time
+from typing import Any
+
+from .paths import Refused, shown
+
+HEAD_BYTES = TAIL_BYTES = 5000
+MAX_OUTPUT_BYTES = 16_000_000
+_AFTER_SECONDS = 0.2
+
+
+def run_command(argv: list[str], seconds: float) -> dict[str, Any]:
+    """Runs a program; the head of its output goes to standard error as it comes.
+
+    So what it said is known even where it takes this process down with it.
+    """
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except FileNotFoundError:
+        raise Refused(f"there is no program {shown(argv[0])!r}.") from None
+    assert process.stdout is not None
+    killed_by, total, tail = _drain(process, process.stdout.fileno(), time.monotonic() + seconds)
+    status = process.wait()
+    cut = max(0, total - HEAD_BYTES - len(tail))
+    return {"status": status, "killed_by": killed_by, "cut": cut, "tail": tail.decode("latin-1")}
+
+
+def _drain(process: subprocess.Popen[bytes], pipe: int, end: float) -> tuple[str, int, bytes]:
+    """Reads until the program has ended; kills it past its time or output.
+
+    Returns:
+        By which limit it was killed, how many bytes it said, the last of them beyond the head.
+    """
+    total, tail = 0, bytearray()
+    ended = False
+    while True:
+        if not ended and process.poll() is not None:
+            # What it left in the background may hold the pipe for ever.
+            ended, end = True, time.monotonic() + _AFTER_SECONDS
+        left = end - time.monotonic()
+        ready = select.select([pipe], [], [], max(0.0, min(0.05, left)))[0]
+        if ended and (left <= 0 or not ready):
+            return "", total, bytes(tail)
+        if left <= 0 or total > MAX_OUTPUT_BYTES:
+            os.killpg(process.pid, signal.SIGKILL)
+            return "wall" if left <= 0 else "output", total, bytes(tail)
+        if not ready:
+            continue
+        data = os.read(pipe, 65536)
+        if not data:
+            break
+        head = data[: max(0, HEAD_BYTES - total)]
+        _say(head)
+        tail += data[len(head) :]
+        del tail[:-TAIL_BYTES]
+        total += len(data)
+    return _wait(process, end), total, bytes(tail)
+
+
+def _wait(process: subprocess.Popen[bytes], end: float) -> str:
+    """Waits for a program that has closed its output."""
+    try:
+        process.wait(max(0.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return "wall"
+    return ""
+
+
+def _say(data: bytes) -> None:
+    while data:
+        data = data[os.write(2, data) :]
