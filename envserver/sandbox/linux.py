@@ -47,6 +47,11 @@ def unshare(flags: int) -> None:
     _checked(_libc.unshare(flags), f"unshare({flags:#x})")
 
 
+def join(pidfd: int, flags: int) -> None:
+    """Into namespaces of another process (the pid namespace: for this one's children)."""
+    _checked(_libc.setns(pidfd, flags), f"setns({flags:#x})")
+
+
 def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
     """mount(2); empty strings stand for none."""
     result = _libc.mount(

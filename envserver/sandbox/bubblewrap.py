@@ -1,0 +1,175 @@
+"""The outer wall by bubblewrap, where that is installed: the same layout as `namespaces` builds.
+
+Bubblewrap makes the namespaces and the root directory around a holder that only waits; then the
+zygote, its imports done, joins them. So nothing of ours has to be visible inside. Sandboxes get the
+same inner wall as without it.
+
+What bubblewrap leaves to its caller is seen to here: its environment is empty (all inside could
+read it), nothing of its own is writable or of unlimited size, and nested user namespaces stay
+allowed, for the inner wall needs them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO
+
+from . import linux
+from .linux import MS_NODEV, MS_NOEXEC, MS_NOSUID
+
+DEVICES = ("null", "zero", "full", "random", "urandom")
+_DIRECTORIES = ("/work", "/tmp", "/box", "/run", "/dev/shm")
+_LINKS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
+_HOLDER = ["/bin/sh", "-c", "echo ready && exec cat"]
+"""Says when the wall stands, and ends when its input is closed."""
+
+_NAMESPACES = (
+    linux.CLONE_NEWNS
+    | linux.CLONE_NEWPID
+    | linux.CLONE_NEWNET
+    | linux.CLONE_NEWIPC
+    | linux.CLONE_NEWUTS
+)
+
+
+def installed() -> str | None:
+    """Path of the program, None where there is none."""
+    return shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
+
+
+def command(
+    program: str, visible: Sequence[str], files: Mapping[str, int], status_fd: int
+) -> list[str]:
+    """The command line that builds the wall around the holder.
+
+    Args:
+        program: path of bwrap.
+        visible: host paths that appear at the same place, read-only; links stay links.
+        files: open descriptors with the contents of files of /etc, by name.
+        status_fd: where bubblewrap tells the holder's process id, as JSON.
+    """
+    words = [program, "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    words += ["--unshare-pid", "--unshare-ipc", "--unshare-net", "--unshare-uts"]
+    if os.geteuid() != 0:
+        words.append("--unshare-user")
+    words += ["--json-status-fd", str(status_fd)]
+    shown = set(visible)
+    parents = {str(parent) for path in visible for parent in Path(path).parents}
+    for path in sorted({*_DIRECTORIES, *parents} - {"/", *shown}):
+        words += ["--dir", path]  # those that bubblewrap makes by itself nobody else could enter
+    for path in visible:
+        words += _show(path)
+    for name, descriptor in files.items():
+        if f"/etc/{name}" not in shown:
+            words += ["--file", str(descriptor), f"/etc/{name}"]
+    for name in DEVICES:
+        words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    for name, number in _LINKS.items():
+        words += ["--symlink", f"/proc/self/fd{number}", f"/dev/{name}"]
+    words += ["--proc", "/proc", "--remount-ro", "/", "--chdir", "/"]
+    return [*words, "--", *_HOLDER]
+
+
+def enter_outer(
+    visible: Sequence[str], contents: Mapping[str, str], then: Callable[[], None]
+) -> int:
+    """Runs `then` inside a fresh outer wall; see `namespaces.enter_outer`.
+
+    Raises:
+        OSError: bubblewrap is not there, failed, or its namespaces cannot be joined.
+    """
+    program = installed()
+    if program is None:
+        raise OSError("bwrap is not installed")
+    with ExitStack() as stack:
+        holder, pid = _build(stack, program, visible, contents)
+        try:
+            wall = os.pidfd_open(pid)
+            status = _child(lambda: _join(wall, then), os.getpid())
+            os.close(wall)
+            return status
+        finally:
+            holder.kill()  # and with it all that is inside
+            holder.wait()
+
+
+def _build(
+    stack: ExitStack, program: str, visible: Sequence[str], contents: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Starts the holder; returns when the wall stands, with the holder's process id."""
+    files = {name: _file_with(stack, text).fileno() for name, text in contents.items()}
+    ours, theirs = os.pipe()
+    status = stack.enter_context(os.fdopen(ours, "rb"))
+    try:
+        holder = subprocess.Popen(
+            command(program, visible, files, theirs),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={},
+            pass_fds=[*files.values(), theirs],
+        )
+    finally:
+        os.close(theirs)
+    for pipe in (holder.stdin, holder.stdout, holder.stderr):
+        assert pipe is not None
+        stack.enter_context(pipe)
+    assert holder.stdout is not None
+    assert holder.stderr is not None
+    if holder.stdout.readline() != b"ready\n":
+        holder.kill()
+        words = holder.stderr.read(2000).decode(errors="replace").strip()
+        holder.wait()
+        raise OSError(f"bubblewrap failed: {words or 'without a word'}")
+    return holder, int(json.loads(status.readline())["child-pid"])
+
+
+def _file_with(stack: ExitStack, text: str) -> IO[bytes]:
+    file: IO[bytes] = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack's
+    file.write(text.encode())
+    file.seek(0)
+    return file
+
+
+def _join(wall: int, then: Callable[[], None]) -> int:
+    """In a process with one thread, which a user namespace asks for."""
+    own_users = 0 if os.geteuid() == 0 else linux.CLONE_NEWUSER
+    linux.join(wall, _NAMESPACES | own_users)
+    return _child(lambda: _inside(then), 0)
+
+
+def _inside(then: Callable[[], None]) -> int:
+    if os.geteuid() == 0:
+        # Bubblewrap covers parts of root's /proc; but only who sees a whole one may mount another.
+        linux.mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    os.chdir("/")
+    then()
+    return 0
+
+
+def _child(run: Callable[[], int], parent_pid: int) -> int:
+    """`run` in a child that ends with this process; its exit status.
+
+    Args:
+        parent_pid: this process's, as the child sees it: 0 from another pid namespace.
+    """
+    pid = os.fork()
+    if pid == 0:
+        linux.die_with(parent_pid, signal.SIGKILL)
+        os._exit(run())
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _show(path: str) -> list[str]:
+    if stat.S_ISLNK(os.lstat(path).st_mode):
+        return ["--symlink", str(Path(path).readlink()), path]
+    return ["--ro-bind", path, path]
