@@ -54,7 +54,6 @@ def serve(channel: socket.socket, make_room: Callable[[], Room]) -> NoReturn:
     finally:
         if room is not None:
             room.kill()
-            room.clear()
         os._exit(status)
 
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,9 +39,6 @@ class Room(Protocol):
 
     def used(self) -> tuple[int, int]:
         """Bytes and inodes that are taken of the writable places."""
-
-    def clear(self) -> None:
-        """At the end: nothing of it stays on the machine."""
 
 
 class NamespaceRoom:
@@ -86,9 +81,6 @@ class NamespaceRoom:
         taken = (state.f_blocks - state.f_bfree) * state.f_frsize
         return taken, state.f_files - state.f_ffree
 
-    def clear(self) -> None:
-        """It dies with the namespace."""
-
 
 class HostRoom:
     """A directory of the host: without a mount namespace there is nothing else.
@@ -96,15 +88,15 @@ class HostRoom:
     Its programs are the descendants of the server (a subreaper), so one that outlives it is free.
 
     Args:
-        parent: where the directory is made.
+        root: an empty directory that belongs to its user.
         confined: Landlock and a system-call filter around programs; else nothing but limits.
         readable: host paths that programs may read, with `confined`.
         own_user: the user is of this sandbox alone, so the kernel can count its processes.
     """
 
-    def __init__(self, parent: str, *, confined: bool, readable: list[str], own_user: bool) -> None:
+    def __init__(self, root: str, *, confined: bool, readable: list[str], own_user: bool) -> None:
         linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
-        self._root = tempfile.mkdtemp(prefix="sandbox-", dir=parent)
+        self._root = root
         self.work, self.temporary = f"{self._root}/work", f"{self._root}/tmp"
         self._confined = confined
         self._readable = readable
@@ -161,9 +153,6 @@ class HostRoom:
                 except OSError:  # removed meanwhile
                     continue
         return taken, inodes
-
-    def clear(self) -> None:
-        shutil.rmtree(self._root, ignore_errors=True)
 
 
 def _limit_processes(most: int) -> None:

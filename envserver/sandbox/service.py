@@ -50,6 +50,7 @@ class SandboxService:
         """
         self.wall = await choose_wall(self._config)
         self._directory = tempfile.mkdtemp(prefix="envserver-sandboxes-")
+        self._let_users_through()
         self.address = f"{self._directory}/socket"
         try:
             await self._start()
@@ -128,6 +129,12 @@ class SandboxService:
 
     def _make_directory(self) -> None:
         Path(self._directory).mkdir(mode=0o700)
+        self._let_users_through()
+
+    def _let_users_through(self) -> None:
+        """A root's sandboxes have users of their own, whose directories may lie in this one."""
+        if os.geteuid() == 0:
+            Path(self._directory).chmod(0o711)
 
     def _clean(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -105,6 +105,7 @@ class _Opened:
     client: _Client
     pidfd: int
     slot: int
+    directory: str
 
 
 @dataclass(eq=False)
@@ -119,6 +120,15 @@ class _Zygote:
     used_at: float = 0.0
 
 
+def _kill_all_of(uid: int) -> None:
+    pid = os.fork()
+    if pid == 0:
+        os.setresuid(uid, uid, uid)
+        os.kill(-1, signal.SIGKILL)  # ourselves, too, on some kernels
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
 class Supervisor:
     """The loop of the supervisor process."""
 
@@ -130,6 +140,7 @@ class Supervisor:
         self._zygotes: dict[tuple[str, ...], _Zygote] = {}
         self._free = list(reversed(range(boot.concurrent)))
         self._next_id = 0
+        self._sweepers: list[subprocess.Popen[bytes]] = []
         spread = os.getpid() * boot.concurrent % (_LAST_UID - _FIRST_UID)
         self._first_uid = _FIRST_UID + spread if os.geteuid() == 0 else None
 
@@ -141,10 +152,21 @@ class Supervisor:
         self._selector.register(listening, selectors.EVENT_READ, partial(self._accept, listening))
         self._selector.register(self._control, selectors.EVENT_READ, self._stop)
         self._control.send(b"up")
-        while True:
-            for key, _ in self._selector.select(1.0 if self._is_waiting() else None):
-                key.data()
-            self._expire()
+        try:
+            while True:
+                for key, _ in self._selector.select(1.0 if self._is_waiting() else None):
+                    key.data()
+                self._expire()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Takes the zygotes along, and waits for who still removes files."""
+        for zygote in self._zygotes.values():
+            zygote.process.kill()
+            zygote.process.wait()
+        for sweeper in self._sweepers:
+            sweeper.wait()
 
     def _stop(self) -> None:
         sys.exit(0)
@@ -213,9 +235,8 @@ class Supervisor:
         ours, theirs = socket.socketpair()
         wanted.channel = ours
         wanted.expires = time.monotonic() + FORK_SECONDS
-        uid = None if self._first_uid is None else self._first_uid + wanted.slot
         try:
-            message = msgspec.msgpack.encode((number, uid))
+            message = msgspec.msgpack.encode((number, self._uid(wanted.slot)))
             socket.send_fds(zygote.control, [message], [theirs.fileno()])
         except OSError as error:
             self._bury(zygote, f"the zygote cannot be reached: {error}")
@@ -233,7 +254,7 @@ class Supervisor:
     def _start_zygote(self, preload: tuple[str, ...]) -> _Zygote:
         self._next_id += 1
         root = Path(self._boot.directory, f"zygote-{self._next_id}")
-        root.mkdir(mode=0o755)
+        root.mkdir(mode=0o711)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         boot = Boot(
             control_fd=theirs.fileno(),
@@ -276,8 +297,8 @@ class Supervisor:
                 zygote.up = True
                 for number, wanted in list(zygote.waiting.items()):
                     self._ask(zygote, number, wanted)
-            case ["forked", int() as number, int()]:
-                self._opened(zygote, number, descriptors[0])
+            case ["forked", int() as number, str() as directory]:
+                self._opened(zygote, number, descriptors[0], directory)
             case ["failed", int() as number, str() as reason]:
                 self._fail(zygote.waiting.pop(number, None), reason)
             case ["broken", str() as reason]:
@@ -285,13 +306,13 @@ class Supervisor:
             case _:
                 self._bury(zygote, zygote.failure or "its parent process ended")
 
-    def _opened(self, zygote: _Zygote, number: int, pidfd: int) -> None:
+    def _opened(self, zygote: _Zygote, number: int, pidfd: int, directory: str) -> None:
         wanted = zygote.waiting.pop(number, None)
         if wanted is None or wanted.channel is None:  # it took too long
             self._kill(pidfd)
             os.close(pidfd)
             return
-        opened = _Opened(wanted.client, pidfd, wanted.slot)
+        opened = _Opened(wanted.client, pidfd, wanted.slot, directory)
         self._selector.register(pidfd, selectors.EVENT_READ, partial(self._ended, opened))
         wanted.client.sandboxes.add(opened)
         if wanted.client.socket.fileno() < 0:
@@ -312,7 +333,22 @@ class Supervisor:
         self._selector.unregister(opened.pidfd)
         os.close(opened.pidfd)
         opened.client.sandboxes.discard(opened)
+        if opened.directory:
+            self._sweep(opened)
         self._release(opened.slot)
+
+    def _sweep(self, opened: _Opened) -> None:
+        """What a sandbox without namespaces may leave: processes of its user, and its files."""
+        uid = self._uid(opened.slot)
+        if uid is not None:
+            _kill_all_of(uid)  # to its end: the next sandbox may be the same user's
+        # Not shutil's, which trees of a thousand levels break; its status is of no use to anybody.
+        command = ["rm", "-rf", "--", opened.directory]
+        self._sweepers = [p for p in self._sweepers if p.poll() is None]
+        self._sweepers.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+
+    def _uid(self, slot: int) -> int | None:
+        return None if self._first_uid is None else self._first_uid + slot
 
     def _release(self, slot: int) -> None:
         self._free.append(slot)

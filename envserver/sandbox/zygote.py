@@ -16,13 +16,14 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from . import inside, linux, namespaces, system
+from . import bubblewrap, inside, linux, namespaces, system
 from .room import HostRoom, NamespaceRoom, Room
 from .wire import MAX_MESSAGE_BYTES, WHOLE_WALLS
 
@@ -51,15 +52,21 @@ def main(boot_json: str) -> None:
     control = socket.socket(fileno=boot.control_fd)
     try:
         linux.die_with(boot.supervisor_pid, signal.SIGKILL)
-        if boot.wall == "namespace":
+        if boot.wall in WHOLE_WALLS:
             system.move_python()
+        if boot.wall == "namespace":
+            namespaces.own_users()
+        os.environ.update(system.ONE_THREAD)
         for name in boot.preload:
             importlib.import_module(name)
+        run = partial(_obey, boot, control)
+        visible, etc = system.visible_paths(), system.etc_files()
         if boot.wall == "namespace":
-            run = partial(_obey, boot, control)
-            visible, etc = system.visible_paths(), system.etc_files()
             sys.exit(namespaces.enter_outer(boot.root, visible, etc, run))
-        _obey(boot, control)
+        if boot.wall == "bubblewrap":
+            sys.exit(bubblewrap.enter_outer(visible, etc, run))
+        linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+        run()
     except Exception as error:  # noqa: BLE001 - whatever it is, the supervisor must hear of it
         traceback.print_exc()
         message = f"{type(error).__name__}: {error}"[:2000]
@@ -67,10 +74,20 @@ def main(boot_json: str) -> None:
         sys.exit(1)
 
 
+def _die_with_the_zygote(pid: int) -> None:
+    """No namespace ends the server inside with the zygote, so the kernel is asked to tell it.
+
+    It tells of the end of the present parent, and that is the zygote only once the mover has ended.
+    """
+    while os.getppid() != pid:
+        time.sleep(0.0005)
+    linux.die_with(pid, signal.SIGTERM)
+
+
 def _obey(boot: Boot, control: socket.socket) -> None:
     """Forks until the supervisor closes its end."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # movers, and servers whose mover has ended
-    sys.path[:] = [entry for entry in sys.path if Path(entry).exists()]
+    sys.path[:] = system.search_path()
     _be_first_to_die()
     gc.collect()
     gc.freeze()
@@ -100,16 +117,18 @@ def _move(
     """In the mover: makes the inner wall and process 1 behind it; ends this process."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        directory = ""
         if boot.wall in WHOLE_WALLS:
             namespaces.enter_inner(uid)
-        elif uid is not None:
-            namespaces.become_user(uid)
+        else:
+            directory = _host_directory(boot, request_id, uid)
+        zygote_pid = os.getppid()
         pid = os.fork()
         if pid == 0:
             control.close()
-            inside.serve(channel, partial(_room, boot, uid))
+            inside.serve(channel, partial(_room, boot, uid, directory, zygote_pid))
         pidfd = os.pidfd_open(pid)
-        message = msgspec.msgpack.encode(["forked", request_id, pid])
+        message = msgspec.msgpack.encode(["forked", request_id, directory])
         socket.send_fds(control, [message], [pidfd])
     except Exception as error:  # noqa: BLE001 - whatever it is, the supervisor must hear of it
         reason = f"{type(error).__name__}: {error}"[:2000]
@@ -118,11 +137,22 @@ def _move(
         os._exit(0)
 
 
-def _room(boot: Boot, uid: int | None) -> Room:
+def _host_directory(boot: Boot, request_id: int, uid: int | None) -> str:
+    """An empty directory of the sandbox's own user, which this process becomes."""
+    directory = Path(boot.root, f"sandbox-{request_id}")
+    directory.mkdir(mode=0o700)
+    if uid is not None:
+        os.chown(directory, uid, uid)
+        namespaces.become_user(uid)
+    return str(directory)
+
+
+def _room(boot: Boot, uid: int | None, directory: str, zygote_pid: int) -> Room:
     if boot.wall in WHOLE_WALLS:
         return NamespaceRoom()
+    _die_with_the_zygote(zygote_pid)
     return HostRoom(
-        boot.root,
+        directory,
         confined=boot.wall == "landlock",
         readable=system.visible_paths(),
         own_user=uid is not None,
