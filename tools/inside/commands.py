@@ -29,8 +29,8 @@ def run_command(argv: list[str], seconds: float) -> dict[str, Any]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    except FileNotFoundError:
-        raise Refused(f"there is no program {shown(argv[0])!r}.") from None
+    except OSError as error:
+        raise Refused(f"{shown(argv[0])!r} cannot be started: {error.strerror}.") from error
     assert process.stdout is not None
     killed_by, total, tail = _drain(process, process.stdout.fileno(), time.monotonic() + seconds)
     status = process.wait()

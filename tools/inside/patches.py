@@ -114,6 +114,7 @@ class _Git:
 
     def __init__(self, place: str, tree: str, store: str, commit: str) -> None:
         self._tree, self._commit = tree, commit
+        self._errors = os.path.join(place, "errors")
         directory = os.path.join(place, "git")
         for name in ("objects/info", "refs", "info"):
             os.makedirs(os.path.join(directory, name))
@@ -149,7 +150,7 @@ class _Git:
         self._run("update-index", "-z", "--force-remove", "--stdin", names=strange)
         new = self._names("--others", "--exclude-standard")
         left_out = [name for name in new if name.endswith(b"/") or not self._is_readable(name)]
-        wanted = [name for name in new if name not in set(left_out)]
+        wanted = sorted(set(new) - set(left_out))
         self._run("add", "-N", "--pathspec-from-file=-", "--pathspec-file-nul", names=wanted)
         return [shown(os.fsdecode(name)) for name in left_out]
 
@@ -160,12 +161,12 @@ class _Git:
             "--no-textconv", "--ignore-submodules=all", "--src-prefix=a/", "--dst-prefix=b/",
         )  # fmt: skip
         with self._started("diff", *options, self._commit, "--") as process:
-            assert process.stdout is not None and process.stderr is not None
+            assert process.stdout is not None
             patch = process.stdout.read(most + 1)
             if len(patch) > most:
                 process.kill()
                 raise Refused(f"the patch is longer than {most} bytes.")
-            _check(process.wait(), process.stderr.read())
+            self._check(process.wait())
             return patch
 
     def _names(self, *what: str) -> list[bytes]:
@@ -179,23 +180,30 @@ class _Git:
         if names is not None and not names:
             return b""
         with self._started(*words) as process:
-            output, errors = process.communicate(b"\0".join(names or ()))
-            _check(process.returncode, errors)
+            output, _ = process.communicate(b"\0".join(names or ()))
+            self._check(process.returncode)
             return output
 
     def _started(self, *words: str) -> subprocess.Popen[bytes]:
         pipe = subprocess.PIPE
         try:
-            return subprocess.Popen(
-                ["git", *words],
-                cwd=self._tree,
-                env=self._env,
-                stdin=pipe,
-                stdout=pipe,
-                stderr=pipe,
-            )
+            with open(self._errors, "wb") as errors:
+                return subprocess.Popen(
+                    ["git", *words],
+                    cwd=self._tree,
+                    env=self._env,
+                    stdin=pipe,
+                    stdout=pipe,
+                    stderr=errors,
+                )
         except FileNotFoundError:
             raise Refused("git is not installed here.") from None
+
+    def _check(self, status: int) -> None:
+        if status:
+            with open(self._errors, "rb") as errors:
+                said = errors.read(1000).decode("utf-8", "replace").strip()
+            raise Refused(f"git failed: {shown(said)}")
 
 
 def _is_strange(tree: str, name: bytes) -> bool:
@@ -205,8 +213,3 @@ def _is_strange(tree: str, name: bytes) -> bool:
     except OSError:
         return False
     return not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode))
-
-
-def _check(status: int, errors: bytes) -> None:
-    if status:
-        raise Refused(f"git failed: {shown(errors[-500:].decode('utf-8', 'replace').strip())}")
