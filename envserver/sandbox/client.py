@@ -295,6 +295,10 @@ class ConnectedSandbox:
         except (TimeoutError, OSError, ValueError):
             exchange.cancel()
             self._lost("it did not obey")
+        except asyncio.CancelledError:  # again: nobody waits for the answer, the next would get it
+            exchange.cancel()
+            self._lost("it was given up")
+            raise
 
     async def _exchange(self, request: tuple[Any, ...]) -> list[Any]:
         loop = asyncio.get_running_loop()

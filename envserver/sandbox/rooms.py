@@ -283,7 +283,7 @@ class _Tenant:
         try:
             await asyncio.wait({work})
         except asyncio.CancelledError:
-            work.cancel()
+            _cancel_once(work)
             await asyncio.gather(work, return_exceptions=True)
             raise
         if work.cancelled():
@@ -294,7 +294,7 @@ class _Tenant:
         """It is no longer needed; what runs in it is killed."""
         self._over.set()
         for work in self._working:
-            work.cancel()
+            _cancel_once(work)
         if not self.opened.done():
             self.task.cancel()
 
@@ -326,6 +326,12 @@ class _Tenant:
         else:
             self.opened.set_exception(error)
             self.opened.exception()  # seen, even when nobody awaits it any more
+
+
+def _cancel_once(work: asyncio.Task[Any]) -> None:
+    """A second time would cut short what the first one began: the end of a program is waited for."""
+    if not work.cancelling():
+        work.cancel()
 
 
 def _no_room() -> SandboxUnavailable:
