@@ -284,7 +284,7 @@ class _Tenant:
             await asyncio.wait({work})
         except asyncio.CancelledError:
             _cancel_once(work)
-            await asyncio.gather(work, return_exceptions=True)
+            await asyncio.wait({work})
             raise
         if work.cancelled():
             raise InputError("The sandbox was closed meanwhile.")
@@ -329,7 +329,7 @@ class _Tenant:
 
 
 def _cancel_once(work: asyncio.Task[Any]) -> None:
-    """A second time would cut short what the first one began: the end of a program is waited for."""
+    """A second time would cut short what the first began: the end of a program is waited for."""
     if not work.cancelling():
         work.cancel()
 
