@@ -11,9 +11,9 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from ..environment import Reply, Sandbox
 from ..errors import EngineGarbage, EngineUnavailable, LimitReached, SandboxUnavailable
 from ..records import Message, PublicTask, SandboxSpec
 from .failures import error_of_answer, error_of_sandbox
-from .sandboxes import BlockingSandbox, open_blocking, open_remote
+from .sandboxes import BlockingSandbox, Opening, open_blocking
 
 if TYPE_CHECKING:
     import openai
@@ -145,13 +145,8 @@ class AttemptRun:
         reply: Reply = self._wait(self.chat(messages, tools=tools, **sampling))
         return reply
 
-    @asynccontextmanager
-    async def open_sandbox(self, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
-        sandbox = await open_remote(self._ask_sandbox, spec)
-        try:
-            yield sandbox
-        finally:
-            await sandbox.close()
+    def open_sandbox(self, spec: SandboxSpec | None = None) -> AbstractAsyncContextManager[Sandbox]:
+        return Opening(self._ask_sandbox, spec)
 
     def open_sandbox_blocking(
         self, spec: SandboxSpec | None = None

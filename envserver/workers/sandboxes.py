@@ -26,6 +26,24 @@ Wait = Callable[[Coroutine[Any, Any, Any]], Any]
 """Runs a coroutine on the worker's loop and waits for it in a thread."""
 
 
+class Opening:
+    """`async with` it for a sandbox. One that is entered and forgotten ends with the attempt.
+
+    A class, for a generator that an agent forgets is finished by Python itself, at some later time.
+    """
+
+    def __init__(self, ask: Ask, spec: SandboxSpec | None) -> None:
+        self._ask = ask
+        self._spec = spec
+
+    async def __aenter__(self) -> RemoteSandbox:
+        self._sandbox = await open_remote(self._ask, self._spec)
+        return self._sandbox
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._sandbox.close()
+
+
 class RemoteSandbox:
     """See `environment.Sandbox`. Made by `open_remote`."""
 
