@@ -30,7 +30,7 @@ from typing import Any
 
 import msgspec
 
-from . import linux
+from . import linux, outer
 from .wire import MAX_MESSAGE_BYTES, WHOLE_WALLS
 from .zygote import Boot
 
@@ -38,7 +38,6 @@ FORK_SECONDS = 20.0
 """For a sandbox to be made, and for a zygote's imports fifteen times as long."""
 IMPORT_SECONDS = 300.0
 MAX_ZYGOTES = 8
-_FIRST_UID, _LAST_UID = 30000, 60000
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from envserver.sandbox.{module} import main; main(sys.argv[2])"
@@ -141,8 +140,7 @@ class Supervisor:
         self._free = list(reversed(range(boot.concurrent)))
         self._next_id = 0
         self._sweepers: list[subprocess.Popen[bytes]] = []
-        spread = os.getpid() * boot.concurrent % (_LAST_UID - _FIRST_UID)
-        self._first_uid = _FIRST_UID + spread if os.geteuid() == 0 else None
+        self._first_uid = outer.first_user("sandbox", boot.concurrent)
 
     def run(self) -> None:
         """Until the server closes its end."""

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from . import bubblewrap, inside, linux, namespaces, system
+from . import inside, linux, namespaces, outer, system
 from .room import HostRoom, NamespaceRoom, Room
 from .wire import MAX_MESSAGE_BYTES, WHOLE_WALLS
 
@@ -34,7 +34,7 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         control_fd: SOCK_SEQPACKET to the supervisor.
         supervisor_pid: whose end is ours.
-        wall: see SandboxConfig; bubblewrap: the outer wall stands already.
+        wall: see SandboxConfig.
         root: an empty directory: where the outer wall is built, or rooms of the host are made.
         preload: modules to import before the wall is closed.
     """
@@ -52,21 +52,11 @@ def main(boot_json: str) -> None:
     control = socket.socket(fileno=boot.control_fd)
     try:
         linux.die_with(boot.supervisor_pid, signal.SIGKILL)
-        if boot.wall in WHOLE_WALLS:
-            system.move_python()
-        if boot.wall == "namespace":
-            namespaces.own_users()
-        os.environ.update(system.ONE_THREAD)
+        outer.prepare(boot.wall)
         for name in boot.preload:
             importlib.import_module(name)
         run = partial(_obey, boot, control)
-        visible, etc = system.visible_paths(), system.etc_files()
-        if boot.wall == "namespace":
-            sys.exit(namespaces.enter_outer(boot.root, visible, etc, run))
-        if boot.wall == "bubblewrap":
-            sys.exit(bubblewrap.enter_outer(visible, etc, run))
-        linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
-        run()
+        sys.exit(outer.enter(boot.wall, boot.root, run))
     except Exception as error:  # noqa: BLE001 - whatever it is, the supervisor must hear of it
         traceback.print_exc()
         message = f"{type(error).__name__}: {error}"[:2000]
