@@ -144,14 +144,22 @@ class HostRoom:
             time.sleep(0.001)
 
     def used(self) -> tuple[int, int]:
+        """What cannot be measured (too deep, or closed to its own user) counts as too much."""
         taken = inodes = 0
-        for directory, folders, files in os.walk(self._root):
-            inodes += len(folders) + len(files)
-            for name in files:
-                try:
-                    taken += os.lstat(f"{directory}/{name}").st_blocks * 512
-                except OSError:  # removed meanwhile
-                    continue
+        waiting = [self._root]
+        while waiting:
+            directory = waiting.pop()
+            try:
+                for entry in os.scandir(directory):
+                    inodes += 1
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    else:
+                        taken += entry.stat(follow_symlinks=False).st_blocks * 512
+            except FileNotFoundError:  # removed meanwhile
+                continue
+            except OSError:
+                return taken, _TOO_MANY
         return taken, inodes
 
 
