@@ -16,6 +16,7 @@ from typing import Protocol
 from . import linux, namespaces, seccomp
 
 _SWEEP_SECONDS = 5.0
+_TOO_MANY = 2**31
 
 
 class Room(Protocol):
