@@ -20,11 +20,15 @@ import structlog
 
 from ..config import SandboxConfig
 from ..errors import ConfigError
+from .probe import ProbeReport, examine, unavailable
 from .supervisor import SupervisorBoot, start_command
-from .walls import choose_wall, outer_command
+from .walls import announce, candidates, missing, nothing_works
 
 START_SECONDS = 30.0
 _PAUSE_SECONDS = 0.2
+
+_held: dict[str, ProbeReport] = {}
+"""Walls that were examined by this process: a machine does not change while it runs."""
 
 _log = structlog.get_logger("envserver.sandbox")
 
@@ -42,23 +46,46 @@ class SandboxService:
         self._keeping: asyncio.Task[None] | None = None
         self.wall = ""
         self.address = ""
+        self._directory = ""
 
     async def __aenter__(self) -> Self:
         """
         Raises:
             ConfigError: no wall that is allowed can be made here.
         """
-        self.wall = await choose_wall(self._config)
+        failed: list[ProbeReport] = []
+        for wall in candidates(self._config.wall):
+            report = await self.attempt(wall)
+            if report.works:
+                announce(report, failed)
+                self._keeping = asyncio.create_task(self._keep())
+                return self
+            await self._end()
+            failed.append(report)
+        raise nothing_works(failed)
+
+    async def attempt(self, wall: str) -> ProbeReport:
+        """Starts a supervisor with this wall and tries whether it holds; it runs until the end."""
+        report = missing(wall, by_name=self._config.wall != "auto")
+        if report is not None:
+            return report
+        self.wall = wall
         self._directory = tempfile.mkdtemp(prefix="envserver-sandboxes-")
         self._let_users_through()
         self.address = f"{self._directory}/socket"
         try:
             await self._start()
+            if wall not in _held:
+                report = await examine(self.address, wall)
+                if not report.works:
+                    return report
+                _held[wall] = report
+            return _held[wall]
+        except ConfigError as error:
+            return unavailable(wall, error.message)
         except BaseException:
             await self._end()
             raise
-        self._keeping = asyncio.create_task(self._keep())
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         if self._keeping is not None:
@@ -75,7 +102,6 @@ class SandboxService:
             directory=self._directory,
             concurrent=self._config.concurrent,
             wall=self.wall,
-            command=outer_command(self.wall),
         )
         self._control = ours
         self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork, milliseconds
@@ -137,4 +163,5 @@ class SandboxService:
             Path(self._directory).chmod(0o711)
 
     def _clean(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._directory:
+            shutil.rmtree(self._directory, ignore_errors=True)

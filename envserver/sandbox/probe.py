@@ -1,0 +1,318 @@
+"""Whether a wall holds on this machine: programs are really run behind it, and try to get out.
+
+`examine` makes one sandbox with a few small programs in it; each check says what was tried and in
+which words it was refused, or that it was not. It takes about a second and never raises: what goes
+wrong is a check that does not hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..environment import Sandbox
+from ..records import ExecResult, SandboxLimits, SandboxSpec
+from .client import SandboxClient
+from .remedies import remedies
+
+_MB = 2**20
+_DISK_MB, _MEMORY_MB, _PROCESSES, _WALL_SECONDS = 8, 96, 8, 0.3
+_LONGEST_SECONDS = 30.0
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that a wall promises.
+
+    Args:
+        name: what, in a few words.
+        held: whether it was kept.
+        tried: what was done, each with the words that it ended in.
+    """
+
+    name: str
+    held: bool
+    tried: list[str]
+
+
+class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a wall does on this machine.
+
+    Args:
+        works: all checks hold.
+        checks: what was tried; empty where no sandbox could be made.
+        failure: why it does not work, "" where it does.
+        remedies: what a person can do about it.
+        weaknesses: what this wall does not hold even where it works.
+    """
+
+    wall: str
+    works: bool
+    checks: list[Check] = []
+    failure: str = ""
+    remedies: list[str] = []
+    weaknesses: list[str] = []
+
+
+WEAKNESSES = {
+    "landlock": [
+        "what the server leaves behind when it is killed with SIGKILL",
+        "the names and sizes of this machine's files",
+        "its own /tmp: programs must use TMPDIR",
+        "memory, disk and processes exactly (they are sampled)",
+    ],
+    "unsafe-local": ["anything: programs can do all that the server's user can do"],
+}
+
+
+def unavailable(wall: str, failure: str) -> ProbeReport:
+    """The report where not even a sandbox could be made."""
+    words = failure.strip() or "without a word"
+    return ProbeReport(wall=wall, works=False, failure=words, remedies=remedies(wall))
+
+
+async def examine(address: str, wall: str) -> ProbeReport:
+    """Tries a wall.
+
+    Args:
+        address: of a supervisor that makes sandboxes behind it.
+        wall: its name.
+    """
+    limits = SandboxLimits(
+        disk_mb=_DISK_MB, memory_mb=_MEMORY_MB, processes=_PROCESSES, wall_seconds=_LONGEST_SECONDS
+    )
+    wanted = _CHECKS if wall != "unsafe-local" else _CHECKS[:1]
+    try:
+        async with (
+            SandboxClient(address) as client,
+            asyncio.timeout(_LONGEST_SECONDS),
+            client.open(SandboxSpec(limits=limits)) as sandbox,
+        ):
+            checks = [await check(sandbox) for check in wanted]
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is what the report is for
+        return unavailable(wall, str(error) or type(error).__name__)
+    broken = [check for check in checks if not check.held]
+    failure = "; ".join(f"{check.name}: {', '.join(check.tried)}" for check in broken)
+    return ProbeReport(
+        wall=wall,
+        works=not broken,
+        checks=checks,
+        failure=failure,
+        remedies=remedies(wall) if broken else [],
+        weaknesses=WEAKNESSES.get(wall, []),
+    )
+
+
+async def _runs_programs(sandbox: Sandbox) -> Check:
+    shell = await sandbox.exec(["bash", "-c", "echo $((6*7))"])
+    python = await sandbox.exec(["python3", "-c", _WHICH_PYTHON])
+    warm = await sandbox.run_python(_WHICH_PYTHON)
+    tried = [f"bash: {_words(shell)}", f"python3: {_words(python)}", f"warm: {_words(warm)}"]
+    same = python.stdout == warm.stdout
+    if not same:
+        tried.append("python3 is not the Python of the server")
+    return Check(
+        name="programs run",
+        held=shell.stdout == b"42\n" and python.ok and warm.ok and same,
+        tried=tried,
+    )
+
+
+_WHICH_PYTHON = "import sys, json; print(sys.base_prefix, sys.version)"
+
+
+async def _keeps_apart(sandbox: Sandbox) -> Check:
+    """Network, processes and files of the server, attacked by name."""
+    with _targets() as (facts, survived):
+        result = await sandbox.run_python(_ESCAPES, argv=[json.dumps(facts)])
+        survived_all = survived()
+    if not result.ok:
+        return Check(name=_APART, held=False, tried=[_words(result)])
+    attempts = msgspec.json.decode(result.stdout, type=list[tuple[str, str]])
+    return Check(
+        name=_APART,
+        held=survived_all and all(words for _, words in attempts),
+        tried=[f"{what}: {words or 'it worked'}" for what, words in attempts],
+    )
+
+
+_APART = "network, processes and files of the server are out of reach"
+
+# Each attempt must fail; what follows a colon is how.
+_ESCAPES = """
+import ctypes, json, os, socket, sys
+facts = json.loads(sys.argv[1])
+def udp():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect(("192.0.2.1", 9))
+        s.send(b"x")
+def abstract():
+    with socket.socket(socket.AF_UNIX) as s:
+        s.connect(facts["abstract"])
+def named():
+    with socket.socket(socket.AF_UNIX) as s:
+        s.connect(facts["named"])
+def unshare():
+    if ctypes.CDLL(None, use_errno=True).unshare(0x10000000):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+attempts = {
+    "TCP to this machine": lambda: socket.create_connection(("127.0.0.1", facts["port"]), 2),
+    "UDP to another": udp,
+    "an abstract socket": abstract,
+    "a socket with a path": named,
+    "killing a process": lambda: os.kill(facts["pid"], 9),
+    "its environment": lambda: open(f"/proc/{facts['pid']}/environ", "rb").read(),
+    "a file of the server": lambda: open(facts["file"]).read(),
+    "changing /etc/passwd": lambda: os.open("/etc/passwd", os.O_WRONLY),
+    "changing Python": lambda: os.open(os.__file__, os.O_WRONLY),
+    "new namespaces": unshare,
+}
+def words(attempt):
+    try:
+        attempt()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+print(json.dumps([(what, words(attempt)) for what, attempt in attempts.items()]))
+"""
+
+
+@contextmanager
+def _targets() -> Iterator[tuple[dict[str, Any], Callable[[], bool]]]:
+    """Things of this process that a program must not reach; and whether they were left alone."""
+    with (
+        tempfile.TemporaryDirectory(prefix="envserver-probe-") as directory,
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_UNIX) as abstract,
+        socket.socket(socket.AF_UNIX) as named,
+        subprocess.Popen(["sleep", "60"]) as victim,
+    ):
+        name = f"\0envserver-probe-{uuid.uuid4().hex}"
+        path = Path(directory, "socket")
+        for unix, place in ((abstract, name), (named, str(path))):
+            unix.bind(place)
+            unix.listen()
+        file = Path(directory, "secret")
+        file.write_text("a secret")
+        # Open to every user: the wall must hold, not these bits.
+        for reachable in (Path(directory), path, file):
+            reachable.chmod(0o777)
+        facts = {
+            "port": tcp.getsockname()[1],
+            "abstract": name,
+            "named": str(path),
+            "pid": victim.pid,
+            "file": str(file),
+        }
+        try:
+            yield facts, lambda: victim.poll() is None
+        finally:
+            victim.kill()
+
+
+async def _tells_no_secret(sandbox: Sandbox) -> Check:
+    """What the server has in its environment is not in that of programs, or of their ancestors."""
+    result = await sandbox.run_python(_ALL_VARIABLES)
+    shown = result.stdout.decode(errors="replace")
+    found = [name for name, value in os.environ.items() if _is_telling(value) and value in shown]
+    said = f"of the server's variables: {', '.join(found) or 'none'}"
+    return Check(
+        name="no variable of the server is seen", held=result.ok and not found, tried=[said]
+    )
+
+
+_ALL_VARIABLES = """
+import os
+print(dict(os.environ))
+try:
+    everything = os.listdir("/proc")
+except OSError:
+    everything = ["self"]
+for pid in everything:
+    try:
+        print(open(f"/proc/{pid}/environ", "rb").read())
+    except OSError:
+        continue
+"""
+
+
+def _is_telling(value: str) -> bool:
+    """Long enough to be no coincidence; places are the same for everybody."""
+    return len(value) >= 12 and "/" not in value
+
+
+async def _bounds_programs(sandbox: Sandbox) -> Check:
+    endless = await sandbox.run_python(
+        "import time; time.sleep(60)", limits=SandboxLimits(wall_seconds=_WALL_SECONDS)
+    )
+    hungry = await sandbox.run_python(f"len(b'x' * ({_MEMORY_MB * 4} << 20))")
+    many = await sandbox.run_python(_FORKS, limits=SandboxLimits(wall_seconds=5.0))
+    return Check(
+        name="time, memory and processes are bounded",
+        held=endless.killed_by == "wall" and not hungry.ok and many.stdout != b"all",
+        tried=[
+            f"sleeping: {_words(endless)}",
+            f"{_MEMORY_MB * 4} MB: {_words(hungry)}",
+            f"{_PROCESSES * 4} processes: {_words(many)}",
+        ],
+    )
+
+
+_FORKS = f"""
+import os, time
+for _ in range({_PROCESSES * 4}):
+    if os.fork() == 0:
+        time.sleep(2)
+        os._exit(0)
+time.sleep(1)
+os.write(1, b"all")
+"""
+
+
+async def _bounds_workspace(sandbox: Sandbox) -> Check:
+    wrote = await sandbox.exec(["bash", "-c", "echo kept > note && cat note"])
+    flood = await sandbox.run_python(_FLOOD, limits=SandboxLimits(wall_seconds=5.0))
+    return Check(
+        name="/work can be written, and is bounded",
+        held=wrote.stdout == b"kept\n" and flood.stdout != b"all",
+        tried=[f"a note: {_words(wrote)}", f"{_DISK_MB * 4} MB: {_words(flood)}"],
+    )
+
+
+_FLOOD = f"""
+import os, time
+for number in range({_DISK_MB * 2}):
+    with open(f"file-{{number}}", "wb") as file:
+        file.write(bytes({2 * _MB}))
+time.sleep(1)
+os.write(1, b"all")
+"""
+
+_CHECKS: list[Callable[[Sandbox], Awaitable[Check]]] = [
+    _runs_programs,
+    _keeps_apart,
+    _tells_no_secret,
+    _bounds_programs,
+    _bounds_workspace,
+]
+
+
+def _words(result: ExecResult) -> str:
+    """How a program ended, in one line."""
+    if result.killed_by:
+        return f"killed by its limit of {result.killed_by}"
+    lines = result.stderr.decode(errors="replace").strip().splitlines()
+    if result.ok:
+        return "ok"
+    status = f"signal {result.signal}" if result.signal else f"status {result.exit}"
+    return lines[-1][:200] if lines else status
