@@ -60,12 +60,12 @@ class SandboxService:
                 announce(report, failed)
                 self._keeping = asyncio.create_task(self._keep())
                 return self
-            await self._end()
+            await self.end()
             failed.append(report)
         raise nothing_works(failed)
 
     async def attempt(self, wall: str) -> ProbeReport:
-        """Starts a supervisor with this wall and tries whether it holds; it runs until the end."""
+        """Starts a supervisor with this wall and tries whether it holds; it runs until `end`."""
         report = missing(wall, by_name=self._config.wall != "auto")
         if report is not None:
             return report
@@ -84,14 +84,14 @@ class SandboxService:
         except ConfigError as error:
             return unavailable(wall, error.message)
         except BaseException:
-            await self._end()
+            await self.end()
             raise
 
     async def __aexit__(self, *_: object) -> None:
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
-        await self._end()
+        await self.end()
 
     async def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -141,7 +141,7 @@ class SandboxService:
             self._process.wait()
             self._process = None
 
-    async def _end(self) -> None:
+    async def end(self) -> None:
         """When it returns, the supervisor, the zygotes and the sandboxes are gone."""
         if self._process is not None:
             self._control.close()  # for the supervisor, the sign to end
@@ -165,3 +165,14 @@ class SandboxService:
     def _clean(self) -> None:
         if self._directory:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+
+async def probe(wall: str, config: SandboxConfig) -> ProbeReport:
+    """Whether `wall` holds on this machine; `config` says the rest. Never raises."""
+    service = SandboxService(config)
+    try:
+        return await service.attempt(wall)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is what the report is for
+        return unavailable(wall, str(error) or type(error).__name__)
+    finally:
+        await service.end()

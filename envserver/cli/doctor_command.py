@@ -1,0 +1,187 @@
+"""`envserver doctor`: what this machine can do, above all whether it can hold programs back."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from ..config import LogLevel, SandboxConfig, Section
+from ..sandbox.probe import ProbeReport
+from ..sandbox.service import probe
+from ..sandbox.walls import ORDER
+from .help import show_help
+from .logs import configure_logs
+from .loop import run_loop
+from .settings import load_settings
+
+SUMMARY = """Shows what this machine can do: Python, git, memory, and which walls really hold
+programs that a model wrote (small ones are run behind each, and try to get out). Exit status 0:
+there are sandboxes; 1: none can be made, and what to do about it is said."""
+
+ALIASES = {"json": "as_json"}
+
+_LEAST_OPEN_FILES = 4096
+_MB = 2**20
+
+
+class DoctorSettings(Section):
+    """The settings that `doctor` has."""
+
+    sandbox: SandboxConfig = SandboxConfig()
+    as_json: bool = False
+    """Print everything, each attempt included, as one JSON object."""
+    log_level: LogLevel = "error"
+    """Least serious event that is logged."""
+
+
+class Fact(msgspec.Struct, frozen=True):
+    """Something about this machine; `note` is what is bad about it, "" where nothing is."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+def run(argv: list[str]) -> int:
+    """The command.
+
+    Raises:
+        UsageError: a setting is wrong.
+    """
+    usage = "envserver doctor"
+    if show_help(
+        argv, usage=usage, summary=SUMMARY, settings_class=DoctorSettings, aliases=ALIASES
+    ):
+        return 0
+    settings = load_settings(argv, settings_class=DoctorSettings, aliases=ALIASES)
+    configure_logs(settings.log_level)
+    facts = machine_facts()
+    reports = run_loop(_probe(settings.sandbox))
+    taken = _taken(reports, settings.sandbox.wall)
+    if settings.as_json:
+        found = {"machine": facts, "walls": reports, "wall": taken}
+        text = orjson.dumps(msgspec.to_builtins(found), option=orjson.OPT_INDENT_2)
+        sys.stdout.write(text.decode() + "\n")
+    else:
+        _show(Console(), facts, reports, taken)
+    return 0 if taken else 1
+
+
+async def _probe(config: SandboxConfig) -> list[ProbeReport]:
+    # One after the other: they would slow each other's time limits down.
+    walls = [*ORDER, "docker"]
+    if config.wall == "unsafe-local":
+        walls.append(config.wall)
+    return [await probe(wall, config) for wall in walls]
+
+
+def _taken(reports: Sequence[ProbeReport], wanted: str) -> str | None:
+    """The wall that a server would take here."""
+    allowed = ORDER if wanted == "auto" else (wanted,)
+    return next((each.wall for each in reports if each.works and each.wall in allowed), None)
+
+
+def machine_facts() -> list[Fact]:
+    """What matters for many rollouts, read off the system; nothing is started but git."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = f"few for many rollouts: ulimit -n {min(hard, 65536)}" if soft < _LEAST_OPEN_FILES else ""
+    git = _git_version()
+    return [
+        Fact("Python", f"{platform.python_version()} at {sys.executable}"),
+        Fact("system", f"{platform.system()} {platform.release()} on {platform.machine()}"),
+        Fact("user", "root" if os.geteuid() == 0 else f"number {os.geteuid()}"),
+        Fact("git", git or "none", "" if git else "needed by agents that work on repositories"),
+        Fact("processors", str(len(os.sched_getaffinity(0)))),
+        Fact("memory", _memory()),
+        Fact("cgroups", _cgroups()),
+        Fact("open files", f"{soft:,} of {hard:,}", few),
+    ]
+
+
+def _git_version() -> str:
+    program = shutil.which("git")
+    if program is None:
+        return ""
+    told = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    return told.stdout.strip().removeprefix("git version ")
+
+
+def _memory() -> str:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kilobytes = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
+    free, whole = kilobytes["MemAvailable"] // 1024, kilobytes["MemTotal"] // 1024
+    bound = _cgroup_file("memory.max")
+    limit = f", {int(bound) // _MB:,} MB for this process" if bound.isdigit() else ""
+    return f"{free:,} MB free of {whole:,} MB{limit}"
+
+
+def _cgroups() -> str:
+    if not Path("/sys/fs/cgroup/cgroup.controllers").exists():
+        return "not version 2: memory and processor time are sampled"
+    place = _own_cgroup()
+    ours = place is not None and os.access(place, os.W_OK) and os.geteuid() != 0
+    return f"version 2, {'delegated to us' if ours else 'not delegated to us'}"
+
+
+def _cgroup_file(name: str) -> str:
+    place = _own_cgroup()
+    try:
+        return (place / name).read_text().strip() if place is not None else ""
+    except OSError:
+        return ""
+
+
+def _own_cgroup() -> Path | None:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        if line.startswith("0::"):
+            return Path(f"/sys/fs/cgroup{line.removeprefix('0::')}")
+    return None
+
+
+def _show(
+    console: Console, facts: Sequence[Fact], reports: Sequence[ProbeReport], taken: str | None
+) -> None:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 1))
+    for fact in facts:
+        note = f" [yellow]({fact.note})[/]" if fact.note else ""
+        table.add_row(fact.name, f"{fact.value}{note}")
+    console.print(table)
+    for report in reports:
+        console.print()
+        _show_wall(console, report)
+    console.print()
+    if taken:
+        console.print(f"[bold green]Sandboxes are made by the wall {taken}.[/]", highlight=False)
+        return
+    console.print("[bold red]No sandbox can be made here.[/]", highlight=False)
+    for step in dict.fromkeys(step for report in reports for step in report.remedies):
+        _say(console, f"  - {step}")
+
+
+def _show_wall(console: Console, report: ProbeReport) -> None:
+    verdict = "[green]works[/]" if report.works else "[red]does not work[/]"
+    console.print(f" wall [bold]{report.wall}[/]: {verdict}", highlight=False)
+    if not report.checks:
+        _say(console, f"     {report.failure}")
+    for check in report.checks:
+        _say(console, f"   {'+' if check.held else '-'} {check.name}")
+        for line in check.tried if not check.held else ():
+            _say(console, f"       {line}")
+    for weakness in report.weaknesses if report.works else ():
+        _say(console, f"     it does not hold {weakness}")
+
+
+def _say(console: Console, text: str) -> None:
+    """As it is: words of programs may look like markup."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
