@@ -79,6 +79,8 @@ def run_tool_call(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> ToolRes
     except ToolError as error:
         return refused(error)
     if not isinstance(text, str):
+        if inspect.iscoroutine(text):
+            text.close()
         raise TypeError(f"{tool.name} is asynchronous: await call_tool(tools, call)")
     return ToolResult(cut(text, tool.max_characters), ok=True)
 

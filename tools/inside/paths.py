@@ -19,14 +19,15 @@ def root() -> str:
     return os.path.realpath(os.getcwd())
 
 
-def resolve(path: str) -> str:
-    """Where `path` really is; Refused where that is outside of the workspace."""
+def resolve(path: str, called: str = "") -> str:
+    """Where `path` really is; Refused, as `called`, where that is outside of the workspace."""
     top = root()
     if path == "/work" or path.startswith("/work/"):
         path = f".{path.removeprefix('/work')}"
     place = os.path.realpath(os.path.join(top, path))
     if place != top and not place.startswith(f"{top}/"):
-        raise Refused(f"{shown(path)} is outside of /work; only paths below /work are allowed.")
+        name = shown(called or path)
+        raise Refused(f"{name} is outside of /work; only paths below /work are allowed.")
     return place
 
 
@@ -35,7 +36,7 @@ def target(path: str) -> str:
     parent, name = os.path.split(path)
     if name in ("", ".", ".."):
         raise Refused(f"{shown(path)} names a directory, not a file.")
-    place = os.path.join(resolve(parent or "."), name)
+    place = os.path.join(resolve(parent or ".", path), name)
     below = os.path.relpath(place, root())
     if any(part.lower() == ".git" for part in below.split("/")):
         raise Refused(f"{shown(path)} belongs to git; .git cannot be written.")
