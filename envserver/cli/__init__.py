@@ -30,8 +30,11 @@ COMMANDS = {
     "run-api": Command("run_api", "serve trainers and others' environments, run none", False),
     "verify": Command("verify_command", "check delivered tokens against the engine again", False),
     "score": Command("score_command", "score given answers, without any model"),
+    "check": Command("check_command", "check that an environment's rewards cannot be cheated"),
     "models": Command("models_command", "look at an engine, or serve the simulated one", False),
-    "doctor": Command("doctor_command", "show what this machine can do, sandboxes above all", False),
+    "doctor": Command(
+        "doctor_command", "show what this machine can do, sandboxes above all", False
+    ),
     "list": Command("list_command", "show the environments that are installed", False),
 }
 

@@ -1,0 +1,140 @@
+"""`envserver check`: its settings and what it shows; the check itself is `rollouts.checking`."""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+import orjson
+from pydantic import Field
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ..config import EnvironmentSettings, SandboxConfig
+from ..environment import Environment
+from ..registry import absolute
+from ..rollouts.checking import Kind, Report, check
+from ..rollouts.checking import Progress as Told
+from ..rollouts.scoring import ScorerPool
+from ..sandbox.watched import WatchedSandboxes
+from .command_line import CommandLine, read_command_line
+from .logs import configure_logs
+from .loop import run_loop
+from .progress import counted
+from .sandboxing import sandboxes_of
+
+SUMMARY = """Checks an environment without any model: right results score what they should, empty,
+absurd and cheating ones nothing; tasks are the same whenever they are listed, and show nothing that
+is hidden. Exit status 0: all is as expected; 1: it is not; 2: the command line is wrong."""
+
+ALIASES = {"json": "as_json"}
+
+_WRONG_SHOWN = 5
+
+
+class CheckSettings(EnvironmentSettings):
+    """The settings that `check` has."""
+
+    tasks: int = Field(default=50, ge=1)
+    """How many tasks, from the first; all where there are fewer."""
+    processes: int = Field(default=2, ge=1)
+    """Results that are scored at a time, each in a process."""
+    as_json: bool = False
+    """Print the report as one JSON object."""
+    sandbox: SandboxConfig = SandboxConfig()
+
+
+def run(argv: list[str]) -> int:
+    """The command.
+
+    Raises:
+        UsageError: a setting is wrong, there is no such environment, or it has no tasks.
+    """
+    line = read_command_line("check", SUMMARY, argv, settings_class=CheckSettings, aliases=ALIASES)
+    if line is None:
+        return 0
+    configure_logs(line.settings.log_level)
+    with _bar(Console(stderr=True)) as bar:
+        shown = bar.add_task("results", total=None)
+        report = run_loop(
+            check_environment(line, lambda done, of: bar.update(shown, completed=done, total=of))
+        )
+    if line.settings.as_json:
+        facts = {**msgspec.to_builtins(report), "ok": report.ok}
+        sys.stdout.write(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode() + "\n")
+    else:
+        _show(Console(), report)
+    return 0 if report.ok else 1
+
+
+async def check_environment(line: CommandLine[CheckSettings], progress: Told) -> Report:
+    """The report on the environment that the command line names.
+
+    Raises:
+        ConfigError: it cannot be loaded, has no tasks, or needs a sandbox and none can be made.
+    """
+    settings = line.settings
+    config = settings.env.model_dump(mode="json")
+    async with sandboxes_of(line.environment_class, settings.sandbox) as service:
+        address = service.address if service is not None else None
+
+        def fresh() -> Environment:
+            environment = line.make_environment()
+            if address is not None:
+                environment.sandboxes = WatchedSandboxes(address)
+            return environment
+
+        async with ScorerPool(
+            absolute(line.reference), config, settings.processes, sandbox_address=address
+        ) as scorer:
+            return await check(fresh, scorer, most_tasks=settings.tasks, progress=progress)
+
+
+def _bar(console: Console) -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, transient=True)
+
+
+def _show(console: Console, report: Report) -> None:
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    table = Table()
+    for name in ("result", "scored", "least", "most", "expected", "verdict"):
+        table.add_column(name, justify="right" if name in ("scored", "least", "most") else "left")
+    for kind in report.kinds:
+        verdict = f"WRONG: {len(kind.wrong)}" if kind.wrong else "as expected"
+        table.add_row(
+            kind.name, str(kind.count), _number(kind.least), _number(kind.most),
+            _expected(kind), verdict,
+        )  # fmt: skip
+    console.print(table)
+    for kind in report.kinds:
+        for wrong in kind.wrong[:_WRONG_SHOWN]:
+            got = wrong.error or f"reward {wrong.reward:g}"
+            say(f"{kind.name}, task {wrong.task_id}: {got}; expected {_expected(kind)}")
+        if len(kind.wrong) > _WRONG_SHOWN:
+            say(f"{kind.name}: {len(kind.wrong) - _WRONG_SHOWN} more")
+    for problem in report.problems:
+        say(problem)
+    all_of = "all" if report.whole else "the first"
+    say(f"{report.environment}, {report.split}: {all_of} {counted(report.tasks, 'task')}.")
+    if report.without_gold:
+        say(f"No right result is known of {counted(len(report.without_gold), 'task')}.")
+    say("All is as expected." if report.ok else "NOT as expected: see above.")
+
+
+def _expected(kind: Kind) -> str:
+    if kind.expected_least == kind.expected_most:
+        return f"{kind.expected_least:g}"
+    return f"{kind.expected_least:g} to {kind.expected_most:g}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"

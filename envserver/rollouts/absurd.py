@@ -1,0 +1,67 @@
+"""Results that no model should get a reward for, whatever the environment: nothing, noise, echoes.
+
+Pure. In: the public part of a task, and outputs that its agents really leave. Out: results with
+their names; most come in the form of such an output, for that is what a scorer looks into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..environment import KnownResult
+from ..records import Result
+
+HUGE_CHARACTERS = 1 << 20
+
+_WRONG_TYPES: tuple[Any, ...] = (0, True, -1.5, [], [None], {}, [[["x"]]], {"": {"": [None, 1]}})
+_ODD_MESSAGES: tuple[dict[str, Any], ...] = (
+    {"role": "assistant", "content": None},
+    {"role": "assistant", "content": [{"type": "text"}, 7]},
+    {"role": "assistant", "tool_calls": [{"function": {"name": 7, "arguments": "{"}}]},
+    {"role": "user", "content": "yes"},
+    {},
+)
+
+
+def absurd_results(public: dict[str, Any], outputs: list[Any]) -> Iterator[KnownResult]:
+    """Results that must have the reward 0.
+
+    Args:
+        outputs: of results that are right; those that are dicts are imitated.
+    """
+    forms = [output for output in outputs if isinstance(output, dict)][:1]
+    echo = "\n".join(strings_in(public))
+    yield KnownResult("no output", Result())
+    for name, text in (
+        ("empty text", ""),
+        ("blank text", " \n\t"),
+        ("question echoed", echo),
+        ("huge text", "x" * HUGE_CHARACTERS),
+    ):
+        yield KnownResult(name, Result(output=text))
+        for form in forms:
+            yield KnownResult(name, Result(output=dict.fromkeys(form, text)))
+    for value in _WRONG_TYPES:
+        yield KnownResult("wrong type", Result(output=value))
+        for form in forms:
+            yield KnownResult("wrong type", Result(output=dict.fromkeys(form, value)))
+    for message in _ODD_MESSAGES:
+        yield KnownResult("odd message", Result(messages=[message]))
+    question = {"role": "user", "content": echo}
+    yield KnownResult("question repeated", Result(messages=[question, {**question, **_SAYS}]))
+
+
+_SAYS = {"role": "assistant"}
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Every text in something JSON-like, keys not included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from strings_in(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from strings_in(inner)

@@ -1,0 +1,274 @@
+"""Whether an environment's tasks are sound and its rewards are what they should be.
+
+In: an environment, and scorers of it. Every result of which the reward is known (the author's own,
+and absurd ones) goes through the real scorer. Out: a Report: one row a kind of result, and every
+task where it went wrong. A scorer that fails is wrong, too: what it cannot score is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Protocol
+
+import msgspec
+import orjson
+
+from ..environment import Environment, KnownResult
+from ..errors import EnvserverError, SandboxError, ScorerError
+from ..records import Result, Score, Task, pack
+from .absurd import absurd_results, strings_in
+from .stream import tickets
+
+SHORTEST_SECRET = 20
+"""Characters of a hidden text that would not stand in the public part by chance."""
+_TOLERANCE = 1e-9
+_AT_A_TIME = 32
+
+Progress = Callable[[int, int], None]
+"""Gets the results that were scored, and how many there are."""
+
+
+class Wrong(msgspec.Struct, frozen=True, kw_only=True):
+    """A result whose reward is not as expected. `reward` None: there is none, `error` says why."""
+
+    task_id: str
+    reward: float | None
+    error: str = ""
+
+
+class Kind(msgspec.Struct, kw_only=True):
+    """All results of one name and expectation.
+
+    Args:
+        name: as in KnownResult.
+        count: how many were scored.
+        expected_least, expected_most: the reward must lie between these.
+        least, most: the lowest and highest reward that was given, None without any.
+        wrong: those that were not as expected.
+    """
+
+    name: str
+    expected_least: float
+    expected_most: float
+    count: int = 0
+    least: float | None = None
+    most: float | None = None
+    wrong: list[Wrong] = msgspec.field(default_factory=list)
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """What a check found.
+
+    Args:
+        tasks: how many were looked at.
+        whole: they are all there are.
+        without_gold: ids of tasks of which no right result is known.
+        problems: what is wrong with the tasks, in words.
+    """
+
+    environment: str
+    split: str
+    tasks: int
+    whole: bool
+    kinds: list[Kind]
+    without_gold: list[str]
+    problems: list[str]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems and not any(kind.wrong for kind in self.kinds)
+
+
+class Scorer(Protocol):
+    """As `ScorerPool.score`."""
+
+    async def score(self, task: Task, result: Result) -> Score: ...
+
+
+async def check(
+    make_environment: Callable[[], Environment],
+    scorer: Scorer,
+    *,
+    most_tasks: int,
+    progress: Progress = lambda done, of: None,
+) -> Report:
+    """Checks the first tasks of the environment's split.
+
+    Args:
+        make_environment: a fresh instance, ready for `tasks`.
+
+    Raises:
+        ConfigError: there are no tasks, or they cannot be read.
+    """
+    environment = make_environment()
+    tasks = await asyncio.to_thread(_first, environment, most_tasks + 1)
+    again = await asyncio.to_thread(_first, make_environment(), most_tasks + 1)
+    problems = [*differences(tasks, again)]
+    whole = len(tasks) <= most_tasks
+    tasks = tasks[:most_tasks]
+    for task in tasks:
+        problems += task_problems(task)
+    kinds: dict[tuple[str, float, float], Kind] = {}
+    without_gold: list[str] = []
+    cases = await asyncio.to_thread(_cases, environment, tasks, problems, without_gold)
+    done = 0
+    async for task, known, verdict in _scored(scorer, cases):
+        key = (known.name, known.least, known.most)
+        kind = kinds.setdefault(
+            key, Kind(name=known.name, expected_least=known.least, expected_most=known.most)
+        )
+        _count(kind, task, verdict)
+        done += 1
+        progress(done, len(cases))
+    return Report(
+        environment=environment.name,
+        split=environment.config.split,
+        tasks=len(tasks),
+        whole=whole,
+        kinds=list(kinds.values()),
+        without_gold=without_gold,
+        problems=problems,
+    )
+
+
+def differences(tasks: list[Task], again: list[Task]) -> Iterator[str]:
+    """What two listings of the same tasks should not show."""
+    if len(tasks) != len(again):
+        yield f"Listed twice, there are {len(tasks)} tasks and then {len(again)}."
+    changed = [
+        one.id for one, two in zip(tasks, again, strict=False) if _packed(one) != _packed(two)
+    ]
+    if changed:
+        yield f"Listed twice, tasks differ: {_named(changed)}."
+    seen: set[str] = set()
+    twice = [task.id for task in tasks if task.id in seen or seen.add(task.id)]  # type: ignore[func-returns-value]
+    if twice:
+        yield f"Several tasks have the same id: {_named(twice)}."
+
+
+def task_problems(task: Task) -> Iterator[str]:
+    """What is wrong with one task by itself."""
+    try:
+        orjson.dumps(task.public)
+        pack(task)
+    except (TypeError, ValueError, RecursionError) as error:
+        yield f"Task {task.id!r} cannot be sent: {error}."
+    shown = list(strings_in(task.public))
+    for secret in sorted(set(strings_in(task.hidden)), key=len):
+        text = secret.strip()
+        if len(text) >= SHORTEST_SECRET and any(text in one for one in shown):
+            yield f"Task {task.id!r} shows what is hidden: {text[:60]!r}."
+
+
+def _first(environment: Environment, count: int) -> list[Task]:
+    made = tickets(environment, repeat=False)
+    return [ticket.task for ticket in itertools.islice(made, count)]
+
+
+def _packed(task: Task) -> bytes | None:
+    try:
+        return pack(task)
+    except (TypeError, ValueError, RecursionError):  # told by `task_problems`
+        return None
+
+
+def _cases(
+    environment: Environment, tasks: list[Task], problems: list[str], without_gold: list[str]
+) -> list[tuple[Task, KnownResult]]:
+    """Every result to be scored; what goes wrong in making them is added to `problems`."""
+    cases: list[tuple[Task, KnownResult]] = []
+    for task in tasks:
+        try:
+            known = list(environment.known_results(task))
+            if not any(one.least > 0 for one in known):
+                known += _demonstrated(environment, task)
+        except Exception as error:  # noqa: BLE001 - the environment's code: what it raises is told
+            problems.append(
+                f"The known results of task {task.id!r} cannot be made: "
+                f"{type(error).__name__}: {error}"
+            )
+            continue
+        right = [one.result.output for one in known if one.least > 0]
+        if not right:
+            without_gold.append(task.id)
+        known += absurd_results(task.public, right)
+        cases += [(task, one) for one in known]
+    return cases
+
+
+def _demonstrated(environment: Environment, task: Task) -> Iterator[KnownResult]:
+    turns = environment.demonstration(task)
+    if not turns:
+        return
+    content = turns[-1].get("content")
+    text = content if isinstance(content, str) else ""
+    result = environment.response_from_row(text, turns)
+    yield KnownResult("demonstration", result, least=1.0, most=1.0)
+
+
+async def _scored(
+    scorer: Scorer, cases: list[tuple[Task, KnownResult]]
+) -> AsyncIterator[tuple[Task, KnownResult, Wrong | float]]:
+    """Each case with its verdict, in order; many are scored at a time."""
+    waiting = iter(cases)
+    flying: list[tuple[Task, KnownResult, asyncio.Task[Wrong | float]]] = []
+
+    def fill() -> None:
+        for task, known in itertools.islice(waiting, _AT_A_TIME - len(flying)):
+            flying.append((task, known, asyncio.create_task(_verdict(scorer, task, known))))
+
+    try:
+        fill()
+        while flying:
+            task, known, scoring = flying[0]
+            verdict = await scoring
+            flying.pop(0)
+            fill()
+            yield task, known, verdict
+    finally:
+        for _, _, scoring in flying:
+            scoring.cancel()
+        await asyncio.gather(*(scoring for _, _, scoring in flying), return_exceptions=True)
+
+
+async def _verdict(scorer: Scorer, task: Task, known: KnownResult) -> Wrong | float:
+    """The reward where it is as expected."""
+    try:
+        score = await _score(scorer, task, known.result)
+    except (ScorerError, SandboxError) as error:
+        return Wrong(task_id=task.id, reward=None, error=f"{_cause(error)}: {error}")
+    reward = score.reward
+    if reward is None:
+        return Wrong(task_id=task.id, reward=None, error="It is not scorable.")
+    if known.least - _TOLERANCE <= reward <= known.most + _TOLERANCE:
+        return reward
+    return Wrong(task_id=task.id, reward=reward)
+
+
+async def _score(scorer: Scorer, task: Task, result: Result) -> Score:
+    """As rollouts are scored: a scorer that failed is asked once more."""
+    try:
+        return await scorer.score(task, result)
+    except (ScorerError, SandboxError):
+        return await scorer.score(task, result)
+
+
+def _cause(error: EnvserverError) -> str:
+    return str(error.detail.get("cause", error.kind))
+
+
+def _count(kind: Kind, task: Task, verdict: Wrong | float) -> None:
+    kind.count += 1
+    reward = verdict.reward if isinstance(verdict, Wrong) else verdict
+    if isinstance(verdict, Wrong):
+        kind.wrong.append(verdict)
+    if reward is not None:
+        kind.least = reward if kind.least is None else min(kind.least, reward)
+        kind.most = reward if kind.most is None else max(kind.most, reward)
+
+
+def _named(ids: list[Any]) -> str:
+    shown = ", ".join(repr(one) for one in ids[:5])
+    return f"{shown} and {len(ids) - 5} more" if len(ids) > 5 else shown
