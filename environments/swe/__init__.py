@@ -1,0 +1,1 @@
+"""The environment `swe`: repair a repository so that tests pass that the agent never sees."""

@@ -1,0 +1,388 @@
+"""Reads a patch as text, decides what of it counts, and applies it to a tree in memory.
+
+In: a diff in git's form, from a sandbox in which a model did what it liked. Out: changes of plain
+files below the root, without those of protected files. Nothing here touches a disk or runs git.
+
+What is refused as a whole: absolute paths, `..`, links, submodules, binary changes, a patch that is
+too large or that contradicts itself. What is dropped, so that it cannot raise a reward: changes of
+tests, of test configuration, of what an interpreter reads when it starts, and of `.git`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
+
+from .trees import Entry, Tree
+
+MAX_PATCH_BYTES = 2**20
+_MAX_PATH = 400
+
+PROTECTED_NAMES = (
+    "test_*.py", "*_test.py", "conftest.py", "*.ini", "*.cfg", "*.toml", "*.pth", "*._pth",
+    "sitecustomize.py", "usercustomize.py", "setup.py", "*.pyc", "*.pyo", "*.so", "*.pyd",
+    "*.egg-link", ".env", ".coveragerc", ".gitmodules", ".gitattributes", "pytest.py", "noxfile.py",
+)  # fmt: skip
+"""Names of files, in any folder, of which changes do not count."""
+PROTECTED_FOLDERS = frozenset(
+    {"test", "tests", "testing", ".git", ".github", "__pycache__", "site-packages", "_pytest",
+     "pytest", "pluggy"}
+)  # fmt: skip
+"""Folders, anywhere, in which changes do not count."""
+
+
+class PatchError(Exception):
+    """The patch is refused; `reason` is one of a few words for a metric, the message is for people.
+
+    Reasons: "size", "path", "link", "submodule", "binary", "malformed", "conflict".
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Hunk:
+    """One block: where it begins in the old file (from 1), the lines there, and those after."""
+
+    start: int
+    old: tuple[bytes, ...]
+    new: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What happens to one file.
+
+    Args:
+        old: its path before, None where it is new.
+        new: its path after, None where it is deleted.
+        program: whether it is made executable; None: as it was.
+        copied: `old` stays.
+    """
+
+    old: str | None
+    new: str | None
+    hunks: tuple[Hunk, ...] = ()
+    program: bool | None = None
+    copied: bool = False
+
+    @property
+    def paths(self) -> set[str]:
+        return {path for path in (self.old, self.new) if path is not None}
+
+
+def read_patch(text: str) -> list[Change]:
+    """The changes of a patch, in order.
+
+    Raises:
+        PatchError: it is refused as a whole.
+    """
+    try:
+        data = text.encode()
+    except UnicodeEncodeError as error:
+        raise PatchError("malformed", "the patch is no Unicode text") from error
+    if len(data) > MAX_PATCH_BYTES:
+        raise PatchError("size", f"the patch has {len(data)} bytes, over {MAX_PATCH_BYTES}")
+    return [_read_section(section) for section in _sections(data.split(b"\n"))]
+
+
+def is_protected(path: str) -> bool:
+    """Whether changes of the file do not count."""
+    *folders, name = PurePosixPath(path.lower()).parts
+    return any(folder in PROTECTED_FOLDERS for folder in folders) or any(
+        fnmatchcase(name, pattern) for pattern in (*PROTECTED_NAMES, *PROTECTED_FOLDERS)
+    )
+
+
+def split_protected(
+    changes: Iterable[Change], also: frozenset[str] = frozenset()
+) -> tuple[list[Change], list[Change]]:
+    """Changes that count, and those that do not. A move out of a protected file is a new file.
+
+    Args:
+        also: further paths that are protected.
+    """
+    kept, dropped = [], []
+    for change in changes:
+        if not any(is_protected(path) or path in also for path in change.paths):
+            kept.append(change)
+        else:
+            dropped.append(change)
+    return kept, dropped
+
+
+def apply_changes(tree: Tree, changes: Iterable[Change]) -> Tree:
+    """The tree after the changes, which must fit its files.
+
+    Raises:
+        PatchError: they do not.
+    """
+    result = dict(tree)
+    for change in changes:
+        entry = Entry(b"")
+        if change.old is not None:
+            if change.old not in result or result[change.old].kind == "link":
+                raise PatchError("conflict", f"there is no file {change.old}")
+            entry = result[change.old] if change.copied else result.pop(change.old)
+        elif change.new in result:
+            raise PatchError("conflict", f"{change.new} is there already")
+        data = _patched(entry.data, change)
+        if change.new is None:
+            if data:
+                raise PatchError("conflict", f"{change.old} holds more than what is deleted")
+            continue
+        _check_place(result, change.new)
+        kind = entry.kind if change.program is None else "program" if change.program else "file"
+        result[change.new] = replace(entry, data=data, kind=kind)
+    return result
+
+
+def _check_place(tree: Tree, path: str) -> None:
+    """No parent may be a file or a link, and `path` no folder."""
+    parents = [str(parent) for parent in PurePosixPath(path).parents]
+    if path in tree or any(parent in tree for parent in parents):
+        raise PatchError("conflict", f"{path} cannot stand there")
+    if any(other.startswith(f"{path}/") for other in tree):
+        raise PatchError("conflict", f"{path} is a folder")
+
+
+_HEADER = b"diff --git "
+
+
+def _sections(lines: list[bytes]) -> list[list[bytes]]:
+    """One list of lines per file. What stands before the first is a message, and skipped."""
+    sections: list[list[bytes]] = []
+    left_old = left_new = 0
+    for number, line in enumerate(lines):
+        if left_old > 0 or left_new > 0:
+            sections[-1].append(line)
+            left_old -= line[:1] in (b" ", b"-", b"")
+            left_new -= line[:1] in (b" ", b"+", b"")
+            continue
+        following = lines[number + 1] if number + 1 < len(lines) else b""
+        bare = line.startswith(b"--- ") and following.startswith(b"+++ ")
+        if line.startswith(_HEADER) or (bare and not _in_header(sections)):
+            sections.append([])
+        if not sections:
+            continue
+        sections[-1].append(line)
+        counts = _HUNK.match(line)
+        if counts:
+            left_old = int(counts[2] if counts[2] is not None else 1)
+            left_new = int(counts[4] if counts[4] is not None else 1)
+    return sections
+
+
+def _in_header(sections: list[list[bytes]]) -> bool:
+    """Whether the section that was begun has not yet named its files by `---` and `+++`."""
+    if not sections or not sections[-1][0].startswith(_HEADER):
+        return False
+    return not any(line.startswith((b"--- ", b"@@ ")) for line in sections[-1])
+
+
+_HUNK = re.compile(rb"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@")
+_MODE = re.compile(rb"(?:(?:new|old) mode|(?:new|deleted) file mode) (\d+)")
+_INDEX_MODE = re.compile(rb"index [0-9a-f]+\.\.[0-9a-f]+ (\d+)")
+
+
+@dataclass
+class _Header:
+    """What the lines before the hunks say."""
+
+    old: str | None = None
+    new: str | None = None
+    both: str | None = None
+    created: bool = False
+    deleted: bool = False
+    copied: bool = False
+    program: bool | None = None
+
+
+def _read_section(lines: list[bytes]) -> Change:
+    header = _Header()
+    place = 0
+    while place < len(lines) and not lines[place].startswith(b"@@ "):
+        _read_header_line(lines[place], header)
+        place += 1
+    hunks = _read_hunks(lines[place:])
+    old, new = header.old or header.both, header.new or header.both
+    if old is None or new is None:
+        raise PatchError("malformed", "a change names no file")
+    old_path = None if header.created or old == "/dev/null" else old
+    new_path = None if header.deleted or new == "/dev/null" else new
+    if old_path is None and new_path is None:
+        raise PatchError("malformed", "a change names no file")
+    if header.both is not None and not {old_path, new_path} <= {header.both, None}:
+        raise PatchError("malformed", "a change contradicts its header")
+    if old_path is None and any(hunk.old for hunk in hunks):
+        raise PatchError("malformed", f"{new_path} is new but has lines before")
+    return Change(old_path, new_path, tuple(hunks), header.program, header.copied)
+
+
+def _read_header_line(line: bytes, header: _Header) -> None:
+    mode = _MODE.fullmatch(line) or _INDEX_MODE.fullmatch(line)
+    if mode:
+        _check_mode(mode[1])
+    if line.startswith(_HEADER):
+        header.both = _same_path(line.removeprefix(_HEADER))
+    elif line.startswith((b"new file mode ", b"deleted file mode ", b"new mode ")):
+        header.created = header.created or line.startswith(b"new file")
+        header.deleted = header.deleted or line.startswith(b"deleted")
+        header.program = line.endswith(b"755") if line.startswith(b"new") else None
+    elif line.startswith((b"rename from ", b"copy from ")):
+        header.old = _path(line.split(b" from ", 1)[1])
+        header.copied = line.startswith(b"copy")
+    elif line.startswith((b"rename to ", b"copy to ")):
+        header.new = _path(line.split(b" to ", 1)[1])
+    elif line.startswith(b"--- "):
+        _name(header, "old", _side(line[4:], b"a/"))
+    elif line.startswith(b"+++ "):
+        _name(header, "new", _side(line[4:], b"b/"))
+    elif line.startswith((b"GIT binary patch", b"Binary files ")):
+        raise PatchError("binary", "changes of binary files are not taken")
+
+
+def _name(header: _Header, side: str, path: str) -> None:
+    said = getattr(header, side)
+    if said is not None and path != said:
+        raise PatchError("malformed", "a change names its file in two ways")
+    setattr(header, side, path)
+
+
+def _check_mode(mode: bytes) -> None:
+    if mode == b"120000":
+        raise PatchError("link", "symbolic links are not taken")
+    if mode == b"160000":
+        raise PatchError("submodule", "submodules are not taken")
+    if mode not in (b"100644", b"100755"):
+        raise PatchError("malformed", "a file has an unknown mode")
+
+
+def _same_path(rest: bytes) -> str | None:
+    """The path in `a/PATH b/PATH`; None where the two differ, as in a rename."""
+    if rest.startswith(b'"'):
+        first, _, second = rest.partition(b'" ')
+        first += b'"'
+    else:
+        half = (len(rest) - 1) // 2
+        first, second = rest[:half], rest[half + 1 :]
+    if first.lstrip(b'"')[:2] != b"a/" or second.lstrip(b'"')[:2] != b"b/":
+        return None
+    old, new = _side(first, b"a/"), _side(second, b"b/")
+    return old if old == new else None
+
+
+def _side(name: bytes, prefix: bytes) -> str:
+    """The path in a `---` or `+++` line, which may be quoted and followed by a tab and a time."""
+    name = name.split(b"\t", 1)[0].rstrip(b"\r")
+    if name == b"/dev/null":
+        return "/dev/null"
+    bare = _unquoted(name)
+    return _path(bare.removeprefix(prefix), quoted=False)
+
+
+def _path(name: bytes, *, quoted: bool = True) -> str:
+    """A checked path below the root."""
+    try:
+        path = (_unquoted(name) if quoted else name).decode()
+    except UnicodeDecodeError as error:
+        raise PatchError("path", "a path is no Unicode text") from error
+    parts = path.split("/")
+    if (
+        path.startswith("/")
+        or any(part in ("", ".", "..") for part in parts)
+        or any(ord(character) < 32 or character in '\\:\x7f"' for character in path)
+        or len(path) > _MAX_PATH
+    ):
+        raise PatchError("path", f"the path {path[:100]!r} is not allowed")
+    return path
+
+
+def _unquoted(name: bytes) -> bytes:
+    """git writes unusual names as C strings."""
+    if not name.startswith(b'"'):
+        return name
+    try:
+        return name[1:].removesuffix(b'"').decode("unicode_escape").encode("latin-1")
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise PatchError("path", "a quoted path cannot be read") from error
+
+
+def _read_hunks(lines: list[bytes]) -> list[Hunk]:
+    hunks = []
+    place = 0
+    while place < len(lines):
+        match = _HUNK.match(lines[place])
+        if match is None:
+            if lines[place].strip() and not lines[place].startswith((b"-- ", b"\\")):
+                raise PatchError("malformed", "there is a line outside of every hunk")
+            place += 1
+            continue
+        start, old_count, _, new_count = (int(part) if part is not None else 1 for part in match.groups())
+        hunk, place = _read_hunk(lines, place + 1, start, old_count, new_count)
+        hunks.append(hunk)
+    return hunks
+
+
+def _read_hunk(
+    lines: list[bytes], place: int, start: int, old_count: int, new_count: int
+) -> tuple[Hunk, int]:
+    """The hunk whose lines begin at `place`, and where the next line stands."""
+    old: list[bytes] = []
+    new: list[bytes] = []
+    last: list[list[bytes]] = []
+    while place < len(lines):
+        mark, text = lines[place][:1], lines[place][1:] + b"\n"
+        if mark == b"\\":
+            for side in last:
+                side[-1] = side[-1].removesuffix(b"\n")
+            last = []
+        elif len(old) == old_count and len(new) == new_count:
+            break
+        elif mark in (b" ", b"-", b"+", b""):
+            last = [side for side, marks in ((old, b" -"), (new, b" +")) if (mark or b" ") in marks]
+            for side in last:
+                side.append(text)
+        else:
+            raise PatchError("malformed", "a hunk has a line of no known kind")
+        place += 1
+    if (len(old), len(new)) != (old_count, new_count):
+        raise PatchError("malformed", "a hunk has not as many lines as it says")
+    return Hunk(start, tuple(old), tuple(new)), place
+
+
+def _patched(data: bytes, change: Change) -> bytes:
+    lines = _split_at_newlines(data)
+    result: list[bytes] = []
+    done = 0
+    for hunk in change.hunks:
+        wanted = hunk.start - 1 if hunk.old else hunk.start
+        at = _find(lines, hunk.old, wanted, done)
+        if at is None:
+            raise PatchError("conflict", f"a hunk does not fit {change.old or change.new}")
+        result += lines[done:at]
+        result += hunk.new
+        done = at + len(hunk.old)
+    return b"".join(result + lines[done:])
+
+
+def _split_at_newlines(data: bytes) -> list[bytes]:
+    """Lines end with a newline only: other line ends belong to them."""
+    return [part for part in re.split(rb"(?<=\n)", data) if part]
+
+
+def _find(lines: list[bytes], old: tuple[bytes, ...], wanted: int, least: int) -> int | None:
+    """The place nearest to `wanted`, not before `least`, where `old` stands."""
+    if not old:
+        return wanted if least <= wanted <= len(lines) else None
+    block = list(old)
+    places = range(least, len(lines) - len(old) + 1)
+    for place in sorted(places, key=lambda place: abs(place - wanted)):
+        if lines[place] == block[0] and lines[place : place + len(block)] == block:
+            return place
+    return None

@@ -1,0 +1,147 @@
+"""The tasks of our own: one readable text file each, in `data/`.
+
+A file is a series of sections; each begins with a line `=== kind argument`:
+
+    === problem                   what the agent is told
+    === file shop/cart.py         a file of the repository
+    === hidden tests/test_cart.py a test file that comes in for grading only; its assertions have
+                                  literals on their right, so that answers can be taken out
+    === fail_to_pass              ids of hidden tests that the gold patch makes pass; all others
+                                  pass before and after
+    === gold shop/cart.py         the solution: blocks of lines to be replaced,
+                                  `<<<<<<<` old `=======` new `>>>>>>>`, or a whole new file
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from envserver import Task
+
+from .grading import HiddenTests
+from .trees import Entry, Tree, make_patch, tree_of
+
+SAMPLE = Path(__file__).parent / "data"
+_SECTION = re.compile(r"^=== (\w+)(?: (\S+))?$", re.MULTILINE)
+_BLOCK = re.compile(r"^<<<<<<<\n(.*?)^=======\n(.*?)^>>>>>>>\n", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class SampleTask:
+    """One task of our own, as its file says it."""
+
+    name: str
+    problem: str
+    files: dict[str, str]
+    hidden: dict[str, str]
+    fail_to_pass: tuple[str, ...]
+    gold: dict[str, str]
+    """Files as the solution has them."""
+
+    @property
+    def tree(self) -> Tree:
+        return tree_of(self.files)
+
+    @property
+    def gold_patch(self) -> str:
+        new = {path: Entry(text.encode()) for path, text in self.gold.items()}
+        return make_patch(self.tree, {**self.tree, **new})
+
+    def task(self) -> Task:
+        """As the server knows it."""
+        tests = hidden_ids(self.hidden)
+        return Task(
+            f"swe-{self.name}",
+            {"problem": self.problem, "files": self.files},
+            {
+                "tests": self.hidden,
+                "fail_to_pass": list(self.fail_to_pass),
+                "pass_to_pass": [name for name in tests if name not in self.fail_to_pass],
+                "patch": self.gold_patch,
+                "hoisted": True,
+            },
+        )
+
+
+def hidden_ids(files: dict[str, str]) -> list[str]:
+    """Ids of the test functions in `files`."""
+    return [
+        f"{path}::{node.name}"
+        for path, source in files.items()
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test")
+    ]
+
+
+@cache
+def sample_tasks() -> tuple[SampleTask, ...]:
+    """All of them, sorted by name."""
+    return tuple(read_sample_task(path) for path in sorted(SAMPLE.glob("*.txt")))
+
+
+def read_sample_task(path: Path) -> SampleTask:
+    """The task in one file.
+
+    Raises:
+        ValueError: the file does not keep to the form.
+    """
+    files: dict[str, str] = {}
+    hidden: dict[str, str] = {}
+    changes: dict[str, str] = {}
+    texts: dict[str, str] = {}
+    for kind, argument, text in _sections(path.read_text(encoding="utf-8")):
+        match kind:
+            case "file":
+                files[argument] = text
+            case "hidden":
+                hidden[argument] = text
+            case "gold":
+                changes[argument] = text
+            case "problem" | "fail_to_pass":
+                texts[kind] = text
+            case _:
+                raise ValueError(f"{path.name}: there is no section {kind!r}")
+    return SampleTask(
+        name=path.stem,
+        problem=texts["problem"].strip(),
+        files=files,
+        hidden=hidden,
+        fail_to_pass=tuple(texts["fail_to_pass"].split()),
+        gold={name: _changed(files.get(name), text, name) for name, text in changes.items()},
+    )
+
+
+def hidden_tests(hidden: dict[str, Any]) -> HiddenTests:
+    """The hidden part of a task, as the grader wants it."""
+    return HiddenTests(
+        files=hidden["tests"],
+        fail_to_pass=tuple(hidden["fail_to_pass"]),
+        pass_to_pass=tuple(hidden["pass_to_pass"]),
+        gold=hidden["patch"],
+        hoisted=hidden.get("hoisted", False),
+        plugins=tuple(hidden.get("plugins", ())),
+        deleted=tuple(hidden.get("deleted", ())),
+    )
+
+
+def _sections(text: str) -> Iterator[tuple[str, str, str]]:
+    heads = list(_SECTION.finditer(text))
+    ends = [head.start() for head in heads[1:]] + [len(text)]
+    for head, end in zip(heads, ends, strict=True):
+        yield head[1], head[2] or "", text[head.end() + 1 : end].strip("\n") + "\n"
+
+
+def _changed(old: str | None, text: str, name: str) -> str:
+    if old is None or not _BLOCK.search(text):
+        return text
+    for block in _BLOCK.finditer(text):
+        if old.count(block[1]) != 1:
+            raise ValueError(f"{name}: a block to be replaced stands there {old.count(block[1])} times")
+        old = old.replace(block[1], block[2])
+    return old
