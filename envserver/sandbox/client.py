@@ -210,7 +210,8 @@ class ConnectedSandbox:
         if self._closed:
             return
         self._closed = True
-        self._channel.close()
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)  # whoever waits for an answer hears of it
         try:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL if self._dies_whole else 0)
             await self._gone()
@@ -218,6 +219,8 @@ class ConnectedSandbox:
             return
         finally:
             os.close(self._pidfd)
+            async with self._turn:
+                self._channel.close()
 
     @property
     def _dies_whole(self) -> bool:
