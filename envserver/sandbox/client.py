@@ -267,6 +267,7 @@ class ConnectedSandbox:
 
         A cancelled one cancels what runs inside, and waits until that has ended.
         """
+        frame = _framed(request)
         async with self._turn:
             if self._closed:
                 raise SandboxLost("The sandbox is closed.")
