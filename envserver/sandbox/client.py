@@ -273,7 +273,7 @@ class ConnectedSandbox:
                 raise SandboxLost("The sandbox is closed.")
             try:
                 async with asyncio.timeout(seconds):
-                    exchange = asyncio.ensure_future(self._exchange(request))
+                    exchange = asyncio.ensure_future(self._exchange(frame))
                     try:
                         answer = await asyncio.shield(exchange)
                     except asyncio.CancelledError:
