@@ -304,9 +304,9 @@ class ConnectedSandbox:
             self._lost("it was given up")
             raise
 
-    async def _exchange(self, request: tuple[Any, ...]) -> list[Any]:
+    async def _exchange(self, frame: bytes) -> list[Any]:
         loop = asyncio.get_running_loop()
-        await loop.sock_sendall(self._channel, encode(*request))
+        await loop.sock_sendall(self._channel, frame)
         while True:
             data = await loop.sock_recv(self._channel, 2**18)
             if not data:
