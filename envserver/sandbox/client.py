@@ -321,3 +321,13 @@ class ConnectedSandbox:
             if not self._closed:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         return SandboxLost(f"The sandbox was lost: {reason}.")
+
+
+def _framed(request: tuple[Any, ...]) -> bytes:
+    try:
+        frame = encode(*request)
+    except UnicodeEncodeError as error:  # half a surrogate pair: a model can write that
+        raise InputError(f"For a sandbox there is no such text: {error}.") from error
+    if len(frame) > MAX_FRAME_BYTES:
+        raise InputError(f"{len(frame)} bytes are too many for a sandbox at once.")
+    return frame
