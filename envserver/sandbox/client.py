@@ -20,7 +20,7 @@ import msgspec
 
 from ..errors import InputError, SandboxLost, SandboxUnavailable
 from ..records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
-from .wire import MAX_MESSAGE_BYTES, WHOLE_WALLS, Frames, encode
+from .wire import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, WHOLE_WALLS, Frames, encode
 
 _GRACE_SECONDS = 10.0
 """Beyond its wall limit, until a sandbox that does not answer is taken for lost."""
