@@ -68,9 +68,10 @@ def become(
         if program.code is None:
             os.execvpe(program.argv[0], program.argv, program.env)
         status = _run_code(program.code, program.argv)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         name = program.argv[0] if program.argv and program.code is None else program.cwd
-        os.write(2, f"{name}: {error.strerror}\n".encode(errors="replace"))
+        reason = error.strerror if isinstance(error, OSError) else error
+        os.write(2, f"{name}: {reason}\n".encode(errors="replace"))
     finally:
         os._exit(status)
 
