@@ -156,7 +156,7 @@ def _read(path: str, most: int) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     with os.fdopen(descriptor, "rb") as file:
         _check_regular(descriptor, path)
-        return file.read(most)
+        return file.read(min(most, MAX_FRAME_BYTES - 1024))
 
 
 def _write(path: str, data: bytes) -> None:
