@@ -28,7 +28,7 @@ from .accounts import Accounts, Totals
 from .execution import Execution
 from .program import MB, Program
 from .room import Room
-from .wire import Frames, encode
+from .wire import MAX_FRAME_BYTES, Frames, encode
 
 _RECEIVE_BYTES = 2**18
 
