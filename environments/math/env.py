@@ -22,6 +22,7 @@ from envserver import (
     ConfigError,
     Environment,
     InputError,
+    KnownResult,
     Message,
     PublicTask,
     Result,
@@ -35,6 +36,7 @@ from . import procedural
 from .agent import Mode, solve
 from .data_sets import Problem, read_problem, why_unusable
 from .demonstrations import demonstrate
+from .known import known_answers
 from .loading import HUBS, SAMPLE
 from .scoring import Rules, said_last, score_rollout
 
@@ -95,9 +97,8 @@ class Math(Environment):
         return await solve(task, run, self.config.mode)
 
     def score(self, task: Task, result: Result) -> Score:
-        literal = None if self.config.literal == "auto" else bool(self.config.literal)
         rules = Rules(
-            literal=literal,
+            literal=self._literal,
             lenient=self.config.lenient,
             tool_error_penalty=self.config.tool_error_penalty,
             partial_credit=self.config.partial_credit,
@@ -106,6 +107,13 @@ class Math(Environment):
 
     def demonstration(self, task: Task) -> list[Message]:
         return demonstrate(task, self.config.mode)
+
+    def known_results(self, task: Task) -> Iterator[KnownResult]:
+        return known_answers(task, literal=self._literal)
+
+    @property
+    def _literal(self) -> bool | None:
+        return None if self.config.literal == "auto" else bool(self.config.literal)
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
         text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
@@ -202,5 +210,10 @@ def _generated_task(task_id: str, generator: str, entry: dict[str, Any]) -> Task
     return Task(
         task_id,
         {"question": entry["question"], "options": [], "data_set": "procedural"},
-        {"answer": entry["answer"], "kind": "procedural", "generator": generator, "entry": entry},
+        {
+            "answer": entry["answer"],
+            "kind": "procedural",
+            "generator": generator,
+            "entry": {name: value for name, value in entry.items() if name != "question"},
+        },
     )

@@ -101,7 +101,7 @@ def _correctness(task: Task, words: Said, rules: Rules, metrics: dict[str, float
     if task.hidden["kind"] == "procedural":
         return procedural.score_entry(
             task.hidden["generator"],
-            task.hidden["entry"],
+            {**task.hidden["entry"], "question": task.public["question"]},
             answer,
             partial_credit=rules.partial_credit,
         )
