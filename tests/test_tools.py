@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from support.sandboxes import sandboxes
 
-from envserver import ConfigError, Sandbox, Sandboxes, SandboxLimits, SandboxSpec
+from envserver import ConfigError, Reply, Sandbox, Sandboxes, SandboxLimits, SandboxSpec
 from tools.calling import (
     Tool,
     ToolError,
@@ -23,6 +23,7 @@ from tools.calling import (
     toolbox,
     use_tool,
 )
+from tools.protocol import run_protocol
 from tools.sandboxed import PRELOAD, read_patch, sandbox_tools
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -461,6 +462,29 @@ async def test_tools_are_called_in_openai_s_shape(bench: Open) -> None:
             run_tool_call(use.tools, call("bash", {"command": "true"}))
     with pytest.raises(ValueError, match="no tool 'fly'"):
         sandbox_tools(use.sandbox, names=["fly"])
+
+
+async def test_the_text_protocol_uses_the_same_tools(bench: Open) -> None:
+    texts = iter(
+        [
+            "THOUGHT: I write.\n"
+            'TOOL_CALL: {"tool": "write_file", "args": {"path": "a", "content": "7"}}',
+            'TOOL_CALL:\n```json\n{"tool": "run_cmd", "args": {"cmd": ["cat", "a"]}}\n```',
+            'TOOL_CALL: {"tool": "read_file", "args": {"path": "/etc/passwd"}}',
+            "FINAL: 7",
+        ]
+    )
+
+    async def chat(messages: list[dict[str, Any]], **_: Any) -> Reply:
+        message = {"role": "assistant", "content": next(texts)}
+        return Reply(message["content"], [], "stop", message)
+
+    async with bench() as use:
+        run = await run_protocol(chat, use.tools, [{"role": "user", "content": "Write 7."}])
+    results = [step["text"] for step in run.steps if step["type"] == "tool_result"]
+    assert results[:2] == ["Made a: 1 bytes, 1 line.", "[exit status 0]\n7"]
+    assert results[2].startswith("Error: /etc/passwd is outside")
+    assert (run.ending, run.answer, run.tool_errors) == ("final", "7", 1)
 
 
 async def test_smolagents_uses_the_same_tools(bench: Open) -> None:
