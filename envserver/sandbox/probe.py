@@ -91,7 +91,7 @@ async def examine(address: str, wall: str) -> ProbeReport:
     limits = SandboxLimits(
         disk_mb=_DISK_MB, memory_mb=_MEMORY_MB, processes=_PROCESSES, wall_seconds=_LONGEST_SECONDS
     )
-    wanted = _CHECKS if wall != "unsafe-local" else _CHECKS[:1]
+    wanted = _CHECKS if wall != "unsafe-local" else []  # it promises nothing
     try:
         async with (
             SandboxClient(address) as client,
@@ -152,6 +152,10 @@ _APART = "network, processes and files of the server are out of reach"
 _ESCAPES = """
 import ctypes, json, os, socket, sys
 facts = json.loads(sys.argv[1])
+def tcp():
+    with socket.socket() as s:
+        s.settimeout(2)
+        s.connect(("127.0.0.1", facts["port"]))
 def udp():
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         s.connect(("192.0.2.1", 9))
@@ -166,7 +170,7 @@ def unshare():
     if ctypes.CDLL(None, use_errno=True).unshare(0x10000000):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 attempts = {
-    "TCP to this machine": lambda: socket.create_connection(("127.0.0.1", facts["port"]), 2),
+    "TCP to this machine": tcp,
     "UDP to another": udp,
     "an abstract socket": abstract,
     "a socket with a path": named,
@@ -180,7 +184,7 @@ attempts = {
 def words(attempt):
     try:
         attempt()
-    except Exception as error:
+    except OSError as error:
         return f"{type(error).__name__}: {error}"
     return ""
 print(json.dumps([(what, words(attempt)) for what, attempt in attempts.items()]))
