@@ -34,7 +34,7 @@ def report(command: list[str], wall: str) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    told: dict[str, Any] = json.loads(done.stdout)
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return told
 
 

@@ -3,8 +3,8 @@
 
     python -m hostile.driver WALL [--only WORDS] [--at-a-time 8]        (in tests/)
 
-It plays the server: the secrets are in its own environment, arguments and folder. The report is JSON
-on standard output.
+It plays the server: the secrets are in its own environment, arguments and folder. The report is the last line
+of its output, as JSON.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, "-m", "hostile.driver", *sys.argv[1:]])
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     report = asyncio.run(report_on(arguments.wall, arguments.only, arguments.at_a_time))
-    print(json.dumps(asdict(report), indent=1))
+    print(json.dumps(asdict(report)))
 
 
 if __name__ == "__main__":

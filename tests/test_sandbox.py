@@ -1,0 +1,535 @@
+"""What a sandbox promises: how programs run and end, its files, its limits, what it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import itertools
+import os
+import signal
+import tarfile
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from support.sandboxes import sandboxes
+
+from envserver import InputError, Sandbox, SandboxError, Sandboxes, SandboxLimits, SandboxSpec
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MB = 1 << 20
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def boxes() -> AsyncIterator[Sandboxes]:
+    async with sandboxes() as those:
+        yield those
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def box(boxes: Sandboxes) -> AsyncIterator[Sandbox]:
+    async with boxes.open(SandboxSpec()) as one:
+        yield one
+
+
+def archive(**files: bytes) -> bytes:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w:gz") as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name.replace("__", "/"))
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return data.getvalue()
+
+
+# Programs.
+
+
+async def test_a_program_gets_its_words_input_and_variables(box: Sandbox) -> None:
+    source = 'read line; echo "$1|$line|$NAME|$PWD"; echo trouble >&2; exit 3'
+    result = await box.exec(
+        ["sh", "-c", source, "sh", "a b"], stdin=b"hello\n", env={"NAME": "é"}, cwd="/tmp"
+    )
+    assert result.stdout.decode() == "a b|hello|é|/tmp\n"
+    assert result.stderr == b"trouble\n"
+    assert (result.exit, result.signal, result.killed_by, result.ok) == (3, None, "", False)
+
+
+async def test_python_code_runs_as_python_would_run_it(box: Sandbox) -> None:
+    code = """
+import sys
+print(__name__, sys.argv, sys.stdin.read(), sys.flags.isolated)
+raise ValueError("wrong")
+"""
+    result = await box.run_python(code, argv=["a", "b"], stdin=b"in")
+    plain = await box.exec(["python3", "-I", "-c", code, "a", "b"], stdin=b"in")
+    assert result.stdout == b"__main__ ['-c', 'a', 'b'] in 1\n"
+    assert (result.exit, result.stdout, result.stderr) == (1, plain.stdout, plain.stderr)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("", 0),
+        ("raise SystemExit", 0),
+        ("import sys; sys.exit(7)", 7),
+        ("import sys; sys.exit(256 + 7)", 7),
+        ("import sys; sys.exit(-1)", 255),
+        ("import sys; sys.exit('why')", 1),
+        ("import os; os._exit(9)", 9),
+        ("1 / 0", 1),
+        ("this is no Python", 1),
+        ("raise KeyboardInterrupt", 130),
+        ("import atexit; atexit.register(print, 'late'); raise SystemExit(5)", 5),
+    ],
+)
+async def test_exit_statuses_are_those_of_python(box: Sandbox, code: str, status: int) -> None:
+    result = await box.run_python(code)
+    assert (result.exit, result.signal, result.killed_by) == (status, None, "")
+
+
+async def test_what_ends_by_a_signal_says_so(box: Sandbox) -> None:
+    for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT):
+        by_shell = await box.exec(["sh", "-c", f"kill -{number.value} $$"])
+        by_python = await box.run_python(f"import os; os.kill(os.getpid(), {number.value})")
+        for result in (by_shell, by_python):
+            assert (result.exit, result.signal, result.killed_by) == (None, number, "")
+
+
+async def test_what_cannot_be_started_exits_with_127(box: Sandbox) -> None:
+    await box.write("data", b"no program")
+    for argv in (["no-such-program"], ["/work/data"], ["/work"], [""]):
+        result = await box.exec(argv)
+        assert (result.exit, result.killed_by) == (127, ""), argv
+        assert result.stderr, argv
+    assert (await box.exec(["true"], cwd="/no/such/place")).exit == 127
+    assert (await box.run_python("1", cwd="/no/such/place")).exit == 127
+
+
+async def test_an_empty_command_is_the_callers_mistake(box: Sandbox) -> None:
+    with pytest.raises(InputError):
+        await box.exec([])
+    assert (await box.exec(["true"])).ok
+
+
+async def test_only_what_was_given_is_in_the_environment(boxes: Sandboxes) -> None:
+    async with boxes.open(SandboxSpec(env={"OF_SPEC": "1", "BOTH": "spec"})) as box:
+        result = await box.exec(["env"], env={"BOTH": "exec", "OF_EXEC": "2"})
+        names = dict(line.split("=", 1) for line in result.stdout.decode().splitlines())
+        assert (names["OF_SPEC"], names["BOTH"], names["OF_EXEC"]) == ("1", "exec", "2")
+        assert names["HOME"] == "/work"
+        assert {"PATH", "LANG", "TMPDIR"} <= names.keys()
+        assert not names.keys() & (os.environ.keys() - {*_OWN_VARIABLES})
+        again = await box.run_python("import os; print(sorted(os.environ.items()))")
+        assert b"'BOTH', 'spec'" in again.stdout and b"OF_EXEC" not in again.stdout
+
+
+_OWN_VARIABLES = (
+    *("PATH", "HOME", "LANG", "TMPDIR", "USER", "LOGNAME", "SHELL", "TERM", "PWD", "SHLVL", "_"),
+    *("PAGER", "GIT_PAGER", "GIT_TERMINAL_PROMPT", "GIT_CONFIG_NOSYSTEM"),
+    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
+)
+
+
+async def test_two_programs_share_files_and_nothing_else(box: Sandbox) -> None:
+    await box.run_python(
+        "open('kept', 'w').write('1'); import os, json; os.environ['X'] = json.x = '1'"
+    )
+    result = await box.run_python(
+        "import os, json; print(open('kept').read(), 'X' in os.environ, hasattr(json, 'x'))"
+    )
+    assert result.stdout == b"1 False False\n"
+
+
+async def test_random_numbers_differ_from_program_to_program(box: Sandbox) -> None:
+    code = "import random, uuid, os; print(random.random(), uuid.uuid4(), os.urandom(4))"
+    results = [await box.run_python(code) for _ in range(3)]
+    assert len({result.stdout for result in results}) == 3
+
+
+async def test_preloaded_modules_are_there_at_once(boxes: Sandboxes) -> None:
+    async with boxes.open(SandboxSpec(preload=("decimal", "fractions"))) as box:
+        result = await box.run_python(
+            "import sys; print('decimal' in sys.modules, 'sqlite3' in sys.modules)"
+        )
+        assert result.stdout == b"True False\n"
+
+
+async def test_what_cannot_be_preloaded_is_told(boxes: Sandboxes) -> None:
+    with pytest.raises(SandboxError, match="no_such_module"):
+        async with boxes.open(SandboxSpec(preload=("no_such_module",))):
+            pass
+    async with boxes.open(SandboxSpec()) as box:
+        assert (await box.exec(["true"])).ok
+
+
+# Turns, cancellation, the end.
+
+
+async def test_programs_of_one_sandbox_take_turns(box: Sandbox) -> None:
+    code = "import time; print(time.monotonic()); time.sleep(0.1); print(time.monotonic())"
+    results = await asyncio.gather(*[box.run_python(code) for _ in range(4)])
+    spans = sorted([float(word) for word in result.stdout.split()] for result in results)
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
+
+
+async def test_sandboxes_run_side_by_side_and_apart(boxes: Sandboxes) -> None:
+    async def one(number: int) -> bytes:
+        async with boxes.open(SandboxSpec(files={"own": str(number).encode()})) as box:
+            await box.exec(["sh", "-c", "ls -A /tmp /dev/shm; cat own > /tmp/own; sleep 0.5"])
+            return (await box.exec(["sh", "-c", "cat own /tmp/own"])).stdout
+
+    began = time.monotonic()
+    results = await asyncio.gather(*[one(number) for number in range(8)])
+    assert results == [f"{number}{number}".encode() for number in range(8)]
+    assert time.monotonic() - began < 8 * 0.5
+
+
+async def test_a_cancelled_program_ends_and_the_sandbox_lives(box: Sandbox) -> None:
+    running = asyncio.create_task(box.exec(["sh", "-c", "echo > began; sleep 20; echo > late"]))
+    await asyncio.sleep(0.3)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    result = await box.exec(["sh", "-c", "ls /proc | grep -c '^[0-9]'; ls"])
+    assert result.stdout.decode().split()[1:] == ["began"]
+    assert (await box.total()).killed == {"cancelled": 1}
+
+
+async def test_a_request_that_waits_for_its_turn_can_be_cancelled(box: Sandbox) -> None:
+    first = asyncio.create_task(box.exec(["sh", "-c", "sleep 0.4; echo first"]))
+    await asyncio.sleep(0.1)
+    second = asyncio.create_task(box.exec(["sh", "-c", "echo > second"]))
+    await asyncio.sleep(0.1)
+    second.cancel()
+    assert (await first).stdout == b"first\n"
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    with pytest.raises(InputError):
+        await box.read("second")
+
+
+async def test_the_end_of_a_sandbox_may_be_asked_for_twice(boxes: Sandboxes) -> None:
+    async with boxes.open(SandboxSpec()) as box:
+        await box.close()
+        await box.close()
+        for request in (
+            box.exec(["true"]),
+            box.run_python(""),
+            box.read("x"),
+            box.write("x", b""),
+            box.total(),
+        ):
+            with pytest.raises(SandboxError):
+                await request
+
+
+async def test_the_end_of_a_sandbox_ends_its_program(boxes: Sandboxes) -> None:
+    async with boxes.open(SandboxSpec()) as box:
+        running = asyncio.create_task(box.exec(["sleep", "20"]))
+        await asyncio.sleep(0.2)
+        began = time.monotonic()
+        await box.close()
+        with pytest.raises(SandboxError):
+            await running
+        assert time.monotonic() - began < 2
+
+
+async def test_more_sandboxes_than_there_is_room_for_wait() -> None:
+    async with sandboxes(concurrent=2) as few:
+
+        async def one(number: int) -> int:
+            async with few.open(SandboxSpec()) as box:
+                return int((await box.run_python(f"print({number})")).stdout)
+
+        assert await asyncio.gather(*[one(number) for number in range(12)]) == list(range(12))
+        async with few.open(SandboxSpec()), few.open(SandboxSpec()):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3), few.open(SandboxSpec()):
+                    pass
+        async with few.open(SandboxSpec()), few.open(SandboxSpec()) as box:
+            assert (await box.exec(["true"])).ok
+
+
+# Input and output.
+
+
+async def test_input_over_its_limit_is_refused(boxes: Sandboxes) -> None:
+    async with boxes.open(SandboxSpec(limits=SandboxLimits(input_kb=4))) as box:
+        assert (await box.exec(["wc", "-c"], stdin=bytes(4096))).stdout.split() == [b"4096"]
+        for request in (
+            box.exec(["cat"], stdin=bytes(4097)),
+            box.run_python("", stdin=bytes(4097)),
+        ):
+            with pytest.raises(InputError):
+                await request
+        assert (await box.exec(["true"])).ok
+
+
+async def test_input_need_not_be_read(box: Sandbox) -> None:
+    assert (await box.exec(["true"], stdin=bytes(900_000))).ok
+    result = await box.exec(["sh", "-c", "cat; cat"])
+    assert (result.stdout, result.exit) == (b"", 0)
+
+
+async def test_long_output_is_cut_and_marked(boxes: Sandboxes) -> None:
+    async with boxes.open(SandboxSpec(limits=SandboxLimits(output_kb=4))) as box:
+        whole = await box.run_python("import sys; sys.stdout.write('x' * 4096)")
+        assert (whole.stdout, whole.truncated) == (b"x" * 4096, False)
+        cut = await box.run_python(
+            "import sys; sys.stdout.write('x' * 20000); sys.stderr.write('short')"
+        )
+        assert (cut.stdout, cut.stderr, cut.truncated) == (b"x" * 4096, b"short", True)
+        assert (cut.exit, cut.killed_by, cut.usage.output_bytes) == (0, "", 20005)
+
+
+async def test_output_before_the_end_is_kept(box: Sandbox) -> None:
+    limits = SandboxLimits(wall_seconds=0.3)
+    result = await box.exec(["sh", "-c", "echo out; echo err >&2; sleep 20"], limits=limits)
+    assert (result.stdout, result.stderr, result.killed_by) == (b"out\n", b"err\n", "wall")
+
+
+# Limits.
+
+ONE_REASON_EACH = {
+    "wall": "import time; time.sleep(20)",
+    "cpu": "while True: pass",
+    "memory": """
+import time
+taken = []
+for _ in range(100):
+    taken.append(bytearray(b"x" * 2**20))
+    time.sleep(0.005)
+""",
+    "output": "import os\nwhile True: os.write(1, bytes(65536))",
+}
+
+
+@pytest.mark.parametrize("reason", ONE_REASON_EACH)
+async def test_each_limit_ends_a_program_by_its_name(boxes: Sandboxes, reason: str) -> None:
+    limits = SandboxLimits(
+        wall_seconds=0.5 if reason == "wall" else 8,
+        cpu_seconds=0.4,
+        memory_mb=64,
+        output_kb=4,
+    )
+    async with boxes.open(SandboxSpec(limits=limits)) as box:
+        result = await box.run_python(ONE_REASON_EACH[reason])
+        assert result.killed_by == reason
+        assert result.exit is None and not result.ok
+        assert (await box.run_python("print(1)")).ok
+        usage = await box.total()
+        assert (usage.killed, usage.executions) == ({reason: 1}, 2)
+
+
+async def test_what_is_full_stays_full_and_harms_nobody(boxes: Sandboxes) -> None:
+    limits = SandboxLimits(disk_mb=4, inodes=64)
+    fill = """
+import itertools
+try:
+    with open("big", "wb") as file:
+        for _ in range(20): file.write(bytes(1 << 20)); file.flush()
+except OSError as error:
+    print(error.errno)
+try:
+    for number in itertools.count(): open(f"{number}", "w").close()
+except OSError as error:
+    print(error.errno, number)
+"""
+    async with boxes.open(SandboxSpec(limits=limits)) as box:
+        result = await box.run_python(fill)
+        assert result.killed_by in ("", "disk", "inodes")
+        assert (
+            await box.run_python("import os; print(os.path.getsize('big') <= 4 << 20)")
+        ).stdout == b"True\n"
+        assert (
+            len((await box.run_python("import os; print(' '.join(os.listdir()))")).stdout.split())
+            <= 64
+        )
+        with pytest.raises(InputError):
+            await box.write("more", bytes(4 * MB))
+        await box.exec(["sh", "-c", "rm -r /work/*"])
+        await box.write("more", bytes(MB))
+
+
+async def test_processes_are_bounded_together(boxes: Sandboxes) -> None:
+    code = """
+import os, time
+for forked in range(40):
+    try:
+        if os.fork() == 0:
+            time.sleep(5); os._exit(0)
+    except OSError:
+        break
+print(forked)
+"""
+    async with boxes.open(SandboxSpec(limits=SandboxLimits(processes=8))) as box:
+        result = await box.run_python(code)
+        assert result.killed_by == "processes" or int(result.stdout) <= 8
+        assert result.usage.peak_processes <= 9
+        assert (await box.run_python("print(1)")).ok
+
+
+async def test_limits_of_one_program_only_tighten(boxes: Sandboxes) -> None:
+    async with boxes.open(SandboxSpec(limits=SandboxLimits(wall_seconds=0.5, output_kb=4))) as box:
+        wide = SandboxLimits(wall_seconds=20, output_kb=64)
+        began = time.monotonic()
+        result = await box.exec(["sh", "-c", "yes | head -c 8000; sleep 20"], limits=wide)
+        assert (result.killed_by, len(result.stdout)) == ("wall", 4096)
+        assert time.monotonic() - began < 3
+        tight = await box.exec(["sleep", "20"], limits=SandboxLimits(wall_seconds=0.1))
+        assert tight.usage.wall_seconds < 0.4
+
+
+# Files.
+
+
+async def test_files_are_read_and_written(box: Sandbox) -> None:
+    data = bytes(range(256)) * 1000
+    await box.write("new/folder/file.bin", data)
+    assert await box.read("new/folder/file.bin") == data
+    assert await box.read("/work/new/folder/file.bin", 10) == data[:10]
+    await box.write("new/folder/file.bin", b"short")
+    result = await box.exec(["cat", "new/folder/file.bin"])
+    assert result.stdout == b"short"
+    await box.write("/tmp/elsewhere", b"there")
+    assert (await box.exec(["cat", "/tmp/elsewhere"])).stdout == b"there"
+
+
+async def test_what_cannot_be_read_is_told(box: Sandbox) -> None:
+    await box.exec(["sh", "-c", "mkfifo pipe; ln -s loop loop; ln -s /dev/zero zero; mkdir folder"])
+    for path in (
+        "absent",
+        "pipe",
+        "loop",
+        "zero",
+        "folder",
+        "",
+        ".",
+        "/dev/zero",
+        "a\0b",
+        "x" * 5000,
+    ):
+        with pytest.raises(InputError):
+            await asyncio.wait_for(box.read(path), 5)
+        if path not in ("absent",):
+            with pytest.raises(InputError):
+                await asyncio.wait_for(box.write(path, b"x"), 5)
+    for path in ("/usr/file", "/etc/passwd", "/proc/self/comm", "folder/../pipe/x", "/file"):
+        with pytest.raises(InputError):
+            await box.write(path, b"x")
+
+
+async def test_names_that_are_no_text_do_no_harm(box: Sandbox) -> None:
+    await box.run_python(r"open(b'\xff\xfe', 'w').write('odd'); open('new\nline', 'w').write('x')")
+    assert await box.read("new\nline") == b"x"
+    with pytest.raises(InputError):
+        await box.read(os.fsdecode(b"\xff\xfe"))
+    with pytest.raises(InputError):
+        await box.run_python("print('\ud800')")
+    assert (await box.exec(["sh", "-c", "cat *"])).stdout == b"xodd"
+
+
+async def test_deep_folders_do_not_hinder_the_end(boxes: Sandboxes) -> None:
+    async with boxes.open(SandboxSpec()) as box:
+        code = "import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\nopen('end', 'w')"
+        await box.run_python(code)
+        with pytest.raises(InputError):
+            await box.read("d/" * 3000 + "end")
+        began = time.monotonic()
+    assert time.monotonic() - began < 3
+
+
+async def test_it_starts_with_its_archive_and_files(boxes: Sandboxes) -> None:
+    spec = SandboxSpec(
+        archive=archive(repo__a=b"from the archive", repo__b=b"b"),
+        files={"repo/a": b"from the files", "deep/er/c": b"c"},
+    )
+    async with boxes.open(spec) as box:
+        result = await box.exec(["sh", "-c", "cat repo/a repo/b deep/er/c; ls -A"])
+        assert result.stdout == b"from the filesbcdeep\nrepo\n"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(SandboxSpec(archive=b"no archive"), id="no archive"),
+        pytest.param(SandboxSpec(archive=archive(file=bytes(9999))[:60]), id="cut archive"),
+        pytest.param(SandboxSpec(archive=archive(**{"../../out": b"x"})), id="archive that climbs"),
+        pytest.param(SandboxSpec(files={"/etc/file": b"x"}), id="file outside"),
+        pytest.param(SandboxSpec(files={"a": b"x", "a/b": b"x"}), id="file below a file"),
+        pytest.param(
+            SandboxSpec(files={"a": bytes(3 * MB)}, limits=SandboxLimits(disk_mb=1)), id="no room"
+        ),
+        pytest.param(
+            SandboxSpec(archive=archive(a=bytes(3 * MB)), limits=SandboxLimits(disk_mb=1)),
+            id="no room for the archive",
+        ),
+    ],
+)
+async def test_what_cannot_be_unpacked_is_the_callers_mistake(
+    boxes: Sandboxes, spec: SandboxSpec
+) -> None:
+    with pytest.raises(InputError):
+        async with boxes.open(spec):
+            pass
+    async with boxes.open(SandboxSpec()) as box:
+        assert (await box.exec(["true"])).ok
+
+
+# What it counts.
+
+
+async def test_what_programs_used_is_plausible(box: Sandbox) -> None:
+    code = """
+import os, time
+data = bytearray(b"x" * (50 << 20))
+with open("file", "wb") as file:
+    file.write(data[: 8 << 20])
+end = time.process_time() + 0.5
+while time.process_time() < end:
+    pass
+print(len(open("file", "rb").read()))
+"""
+    used = (await box.run_python(code)).usage
+    assert 0.5 <= used.cpu_seconds < 1.5
+    assert used.cpu_seconds * 0.9 < used.wall_seconds < 8
+    assert 50 < used.peak_memory_mb < 120
+    assert 8 * MB - 4096 < used.written_bytes < 9 * MB
+    assert 8 * MB - 4096 < used.read_bytes < 9 * MB
+    assert 8 <= used.disk_mb < 9
+    assert (used.output_bytes, used.executions, used.killed) == (8, 1, {})
+    assert used.peak_processes == 1
+
+
+async def test_children_are_counted_too(box: Sandbox) -> None:
+    spin = "end=$(($(date +%s%N) + 300000000)); while [ $(date +%s%N) -lt $end ]; do :; done"
+    used = (await box.exec(["sh", "-c", f"({spin}) & ({spin}) & wait"])).usage
+    assert used.cpu_seconds > 0.2
+    assert used.peak_processes >= 3
+    left = await box.run_python("""
+import os, time
+if os.fork() == 0:
+    end = time.process_time() + 5
+    while time.process_time() < end: pass
+time.sleep(0.3)
+""")
+    assert 0.1 < left.usage.cpu_seconds < 1.5
+
+
+async def test_the_total_is_of_all_programs(box: Sandbox) -> None:
+    first = (await box.run_python("data = bytes(40 << 20); print('one')")).usage
+    second = (await box.exec(["sh", "-c", "echo second; echo more >&2"])).usage
+    killed = (await box.exec(["sleep", "9"], limits=SandboxLimits(wall_seconds=0.1))).usage
+    total = await box.total()
+    assert total.executions == 3
+    assert total.killed == killed.killed == {"wall": 1}
+    assert total.output_bytes == 4 + 12
+    assert total.wall_seconds == pytest.approx(
+        first.wall_seconds + second.wall_seconds + killed.wall_seconds
+    )
+    assert total.peak_memory_mb == max(
+        first.peak_memory_mb, second.peak_memory_mb, killed.peak_memory_mb
+    )
