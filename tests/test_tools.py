@@ -347,6 +347,7 @@ echo r > 'we"ird	näme'; printf 'new\0bin' > newbin; : > empty; echo i > x.ign; 
 echo n > deep/er/new.py; chmod +x deep/er/new.py; rm -r dir; echo file > dir; rm tolink
 ln -s /etc/passwd tolink; mkfifo other; mkdir __pycache__; echo > __pycache__/a.pyc
 printf b > $'bad\377name'; git init -q nested; echo n > nested/n
+truncate -s 60M large; mkdir -p $(printf 'd/%.0s' $(seq 900))
 """
 PLANT = r"""
 cd /work/repo; evil='touch /work/OWNED'; mkdir hooks
@@ -372,7 +373,7 @@ rm -f /work/.gitconfig; cd /work/pristine; git apply ../the.patch
 diff -r --no-dereference -x .git /work/repo . || true
 find . -path ./.git -prune -o -type f -perm -100 -printf '%P\n' | sort
 """
-NOT_IN_THE_PATCH = {"__pycache__", "fifo", "nested", "other", "sub", "x.ign"}
+NOT_IN_THE_PATCH = {"__pycache__", "d", "fifo", "large", "nested", "other", "sub", "x.ign"}
 
 
 async def _work(use: Bench) -> str:
@@ -402,7 +403,8 @@ async def test_a_patch_holds_all_changes_whatever_was_planted(bench: Open, wall:
         assert "run.sh" in last.split()
         assert b"deleted file mode" in patch and b"GIT binary patch" in patch
         shown = await use("git_diff")
-        assert shown.endswith(f"[cut: the patch has {len(patch)} bytes]") and len(shown) < 17_000
+        end = f"[cut: the patch has {len(patch)} bytes]\n[left out: large, nested/]\n"
+        assert shown.endswith(end) and len(shown) < 17_000
 
 
 async def test_a_patch_starts_where_it_is_told(bench: Open) -> None:
@@ -482,7 +484,7 @@ async def test_the_text_protocol_uses_the_same_tools(bench: Open) -> None:
     async with bench() as use:
         run = await run_protocol(chat, use.tools, [{"role": "user", "content": "Write 7."}])
     results = [step["text"] for step in run.steps if step["type"] == "tool_result"]
-    assert results[:2] == ["Made a: 1 bytes, 1 line.", "[exit status 0]\n7"]
+    assert results[:2] == ["Made a: 1 byte, 1 line.", "[exit status 0]\n7"]
     assert results[2].startswith("Error: /etc/passwd is outside")
     assert (run.ending, run.answer, run.tool_errors) == ("final", "7", 1)
 

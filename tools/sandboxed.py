@@ -71,19 +71,29 @@ async def read_patch(
 ) -> bytes:
     """What has changed since `base`, as a patch that `git apply` takes; empty where nothing has.
 
-    New files are in it but for what .gitignore names and what programs leave behind (byte code).
+    New files are in it but for what .gitignore names, what programs leave behind (byte code), and
+    what no such patch can hold: repositories in the repository, files over `max_bytes`.
     Renamed files are deleted and made. Nothing planted in the repository has a say in it.
 
     Raises:
         ToolError: there is no repository or no such commit, or the patch is longer.
     """
+    return (await _patch(sandbox, repository, base, max_bytes))[0]
+
+
+async def _patch(
+    sandbox: Sandbox, repository: str, base: str, max_bytes: int
+) -> tuple[bytes, list[str]]:
+    """The patch, and the names of what is new but not in it."""
     arguments = {"repository": repository, "base": base, "most": max_bytes}
     answer = await _ask(sandbox, "git_patch", **arguments)
+    names = answer.get("left_out")
+    left_out = [str(name) for name in names] if isinstance(names, list) else []
     if "file" not in answer:
-        return str(answer.get("patch", "")).encode("latin-1", "replace")
+        return str(answer.get("patch", "")).encode("latin-1", "replace"), left_out
     name = str(answer["file"])
     try:
-        return await sandbox.read(name, max_bytes)
+        return await sandbox.read(name, max_bytes), left_out
     except InputError as error:
         raise ToolError(f"the patch cannot be read: {error}") from error
     finally:
@@ -133,10 +143,12 @@ class _Bound:
         return _end_of(result) + _joined(head, cut, tail) + end
 
     async def git_diff(self) -> str:
-        patch = await read_patch(self._sandbox, repository=self._repository, base=self._base)
+        patch, left_out = await _patch(self._sandbox, self._repository, self._base, MAX_PATCH_BYTES)
         text = patch[:_SHOWN_PATCH_BYTES].decode("utf-8", "replace")
         if len(patch) > _SHOWN_PATCH_BYTES:
-            text += f"\n[cut: the patch has {len(patch)} bytes]"
+            text += f"\n[cut: the patch has {len(patch)} bytes]\n"
+        if left_out:
+            text += f"[left out: {', '.join(left_out[:20])}{' ...' * (len(left_out) > 20)}]\n"
         return text or "[nothing has changed]"
 
     async def _text(self, tool: str, arguments: dict[str, Any]) -> str:
@@ -225,8 +237,8 @@ def _said(result: ExecResult) -> str:
 
 
 def _ending(status: int, killed_by: object) -> str:
-    if killed_by in _LIMITS:
-        return f"[killed: {_LIMITS[str(killed_by)]}]"
+    if isinstance(killed_by, str) and killed_by in _LIMITS:
+        return f"[killed: {_LIMITS[killed_by]}]"
     return f"[killed by signal {_signal(-status)}]" if status < 0 else f"[exit status {status}]"
 
 

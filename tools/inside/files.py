@@ -149,7 +149,7 @@ def _line_number(data: bytes, at: int) -> int:
 
 def _size(data: bytes) -> str:
     lines = data.count(b"\n") + (not data.endswith(b"\n") and bool(data))
-    return f"{len(data)} bytes, {lines} line{'s' * (lines != 1)}"
+    return f"{len(data)} byte{'s' * (len(data) != 1)}, {lines} line{'s' * (lines != 1)}"
 
 
 def _replace(place: str, data: bytes) -> None:

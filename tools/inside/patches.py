@@ -51,7 +51,8 @@ def git_patch(repository: str, base: str, most: int) -> dict[str, Any]:
 
     Returns:
         `{"patch": text, its bytes as Latin-1}` or, of a long one, `{"file": its path}`, which is
-        the caller's to remove; `"left_out"`: repositories inside of it, which no patch can hold.
+        the caller's to remove; `"left_out"`: what is new but cannot be in it: repositories inside
+        of this one, files that cannot be read or are longer than the patch may be.
     """
     tree = resolve(repository)
     store = os.path.join(tree, ".git")
@@ -61,7 +62,7 @@ def git_patch(repository: str, base: str, most: int) -> dict[str, Any]:
     place = tempfile.mkdtemp(dir=os.environ.get("TMPDIR"))
     try:
         git = _Git(place, tree, store, commit)
-        left_out = git.stage()
+        left_out = git.stage(most)
         patch = git.patch(most)
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -143,13 +144,13 @@ class _Git:
             "GIT_ALLOW_PROTOCOL": "none",
         }
 
-    def stage(self) -> list[str]:
+    def stage(self, most: int) -> list[str]:
         """Makes an index of the base and of what is new; returns what cannot be in a patch."""
         self._run("read-tree", self._commit)
         strange = [name for name in self._names("--cached") if _is_strange(self._tree, name)]
         self._run("update-index", "-z", "--force-remove", "--stdin", names=strange)
         new = self._names("--others", "--exclude-standard")
-        left_out = [name for name in new if name.endswith(b"/") or not self._is_readable(name)]
+        left_out = [name for name in new if not self._can_be_added(name, most)]
         wanted = sorted(set(new) - set(left_out))
         self._run("add", "-N", "--pathspec-from-file=-", "--pathspec-file-nul", names=wanted)
         return [shown(os.fsdecode(name)) for name in left_out]
@@ -172,9 +173,12 @@ class _Git:
     def _names(self, *what: str) -> list[bytes]:
         return [name for name in self._run("ls-files", "-z", *what).split(b"\0") if name]
 
-    def _is_readable(self, name: bytes) -> bool:
+    def _can_be_added(self, name: bytes, most: int) -> bool:
         place = os.path.join(os.fsencode(self._tree), name)
-        return os.path.islink(place) or os.access(place, os.R_OK)
+        status = os.lstat(place)
+        if stat.S_ISLNK(status.st_mode):
+            return True
+        return stat.S_ISREG(status.st_mode) and status.st_size <= most and os.access(place, os.R_OK)
 
     def _run(self, *words: str, names: Sequence[bytes] | None = None) -> bytes:
         if names is not None and not names:
