@@ -199,6 +199,10 @@ class WorkersConfig(Section):
     """Rollouts at a time at the `dedicated` level, each in a process of its own."""
     heartbeat_seconds: float = Field(default=1.0, gt=0)
     """A worker that says nothing for this long is killed and replaced."""
+    memory_mb: int = Field(default=2048, ge=64)
+    """Of a worker behind a wall, with all that it starts (isolation "sandboxed")."""
+    disk_mb: int = Field(default=256, ge=1)
+    """That a worker behind a wall may write."""
     kill_grace_seconds: float = Field(default=2.0, ge=0)
     """Between a rollout's deadline, when it is cancelled, and the kill of its process tree."""
 

@@ -8,6 +8,7 @@ of its own, or be followed by `:ClassName`.
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -42,8 +43,11 @@ def entry_point_names() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
+@functools.cache
 def find(reference: str) -> type[Environment]:
     """The environment class that `reference` names.
+
+    Once found, it stays found: a worker behind a wall does not see the file any more.
 
     Args:
         reference: a built-in's name, an entry point's name, or `path/to/file.py[:ClassName]`.

@@ -31,7 +31,7 @@ class RunningServer:
 
     def __init__(
         self,
-        server: uvicorn.Server,
+        server: _Server,
         task: asyncio.Task[None],
         lifespan: Lifespan,
         host: str,
@@ -53,6 +53,11 @@ class RunningServer:
         """Returns when the server has ended; raises what ended it."""
         await asyncio.shield(self._task)
 
+    async def also_on(self, listener: socket.socket) -> asyncio.AbstractServer:
+        """Serves the same application on another listening socket, until what it returns is closed."""
+        loop = asyncio.get_running_loop()
+        return await loop.create_server(self._server.protocol, sock=listener)
+
     async def close(self) -> None:
         """Lets requests end for two seconds, cancels the rest, ends the app's lifespan."""
         self._server.should_exit = True
@@ -70,6 +75,12 @@ class RunningServer:
 
 class _Server(uvicorn.Server):
     """uvicorn's server without its signal handlers."""
+
+    def protocol(self) -> asyncio.Protocol:
+        """For one connection, as uvicorn makes it for its own sockets."""
+        return self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from ..api.server import serve_api
-from ..config import Settings
+from ..config import Settings, WorkersConfig
 from ..environment import Environment, Isolation
 from ..errors import ConfigError
 from ..proxy.server import Proxy
@@ -20,8 +20,10 @@ from ..rollouts.scheduler import Scheduler
 from ..rollouts.scoring import ScorerPool
 from ..sandbox.client import SandboxClient
 from ..sandbox.rooms import AttemptSandboxes
+from ..sandbox.service import SandboxService
 from ..tokens.flags import Actions
 from ..workers.local import LocalPool
+from ..workers.walled import Wall
 from .engines import look_at, make_engine, make_source
 from .progress import counted
 from .sandboxing import sandboxes_of, try_sandbox
@@ -51,16 +53,12 @@ async def machinery(
         ConfigError: RL needs exact tokens and the engine does not give any; or the environment
             needs a sandbox, and none can be made.
     """
-    if environment.isolation == "sandboxed":
-        raise ConfigError(
-            f"Environment {environment.name!r} needs a sandbox, and there is none yet.",
-            hint="Its agents run code that a model wrote; nothing weaker will do.",
-        )
     reference = absolute(env_reference)
     engine, demonstrator = make_engine(settings)
     _check_exact(engine.exact, need_exact)
     async with contextlib.AsyncExitStack() as stack:
-        address = await stack.enter_async_context(sandboxes_of(environment, settings.sandbox))
+        service = await stack.enter_async_context(sandboxes_of(environment, settings.sandbox))
+        address = service.address if service is not None else None
         await stack.enter_async_context(engine)
         source = make_source(settings, engine)
         if await look_at(engine, must_answer=need_engine):
@@ -79,7 +77,13 @@ async def machinery(
             sandbox_address=address,
         )
         scorer_is_up = await stack.enter_async_context(_coming_up(scorer))
-        pool = await stack.enter_async_context(LocalPool(settings.workers, [reference]))
+        workers = LocalPool(
+            settings.workers,
+            [reference],
+            wall=_worker_wall(settings.workers, environment, service, server.port),
+            listen=server.also_on,
+        )
+        pool = await stack.enter_async_context(workers)
         await scorer_is_up
         await trying
         yield Machinery(
@@ -102,6 +106,25 @@ async def machinery(
             slots=asyncio.Semaphore(_slots(settings, environment)),
             demonstrator=demonstrator,
         )
+
+
+def _worker_wall(
+    config: WorkersConfig, environment: Environment, service: SandboxService | None, port: int
+) -> Wall | None:
+    """What the workers live behind, where the environment asks for it.
+
+    Raises:
+        ConfigError: the sandboxes' wall is none that a worker can live behind.
+    """
+    if environment.isolation != "sandboxed" or service is None:
+        return None
+    if service.wall == "docker":
+        raise ConfigError(
+            f"Agents of {environment.name!r} live behind the wall themselves, and docker is none "
+            "for workers.",
+            hint="Use bubblewrap, namespace or landlock: --sandbox.wall auto.",
+        )
+    return Wall(kind=service.wall, port=port, memory_mb=config.memory_mb, disk_mb=config.disk_mb)
 
 
 def _check_exact(exact: bool, needed: bool) -> None:

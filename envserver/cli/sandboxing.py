@@ -16,8 +16,8 @@ from ..sandbox.watched import WatchedSandboxes
 @asynccontextmanager
 async def sandboxes_of(
     environment: Environment | type[Environment], config: SandboxConfig
-) -> AsyncIterator[str | None]:
-    """The address of a service that makes sandboxes, None where `environment` needs none.
+) -> AsyncIterator[SandboxService | None]:
+    """A service that makes sandboxes, None where `environment` needs none.
 
     An instance gets its `sandboxes`, for `tasks`.
 
@@ -30,7 +30,7 @@ async def sandboxes_of(
     async with SandboxService(config) as service:
         if isinstance(environment, Environment):
             environment.sandboxes = WatchedSandboxes(service.address)
-        yield service.address
+        yield service
 
 
 async def try_sandbox(sandboxes: SandboxClient, environment: Environment) -> None:

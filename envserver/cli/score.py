@@ -100,12 +100,13 @@ async def run_score(
                 target.write(_output_row(line.number, scored))
             progress(summary.rows, min(1.0, line.end / size))
 
-        async with (
-            sandboxes_of(find(reference), sandbox or SandboxConfig()) as address,
-            ScorerPool(reference, env_config, processes, sandbox_address=address) as scorers,
-        ):
+        async with sandboxes_of(find(reference), sandbox or SandboxConfig()) as service:
+            address = service.address if service is not None else None
             finder = _TaskFinder(reference, env_config, address)
-            await _Scoring(scorers, finder).run(source, deliver)
+            async with ScorerPool(
+                reference, env_config, processes, sandbox_address=address
+            ) as scorers:
+                await _Scoring(scorers, finder).run(source, deliver)
     summary.seconds = time.monotonic() - started
     return summary
 

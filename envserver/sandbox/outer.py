@@ -1,8 +1,8 @@
 """The outer layer of a wall, around a process that will fork what lives behind it.
 
-    prepare(wall)            before imports, which may start threads
-    ... imports ...
-    enter(wall, root, run)   `run` in the outer layer; nothing of the machine is left in its sight
+prepare(wall)            before imports, which may start threads
+... imports ...
+enter(wall, root, run)   `run` in the outer layer; nothing of the machine is left in its sight
 """
 
 from __future__ import annotations

@@ -198,10 +198,11 @@ _MAKE_NODE: tuple[tuple[_Numbers, int], ...] = (((133, None), 1), ((259, 33), 2)
 
 
 @functools.cache
-def program(*, inet: bool) -> bytes:
+def program(*, inet: bool, host: bool = False) -> bytes:
     """The filter, ready for `install`.
 
     Args:
+        host: the network is the host's: with `inet`, TCP sockets that connect are all that is left.
         inet: Unix, TCP and UDP sockets may be made, for a sandbox with a network of its own. Else
             none but pairs of connected ones: a Unix socket, too, can reach a server of the host.
 
@@ -214,7 +215,7 @@ def program(*, inet: bool) -> bytes:
             f"There is no system-call filter for {platform.machine()!r} machines.",
             hint=f"Known: {', '.join(_MACHINES)}. The wall 'docker' brings its own.",
         )
-    code = _assemble(machine, inet=inet)
+    code = _assemble(machine, inet=inet, host=host)
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 
 
@@ -247,7 +248,7 @@ def _failed(what: str) -> OSError:
     return OSError(number, f"{what}: {os.strerror(number)}")
 
 
-def _assemble(machine: _Machine, *, inet: bool) -> _Code:
+def _assemble(machine: _Machine, *, inet: bool, host: bool) -> _Code:
     column = machine.column
     code: _Code = [
         (_LOAD, 0, 0, _ARCHITECTURE),
@@ -261,13 +262,13 @@ def _assemble(machine: _Machine, *, inet: bool) -> _Code:
     for error, calls in _REFUSED.items():
         for numbers in calls.values():
             code += _when(numbers[column], [_refuse(error)])
-    for numbers, body in _judged(inet=inet):
+    for numbers, body in _judged(inet=inet, host=host):
         code += _when(numbers[column], body)
     code.append(_return(_ALLOW))
     return code
 
 
-def _judged(*, inet: bool) -> Iterable[tuple[_Numbers, _Code]]:
+def _judged(*, inet: bool, host: bool) -> Iterable[tuple[_Numbers, _Code]]:
     """Calls, and the code that decides on each; every path of it returns."""
     refuse, allow = _refuse(errno.EPERM), _return(_ALLOW)
     yield _CLONE, [_load(0), (_IF_ANY_BIT, 0, 1, _CLONE_NEW_ANY), refuse, allow]
@@ -290,19 +291,25 @@ def _judged(*, inet: bool) -> Iterable[tuple[_Numbers, _Code]]:
     yield _FCNTL, [_load(1), *_one_of((_F_SETPIPE_SZ,), refuse), allow]
     no_family = _refuse(errno.EAFNOSUPPORT)
     unix_only = [_load(0), (_IF_EQUAL, 1, 0, _AF_UNIX), no_family]
-    if inet:
+    if inet and not host:
         yield _SOCKETPAIR, [*unix_only, allow]
         yield _SOCKET, _sockets(no_family, allow)
     else:
         # One of a pair of datagram sockets could still send anywhere.
         connected = _one_of((_SOCK_STREAM, _SOCK_SEQPACKET), allow)
         yield _SOCKETPAIR, [*unix_only, _load(1), (_AND, 0, 0, _SOCK_TYPE), *connected, refuse]
-        yield _SOCKET, [no_family]
-        yield _CONNECT, [refuse]
+        yield _SOCKET, _tcp_sockets(no_family, allow) if inet else [no_family]
+        yield _CONNECT, [allow if inet else refuse]
         yield _BIND, [refuse]
 
 
 _DEVICES = (_CHARACTER_DEVICE, _BLOCK_DEVICE)
+
+
+def _tcp_sockets(refuse: _Instruction, allow: _Instruction) -> _Code:
+    code = [_load(0), (_IF_EQUAL, 2, 0, _AF_INET), (_IF_EQUAL, 1, 0, _AF_INET6), refuse]
+    code += [_load(1), (_AND, 0, 0, _SOCK_TYPE), (_IF_EQUAL, 1, 0, _SOCK_STREAM), refuse]
+    return [*code, _load(2), *_one_of(_IP_PROTOCOLS[:2], allow), refuse]
 
 
 def _sockets(refuse: _Instruction, allow: _Instruction) -> _Code:

@@ -28,7 +28,7 @@ class Birth:
         control: its socket to the server.
         output_fd: the pipe for all that it prints.
         directory: its own, for the current directory, HOME and TMPDIR.
-        nursery_pid: the process whose end is its own.
+        parent_pid: the process whose end is its own.
         kept_descriptors: what the environments opened while they were imported.
         heartbeat_seconds: how long it may say nothing.
     """
@@ -36,7 +36,7 @@ class Birth:
     control: socket.socket
     output_fd: int
     directory: Path
-    nursery_pid: int
+    parent_pid: int
     kept_descriptors: set[int]
     heartbeat_seconds: float
 
@@ -60,7 +60,7 @@ def become_worker(birth: Birth) -> NoReturn:
 def _leave_the_nursery(birth: Birth) -> None:
     """Own session, process group and death pact; no descriptor or handler of the nursery."""
     os.setsid()
-    linux.die_with_parent(birth.nursery_pid, signal.SIGKILL)
+    linux.die_with_parent(birth.parent_pid, signal.SIGKILL)
     linux.adopt_orphans()
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM):

@@ -20,10 +20,13 @@ from ..config import WorkersConfig
 from ..errors import WorkerDied, WorkerError
 from .handle import WorkerHandle
 from .pool import Assignment
-from .supervisor import Supervisor
+from .supervisor import Listen, Supervisor
+from .walled import Wall
 
 MAX_SUSPECTS = 4096
 MAX_PAUSE_SECONDS = 5.0
+_SPARE_WORKERS = 8
+"""Those that are still ending while others begin."""
 
 
 class _Slot:
@@ -51,10 +54,21 @@ class LocalPool:
     Args:
         config: how many processes, and how patient to be with them.
         env_references: environments that the parent imports once; others are imported when needed.
+        wall: what all processes live behind (each then runs one rollout); None: none.
+        listen: with a wall, serves the proxy on a listening socket.
     """
 
-    def __init__(self, config: WorkersConfig, env_references: list[str]) -> None:
+    def __init__(
+        self,
+        config: WorkersConfig,
+        env_references: list[str],
+        *,
+        wall: Wall | None = None,
+        listen: Listen | None = None,
+    ) -> None:
         self._config = config
+        self._wall = wall
+        self._listen = listen
         self._references = [registry.absolute(reference) for reference in env_references]
         self._slots: list[_Slot] = []
         self._suspects: dict[str, None] = {}
@@ -72,12 +86,15 @@ class LocalPool:
         config = self._config
         self._pooled_room = asyncio.Semaphore(config.processes * config.rollouts_per_process)
         self._dedicated_room = asyncio.Semaphore(config.dedicated)
-        self._slots = [_Slot() for _ in range(config.processes)]
+        self._slots = [_Slot() for _ in range(0 if self._wall else config.processes)]
         self._supervisor = Supervisor(
             self._references,
             heartbeat_seconds=config.heartbeat_seconds,
             kill_grace_seconds=config.kill_grace_seconds,
             on_gone=self._gone,
+            wall=self._wall,
+            most_workers=config.dedicated + _SPARE_WORKERS,
+            listen=self._listen,
         )
         await self._supervisor.start()
         self._group = asyncio.TaskGroup()
@@ -113,7 +130,7 @@ class LocalPool:
     async def run(self, assignment: Assignment) -> None:
         """See `pool.WorkerPool.run`."""
         rollout_id = assignment.rollout_id
-        alone = assignment.isolation == "dedicated" or rollout_id in self._suspects
+        alone = assignment.isolation != "pooled" or rollout_id in self._suspects
         place = self._own_worker if alone else self._pooled_worker
         try:
             async with place(assignment.deadline) as worker:

@@ -23,15 +23,21 @@ import socket
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
 from .. import registry
-from ..errors import EnvserverError
+from ..errors import ConfigError, EnvserverError
+from ..sandbox import outer, system
+from ..sandbox.room import NamespaceRoom
+from ..sandbox.wire import WHOLE_WALLS
 from . import linux
 from .child import Birth, become_worker
 from .output import Lines
+from .walled import Wall, live_behind
 
 READ_BYTES = 65536
 LOOK_ROUND_SECONDS = 1.0
@@ -47,6 +53,8 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
         root: directory for the workers' directories; removed at the end.
         references: environments to import now.
         heartbeat_seconds: how long a worker may say nothing.
+        wall: what every worker lives behind; None: none.
+        most_workers: that live at a time.
     """
 
     control_fd: int
@@ -54,6 +62,8 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     references: list[str]
     heartbeat_seconds: float
+    wall: Wall | None = None
+    most_workers: int = 1
 
 
 @dataclass
@@ -63,6 +73,7 @@ class _Worker:
     output_fd: int
     lines: Lines
     directory: Path
+    user: int | None
     oom_kills: int = field(default_factory=linux.out_of_memory_kills)
 
 
@@ -74,24 +85,61 @@ def main(boot_json: str) -> None:
     linux.adopt_orphans()
     control = socket.socket(fileno=boot.control_fd)
     try:
+        if boot.wall is not None:
+            outer.prepare(boot.wall.kind)
         ours = linux.open_descriptors()
         _preload(boot.references)
-        Nursery(boot, control, opened_by_imports=linux.open_descriptors() - ours).run()
+        users = _users(boot)
+        opened = linux.open_descriptors() - ours
+        if boot.wall is None:
+            Nursery(boot, control, opened, users).run()
+        else:
+            _run_walled(boot, boot.wall, Nursery(boot, control, opened, users))
     except EnvserverError as error:
         control.send(msgspec.msgpack.encode(["broken", error.kind, error.message, error.hint]))
+    except OSError as error:
+        if boot.wall is None:
+            raise
+        message = f"The wall {boot.wall.kind!r} around workers cannot be made: {error}."
+        hint = "`envserver doctor` shows what this machine can do."
+        control.send(msgspec.msgpack.encode(["broken", ConfigError.kind, message, hint]))
     finally:
         shutil.rmtree(boot.root, ignore_errors=True)
+
+
+def _users(boot: Boot) -> list[int | None]:
+    """Users for workers behind a wall, where a root may give each one of its own."""
+    first = outer.first_user("worker", boot.most_workers) if boot.wall is not None else None
+    if first is None:
+        return [None] * boot.most_workers
+    return list(range(first, first + boot.most_workers))
+
+
+def _run_walled(boot: Boot, wall: Wall, nursery: Nursery) -> None:
+    """The nursery goes into the outer layer: from now on it sees only what its workers may see."""
+    root = Path(boot.root, "outer")
+    root.mkdir(mode=0o711)
+    Path(boot.root).chmod(0o711)  # users of their own pass through
+    outer.enter(wall.kind, str(root), nursery.run)
 
 
 class Nursery:
     """The loop of the nursery process."""
 
-    def __init__(self, boot: Boot, control: socket.socket, opened_by_imports: set[int]) -> None:
+    def __init__(
+        self,
+        boot: Boot,
+        control: socket.socket,
+        opened_by_imports: set[int],
+        users: list[int | None],
+    ) -> None:
         self._boot = boot
+        self._users = users
+        """Those that no worker has at present."""
         self._control = control
         self._kept_descriptors = opened_by_imports
         self._workers: dict[int, _Worker] = {}
-        self._others = set(linux.children())
+        self._others: set[int] = set()
         """Children that are no workers but may live: started by imports, or removing files."""
         self._selector = selectors.DefaultSelector()
         self._wakeup = socket.socketpair()
@@ -99,10 +147,13 @@ class Nursery:
 
     def run(self) -> None:
         """Until the server closes its end, or dies."""
+        self._others |= set(linux.children())
         gc.collect()
         gc.freeze()
         self._listen_to_signals()
         self._selector.register(self._control, selectors.EVENT_READ, self._obey)
+        if self._in_own_namespace:
+            sys.path[:] = system.search_path()
         self._tell("up", os.getpid())
         try:
             while not self._stopping:
@@ -139,16 +190,21 @@ class Nursery:
         else:
             self._kill(worker_id)
 
+    @property
+    def _in_own_namespace(self) -> bool:
+        wall = self._boot.wall
+        return wall is not None and wall.kind in WHOLE_WALLS
+
     def _fork(self, worker_id: str, control: socket.socket) -> None:
-        directory = Path(self._boot.root) / worker_id
-        directory.mkdir(mode=0o700)
+        user = self._users.pop() if self._users else None
+        directory = self._directory_for(worker_id, user)
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
         birth = Birth(
             control=control,
             output_fd=writing,
             directory=directory,
-            nursery_pid=os.getpid(),
+            parent_pid=1 if self._in_own_namespace else os.getpid(),
             kept_descriptors=self._kept_descriptors,
             heartbeat_seconds=self._boot.heartbeat_seconds,
         )
@@ -159,13 +215,34 @@ class Nursery:
             self._tell("exit", worker_id, None, f"it could not be forked: {error}", False)
         else:
             if pid == 0:
-                become_worker(birth)
-            worker = _Worker(worker_id, pid, reading, Lines(time.monotonic()), directory)
+                self._become(birth, worker_id, user)
+            worker = _Worker(worker_id, pid, reading, Lines(time.monotonic()), directory, user)
             self._workers[pid] = worker
             self._selector.register(reading, selectors.EVENT_READ, lambda: self._read(worker))
-            self._tell("forked", worker_id, pid)
+            # A number of our own namespace is somebody else's in the server's.
+            self._tell("forked", worker_id, None if self._in_own_namespace else pid)
         os.close(writing)
         control.close()
+
+    def _directory_for(self, worker_id: str, user: int | None) -> Path:
+        if self._in_own_namespace:
+            return Path(NamespaceRoom.work)
+        directory = Path(self._boot.root) / worker_id
+        directory.mkdir(mode=0o700)
+        if user is not None:
+            os.chown(directory, user, user)
+        return directory
+
+    def _become(self, birth: Birth, worker_id: str, user: int | None) -> NoReturn:
+        """In the fork."""
+        wall = self._boot.wall
+        if wall is None:
+            become_worker(birth)
+        live_behind(wall, user, birth, partial(self._hand_out, worker_id))
+
+    def _hand_out(self, worker_id: str, listener: socket.socket) -> None:
+        message = msgspec.msgpack.encode(["listening", worker_id])
+        socket.send_fds(self._control, [message], [listener.fileno()])
 
     def _kill(self, worker_id: str) -> None:
         for pid, worker in self._workers.items():
@@ -226,7 +303,9 @@ class Nursery:
             self._selector.unregister(worker.output_fd)
         os.close(worker.output_fd)
         starved = linux.out_of_memory_kills() > worker.oom_kills
-        self._remove(worker.directory)
+        if not self._in_own_namespace:
+            self._remove(worker.directory)
+        self._users.append(worker.user)
         self._tell("exit", worker.id, status, worker.lines.tail(), starved)
 
     def _kill_orphans(self) -> None:

@@ -28,6 +28,7 @@ from ..errors import ConfigError, EnvserverError, NotFoundError
 from . import linux
 from .nursery import READ_BYTES, Boot
 from .output import Lines
+from .walled import Wall
 
 IMPORT_SECONDS = 300.0
 """For the environments' imports; some load a machine-learning framework."""
@@ -65,8 +66,8 @@ class NurseryProcess:
     Args:
         references: environments to import.
         on_message: gets each message about a worker: ["forked", id, pid],
-            ["lines", id, lines, dropped bytes] or
-            ["exit", id, status, last output, whether memory ran out].
+            ["lines", id, lines, dropped bytes], ["listening", id, a listening socket of its
+            network] or ["exit", id, status, last output, whether memory ran out].
         on_gone: called once when the process is gone, unless `close` was called.
     """
 
@@ -75,11 +76,15 @@ class NurseryProcess:
         references: list[str],
         *,
         heartbeat_seconds: float,
+        wall: Wall | None,
+        most_workers: int,
         on_message: Callable[[list[Any]], None],
         on_gone: Callable[[], None],
     ) -> None:
         self._references = references
         self._heartbeat_seconds = heartbeat_seconds
+        self._wall = wall
+        self._most_workers = most_workers
         self._on_message = on_message
         self._on_gone = on_gone
         self._loop = asyncio.get_running_loop()
@@ -117,6 +122,8 @@ class NurseryProcess:
             root=self.root,
             references=self._references,
             heartbeat_seconds=self._heartbeat_seconds,
+            wall=self._wall,
+            most_workers=self._most_workers,
         )
         path = orjson.dumps([str(Path(entry).absolute()) for entry in sys.path]).decode()
         self._process = subprocess.Popen(
@@ -188,11 +195,11 @@ class NurseryProcess:
 
     def _receive(self) -> None:
         try:
-            data = self._control.recv(READ_BYTES * 4)
+            data, descriptors, _, _ = socket.recv_fds(self._control, READ_BYTES * 4, 1)
         except BlockingIOError:
             return
         except ConnectionError:
-            data = b""
+            data, descriptors = b"", []
         if not data:
             self._lost()
             return
@@ -204,7 +211,7 @@ class NurseryProcess:
             error = NotFoundError if kind == NotFoundError.kind else ConfigError
             self._settle(error(text, hint=hint))
         else:
-            self._on_message(message)
+            self._on_message([*message, *(socket.socket(fileno=fd) for fd in descriptors)])
 
     def _lost(self) -> None:
         self._read_output()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import structlog
@@ -19,6 +19,9 @@ from .deaths import End
 from .frames import BEATS_PER_SILENCE
 from .handle import WorkerHandle
 from .nursery_process import NurseryProcess
+from .walled import Wall
+
+Listen = Callable[[socket.socket], Coroutine[Any, Any, asyncio.AbstractServer]]
 
 KILL_SECONDS = 5.0
 """For the nursery to report the end of a worker that it was told to kill."""
@@ -33,6 +36,9 @@ class Supervisor:
     Args:
         references: environments to import once.
         on_gone: called once for every worker, when it is gone.
+        wall: what they live behind, None for none.
+        most_workers: that live at a time.
+        listen: serves the proxy on a listening socket, until the returned server is closed.
     """
 
     def __init__(
@@ -42,12 +48,19 @@ class Supervisor:
         heartbeat_seconds: float,
         kill_grace_seconds: float,
         on_gone: Callable[[WorkerHandle], None],
+        wall: Wall | None = None,
+        most_workers: int = 1,
+        listen: Listen | None = None,
     ) -> None:
         self.handles: dict[str, WorkerHandle] = {}
         self._references = references
         self._heartbeat_seconds = heartbeat_seconds
         self._kill_grace_seconds = kill_grace_seconds
         self._on_gone = on_gone
+        self._wall = wall
+        self._most_workers = most_workers
+        self._listen = listen
+        self._listening: dict[str, asyncio.Task[asyncio.AbstractServer]] = {}
         self._ids = itertools.count(1)
         self._up = asyncio.Event()
         self._lost = asyncio.Event()
@@ -62,6 +75,8 @@ class Supervisor:
         self._nursery = NurseryProcess(
             self._references,
             heartbeat_seconds=self._heartbeat_seconds,
+            wall=self._wall,
+            most_workers=self._most_workers,
             on_message=self._hear,
             on_gone=self._nursery_gone,
         )
@@ -134,14 +149,32 @@ class Supervisor:
         kind, worker_id, *facts = message
         handle = self.handles.get(worker_id)
         if handle is None:
+            if kind == "listening":
+                facts[0].close()
             return
         match kind:
             case "forked":
                 (handle.pid,) = facts
             case "lines":
                 _log_output(handle, *facts)
+            case "listening":
+                self._serve_on(worker_id, *facts)
             case "exit":
                 handle.ended(End(*facts))
+
+    def _serve_on(self, worker_id: str, listener: socket.socket) -> None:
+        if self._listen is None:
+            listener.close()
+            return
+        listener.setblocking(False)
+        self._listening[worker_id] = asyncio.create_task(self._listen(listener))
+
+    def _stop_serving(self, worker_id: str) -> None:
+        task = self._listening.pop(worker_id, None)
+        if task is None:
+            return
+        if not task.cancel():
+            task.result().close()
 
     def _kill(self, handle: WorkerHandle) -> None:
         if handle.gone.is_set():
@@ -156,6 +189,7 @@ class Supervisor:
 
     def _gone(self, handle: WorkerHandle) -> None:
         del self.handles[handle.id]
+        self._stop_serving(handle.id)
         self._on_gone(handle)
 
     def _nursery_gone(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -27,6 +28,7 @@ class StandIn:
         self.served: list[bytes] = []
         self.chats: list[dict[str, Any]] = []
         self.url = ""
+        self.runner: web.AppRunner | None = None
         self._jobs: dict[str, dict[str, Any]] = {}
         self._numbers = itertools.count()
 
@@ -35,6 +37,7 @@ class StandIn:
         do: str,
         *,
         kind: str = "Zoo",
+        file: str = ZOO,
         isolation: str = "pooled",
         seconds: float = 30.0,
         rollout_id: str = "",
@@ -48,7 +51,7 @@ class StandIn:
             "rollout_id": rollout_id,
             "attempt": 1,
             "env": kind.lower(),
-            "env_reference": f"{ZOO}:{kind}",
+            "env_reference": f"{file}:{kind}",
             "env_config": config or {},
             "task": {"id": "only", "public": {"do": do, **public}},
             "model": "tiny",
@@ -58,10 +61,20 @@ class StandIn:
         return Assignment(
             rollout_id=rollout_id,
             url=f"{self.url}/r/{key}",
-            env_reference=f"{ZOO}:{kind}",
+            env_reference=f"{file}:{kind}",
             isolation=isolation,  # type: ignore[arg-type]
             deadline=deadline,
         )
+
+    async def also_on(self, listener: socket.socket) -> asyncio.AbstractServer:
+        """Serves on another listening socket, too."""
+        assert self.runner is not None
+        factory = self.runner.server
+        return await asyncio.get_running_loop().create_server(factory, sock=listener)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
 
     def posted(self, assignment: Assignment) -> dict[str, Any]:
         return self.results[assignment.url.rpartition("/")[2]]
@@ -109,6 +122,7 @@ async def serving() -> AsyncIterator[StandIn]:
     standin = StandIn()
     runner = web.AppRunner(standin.app(), access_log=None)
     await runner.setup()
+    standin.runner = runner
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     host, port = runner.addresses[0]

@@ -1,0 +1,95 @@
+"""Agents that try to get out of a walled worker, for test_walled_workers.py."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from envserver import Environment, Score, Task
+
+SECRET = "the-hidden-answer"
+
+
+class Walled(Environment):
+    isolation = "sandboxed"
+
+    def tasks(self, split):
+        yield Task("only", {"do": "look"}, {"answer": SECRET})
+
+    def score(self, task, result):
+        return Score(reward=1.0)
+
+    async def rollout(self, task, run):
+        return await getattr(self, task.public["do"])(task.public, run)
+
+    async def look(self, public, run):
+        return {
+            "environ": dict(os.environ),
+            "cwd": str(Path.cwd()),
+            "uid": os.getuid(),
+            "processes": [int(name) for name in os.listdir("/proc") if name.isdigit()],
+            "root": sorted(os.listdir("/")),
+            "network": sorted(os.listdir("/sys/class/net")) if Path("/sys").exists() else [],
+        }
+
+    async def read(self, public, run):
+        return Path(public["path"]).read_text()[:200]
+
+    async def connect(self, public, run):
+        with socket.create_connection((public["host"], public["port"]), timeout=2):
+            return "connected"
+
+    async def connect_unix(self, public, run):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(public["path"])
+            return "connected"
+
+    async def chat(self, public, run):
+        reply = await run.chat([{"role": "user", "content": "hi"}])
+        asked = {"model": run.model, "messages": [{"role": "user", "content": "hi"}]}
+        answer = await run.client.chat.completions.create(**asked)
+        return [reply.content, answer.choices[0].message.content]
+
+    async def compute(self, public, run):
+        Path("notes.txt").write_text("kept here")
+        printed = subprocess.run(
+            [sys.executable, "-c", "print(6 * 7)"], capture_output=True, text=True, check=True
+        )
+        return [printed.stdout.strip(), Path("notes.txt").read_text()]
+
+    async def eat_memory(self, public, run):
+        pieces = []
+        while True:
+            pieces.append(bytearray(16 * 2**20))
+            pieces[-1][::4096] = b"x" * len(pieces[-1][::4096])
+            if len(pieces) % 4 == 0:  # one process is bounded by itself: share it out
+                child = os.fork()
+                if child:
+                    os.waitpid(child, 0)
+
+    async def fill_disk(self, public, run):
+        with Path("big").open("wb") as file:
+            for _ in range(4096):
+                file.write(b"x" * 2**20)
+
+    async def leave_something(self, public, run):
+        for _ in range(3):
+            subprocess.Popen(
+                ["sh", "-c", f"setsid sleep 300 & exec sleep 300 # {public['marker']}"],
+                start_new_session=True,
+            )
+        return "left"
+
+    async def die(self, public, run):
+        print("last words", flush=True)
+        os.kill(os.getpid(), public["signal"])
+
+    async def mount(self, public, run):
+        return subprocess.run(["unshare", "-Ur", "true"], capture_output=True).returncode
+
+    async def spin(self, public, run):
+        while True:
+            pass
