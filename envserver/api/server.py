@@ -54,7 +54,7 @@ class RunningServer:
         await asyncio.shield(self._task)
 
     async def also_on(self, listener: socket.socket) -> asyncio.AbstractServer:
-        """Serves the same application on another listening socket, until what it returns is closed."""
+        """Serves the application on another socket, too, until what is returned is closed."""
         loop = asyncio.get_running_loop()
         return await loop.create_server(self._server.protocol, sock=listener)
 

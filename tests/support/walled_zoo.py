@@ -30,9 +30,8 @@ class Walled(Environment):
             "environ": dict(os.environ),
             "cwd": str(Path.cwd()),
             "uid": os.getuid(),
-            "processes": [int(name) for name in os.listdir("/proc") if name.isdigit()],
-            "root": sorted(os.listdir("/")),
-            "network": sorted(os.listdir("/sys/class/net")) if Path("/sys").exists() else [],
+            "processes": [int(e.name) for e in Path("/proc").iterdir() if e.name.isdigit()],
+            "root": sorted(e.name for e in Path("/").iterdir()),
         }
 
     async def read(self, public, run):
