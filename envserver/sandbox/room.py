@@ -107,6 +107,11 @@ class HostRoom:
     def furnish(self, disk_bytes: int, inodes: int) -> None:
         Path(self.work).mkdir()
         Path(self.temporary).mkdir()
+        if self._confined:
+            from . import landlock
+
+            # A link that a program leaves must not lead the server inside anywhere else.
+            landlock.restrict([*self._readable, "/proc"], [self._root])
 
     def enclose(self, processes: int) -> None:
         if self._own_user:
