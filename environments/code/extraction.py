@@ -1,0 +1,85 @@
+"""Finds the program in what a model said. Pure.
+
+Only fenced blocks of the visible text count: the last one that parses and defines the function at
+its top level, else the last one, else there is none. Text outside of a fence is never a program.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Iterator
+
+from tools.visible import visible_text
+
+MAX_CODE_CHARACTERS = 50_000
+"""A longer program is none."""
+
+_OPENING = re.compile(r"(?m)^([ \t]*)(`{3,}|~{3,})[ \t]*([^\n`]*)\n")
+
+
+def extract_code(text: str, entry_point: str) -> str | None:
+    """The program in `text` that should define `entry_point`, None where there is none."""
+    seen = visible_text(text.replace("\r\n", "\n"))
+    blocks = [] if seen is None else list(fenced_blocks(seen))
+    for block in reversed(blocks):
+        if entry_point in defined_names(block):
+            return block
+    return blocks[-1] if blocks else None
+
+
+def fenced_blocks(text: str) -> Iterator[str]:
+    """The insides of the fenced blocks of `text`, in order; one that is never closed is none."""
+    position = 0
+    while opening := _OPENING.search(text, position):
+        indent, fence = opening[1], opening[2]
+        inside, position = _until_closed(text, opening.end(), fence)
+        if inside is None:
+            return
+        yield re.sub(f"(?m)^[ \t]{{1,{len(indent)}}}", "", inside) if indent else inside
+
+
+def defined_names(code: str) -> set[str]:
+    """The names that the top level of `code` defines; none where it cannot be parsed."""
+    tree = parsed(code)
+    names: set[str] = set()
+    for statement in tree.body if tree else []:
+        match statement:
+            case ast.FunctionDef() | ast.ClassDef() | ast.AsyncFunctionDef():
+                names.add(statement.name)
+            case ast.Assign():
+                names.update(t.id for t in statement.targets if isinstance(t, ast.Name))
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
+            case ast.Import() | ast.ImportFrom():
+                names.update(alias.asname or alias.name for alias in statement.names)
+    return names
+
+
+def parsed(code: str, limit: int | None = MAX_CODE_CHARACTERS) -> ast.Module | None:
+    """`code` as a tree, None where it is no Python or longer than `limit` characters."""
+    if limit is not None and len(code) > limit:
+        return None
+    try:
+        with warnings.catch_warnings():
+            # An invalid escape in a model's program is no news of ours.
+            warnings.simplefilter("ignore")
+            return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _until_closed(text: str, start: int, fence: str) -> tuple[str | None, int]:
+    """What stands before the closing fence, and where that ends.
+
+    It is on a line of its own; a sloppy one, at the end of a line, is taken where no other is.
+    """
+    mark = re.escape(fence)
+    closing = re.search(rf"(?m)^[ \t]*{mark}[{fence[0]}]*[ \t]*$", text[start:])
+    following = _OPENING.search(text, start)
+    if closing is None or (following and following.start() < start + closing.start()):
+        closing = re.search(mark, text[start:]) or closing
+    if closing is None:
+        return None, len(text)
+    return text[start : start + closing.start()], start + closing.end()

@@ -1,0 +1,176 @@
+"""Runs in the sandbox: a program, and calls of its function. Sent there as text, not imported here.
+
+In: JSON on stdin (`code`, `preamble`, `prelude`, `entry_point`, `calls`, and the limits of a call
+and of its value). Out: lines on what was stdout: `ready` once the program is
+loaded (or why it is not), then one per call: `[number, "v", value]` (`values` says how one is
+written) or `[number, "e", what went wrong]`. What the program prints goes nowhere.
+
+The program shares this process and can forge any line. It gains nothing: the values that the tests
+want never come here, so it can only say what it could as well return. Nothing here is a wall; the
+sandbox is.
+"""
+
+import builtins
+import collections
+import json
+import os
+import signal
+import sys
+import types
+
+ERROR_CHARACTERS = 600
+
+
+SLOW_CALLS = 2
+"""After so many calls that took too long nothing more is tried."""
+
+
+class TimeIsUp(BaseException):
+    """The call took too long."""
+
+
+class Unwritable(Exception):
+    """The value is of no exact built-in type, or too large."""
+
+
+def time_is_up(number, frame):
+    raise TimeIsUp
+
+
+class Writer:
+    """Values as JSON shapes, bounded in depth and number."""
+
+    def __init__(self, depth, nodes, text):
+        self.depth = depth
+        self.left = nodes
+        self.text = text
+
+    def write(self, value, level=0):
+        self.left -= 1
+        if self.left < 0:
+            raise Unwritable("the value is too large")
+        if level > self.depth:
+            raise Unwritable("the value is nested too deeply")
+        kind = type(value)
+        if value is None or kind is bool:
+            return value
+        if kind is str:
+            return self.fitting(value)
+        if kind is int:
+            return value if -(10**18) < value < 10**18 else ["i", self.digits(value)]
+        if kind is float:
+            return ["f", float.hex(value)]
+        if kind is complex:
+            return ["c", float.hex(value.real), float.hex(value.imag)]
+        if kind is bytes:
+            return ["b", bytes.hex(self.fitting(value))]
+        if kind in TAGS and len(value) <= self.left:
+            # A copy: nobody changes it meanwhile.
+            return [TAGS[kind], [self.write(item, level + 1) for item in list(value)]]
+        if dict in type.mro(kind) and dict.__len__(value) <= self.left:
+            pairs = [part for pair in dict.items(value) for part in pair]
+            return ["d", [self.write(part, level + 1) for part in pairs]]
+        if kind in TAGS or dict in type.mro(kind):
+            raise Unwritable("the value is too large")
+        raise Unwritable(f"a value of type {kind.__name__} cannot be compared")
+
+    def fitting(self, value):
+        self.text -= len(value)
+        if self.text < 0:
+            raise Unwritable("the value is too large")
+        return value
+
+    def digits(self, value):
+        if value.bit_length() > 64_000:
+            raise Unwritable("the value is too large")
+        return format(value, "x")
+
+
+TAGS = {list: "l", tuple: "t", set: "s", frozenset: "z", collections.deque: "q"}
+
+
+def main():
+    request = json.loads(sys.stdin.buffer.read())
+    lines = os.dup(1)
+    nowhere = os.open("/dev/null", os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nowhere, descriptor)
+    write, dumps, setitimer, leave = os.write, json.dumps, signal.setitimer, os._exit
+    signal.signal(signal.SIGALRM, time_is_up)
+    signal.signal(signal.SIGPROF, time_is_up)
+
+    def say(line):
+        data = (line + "\n").encode()
+        while data:
+            data = data[write(lines, data) :]
+
+    def alarm(cpu_seconds, wall_seconds):
+        setitimer(signal.ITIMER_PROF, cpu_seconds)
+        setitimer(signal.ITIMER_REAL, wall_seconds)
+
+    seconds = request["cpu_seconds"], request["wall_seconds"]
+    try:
+        alarm(*seconds)
+        function = loaded(request)
+        alarm(0, 0)
+    except BaseException as error:  # noqa: BLE001 - a program may raise anything
+        alarm(0, 0)
+        say(dumps(["load", described(error)]))
+        leave(0)
+    names = {"__name__": "tests", "__builtins__": builtins}
+    exec(request["prelude"], names)
+    names[request["entry_point"]] = function
+    say('["ready"]')
+    left, slow = request["total"], 0
+    for number, call in request["calls"]:
+        if slow == SLOW_CALLS:
+            say(dumps([number, "e", "other calls took too long"]))
+            continue
+        line = dumps([number, "e", "the results are too large"])
+        try:
+            alarm(*seconds)
+            value = eval(call, names)
+            shape = Writer(request["depth"], request["nodes"], request["text"]).write(value)
+            text = dumps(shape)
+            alarm(0, 0)
+            if len(text) <= min(left, request["text"]):
+                left -= len(text)
+                line = f'[{number}, "v", {text}]'
+        except BaseException as error:  # noqa: BLE001 - a program may raise anything
+            alarm(0, 0)
+            slow += type(error) is TimeIsUp
+            line = dumps([number, "e", described(error)])
+        say(line)
+    # Not by the way out: exit handlers and threads of the program have nothing to do here.
+    leave(0)
+
+
+def loaded(request):
+    """The function that the program defines."""
+    module = types.ModuleType("solution")
+    sys.modules["solution"] = module
+    sys.argv = ["solution.py"]
+    for name in ("preamble", "code"):
+        exec(compile(request[name], "solution.py", "exec"), module.__dict__)
+    return module.__dict__[request["entry_point"]]
+
+
+def described(error):
+    """The exception in a line, whatever its own methods do."""
+    try:
+        if type(error) is TimeIsUp:
+            return "it took too long"
+        if type(error) is Unwritable:
+            return str(error)[:ERROR_CHARACTERS]
+        line = ""
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == "solution.py":
+                line = f" (line {trace.tb_lineno})"
+            trace = trace.tb_next
+        return f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS] + line
+    except BaseException:  # noqa: BLE001 - its methods are the program's
+        return "an exception that cannot be shown"
+
+
+main()

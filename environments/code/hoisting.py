@@ -1,0 +1,236 @@
+"""Takes an assert apart: the calls of the function under test, and what is claimed of their values.
+
+    assert abs(area(2) - 12.566) < 1e-3
+
+becomes the call `area(2)`, which runs in the sandbox, and `abs(value - 12.566) < 1e-3`, which is
+evaluated here. So what a test wants is never where a program could read it. Pure.
+
+A test that cannot be taken apart has a reason: it needs names of the program (its classes, other
+functions), it is no single assert, it uses what `expressions` does not know.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .expressions import evaluate, why_unsupported
+from .extraction import parsed
+from .values import BadValue
+from .vocabulary import Unevaluable
+
+MAX_TEST_CHARACTERS = 20_000
+MAX_UNROLLED = 100
+"""Turns of a loop over calls in one assert."""
+
+_FOR_CALLS = frozenset(name for name in dir(builtins) if not name.startswith("_")) - {
+    "open", "exec", "eval", "compile", "input", "exit", "quit", "globals", "locals", "vars",
+    "breakpoint", "print", "help", "copyright", "credits", "license",
+}  # fmt: skip
+_MODULES = {
+    "math", "collections", "itertools", "functools", "datetime", "decimal", "fractions", "string",
+    "copy", "re", "heapq", "statistics", "random", "operator",
+}  # fmt: skip
+_FROM_MODULES = {
+    "collections": ("deque", "Counter", "OrderedDict", "defaultdict"),
+    "decimal": ("Decimal",),
+    "fractions": ("Fraction",),
+    "math": ("inf", "nan", "pi", "sqrt"),
+    "datetime": ("date", "datetime", "timedelta"),
+}
+
+
+class NotHoistable(Exception):
+    """Why a test cannot be taken apart, in few words."""
+
+
+@dataclass(frozen=True)
+class HoistedTest:
+    """A test in two parts.
+
+    Args:
+        source: as it was written.
+        calls: sources of the calls.
+        claim: an expression in which the names `_call_0`, `_call_1` ... stand for their values.
+    """
+
+    source: str
+    calls: tuple[str, ...]
+    claim: ast.expr
+
+    def holds(self, values: Mapping[int, Any]) -> bool:
+        """Whether the claim is true of the calls' values; a call that is missing raised."""
+        try:
+            return bool(evaluate(self.claim, {_name(n): value for n, value in values.items()}))
+        except (Unevaluable, BadValue, ArithmeticError, TypeError, ValueError, LookupError,
+                AttributeError, RecursionError, MemoryError):  # fmt: skip
+            return False
+
+
+def prelude(sources: tuple[str, ...]) -> str:
+    """The imports that these calls need: tests have names of their own, not the program's."""
+    names = {
+        node.id
+        for source in sources
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Name)
+    }
+    lines = [f"import {module}" for module in sorted(_MODULES & names)]
+    for module, offered in _FROM_MODULES.items():
+        lines += [f"from {module} import {name}" for name in offered if name in names]
+    # `import datetime` and `from datetime import datetime` cannot both be meant.
+    return "\n".join(line for line in lines if line != "from datetime import datetime")
+
+
+@functools.lru_cache(maxsize=4096)
+def hoisted(source: str, entry_point: str) -> HoistedTest:
+    """`source`, one assert, taken apart.
+
+    Raises:
+        NotHoistable: it cannot be.
+    """
+    if len(source) > MAX_TEST_CHARACTERS:
+        raise NotHoistable("it is too long")
+    tree = parsed(source.strip())
+    if tree is None:
+        raise NotHoistable("it is no Python")
+    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.Assert):
+        raise NotHoistable("it is no single assert")
+    try:
+        hoister = _Hoister(entry_point)
+        claim = hoister.visit(_Unroller(entry_point).visit(tree.body[0].test))
+    except RecursionError as error:
+        raise NotHoistable("it is nested too deeply") from error
+    if not hoister.calls:
+        raise NotHoistable("it calls nothing")
+    known = {_name(number) for number in range(len(hoister.calls))}
+    reason = why_unsupported(claim, known)
+    if reason:
+        raise NotHoistable(reason)
+    return HoistedTest(source.strip(), tuple(hoister.calls), claim)
+
+
+def _name(number: int) -> str:
+    return f"_call_{number}"
+
+
+def _calls_of(node: ast.AST, entry_point: str) -> bool:
+    return any(isinstance(n, ast.Name) and n.id == entry_point for n in ast.walk(node))
+
+
+class _Hoister(ast.NodeTransformer):
+    """Replaces each outermost call of the function by a name."""
+
+    def __init__(self, entry_point: str) -> None:
+        self._entry_point = entry_point
+        self.calls: list[str] = []
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if not (isinstance(node.func, ast.Name) and node.func.id == self._entry_point):
+            return self.generic_visit(node)
+        _check_names(node, self._entry_point)
+        source = ast.unparse(node)
+        # The same call twice is two calls: `f(1) == f(1)` asks whether it is stable.
+        self.calls.append(source)
+        return ast.Name(_name(len(self.calls) - 1), ast.Load())
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id == self._entry_point:
+            raise NotHoistable("it uses the function otherwise than by calling it")
+        return node
+
+
+def _check_names(call: ast.Call, entry_point: str) -> None:
+    """All names in the arguments must mean something without the program."""
+    bound = {entry_point, *_FOR_CALLS, *_MODULES}
+    for offered in _FROM_MODULES.values():
+        bound.update(offered)
+    for node in ast.walk(call):
+        match node:
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
+                bound.add(name)
+    for node in ast.walk(call):
+        match node:
+            case ast.Name(id=name) if name not in bound:
+                raise NotHoistable(f"its call needs {name}")
+            case ast.Attribute(attr=name) if name.startswith("_"):
+                raise NotHoistable(f"its call needs .{name}")
+            case ast.Await() | ast.Yield() | ast.YieldFrom() | ast.NamedExpr():
+                raise NotHoistable(f"its call has a {type(node).__name__}")
+
+
+class _Unroller(ast.NodeTransformer):
+    """Writes loops over calls out: `[f(i) for i in range(3)]` is `[f(0), f(1), f(2)]`."""
+
+    def __init__(self, entry_point: str) -> None:
+        self._entry_point = entry_point
+
+    def visit_ListComp(self, node: ast.ListComp) -> ast.AST:
+        return self._unrolled(node, node.elt)
+
+    def visit_GeneratorExp(self, node: ast.GeneratorExp) -> ast.AST:
+        return self._unrolled(node, node.elt)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        # A comprehension inside of a call's arguments runs where the call runs.
+        if isinstance(node.func, ast.Name) and node.func.id == self._entry_point:
+            return node
+        return self.generic_visit(node)
+
+    def _unrolled(self, node: ast.ListComp | ast.GeneratorExp, element: ast.expr) -> ast.AST:
+        loop = node.generators[0]
+        if not _calls_of(element, self._entry_point):
+            return self.generic_visit(node)
+        if len(node.generators) > 1 or loop.ifs or _calls_of(loop.iter, self._entry_point):
+            raise NotHoistable("its loop over calls is not simple")
+        if why_unsupported(loop.iter, set()):
+            raise NotHoistable("its loop over calls is not over plain values")
+        try:
+            items = list(evaluate(loop.iter, {}))
+        except (Unevaluable, ArithmeticError, TypeError, ValueError, LookupError) as error:
+            raise NotHoistable("its loop over calls is not over plain values") from error
+        if len(items) > MAX_UNROLLED:
+            raise NotHoistable("its loop over calls is too long")
+        written = [
+            _Filler(_bindings(loop.target, item)).visit(copy.deepcopy(element)) for item in items
+        ]
+        return ast.List([self.visit(part) for part in written], ast.Load())
+
+
+def _bindings(target: ast.expr, item: Any) -> dict[str, ast.expr]:
+    """The loop's names, with the values of one turn as literals."""
+    match target:
+        case ast.Name(id=name):
+            return {name: _literal(item)}
+        case ast.Tuple(elts=parts) | ast.List(elts=parts):
+            try:
+                pairs = list(zip(parts, item, strict=True))
+            except (TypeError, ValueError) as error:
+                raise NotHoistable("its loop over calls does not fit its values") from error
+            return {k: v for part, value in pairs for k, v in _bindings(part, value).items()}
+    raise NotHoistable("its loop over calls binds more than names")
+
+
+def _literal(value: Any) -> ast.expr:
+    try:
+        expression = ast.parse(repr(value), mode="eval").body
+        if ast.literal_eval(expression) == value:
+            return expression
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        pass
+    raise NotHoistable("its loop over calls is not over plain values")
+
+
+class _Filler(ast.NodeTransformer):
+    """Puts literals in the place of names."""
+
+    def __init__(self, literals: dict[str, ast.expr]) -> None:
+        self._literals = literals
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return copy.deepcopy(self._literals.get(node.id, node))

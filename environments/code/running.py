@@ -1,0 +1,230 @@
+"""Runs a program and calls of its function in a sandbox; what each call gave comes back.
+
+A `Trial` is the plan, without any waiting: it says what to run next, and takes what came of it. One
+run of the harness does all calls. Where a call ends the whole program (it exits, passes a limit),
+that call has failed, and a fresh run does the calls behind it, a few times, within a time for all.
+`run_trial` carries it out in a sandbox.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from msgspec import structs
+
+from envserver import ExecResult, Sandbox, SandboxError, SandboxLimits, SandboxSpec
+
+from .values import MAX_DEPTH, MAX_NODES, MAX_TEXT, BadValue, read_json, read_value
+
+CALL_CPU_SECONDS = 1.5
+CALL_WALL_SECONDS = 3.0
+"""For one call, by alarms; a program that ignores them is ended with its run."""
+RUN_SECONDS = 8.0
+ALL_CPU_SECONDS = 4.0
+ALL_WALL_SECONDS = 10.0
+"""For all runs of a program: what one has used the next has less."""
+LAST_CPU_SECONDS = 0.5
+LAST_WALL_SECONDS = 1.0
+"""For a run after one that used everything up."""
+MAX_RUNS = 3
+
+SPEC = SandboxSpec(
+    # What programs of this kind import: it costs nothing where it has been imported before.
+    preload=(
+        "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal", "enum",
+        "fractions", "functools", "heapq", "itertools", "json", "math", "operator", "random", "re",
+        "signal", "statistics", "string", "types", "typing",
+    ),
+    limits=SandboxLimits(
+        wall_seconds=RUN_SECONDS,
+        cpu_seconds=ALL_CPU_SECONDS,
+        memory_mb=600,
+        disk_mb=8,
+        inodes=256,
+        processes=16,
+        output_kb=2048,
+        input_kb=4096,
+    ),
+)  # fmt: skip
+"""Of the sandboxes in which programs are scored, and of the agents' own."""
+
+
+_NOT_THE_PROGRAM = ("lost", "cancelled")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is run.
+
+    Args:
+        code: as the model wrote it.
+        entry_point: the function that is called.
+        preamble: definitions of the task that it may rely on.
+        prelude: imports of the calls, which have names of their own.
+    """
+
+    code: str
+    entry_point: str
+    preamble: str = ""
+    prelude: str = ""
+
+
+@dataclass
+class Trial:
+    """Calls of a program: what they gave (`values`), or why they gave nothing (`errors`)."""
+
+    program: Program
+    calls: Sequence[str]
+    values: dict[int, Any] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    runs: int = 0
+    cpu_seconds: float = 0.0
+    wall_seconds: float = 0.0
+
+    def request(self) -> bytes | None:
+        """What the next run gets on stdin; None: all is done."""
+        left = self._left()
+        if not left:
+            return None
+        if self.runs >= MAX_RUNS:
+            self.errors.update(dict.fromkeys(left, "there was no time left"))
+            return None
+        return json.dumps(
+            {
+                "code": self.program.code,
+                "preamble": self.program.preamble,
+                "prelude": self.program.prelude,
+                "entry_point": self.program.entry_point,
+                "calls": [[number, self.calls[number]] for number in left],
+                "cpu_seconds": CALL_CPU_SECONDS,
+                "wall_seconds": CALL_WALL_SECONDS,
+                "depth": MAX_DEPTH - 2,
+                "nodes": MAX_NODES - 2,
+                "text": MAX_TEXT,
+                "total": 4 * MAX_TEXT,
+            }
+        ).encode()
+
+    def limits(self) -> SandboxLimits:
+        """Of the next run."""
+        return structs.replace(
+            SPEC.limits,
+            cpu_seconds=max(LAST_CPU_SECONDS, ALL_CPU_SECONDS - self.cpu_seconds),
+            wall_seconds=max(
+                LAST_WALL_SECONDS, min(RUN_SECONDS, ALL_WALL_SECONDS - self.wall_seconds)
+            ),
+        )
+
+    def take(self, result: ExecResult) -> None:
+        """What came of the last request.
+
+        Raises:
+            SandboxError: the sandbox failed, not the program.
+        """
+        if result.killed_by in _NOT_THE_PROGRAM:
+            raise SandboxError(f"The run of a program was {result.killed_by}.")
+        self.runs += 1
+        self.cpu_seconds += result.usage.cpu_seconds
+        self.wall_seconds += result.usage.wall_seconds
+        left = self._left()
+        try:
+            answers = _read_answers(result, set(left))
+        except BadValue as error:
+            self.errors.update(dict.fromkeys(left, f"its output was not ours: {error}"))
+            return
+        if isinstance(answers, str):
+            self.errors.update(dict.fromkeys(left, answers))
+            return
+        for number, (value, refusal) in answers.items():
+            if refusal is None:
+                self.values[number] = value
+            else:
+                self.errors[number] = refusal
+        unanswered = self._left()
+        if unanswered:
+            self.errors[unanswered[0]] = _cause(result)
+
+    def _left(self) -> list[int]:
+        numbers = range(len(self.calls))
+        return [n for n in numbers if n not in self.values and n not in self.errors]
+
+
+async def run_trial(trial: Trial, sandbox: Sandbox) -> Trial:
+    """Runs all calls of `trial`.
+
+    Raises:
+        SandboxError: the sandbox failed.
+    """
+    while (request := trial.request()) is not None:
+        trial.take(await sandbox.run_python(harness(), stdin=request, limits=trial.limits()))
+    return trial
+
+
+@functools.cache
+def harness() -> str:
+    """The text of the program that runs programs."""
+    return (Path(__file__).parent / "harness.py").read_text(encoding="utf-8")
+
+
+Answers = Mapping[int, tuple[Any, str | None]]
+
+
+def _read_answers(result: ExecResult, asked: set[int]) -> Answers | str:
+    """Value or error by number of the call; a text: why the program could not be loaded.
+
+    Raises:
+        BadValue: something else than the harness wrote this.
+    """
+    # What stands behind the last newline was cut off with the program.
+    lines = result.stdout.split(b"\n")[:-1]
+    if not lines:
+        return f"the program could not be loaded: {_cause(result)}"
+    first = _record(lines[0])
+    match first:
+        case ["load", str(reason)]:
+            return f"the program could not be loaded: {reason}"
+        case ["ready"]:
+            pass
+        case _:
+            raise BadValue("its first line is unknown")
+    answers: dict[int, tuple[Any, str | None]] = {}
+    for line in lines[1:]:
+        match _record(line):
+            case [int(number), "v", shape] if number in asked:
+                answer = _value(shape)
+            case [int(number), "e", str(reason)] if number in asked:
+                answer = (None, reason)
+            case _:
+                raise BadValue("a line is unknown")
+        if number in answers:
+            raise BadValue("a call was answered twice")
+        answers[number] = answer
+    return answers
+
+
+def _record(line: bytes) -> Any:
+    try:
+        return read_json(line.decode("ascii"))
+    except UnicodeDecodeError as error:
+        raise BadValue("a line is no text") from error
+
+
+def _value(shape: Any) -> tuple[Any, str | None]:
+    try:
+        return read_value(shape), None
+    except BadValue as error:
+        return None, str(error)
+
+
+def _cause(result: ExecResult) -> str:
+    """Why a program ended before its time."""
+    if result.killed_by:
+        return f"it passed the limit of {result.killed_by}"
+    if result.signal is not None:
+        return f"it was ended by signal {result.signal}"
+    return f"it ended the program with status {result.exit}"

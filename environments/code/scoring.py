@@ -1,0 +1,203 @@
+"""The score of one rollout: 1 where the program passes every test, else 0.
+
+The program runs in a sandbox, once for all tests. Half of the tests are hidden from the model and
+its tools; the reward asks for all. Where the task has a reference, the program must also agree with
+it on changed arguments more often than not, so that a table of answers is no solution.
+
+A sandbox that fails is our fault: SandboxError passes through. Whatever a program does in it is the
+model's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from envserver import Result, Sandboxes, Score, Task
+
+from .extraction import MAX_CODE_CHARACTERS, extract_code
+from .fuzzing import agreement, changed_calls
+from .hoisting import HoistedTest, hoisted, prelude
+from .running import SPEC, Program, Trial, run_trial
+
+LEAST_AGREEMENT = 0.5
+_REMEMBERED_REFERENCES = 512
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a verdict becomes a reward.
+
+    Args:
+        partial_credit: the share of passed tests is the reward.
+        fuzz: changed calls on which the program is compared with the reference.
+    """
+
+    partial_credit: bool = False
+    fuzz: int = 6
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one test.
+
+    Args:
+        error: what went wrong where a call gave no value, else None.
+        values: what its calls gave, as text.
+    """
+
+    passed: bool
+    error: str | None
+    values: str
+
+
+@dataclass
+class References:
+    """What the references of tasks give for changed calls; each is asked once."""
+
+    _known: OrderedDict[tuple[str, str], tuple[list[str], dict[int, Any]]] = field(
+        default_factory=OrderedDict
+    )
+
+    async def asked(
+        self, task: Task, tests: Sequence[HoistedTest], count: int, sandboxes: Sandboxes
+    ) -> tuple[list[str], dict[int, Any]]:
+        """The changed calls, and the reference's values by their number."""
+        code = task.hidden.get("code")
+        if not code or count < 1:
+            return [], {}
+        key = (task.id, code)
+        if key not in self._known:
+            calls = changed_calls([c for test in tests for c in test.calls], count, task.id)
+            program = program_of(task.public, code, tests)
+            # In a sandbox of its own: what it holds is not for the program under test.
+            async with sandboxes.open(SPEC) as sandbox:
+                trial = await run_trial(Trial(program, calls), sandbox)
+            self._known[key] = (calls, trial.values)
+            if len(self._known) > _REMEMBERED_REFERENCES:
+                self._known.popitem(last=False)
+        return self._known[key]
+
+
+async def score_rollout(
+    task: Task, result: Result, rules: Rules, sandboxes: Sandboxes, references: References
+) -> Score:
+    """The score of `result`.
+
+    Raises:
+        SandboxError: a sandbox failed.
+        NotHoistable: the task holds a test that cannot be judged.
+    """
+    entry_point = str(task.public["entry_point"])
+    tests = [hoisted(source, entry_point) for source in all_tests(task)]
+    metrics = {
+        "truncated": float(result.truncated),
+        "tool_errors": float(result.metrics.get("tool_errors", 0.0)),
+    }
+    code = None if result.truncated else submitted(result, entry_point)
+    metrics["answered"] = float(code is not None)
+    if code is None or len(code) > MAX_CODE_CHARACTERS:
+        return _score([], len(task.public["tests"]), len(tests), rules, None, metrics)
+    fuzzed, wanted = await references.asked(task, tests, rules.fuzz, sandboxes)
+    calls = [call for test in tests for call in test.calls]
+    program = program_of(task.public, code, tests)
+    async with sandboxes.open(SPEC) as sandbox:
+        trial = await run_trial(Trial(program, [*calls, *fuzzed]), sandbox)
+    given = {n - len(calls): value for n, value in trial.values.items() if n >= len(calls)}
+    verdicts = judged(tests, trial)
+    return _score(
+        verdicts, len(task.public["tests"]), len(tests), rules, agreement(given, wanted), metrics
+    )
+
+
+def all_tests(task: Task) -> list[str]:
+    """The sources of its tests: those that the model's tools have, then the hidden ones."""
+    return [*task.public["tests"], *task.hidden["tests"]]
+
+
+def program_of(public: dict[str, Any], code: str, tests: Sequence[HoistedTest]) -> Program:
+    """`code` as a program for a task's tests."""
+    return Program(
+        code,
+        str(public["entry_point"]),
+        str(public.get("preamble", "")),
+        prelude(tuple(call for test in tests for call in test.calls)),
+    )
+
+
+def judged(tests: Sequence[HoistedTest], trial: Trial) -> list[Verdict]:
+    """The verdict of each test; the trial's calls begin with theirs, in order."""
+    verdicts, start = [], 0
+    for test in tests:
+        numbers = range(start, start + len(test.calls))
+        start += len(test.calls)
+        values = {n - numbers.start: trial.values[n] for n in numbers if n in trial.values}
+        error = next((trial.errors[n] for n in numbers if n in trial.errors), None)
+        shown = ", ".join(_shown(value) for value in values.values())
+        verdicts.append(Verdict(test.holds(values), error, shown))
+    return verdicts
+
+
+def submitted(result: Result, entry_point: str) -> str | None:
+    """The program that a rollout ended with, None where it gave none."""
+    output = result.output
+    if isinstance(output, dict):
+        code, text = output.get("code"), output.get("text")
+        if isinstance(code, str):
+            return code
+        return extract_code(text, entry_point) if isinstance(text, str) else None
+    if isinstance(output, str):
+        return extract_code(output, entry_point)
+    for message in reversed(result.messages):
+        if message.get("role") == "assistant":
+            content = message.get("content")
+            return extract_code(content, entry_point) if isinstance(content, str) else None
+    return None
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """The chance that at least one of `k` of `samples` programs passes, of which `passed` do.
+
+    An estimate without bias: `1 - C(samples - passed, k) / C(samples, k)`. Average it over tasks.
+
+    Raises:
+        ValueError: k is not from 1 to `samples`, or `passed` is not from 0 to `samples`.
+    """
+    if not (1 <= k <= samples and 0 <= passed <= samples):
+        raise ValueError(f"pass@{k} of {passed} in {samples} is not defined")
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def _score(
+    verdicts: list[Verdict],
+    visible: int,
+    tests: int,
+    rules: Rules,
+    agreed: float | None,
+    metrics: dict[str, float],
+) -> Score:
+    fraction = sum(verdict.passed for verdict in verdicts) / tests
+    knows_a_rule = agreed is None or agreed >= LEAST_AGREEMENT
+    passed = float(fraction == 1.0 and knows_a_rule)
+    metrics["tests_passed"] = fraction
+    metrics["visible_passed"] = _all_passed(verdicts[:visible])
+    metrics["hidden_passed"] = _all_passed(verdicts[visible:])
+    if agreed is not None:
+        metrics["fuzz_agreement"] = agreed
+    partial = fraction if knows_a_rule else 0.0
+    reward = partial if rules.partial_credit else passed
+    return Score(
+        reward=reward, components={"passed": passed, "fraction": fraction}, metrics=metrics
+    )
+
+
+def _all_passed(verdicts: list[Verdict]) -> float:
+    return float(bool(verdicts) and all(verdict.passed for verdict in verdicts))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
