@@ -367,6 +367,8 @@ git config color.ui always; git config core.autocrlf true; git config core.fileM
 git config diff.context 0; git config core.symlinks false; git config core.worktree /work/no
 printf '#!/bin/sh\ntouch /work/OWNED\n' | tee git > /work/git; chmod +x git /work/git
 rm -f /work/OWNED
+GIT_DIR=/work/repo/.git GIT_WORK_TREE=/work/repo /usr/bin/git diff > /dev/null 2>&1 || true
+rm /work/OWNED  # so the traps do spring
 """
 APPLY = r"""
 rm -f /work/.gitconfig; cd /work/pristine; git apply ../the.patch

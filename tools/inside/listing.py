@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
-from .paths import PROBE_BYTES, Refused, kind, opened, resolve, root, shown
+from .paths import PROBE_BYTES, Refused, kind, opened_place, resolve, root, shown
 
 MAX_ENTRIES = 200
 MAX_GREP_BYTES = 8_000_000
@@ -116,7 +116,7 @@ def _is_searched(entry: os.DirEntry[str]) -> bool:
 
 def _text_lines(place: str, skipped: dict[str, int]) -> list[str]:
     try:
-        with opened(place) as file:
+        with opened_place(place, os.path.basename(place)) as file:
             data = file.read(MAX_GREP_BYTES + 1)
     except OSError:
         reason = "unreadable"

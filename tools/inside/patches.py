@@ -57,7 +57,8 @@ def git_patch(repository: str, base: str, most: int) -> dict[str, Any]:
     tree = resolve(repository)
     store = os.path.join(tree, ".git")
     if not os.path.isdir(os.path.join(store, "objects")):
-        raise Refused(f"there is no git repository in {shown(repository)}.")
+        name = os.path.normpath(os.path.join("/work", repository))
+        raise Refused(f"there is no git repository in {shown(name)}.")
     commit = base if _OBJECT.fullmatch(base) else _head(store)
     place = tempfile.mkdtemp(dir=os.environ.get("TMPDIR"))
     try:
@@ -207,7 +208,7 @@ class _Git:
         if status:
             with open(self._errors, "rb") as errors:
                 said = errors.read(1000).decode("utf-8", "replace").strip()
-            raise Refused(f"git failed: {shown(said)}")
+            raise Refused(f"git failed: {shown(said.replace(chr(10), '; '))}")
 
 
 def _is_strange(tree: str, name: bytes) -> bool:

@@ -50,11 +50,15 @@ def target(path: str) -> str:
 
 
 def opened(path: str) -> IO[bytes]:
-    """A regular file for reading. Never waits for a FIFO, never touches a device."""
-    place = resolve(path)
+    """A regular file for reading."""
+    return opened_place(resolve(path), path)
+
+
+def opened_place(place: str, called: str) -> IO[bytes]:
+    """`opened`, of what was resolved before. Never waits for a FIFO, never touches a device."""
     mode = os.lstat(place).st_mode
     if not stat.S_ISREG(mode):
-        raise Refused(f"{shown(path)} is a {kind(mode)}, not a regular file.")
+        raise Refused(f"{shown(called)} is a {kind(mode)}, not a regular file.")
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(place, flags), "rb")
 
