@@ -149,7 +149,7 @@ def test_demonstrations_stand_in_for_gold_and_endless_tasks_are_cut(zoo: Path) -
     ("name", "kinds"),
     [
         ("Substring", {"every answer", "question echoed"}),
-        ("Raises", {"no output", "wrong type"}),
+        ("Raises", {"no output", "empty text"}),
         ("Strict", {"gold", "no output", "huge text"}),
     ],
 )
@@ -160,6 +160,9 @@ def test_rewards_that_are_wrong_are_found(zoo: Path, name: str, kinds: set[str])
     if name == "Raises":
         wrong = next(kind for kind in found["kinds"] if kind["name"] == "no output")["wrong"]
         assert "TypeError" in wrong[0]["error"]
+        # No agent leaves such a thing, and a scorer that raises at it pays nothing for it.
+        assert "wrong type" not in wrong_kinds(found)
+        assert any(kind["name"] == "wrong type" and kind["raised"] for kind in found["kinds"])
 
 
 @pytest.mark.parametrize(

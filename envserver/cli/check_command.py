@@ -110,6 +110,7 @@ def _show(console: Console, report: Report) -> None:
         table.add_column(name, justify="right" if name in ("scored", "least", "most") else "left")
     for kind in report.kinds:
         verdict = f"WRONG: {len(kind.wrong)}" if kind.wrong else "as expected"
+        verdict += f" ({kind.raised} raise)" if kind.raised else ""
         table.add_row(
             kind.name, str(kind.count), _number(kind.least), _number(kind.most),
             _expected(kind), verdict,

@@ -13,6 +13,8 @@ from ..environment import KnownResult
 from ..records import Result
 
 HUGE_CHARACTERS = 1 << 20
+MAY_RAISE = ("wrong type", "odd message")
+"""What no agent leaves that is in its right mind: a scorer that raises at it gives no reward."""
 
 _WRONG_TYPES: tuple[Any, ...] = (0, True, -1.5, [], [None], {}, [[["x"]]], {"": {"": [None, 1]}})
 _ODD_MESSAGES: tuple[dict[str, Any], ...] = (

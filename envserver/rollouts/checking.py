@@ -2,7 +2,8 @@
 
 In: an environment, and scorers of it. Every result of which the reward is known (the author's own,
 and absurd ones) goes through the real scorer. Out: a Report: one row a kind of result, and every
-task where it went wrong. A scorer that fails is wrong, too: what it cannot score is lost.
+task where it went wrong. A scorer that fails is wrong, too (what it cannot score is lost), but at
+what no agent leaves.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import orjson
 from ..environment import Environment, KnownResult
 from ..errors import EnvserverError, SandboxError, ScorerError
 from ..records import Result, Score, Task, pack
-from .absurd import absurd_results, strings_in
+from .absurd import MAY_RAISE, absurd_results, strings_in
 from .stream import tickets
 
 SHORTEST_SECRET = 20
@@ -36,6 +37,7 @@ class Wrong(msgspec.Struct, frozen=True, kw_only=True):
     task_id: str
     reward: float | None
     error: str = ""
+    raised: bool = False
 
 
 class Kind(msgspec.Struct, kw_only=True):
@@ -47,6 +49,7 @@ class Kind(msgspec.Struct, kw_only=True):
         expected_least, expected_most: the reward must lie between these.
         least, most: the lowest and highest reward that was given, None without any.
         wrong: those that were not as expected.
+        raised: those at which the scorer raised, where it may.
     """
 
     name: str
@@ -56,6 +59,7 @@ class Kind(msgspec.Struct, kw_only=True):
     least: float | None = None
     most: float | None = None
     wrong: list[Wrong] = msgspec.field(default_factory=list)
+    raised: int = 0
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -238,7 +242,7 @@ async def _verdict(scorer: Scorer, task: Task, known: KnownResult) -> Wrong | fl
     try:
         score = await _score(scorer, task, known.result)
     except (ScorerError, SandboxError) as error:
-        return Wrong(task_id=task.id, reward=None, error=f"{_cause(error)}: {error}")
+        return Wrong(task_id=task.id, reward=None, error=f"{_cause(error)}: {error}", raised=True)
     reward = score.reward
     if reward is None:
         return Wrong(task_id=task.id, reward=None, error="It is not scorable.")
@@ -263,7 +267,10 @@ def _count(kind: Kind, task: Task, verdict: Wrong | float) -> None:
     kind.count += 1
     reward = verdict.reward if isinstance(verdict, Wrong) else verdict
     if isinstance(verdict, Wrong):
-        kind.wrong.append(verdict)
+        if verdict.raised and kind.name in MAY_RAISE:
+            kind.raised += 1
+        else:
+            kind.wrong.append(verdict)
     if reward is not None:
         kind.least = reward if kind.least is None else min(kind.least, reward)
         kind.most = reward if kind.most is None else max(kind.most, reward)
