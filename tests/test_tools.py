@@ -509,6 +509,10 @@ async def test_smolagents_uses_the_same_tools(bench: Open) -> None:
             def generate(self, messages: Any, **_: Any) -> Any:
                 return smolagents.ChatMessage(role="assistant", content=next(self.turns))
 
+        run_cmd = as_smolagents(use.tools["run_cmd"])
+        schema = smolagents.models.get_tool_json_schema(run_cmd)["function"]["parameters"]
+        assert schema["required"] == ["cmd"]
+        assert schema["properties"]["cmd"]["items"]["type"] == "string"
         agent = smolagents.CodeAgent([write, bash], Scripted(), verbosity_level=0)
         answer = await asyncio.to_thread(agent.run, "Write it.")
         assert answer == "[exit status 0]\nfrom the agent"

@@ -47,9 +47,8 @@ def as_smolagents(tool: Tool, loop: asyncio.AbstractEventLoop | None = None) -> 
 
 
 def _input(schema: dict[str, Any], required: bool) -> dict[str, Any]:
-    words = schema.get("description", "")
-    plain: dict[str, Any] = {"type": schema["type"], "description": words}
-    return plain if required else {**plain, "nullable": True}
+    described = {"description": "", **schema}
+    return described if required else {**described, "nullable": True}
 
 
 def _run(tool: Tool, arguments: dict[str, Any], loop: asyncio.AbstractEventLoop | None) -> str:
