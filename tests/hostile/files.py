@@ -16,9 +16,9 @@ async def writes_and_reads(box: Sandbox, told: Told) -> bytes:
     seen = b""
     for name in ("link", "folder/file", "pipe", "chain", "device", "loop", "socket"):
         with contextlib.suppress(InputError):
-            await asyncio.wait_for(box.write(name, b"written through " + name.encode()), 5)
-        with contextlib.suppress(InputError):
             seen += await asyncio.wait_for(box.read(name), 5)
+        with contextlib.suppress(InputError):
+            await asyncio.wait_for(box.write(name, b"written through " + name.encode()), 5)
     return seen
 
 
@@ -114,9 +114,12 @@ os.symlink("/proc/self/fd/3", "loop")
 os.mkfifo("pipe")
 os.symlink("/dev/zero", "device")
 os.symlink("/dev/stdin", "link")
-socket.socket(socket.AF_UNIX).bind("socket")
 os.makedirs("chain")
 os.makedirs("folder/file")
+try:
+    socket.socket(socket.AF_UNIX).bind("socket")
+except OSError:
+    pass
 """,
         ends=("exit 0",),
         seconds=9,
