@@ -36,9 +36,11 @@ USERS = (
 LANDLOCK_LETS_THROUGH = {
     # Rights and times of files that belong to the server's own user are not among its rights.
     "files: changes files of the host without opening them",
-    # Only what has a name is counted, and only after it was written.
+    # Only what has a name is counted.
     "limits: big files that were removed and are open",
+    # It is counted after it was written, so what is over the limit stays: no other program runs.
     "limits: many big files",
+    "limits: sixty thousand empty files",
     # A program can close its own folder; then no other one starts there.
     "files: its folder taken away",
     # There are no sockets, and no /dev/shm for semaphores.
@@ -53,7 +55,6 @@ UNSAFE_LETS_THROUGH = {
     "limits: memory in shared segments that nobody holds",
     "limits: memory in message queues",
     "limits: a big file in each folder",
-    "limits: sixty thousand empty files",
     "limits: memory in pipes",
     "clean-up: modules planted for the next program",
     "result channel: the modules of its server changed",
