@@ -314,6 +314,8 @@ class Usage(msgspec.Struct, kw_only=True):
 
     `sandbox`: what the programs used that its agent ran in sandboxes, None where it had none.
     `ended_by`: "agent" (by itself), or the limit that was reached: turns, tokens, time, context.
+    `worker_cpu_seconds`, `worker_peak_memory_mb`: of the agent's own process and all that it waited
+    for, None where it shared one with others. MB are 2**20 bytes.
     """
 
     seconds: float = 0.0
@@ -322,6 +324,8 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens: int = 0
     sandbox: SandboxUsage | None = None
     ended_by: str = "agent"
+    worker_cpu_seconds: float | None = None
+    worker_peak_memory_mb: float | None = None
 
 
 class Trajectory(msgspec.Struct, kw_only=True):

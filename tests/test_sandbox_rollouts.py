@@ -194,7 +194,11 @@ async def test_agents_that_do_not_use_asyncio() -> None:
     async with house("Plain") as parts:
         finished = await run(parts, "")
         assert finished.result.output == ["121", "42\n", 2]
-        assert finished.usage.sandbox is not None
+        usage = finished.usage
+        assert usage.sandbox is not None
+        # Its process was its own, so what that used is known, too.
+        assert usage.worker_cpu_seconds is not None and usage.worker_cpu_seconds > 0
+        assert usage.worker_peak_memory_mb is not None and usage.worker_peak_memory_mb > 1
 
 
 async def test_without_a_declaration_there_is_none_and_nothing_is_started() -> None:
@@ -388,6 +392,7 @@ async def test_the_usage_stands_in_the_output_of_process(tmp_path: Path) -> None
     assert len(usages) == 4
     for usage in usages:
         assert usage["ended_by"] == "agent"
+        assert usage["worker_cpu_seconds"] is None
         assert usage["sandbox"]["executions"] == 3
         assert usage["sandbox"]["cpu_seconds"] > 0
         assert usage["sandbox"]["killed"] == {}

@@ -347,7 +347,8 @@ async def test_nothing_that_an_agent_started_survives_it(
         if way != "pool ends":
             await until(lambda: not any(alive(pid) for pid in pids))
             (error,) = await running
-            assert error is None if way == "rollout ends" else type(error) is WorkerDied
+            died = type(error) is WorkerDied
+            assert died == (way != "rollout ends"), error
             await pid_of_pooled(pool, proxy)
     assert not any(alive(pid) for pid in pids)
     await running

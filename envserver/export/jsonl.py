@@ -89,6 +89,8 @@ def _rollouts(trajectories: list[Trajectory]) -> list[dict[str, Any]]:
                     "prompt_tokens": trajectory.usage.prompt_tokens,
                     "completion_tokens": trajectory.usage.completion_tokens,
                     "ended_by": trajectory.usage.ended_by,
+                    "worker_cpu_seconds": trajectory.usage.worker_cpu_seconds,
+                    "worker_peak_memory_mb": trajectory.usage.worker_peak_memory_mb,
                     "sandbox": _sandbox(trajectory.usage.sandbox),
                 },
             }

@@ -29,7 +29,7 @@ from ..tokens.builder import all_flags, build, find_parents
 from ..tokens.flags import Actions
 from ..tokens.invariants import check
 from ..tokens.trace import pack_calls
-from ..workers.pool import Assignment, WorkerPool
+from ..workers.pool import Assignment, Spent, WorkerPool
 
 _ERRORS = by_kind(RolloutError)
 
@@ -71,7 +71,7 @@ async def run_attempt(
     started = time.time()
     attempt = proxy.open(spec)
     try:
-        await pool.run(
+        spent = await pool.run(
             Assignment(
                 rollout_id=spec.rollout_id,
                 url=f"{proxy_url}/r/{attempt.key}",
@@ -100,7 +100,7 @@ async def run_attempt(
         ),
         sequences=sequences,
         tools=last.tools if last else [],
-        usage=_usage(calls, time.time() - started, in_sandboxes, limit),
+        usage=_usage(calls, time.time() - started, spent, in_sandboxes, limit),
         flags=_flags(attempt, calls, sequences),
         calls=pack_calls(calls, find_parents(calls)) if keep_calls else [],
         attempt=attempt,
@@ -159,7 +159,11 @@ def main_call(calls: list[Call]) -> Call | None:
 
 
 def _usage(
-    calls: list[Call], seconds: float, in_sandboxes: SandboxUsage | None, limit: str | None
+    calls: list[Call],
+    seconds: float,
+    spent: Spent | None,
+    in_sandboxes: SandboxUsage | None,
+    limit: str | None,
 ) -> Usage:
     return Usage(
         seconds=seconds,
@@ -168,6 +172,8 @@ def _usage(
         completion_tokens=sum(len(call.completion_ids) for call in calls),
         sandbox=in_sandboxes,
         ended_by=limit or "agent",
+        worker_cpu_seconds=None if spent is None else spent.cpu_seconds,
+        worker_peak_memory_mb=None if spent is None else spent.peak_memory_mb,
     )
 
 

@@ -33,11 +33,14 @@ class End:
         status: from `waitpid`; None: nobody saw it.
         output: the last that it printed; without a status, the reason.
         out_of_memory: the kernel killed something for lack of memory while it lived.
+        cpu_seconds, peak_memory_mb: of the process and all that it waited for.
     """
 
     status: int | None
     output: str = ""
     out_of_memory: bool = False
+    cpu_seconds: float = 0.0
+    peak_memory_mb: float = 0.0
 
 
 def errors_by_rollout(

@@ -19,7 +19,7 @@ from .. import registry
 from ..config import WorkersConfig
 from ..errors import WorkerDied, WorkerError
 from .handle import WorkerHandle
-from .pool import Assignment
+from .pool import Assignment, Spent
 from .supervisor import Listen, Supervisor
 from .walled import Wall
 
@@ -127,7 +127,7 @@ class LocalPool:
             else:
                 await self._group.__aexit__(None, None, None)
 
-    async def run(self, assignment: Assignment) -> None:
+    async def run(self, assignment: Assignment) -> Spent | None:
         """See `pool.WorkerPool.run`."""
         rollout_id = assignment.rollout_id
         alone = assignment.isolation != "pooled" or rollout_id in self._suspects
@@ -140,6 +140,7 @@ class LocalPool:
                 self._suspect(rollout_id)
             raise
         self._suspects.pop(rollout_id, None)
+        return await _spent(worker) if alone else None
 
     def snapshot(self) -> dict[str, Any]:
         """The numbers of the moment, and counts since the start, for the status page."""
@@ -235,3 +236,12 @@ class LocalPool:
         self._suspects[rollout_id] = None
         if len(self._suspects) > MAX_SUSPECTS:
             del self._suspects[next(iter(self._suspects))]
+
+
+async def _spent(worker: WorkerHandle) -> Spent | None:
+    """What a process used that was told to end; None where nobody saw its end."""
+    await worker.gone.wait()
+    end = worker.end
+    if end is None or end.status is None:
+        return None
+    return Spent(cpu_seconds=end.cpu_seconds, peak_memory_mb=end.peak_memory_mb)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import resource
 import selectors
 import shutil
 import signal
@@ -212,7 +213,7 @@ class Nursery:
             pid = os.fork()
         except OSError as error:
             os.close(reading)
-            self._tell("exit", worker_id, None, f"it could not be forked: {error}", False)
+            self._tell("exit", worker_id, None, f"it could not be forked: {error}", False, 0.0, 0.0)
         else:
             if pid == 0:
                 self._become(birth, worker_id, user)
@@ -290,11 +291,11 @@ class Nursery:
             worker = self._workers.pop(pid, None)
             if worker is not None:
                 linux.kill_group(pid)  # before it is reaped: its number cannot be another's yet
-            _, status = os.waitpid(pid, 0)
+            _, status, used = os.wait4(pid, 0)
             if worker is not None:
-                self._bury(worker, status)
+                self._bury(worker, status, used)
 
-    def _bury(self, worker: _Worker, status: int) -> None:
+    def _bury(self, worker: _Worker, status: int, used: resource.struct_rusage) -> None:
         while worker.output_fd in self._selector.get_map() and self._read(worker):
             continue
         lines = worker.lines.finish(time.monotonic())
@@ -306,7 +307,9 @@ class Nursery:
         if not self._in_own_namespace:
             self._remove(worker.directory)
         self._users.append(worker.user)
-        self._tell("exit", worker.id, status, worker.lines.tail(), starved)
+        cpu_seconds, peak_memory_mb = used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
+        tail = worker.lines.tail()
+        self._tell("exit", worker.id, status, tail, starved, cpu_seconds, peak_memory_mb)
 
     def _kill_orphans(self) -> None:
         """Kills what dead workers left: our children that are no workers can be nothing else."""
@@ -342,7 +345,7 @@ class Nursery:
                 return
             time.sleep(0.001)
 
-    def _tell(self, *message: str | int | bool | None) -> None:
+    def _tell(self, *message: str | float | bool | None) -> None:
         try:
             self._control.send(msgspec.msgpack.encode(message))
         except ConnectionError:

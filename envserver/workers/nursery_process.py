@@ -67,7 +67,8 @@ class NurseryProcess:
         references: environments to import.
         on_message: gets each message about a worker: ["forked", id, pid],
             ["lines", id, lines, dropped bytes], ["listening", id, a listening socket of its
-            network] or ["exit", id, status, last output, whether memory ran out].
+            network] or ["exit", id, status, last output, whether memory ran out,
+            CPU seconds, peak memory in MB].
         on_gone: called once when the process is gone, unless `close` was called.
     """
 

@@ -33,11 +33,19 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float
 
 
+class Spent(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process used in all its life, with all that it waited for. MB are 2**20 bytes."""
+
+    cpu_seconds: float
+    peak_memory_mb: float
+
+
 class WorkerPool(Protocol):
     """Runs assignments, as many at a time as it has room for; more wait."""
 
-    async def run(self, assignment: Assignment) -> None:
-        """Returns when the worker has posted what became of the attempt.
+    async def run(self, assignment: Assignment) -> Spent | None:
+        """Returns when the worker has posted what became of the attempt, and, where it ran in a
+        process of its own, that one has ended: what it used, None where it shared one.
 
         Cancelling it cancels the agent; it ends only when the agent has, or its process is killed.
 
