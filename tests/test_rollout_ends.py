@@ -16,6 +16,9 @@ from envserver.errors import (
     Failure,
     LimitReached,
     RolloutError,
+    SandboxError,
+    SandboxLost,
+    SandboxUnavailable,
     WorkerDied,
     WorkerGarbage,
 )
@@ -25,17 +28,23 @@ from envserver.rollouts.attempt import ending_limit
 from envserver.rollouts.policy import counts_as_attempt, retry_delay_seconds
 
 AWAY, REFUSED = EngineUnavailable("away"), EngineRefused("no such field")
+LOST, NO_ROOM = SandboxLost("it is gone"), SandboxUnavailable("no room")
 RAISED, LIMITED = AgentError("KeyError: 'x'"), LimitReached("no turns are left", limit="turns")
 
 
 def ended(
-    posted: RolloutError | None, engine: EngineError | None = None, limit: str | None = None
+    posted: RolloutError | None,
+    engine: EngineError | None = None,
+    limit: str | None = None,
+    sandbox: SandboxError | None = None,
 ) -> Attempt:
     """An attempt whose worker posted a result, or `posted`."""
     failure = None if posted is None else posted.failure()
     attempt = Attempt("key", attempt_spec(), posted=True, failure=failure, limit=limit)
     if engine is not None:
         attempt.engine_failed(engine, recorded=False)
+    if sandbox is not None:
+        attempt.sandbox_failed(sandbox)
     return attempt
 
 
@@ -63,6 +72,11 @@ def test_what_is_the_models_is_scored(attempt: Attempt, limit: str | None) -> No
         (ended(RAISED, REFUSED), EngineRefused),
         (ended(LIMITED, AWAY, limit="turns"), EngineUnavailable),
         (ended(AWAY), EngineUnavailable),
+        (ended(LOST), SandboxLost),
+        (ended(None, sandbox=LOST), SandboxLost),
+        (ended(RAISED, sandbox=NO_ROOM), SandboxUnavailable),
+        (ended(LIMITED, limit="time", sandbox=NO_ROOM), SandboxUnavailable),
+        (ended(RAISED, AWAY, sandbox=LOST), EngineUnavailable),
         (Attempt("key", attempt_spec()), WorkerGarbage),
     ],
 )
@@ -78,6 +92,17 @@ def test_an_engine_that_came_back_is_not_blamed_for_what_the_agent_did_later() -
     attempt = ended(RAISED, AWAY)
     attempt.engine_answered()
     with pytest.raises(AgentError):
+        ending_limit(attempt)
+
+
+def test_a_sandbox_that_came_late_is_no_failure_and_one_that_was_lost_always_is() -> None:
+    attempt = ended(None, sandbox=NO_ROOM)
+    attempt.sandbox_opened()
+    assert ending_limit(attempt) is None
+    for later in (LOST, NO_ROOM):
+        attempt.sandbox_failed(later)
+        attempt.sandbox_opened()
+    with pytest.raises(SandboxLost):
         ending_limit(attempt)
 
 
