@@ -65,6 +65,11 @@ class HiddenTests:
     def ids(self) -> list[str]:
         return [*self.fail_to_pass, *self.pass_to_pass]
 
+    @property
+    def paths(self) -> frozenset[str]:
+        """Files that tests are in; changes of them do not count."""
+        return frozenset(self.files) | {name.split("::")[0] for name in self.ids}
+
 
 @dataclass
 class Verdict:
@@ -102,7 +107,7 @@ async def grade(
     """
     verdict = Verdict()
     try:
-        kept, dropped = split_protected(read_patch(patch), frozenset(tests.files))
+        kept, dropped = split_protected(read_patch(patch), tests.paths)
         verdict.changed, verdict.dropped = len(kept), len(dropped)
         if not kept:
             verdict.refused = "empty"
@@ -126,7 +131,7 @@ async def grade(
 
 
 def _gold_suspicions(tree: Tree, tests: HiddenTests) -> Counter[str]:
-    changes = split_protected(read_patch(tests.gold), frozenset(tests.files))[0]
+    changes = split_protected(read_patch(tests.gold), tests.paths)[0]
     return added_suspicions(tree, apply_changes(tree, changes))
 
 
@@ -268,4 +273,3 @@ def _own_packages(tree: Tree) -> set[str]:
     """Names that can be imported from the top of the tree, or from `src`."""
     tops = {path.removeprefix("src/").split("/")[0] for path in tree if path.endswith(".py")}
     return {top.removesuffix(".py") for top in tops}
-

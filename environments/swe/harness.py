@@ -1,3 +1,4 @@
+# ruff: noqa: PTH100, PTH118
 """Runs in the sandbox: pytest, and a report of each test. Sent there as text, not imported here.
 
 In: JSON on stdin. Out, on what was stdout, one line per test: a seal, a running number, the test's

@@ -1,8 +1,9 @@
 """Takes the answers out of tests, so that the code that is tested cannot know them. Pure.
 
 In: the source of a test module. Out: the same tests, in which each `assert EXPRESSION == LITERAL`
-only tells what EXPRESSION was, and the answers. The comparison is done elsewhere, on values of exact
-built-in types: an object that equals everything, a patched `assert`, a forged report gain nothing.
+only tells what EXPRESSION was, and the answers. The comparison is done elsewhere, on values of
+exact built-in types: an object that equals everything, a patched `assert`, a forged report gain
+nothing.
 
     assert total([1, 2]) == 3      ->   seen(total([1, 2]))       and Answer("==", 3)
     assert not closed(door)        ->   seen(closed(door))        and Answer("is", False)
@@ -44,7 +45,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class HoistedTests:
-    """A module without answers, and the answers of each of its tests, by `name` or `Class::name`."""
+    """A module without answers, and those of each of its tests, by `name` or `Class::name`."""
 
     source: str
     answers: dict[str, tuple[Answer, ...]]
@@ -76,9 +77,11 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, list | tuple):
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, dict):
-        return len(left) == len(right) and all(
-            key in right and same(value, right[key]) for key, value in left.items()
-        ) and same_keys(left, right)
+        return (
+            len(left) == len(right)
+            and all(key in right and same(value, right[key]) for key, value in left.items())
+            and same_keys(left, right)
+        )
     if isinstance(left, set | frozenset):
         return same_keys(left, right)
     return bool(left == right) or (left != left and right != right)

@@ -323,7 +323,9 @@ def _read_hunks(lines: list[bytes]) -> list[Hunk]:
                 raise PatchError("malformed", "there is a line outside of every hunk")
             place += 1
             continue
-        start, old_count, _, new_count = (int(part) if part is not None else 1 for part in match.groups())
+        start, old_count, _, new_count = (
+            int(part) if part is not None else 1 for part in match.groups()
+        )
         hunk, place = _read_hunk(lines, place + 1, start, old_count, new_count)
         hunks.append(hunk)
     return hunks

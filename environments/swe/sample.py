@@ -142,6 +142,8 @@ def _changed(old: str | None, text: str, name: str) -> str:
         return text
     for block in _BLOCK.finditer(text):
         if old.count(block[1]) != 1:
-            raise ValueError(f"{name}: a block to be replaced stands there {old.count(block[1])} times")
+            raise ValueError(
+                f"{name}: a block to be replaced stands there {old.count(block[1])} times"
+            )
         old = old.replace(block[1], block[2])
     return old

@@ -1,7 +1,7 @@
 """A repository's files in memory, and what can be made of them: a tar, a git repository, a patch.
 
-In: a Tree, path -> Entry. Out: bytes. Pure and deterministic: equal trees give equal bytes, on every
-machine and without git.
+In: a Tree, path -> Entry. Out: bytes. Pure and deterministic: equal trees give equal bytes, on
+every machine and without git.
 """
 
 from __future__ import annotations

@@ -1,0 +1,65 @@
+"""The agent: a sandbox with the repository, one of three loops, and the patch at the end.
+
+In: a task's public part, and `run`. Out: `{"patch", "submitted", "reason"}`. The patch is taken
+inside the sandbox, and only of a repository that the loop handed in; what the model says it is
+counts nothing. The loops:
+
+    bash    one command block per message, as text
+    tools   tool calls, as the API has them
+    text    THOUGHT / TOOL_CALL / FINAL, as text
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from envserver import Message, PublicTask, Rollout, Sandbox
+from tools.calling import ToolError
+from tools.sandboxed import read_patch
+
+from . import bash_agent, text_agent, tools_agent
+from .patches import MAX_PATCH_BYTES
+from .prompts import task_prompt
+from .repositories import workspace
+
+AgentKind = Literal["bash", "tools", "text"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How an agent may work.
+
+    Args:
+        command_seconds: the most that a command may take.
+        max_format_errors: messages in a row that cannot be used, before it ends.
+    """
+
+    command_seconds: int = 60
+    max_format_errors: int = 3
+
+
+Loop = Callable[[list[Message], Sandbox, Rollout, Rules], Awaitable[bool]]
+"""Works in the sandbox; whether the repository was handed in."""
+LOOPS: dict[AgentKind, Loop] = {
+    "bash": bash_agent.work,
+    "tools": tools_agent.work,
+    "text": text_agent.work,
+}
+
+
+async def solve(task: PublicTask, run: Rollout, kind: AgentKind, rules: Rules) -> dict[str, Any]:
+    """One attempt at `task`."""
+    messages: list[Message] = [{"role": "user", "content": task_prompt(task.public["problem"])}]
+    spec, commit = workspace(task.public, rules.command_seconds)
+    async with run.open_sandbox(spec) as sandbox:
+        submitted = await LOOPS[kind](messages, sandbox, run, rules)
+        run.log_metric("submitted", submitted)
+        if not submitted:
+            return {"patch": "", "submitted": False, "reason": "nothing was handed in"}
+        try:
+            patch = await read_patch(sandbox, base=commit, max_bytes=MAX_PATCH_BYTES)
+        except ToolError as error:
+            return {"patch": "", "submitted": True, "reason": str(error)}
+    return {"patch": patch.decode("utf-8", "replace"), "submitted": True, "reason": ""}

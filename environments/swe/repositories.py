@@ -1,0 +1,111 @@
+"""The repository of a task: the tree that the agent starts from, and the sandboxes for it.
+
+A task's public part says where the tree is: `files` (the texts themselves), or `mirror` and
+`commit` (a git repository on this machine), `bug` (a patch that is applied to it) and `removed`
+(files that the agent does not get). Trees of mirrors are read by the git of this machine, and some
+are kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+from typing import Any
+
+from envserver import ConfigError, InputError, SandboxLimits, SandboxSpec
+from tools.sandboxed import PRELOAD
+
+from .patches import PatchError, apply_changes, read_patch
+from .trees import Tree, git_files, tar_of, tree_of, tree_of_tar
+
+SPEC = SandboxSpec(
+    preload=(*PRELOAD, "pytest"),
+    limits=SandboxLimits(
+        wall_seconds=600.0,
+        cpu_seconds=600.0,
+        memory_mb=1024,
+        disk_mb=512,
+        inodes=40_000,
+        processes=64,
+        open_files=1024,
+        output_kb=4096,
+        input_kb=8192,
+    ),
+)
+"""The most that a sandbox of this environment may use."""
+_GIT_SECONDS = 120
+
+
+def base_tree(public: dict[str, Any]) -> Tree:
+    """The tree that the agent starts from.
+
+    Raises:
+        ConfigError: the mirror has not what the task names.
+    """
+    if "files" in public:
+        return tree_of(public["files"])
+    tree = dict(mirror_tree(public["mirror"], public["commit"]))
+    try:
+        tree = apply_changes(tree, read_patch(public.get("bug", "")))
+    except PatchError as error:
+        raise ConfigError(f"The task's own patch does not fit its repository: {error}") from error
+    for path in public.get("removed", ()):
+        tree.pop(path, None)
+    return tree
+
+
+@functools.lru_cache(maxsize=4)
+def mirror_tree(mirror: str, commit: str) -> Tree:
+    """The tree of a commit of a repository on this machine.
+
+    Raises:
+        InputError: there is no such repository or commit.
+    """
+    return tree_of_tar(git(mirror, "archive", "--format=tar", commit))
+
+
+def git(mirror: str, *arguments: str) -> bytes:
+    """What git says about a repository on this machine. Raises like `mirror_tree`."""
+    command = ["git", "-C", mirror, *arguments]
+    try:
+        ran = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InputError(f"git cannot be asked about the repository: {error}.") from error
+    if ran.returncode:
+        raise InputError(
+            "The mirror has no such commit.", said=ran.stderr[-300:].decode("utf-8", "replace")
+        )
+    return ran.stdout
+
+
+def workspace(public: dict[str, Any], command_seconds: float) -> tuple[SandboxSpec, str]:
+    """The agent's sandbox, with a git repository of one commit in it, and that commit's id."""
+    archive, commit = _packed(base_tree(public))
+    limits = _limits(command_seconds)
+    return SandboxSpec(archive=archive, preload=SPEC.preload, limits=limits), commit
+
+
+def _packed(tree: Tree) -> tuple[bytes, str]:
+    repository, commit = git_files(tree)
+    return tar_of({**tree, **repository}), commit
+
+
+def _limits(seconds: float) -> SandboxLimits:
+    most = SPEC.limits
+    return SandboxLimits(
+        # the tools that look after a command need a little longer than it
+        wall_seconds=min(most.wall_seconds, seconds + 5),
+        cpu_seconds=min(most.cpu_seconds, seconds * 2),
+        memory_mb=most.memory_mb,
+        disk_mb=most.disk_mb,
+        inodes=most.inodes,
+        processes=most.processes,
+        open_files=most.open_files,
+        output_kb=most.output_kb,
+        input_kb=most.input_kb,
+    )
+
+
+def grading_limits(seconds: float) -> SandboxLimits:
+    """Of the sandbox in which a patch is graded."""
+    return _limits(seconds)

@@ -1,0 +1,31 @@
+"""The loop with tools in plain text: THOUGHT, TOOL_CALL, FINAL. See `tools.protocol`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from envserver import Message, Rollout, Sandbox
+from tools.protocol import describe_tools, run_protocol
+from tools.sandboxed import sandbox_tools
+
+from .prompts import system_prompt
+from .tools_agent import NAMES
+
+if TYPE_CHECKING:
+    from .agent import Rules
+
+
+async def work(messages: list[Message], sandbox: Sandbox, run: Rollout, rules: Rules) -> bool:
+    """Whether the model came to FINAL, in at most `run.max_turns` messages."""
+    tools = sandbox_tools(sandbox, names=NAMES, command_seconds=rules.command_seconds)
+    system = system_prompt("text").replace("{tools}", describe_tools(tools.values()))
+    history: list[Message] = [{"role": "system", "content": system}, *messages]
+    done = await run_protocol(
+        run.chat,
+        tools,
+        history,
+        max_steps=run.max_turns,
+        max_retries=rules.max_format_errors,
+    )
+    run.log_metric("tool_errors", done.tool_errors)
+    return done.ending == "final"
