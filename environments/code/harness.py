@@ -55,7 +55,7 @@ class Writer:
         if value is None or kind is bool:
             return value
         if kind is str:
-            return self.fitting(value)
+            return self.text_shape(self.fitting(value))
         if kind is int:
             return value if -(10**18) < value < 10**18 else ["i", self.digits(value)]
         if kind is float:
@@ -73,6 +73,14 @@ class Writer:
         if kind in TAGS or dict in type.mro(kind):
             raise Unwritable("the value is too large")
         raise Unwritable(f"a value of type {kind.__name__} cannot be compared")
+
+    def text_shape(self, value):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            # JSON would make one character of two halves.
+            return ["u", value.encode("utf-8", "surrogatepass").hex()]
+        return value
 
     def fitting(self, value):
         self.text -= len(value)

@@ -21,8 +21,8 @@ from envserver import ExecResult, Sandbox, SandboxError, SandboxLimits, SandboxS
 
 from .values import MAX_DEPTH, MAX_NODES, MAX_TEXT, BadValue, read_json, read_value
 
-CALL_CPU_SECONDS = 1.5
-CALL_WALL_SECONDS = 3.0
+CALL_CPU_SECONDS = 2.5
+CALL_WALL_SECONDS = 4.0
 """For one call, by alarms; a program that ignores them is ended with its run."""
 RUN_SECONDS = 8.0
 ALL_CPU_SECONDS = 4.0

@@ -10,6 +10,7 @@ that holds code. The shapes:
     ["f", "0x1.8p+1"]                    a float, as `float.hex` writes it
     ["c", "0x0.0p+0", "inf"]             a complex number
     ["b", "00ff"]                        bytes
+    ["u", "eda080"]                      a text with halves of characters, as UTF-8
     ["l", [...]]                         a list; t: tuple, s: set, z: frozenset, q: deque
     ["d", [key, value, key, value]]      a dict
 """
@@ -91,6 +92,8 @@ class _Reader:
                 return complex(_float(real), _float(imaginary))
             case ["b", str(digits)]:
                 return _bytes(digits)
+            case ["u", str(digits)]:
+                return _text(digits)
             case [str(tag), list(items)] if tag in _MAKERS:
                 return self._made(_MAKERS[tag], [self.read(item, depth - 1) for item in items])
             case ["d", list(items)] if len(items) % 2 == 0:
@@ -138,6 +141,13 @@ def _bytes(digits: str) -> bytes:
         return bytes.fromhex(digits)
     except ValueError as error:
         raise BadValue("these are no bytes") from error
+
+
+def _text(digits: str) -> str:
+    try:
+        return _bytes(digits).decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise BadValue("this is no text") from error
 
 
 def _short(digits: str) -> int:

@@ -1,0 +1,21 @@
+"""The environment `code` with sandboxes of its own, as a scorer has it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from environments.code.env import Code
+from envserver.config import SandboxConfig
+from envserver.sandbox.service import SandboxService
+from envserver.sandbox.watched import WatchedSandboxes
+
+
+@asynccontextmanager
+async def code(**settings: Any) -> AsyncIterator[Code]:
+    """An instance whose sandboxes end with the block."""
+    environment = Code(Code.Config(**settings))
+    async with SandboxService(SandboxConfig(concurrent=8)) as service:
+        environment.sandboxes = WatchedSandboxes(service.address)
+        yield environment
