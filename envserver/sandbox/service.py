@@ -20,6 +20,7 @@ import structlog
 
 from ..config import SandboxConfig
 from ..errors import ConfigError
+from .docker import Engine, find_engine
 from .probe import ProbeReport, examine, unavailable
 from .supervisor import SupervisorBoot, start_command
 from .walls import announce, candidates, missing, nothing_works
@@ -47,6 +48,7 @@ class SandboxService:
         self.wall = ""
         self.address = ""
         self._directory = ""
+        self._engine: Engine | None = None
 
     async def __aenter__(self) -> Self:
         """
@@ -69,6 +71,11 @@ class SandboxService:
         report = missing(wall, by_name=self._config.wall != "auto")
         if report is not None:
             return report
+        if wall == "docker":
+            try:
+                self._engine = await asyncio.to_thread(find_engine, self._config.docker_image)
+            except OSError as error:
+                return unavailable(wall, str(error))
         self.wall = wall
         self._directory = tempfile.mkdtemp(prefix="envserver-sandboxes-")
         self._let_users_through()
@@ -102,6 +109,7 @@ class SandboxService:
             directory=self._directory,
             concurrent=self._config.concurrent,
             wall=self.wall,
+            engine=self._engine,
         )
         self._control = ours
         self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork, milliseconds

@@ -14,6 +14,7 @@ thread that forked.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import signal
@@ -30,9 +31,8 @@ from typing import Any
 
 import msgspec
 
-from . import linux, outer
+from . import docker, linux, outer
 from .wire import MAX_MESSAGE_BYTES, WHOLE_WALLS
-from .zygote import Boot
 
 FORK_SECONDS = 20.0
 """For a sandbox to be made, and for a zygote's imports fifteen times as long."""
@@ -53,7 +53,7 @@ class SupervisorBoot(msgspec.Struct, frozen=True, kw_only=True):
         directory: private; the socket `socket`, and the zygotes' directories, are made here.
         concurrent: sandboxes at a time.
         wall: see `zygote.Boot`.
-        command: words before a zygote's own command (another tool's wall).
+        engine: what makes containers, for the wall `docker`.
     """
 
     control_fd: int
@@ -61,14 +61,14 @@ class SupervisorBoot(msgspec.Struct, frozen=True, kw_only=True):
     directory: str
     concurrent: int
     wall: str
-    command: list[str] = []
+    engine: docker.Engine | None = None
 
 
-def start_command(module: str, boot: msgspec.Struct) -> list[str]:
+def start_command(module: str, boot_json: str) -> list[str]:
     """The words that run `main` of a module of this package, with the server's own import path."""
     path = msgspec.json.encode([str(Path(entry).absolute()) for entry in sys.path]).decode()
     code = _START.format(module=module)
-    return [sys.executable, "-I", "-c", code, path, msgspec.json.encode(boot).decode()]
+    return [sys.executable, "-I", "-c", code, path, boot_json]
 
 
 def main(boot_json: str) -> None:
@@ -234,7 +234,7 @@ class Supervisor:
         wanted.channel = ours
         wanted.expires = time.monotonic() + FORK_SECONDS
         try:
-            message = msgspec.msgpack.encode((number, self._uid(wanted.slot)))
+            message = json.dumps((number, self._uid(wanted.slot))).encode()
             socket.send_fds(zygote.control, [message], [theirs.fileno()])
         except OSError as error:
             self._bury(zygote, f"the zygote cannot be reached: {error}")
@@ -254,15 +254,8 @@ class Supervisor:
         root = Path(self._boot.directory, f"zygote-{self._next_id}")
         root.mkdir(mode=0o711)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        boot = Boot(
-            control_fd=theirs.fileno(),
-            supervisor_pid=os.getpid(),
-            wall=self._boot.wall,
-            root=str(root),
-            preload=list(preload),
-        )
         process = subprocess.Popen(
-            [*self._boot.command, *start_command("zygote", boot)],
+            self._zygote_command(theirs.fileno(), str(root), list(preload)),
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             cwd="/",
@@ -273,6 +266,22 @@ class Supervisor:
         zygote = _Zygote(preload, process, ours, time.monotonic() + IMPORT_SECONDS)
         self._selector.register(ours, selectors.EVENT_READ, partial(self._hear_zygote, zygote))
         return zygote
+
+    def _zygote_command(self, control_fd: int, root: str, preload: list[str]) -> list[str]:
+        ours, engine = os.getpid(), self._boot.engine
+        if engine is not None:
+            maker = docker.Boot(
+                control_fd=control_fd, supervisor_pid=ours, engine=engine, preload=preload
+            )
+            return start_command("docker", maker)
+        boot = Boot(
+            control_fd=control_fd,
+            supervisor_pid=ours,
+            wall=self._boot.wall,
+            root=root,
+            preload=preload,
+        )
+        return start_command("zygote", boot)
 
     def _retire_one(self) -> None:
         """Room for another preload list: the one that was not used for longest goes.
@@ -289,7 +298,7 @@ class Supervisor:
             data, descriptors, _, _ = socket.recv_fds(zygote.control, MAX_MESSAGE_BYTES, 4)
         except ConnectionError:
             data, descriptors = b"", []
-        message = msgspec.msgpack.decode(data) if data else ["gone"]
+        message = json.loads(data) if data else ["gone"]
         match message:
             case ["up"]:
                 zygote.up = True

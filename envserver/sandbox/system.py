@@ -25,7 +25,7 @@ _SYSTEM = (
     *("/etc/localtime", "/etc/timezone", "/etc/mime.types", "/etc/magic", "/etc/terminfo"),
     *("/etc/protocols", "/etc/services"),
 )
-_OUR_PACKAGES = ("envserver", "environments", "tools", "clients")
+OUR_PACKAGES = ("envserver", "environments", "tools", "clients")
 _ENTRY_POINTS = "envserver.environments"
 
 _OWN_DIRECTORIES = ("/work", "/tmp", "/dev", "/proc", "/box", "/run")
@@ -107,6 +107,11 @@ def etc_files(user: int = 1000) -> dict[str, str]:
     }
 
 
+def must_move_python() -> bool:
+    """Whether this interpreter lies where a sandbox has its own directories."""
+    return _in_the_way(sys.prefix)
+
+
 def move_python() -> None:
     """Starts this process again from another place, where a sandbox has its own directories.
 
@@ -119,7 +124,7 @@ def move_python() -> None:
         OSError: the kernel refused a step, or there is no such place, or the base installation
             itself is in the way (it cannot be moved).
     """
-    if not _in_the_way(sys.prefix):
+    if not must_move_python():
         return
     if _in_the_way(sys.base_prefix):
         raise OSError(
@@ -230,7 +235,7 @@ def _hidden() -> set[str]:
     """Real paths of what no program may see, though it lies in a visible directory."""
     sites = {os.path.realpath(path) for path in _site_directories()}
     found: set[str] = set()
-    for name in _OUR_PACKAGES:
+    for name in OUR_PACKAGES:
         spec = importlib.util.find_spec(name)
         for place in (spec.submodule_search_locations or []) if spec is not None else []:
             real = os.path.realpath(place)

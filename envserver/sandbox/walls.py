@@ -34,8 +34,6 @@ def missing(wall: str, *, by_name: bool) -> ProbeReport | None:
     """
     if wall == "bubblewrap" and bubblewrap.installed() is None:
         return unavailable(wall, "bwrap is not installed")
-    if wall == "docker":
-        return unavailable(wall, "no engine answers")
     if wall == "landlock":
         version = landlock.abi()
         if version == 0:

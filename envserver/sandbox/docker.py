@@ -1,0 +1,301 @@
+"""The wall `docker`: a container for each sandbox, by the command line of Docker or Podman.
+
+    supervisor --("fork")--> maker --(fork)--> relay
+    client --(frames)--> relay --(stdin, stdout)--> docker run ... python3 --> the server inside
+
+A maker stands where other walls have a zygote. A relay is a process of this machine, one a sandbox:
+it hears the limits, starts a container that has them, sends our modules (the image needs Python
+alone), then passes bytes on. Its end is the end of the container. Containers get no network, no
+capability, a read-only root and an ordinary user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import msgspec
+
+from . import linux
+from .system import OUR_PACKAGES
+from .wire import MAX_MESSAGE_BYTES, Frames
+
+ENGINES = ("docker", "podman")
+_SECONDS = 15.0
+_USER = 1000
+_SERVER_MB = 64
+"""Beside what programs may use: the server inside, and the kernel's own for them."""
+_SERVER_PROCESSES = 4
+_CHUNK = 2**18
+
+_VARIABLES = (
+    *("PATH", "HOME", "XDG_RUNTIME_DIR", "TMPDIR"),
+    *("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH"),
+    *("CONTAINER_HOST", "CONTAINER_CONNECTION", "CONTAINERS_CONF"),
+)
+
+_EMPTY_PACKAGES = ("envserver", "envserver.sandbox")
+_ERRORS = """class ConfigError(Exception):
+    def __init__(self, message, hint=""):
+        super().__init__(message)
+"""
+
+# Reads modules by name from standard input, and imports them from there.
+_BOOT = """
+import importlib.abc, importlib.util, json, os, sys
+size, preload, data = int(sys.argv[1]), json.loads(sys.argv[2]), b""
+while len(data) < size:
+    data += os.read(0, size - len(data)) or sys.exit("the host is gone")
+sources = json.loads(data)
+class Sent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        if name not in sources:
+            return None
+        package = any(other.startswith(name + ".") for other in sources)
+        return importlib.util.spec_from_loader(name, self, is_package=package)
+    def exec_module(self, module):
+        exec(compile(sources[module.__name__], f"<{module.__name__}>", "exec"), module.__dict__)
+sys.meta_path.insert(0, Sent())
+from envserver.sandbox.container import main
+main(preload)
+"""
+
+
+class Engine(msgspec.Struct, frozen=True, kw_only=True):
+    """A container engine that answers, and the image to start.
+
+    Args:
+        program: path of its command.
+        variables: of the server, that the command needs to find its engine.
+    """
+
+    program: str
+    image: str
+    variables: dict[str, str]
+
+
+class Boot(msgspec.Struct, frozen=True, kw_only=True):
+    """What a maker is started with, as JSON in its arguments; see `zygote.Boot`."""
+
+    control_fd: int
+    supervisor_pid: int
+    engine: Engine
+    preload: list[str]
+
+
+def main(boot_json: str) -> None:
+    """The whole life of a maker: forks a relay when it is told to, until the supervisor ends."""
+    boot = msgspec.json.decode(boot_json, type=Boot)
+    control = socket.socket(fileno=boot.control_fd)
+    linux.die_with(boot.supervisor_pid, signal.SIGKILL)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # it waits for no relay
+    control.send(msgspec.msgpack.encode(["up"]))
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 1)
+        if not data:
+            return
+        request_id, _ = msgspec.msgpack.decode(data, type=tuple[int, int | None])
+        channel = socket.socket(fileno=descriptors[0])
+        maker_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            serve(channel, boot.engine, boot.preload, maker_pid)
+        channel.close()
+        pidfd = os.pidfd_open(pid)
+        message = msgspec.msgpack.encode(["forked", request_id, ""])
+        socket.send_fds(control, [message], [pidfd])
+        os.close(pidfd)
+
+
+def find_engine(image: str, environ: Mapping[str, str] = os.environ) -> Engine:
+    """The first engine that answers and has the image.
+
+    Raises:
+        OSError: there is none; the message says how each failed.
+    """
+    variables = {name: environ[name] for name in _VARIABLES if name in environ}
+    failed = []
+    for name in ENGINES:
+        program = shutil.which(name, path=environ.get("PATH"))
+        if program is None:
+            failed.append(f"{name} is not installed")
+            continue
+        failure = _asked(program, variables, "version")
+        if not failure and not image:
+            failure = "no image is named (--sandbox.docker_image)"
+        elif not failure:
+            failure = _asked(program, variables, "image", "inspect", image)
+        if not failure:
+            return Engine(program=program, image=image, variables=variables)
+        failed.append(f"{name}: {failure}")
+    raise OSError("; ".join(failed))
+
+
+def _asked(program: str, variables: Mapping[str, str], *words: str) -> str:
+    """Why the engine does not do it, "" where it does."""
+    try:
+        told = subprocess.run(
+            [program, *words],
+            env=dict(variables),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if told.returncode == 0:
+        return ""
+    lines = told.stderr.decode(errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else f"status {told.returncode}"
+
+
+def command(engine: Engine, name: str, limits: Mapping[str, Any], words: list[str]) -> list[str]:
+    """The command line that starts a container for one sandbox.
+
+    Args:
+        name: of the container.
+        limits: see SandboxLimits, by name.
+        words: arguments of its python3.
+    """
+    disk, inodes = int(limits["disk_mb"]), int(limits["inodes"])
+    memory = int(limits["memory_mb"]) + 3 * disk + _SERVER_MB  # files in memory count, too
+    mount = f"rw,exec,nosuid,nodev,size={disk}m,nr_inodes={inodes + 4},mode=1777"
+    processes = int(limits["processes"]) + _SERVER_PROCESSES
+    return [
+        *(engine.program, "run", "--rm", "--interactive", "--name", name, "--init=false"),
+        *("--network", "none", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
+        *("--user", f"{_USER}:{_USER}", "--read-only", "--hostname", "sandbox"),
+        *("--memory", f"{memory}m", "--memory-swap", f"{memory}m"),
+        *("--pids-limit", str(processes), "--shm-size", f"{disk}m", "--ulimit", "core=0"),
+        *("--tmpfs", f"/work:{mount}", "--tmpfs", f"/tmp:{mount}", "--workdir", "/work"),
+        *("--log-driver", "none", "--pull", "never", "--label", "envserver=sandbox"),
+        *("--entrypoint", "python3", engine.image, *words),
+    ]
+
+
+def serve(channel: socket.socket, engine: Engine, preload: list[str], maker_pid: int) -> NoReturn:
+    """The whole life of a relay; ends the process.
+
+    What goes wrong is written to standard error; the client sees that its sandbox is lost.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    status = 1
+    try:
+        linux.die_with(maker_pid, signal.SIGTERM)
+        _relay(channel, engine, preload)
+        status = 0
+    except SystemExit:
+        status = 0
+    except Exception as error:  # noqa: BLE001 - the last frame: whatever it is, say it and end
+        sys.stderr.write(f"a container's relay: {type(error).__name__}: {error}\n")
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
+
+
+def _relay(channel: socket.socket, engine: Engine, preload: list[str]) -> None:
+    first, limits = _hear_limits(channel)
+    name = f"envserver-{uuid.uuid4().hex}"
+    sent = bundle(preload)
+    words = ["-I", "-c", _BOOT, str(len(sent)), json.dumps(preload)]
+    parent = os.getpid()
+    container = subprocess.Popen(
+        command(engine, name, limits, words),
+        env=engine.variables,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=lambda: linux.die_with(parent, signal.SIGKILL),
+    )
+    assert container.stdin is not None
+    assert container.stdout is not None
+    try:
+        container.stdin.write(sent + first)
+        container.stdin.flush()
+        _pass_on(channel, container.stdin, container.stdout)
+    finally:
+        # Its input's end ends the server inside; this also ends one that does not hear.
+        _asked(engine.program, engine.variables, "kill", name)
+        container.kill()
+        container.wait()
+
+
+def _hear_limits(channel: socket.socket) -> tuple[bytes, dict[str, Any]]:
+    """What the client sent until it had set its sandbox up, and the limits in it."""
+    frames, heard = Frames(), bytearray()
+    while True:
+        data = channel.recv(_CHUNK)
+        if not data:
+            raise SystemExit  # closed before it was set up
+        heard += data
+        for frame in frames.feed(data):
+            return bytes(heard), frame[1]["limits"]
+
+
+def _pass_on(channel: socket.socket, to_inside: IO[bytes], from_inside: IO[bytes]) -> None:
+    """Both ways, until either end is closed. Blocking writes: both ends read what they are sent."""
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    poll.register(from_inside, select.POLLIN)
+    with contextlib.suppress(ConnectionError):
+        while True:
+            for descriptor, _ in poll.poll():
+                if descriptor == channel.fileno():
+                    data = channel.recv(_CHUNK)
+                    to_inside.write(data)
+                    to_inside.flush()
+                else:
+                    data = os.read(descriptor, _CHUNK)
+                    channel.sendall(data)
+                if not data:
+                    return
+
+
+def bundle(preload: list[str]) -> bytes:
+    """Our modules for the inside, and those of `preload` that no image has, as JSON by name."""
+    sources = dict.fromkeys(_EMPTY_PACKAGES, "")
+    for path in Path(__file__).parent.glob("[!_]*.py"):
+        sources[f"envserver.sandbox.{path.stem}"] = path.read_text()
+    sources["envserver.errors"] = _ERRORS
+    for name in preload:
+        sources.update(_sources(name))
+    return json.dumps(sources).encode()
+
+
+def _sources(name: str) -> dict[str, str]:
+    """A module with its parents and all below it; nothing where the image has to have it."""
+    found = {}
+    for parent in (name.rsplit(".", count)[0] for count in range(name.count(".") + 1)):
+        spec = importlib.util.find_spec(parent)
+        if spec is None or spec.origin is None or not _is_sent(parent, Path(spec.origin)):
+            return {}
+        found[parent] = Path(spec.origin).read_text()
+        for folder in (spec.submodule_search_locations or []) if parent == name else []:
+            for path in Path(folder).rglob("*.py"):
+                parts = path.relative_to(folder).with_suffix("").parts
+                found[".".join([name, *parts]).removesuffix(".__init__")] = path.read_text()
+    return found
+
+
+def _is_sent(name: str, origin: Path) -> bool:
+    """Libraries belong into the image: they are large, and may be compiled."""
+    top = name.partition(".")[0]
+    if origin.suffix != ".py" or top in sys.stdlib_module_names:
+        return False
+    installed = any(part in ("site-packages", "dist-packages") for part in origin.parts)
+    return top in OUR_PACKAGES or not installed
