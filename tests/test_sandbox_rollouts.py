@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -21,6 +23,7 @@ from support.commands import envserver, read_jsonl
 from support.worker_standin import alive, until
 
 from envserver import (
+    Group,
     PublicTask,
     Result,
     SandboxError,
@@ -36,7 +39,8 @@ from envserver.errors import SandboxUnavailable, WorkerDied
 from envserver.records import SandboxLimits, Usage
 from envserver.registry import find
 from envserver.rollouts.attempt import Finished, run_attempt
-from envserver.rollouts.group import Machinery, attempt_spec
+from envserver.rollouts.group import Machinery, attempt_spec, make_group
+from envserver.rollouts.stream import Ticket
 from envserver.sandbox.requests import Exec, Open, Opened
 from envserver.sandbox.rooms import cut_down, summed
 from envserver.tokens.flags import chosen
@@ -110,6 +114,17 @@ def supervisors() -> Iterator[int]:
         for child in (entry / "children").read_text().split():
             if b"envserver.sandbox" in Path(f"/proc/{child}/cmdline").read_bytes():
                 yield int(child)
+
+
+def sandboxes_of(supervisor: int) -> Iterator[int]:
+    """The process 1 of each sandbox: children of its zygotes."""
+    for outer in children_of(supervisor):
+        for zygote in children_of(outer):
+            yield from children_of(zygote)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 async def test_an_agent_uses_a_sandbox_and_what_it_used_is_told(zoo: Machinery) -> None:
@@ -279,6 +294,40 @@ async def test_a_scorer_that_hides_a_lost_sandbox_gives_no_score(tmp_path: Path)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(SandboxError):
             await scoring
+
+
+@pytest.mark.slow
+async def test_two_hundred_rollouts_whose_workers_are_killed_at_random() -> None:
+    settings = {
+        "rollouts": {"max_attempts": 50},
+        "workers": {"processes": 1, "dedicated": 8},
+        "sandbox": {"concurrent": 12},
+    }
+    rng, killed, before = random.Random(1), 0, set(supervisors())
+    async with house("Plain", **settings) as parts:
+        parts.environment.config.group_size = 8
+        (task, *_) = parts.environment.tasks("train")
+        tickets = [
+            Ticket(group_id=f"g{n}", index=n, env="plain", split="train", seed=0, task=task)
+            for n in range(25)
+        ]
+        making = asyncio.gather(*(make_group(parts, ticket) for ticket in tickets))
+        while not making.done():
+            await asyncio.sleep(0.2)
+            if pids := parts.pool.snapshot()["pids"]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rng.choice(pids), signal.SIGKILL)
+                    killed += 1
+        groups = await making
+        service = set(supervisors()) - before
+        assert len(service) == 1
+        await until(lambda: parts.pool.snapshot()["processes"] <= 1)
+        await until(lambda: not any(list(sandboxes_of(pid)) for pid in service))
+    assert killed > 20
+    for group in groups:
+        assert isinstance(group, Group)
+        assert [one.output for one in group.trajectories] == [["121", "42\n", 2]] * 8
+        assert {failure.kind for failure in group.failures} <= {"worker_died"}
 
 
 # A worker that was taken over.
