@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import os
 import resource
-from dataclasses import dataclass, field
-from typing import Any
 
 from .program import MB
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 _SUMS = ("wall_seconds", "cpu_seconds", "read_bytes", "written_bytes", "output_bytes", "executions")
 _PEAKS = ("peak_memory", "disk_bytes", "peak_processes")
 
 
-@dataclass
 class Totals:
     """What all programs of a sandbox used."""
 
-    wall_seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    peak_memory: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
-    output_bytes: int = 0
-    disk_bytes: int = 0
-    peak_processes: int = 0
-    executions: int = 0
-    killed: dict[str, int] = field(default_factory=dict)
+    wall_seconds = 0.0
+    cpu_seconds = 0.0
+    peak_memory = 0
+    read_bytes = 0
+    written_bytes = 0
+    output_bytes = 0
+    disk_bytes = 0
+    peak_processes = 0
+
+    def __init__(self, executions: int = 0) -> None:
+        self.executions = executions
+        self.killed: dict[str, int] = {}
 
     def add(self, other: Totals) -> None:
         """Sums, and the highest peaks."""

@@ -13,13 +13,16 @@ import select
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
 
 from . import linux
 from .accounts import Accounts, Totals
 from .program import MB, Program, become
 from .room import Room
 from .sampling import sample
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 FIRST_LOOK_SECONDS = 0.005
 LOOK_SECONDS = 0.025

@@ -17,18 +17,18 @@ import signal
 import socket
 import stat
 import sys
-import tarfile
-import traceback
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NoReturn
 
-from . import linux, system
+from . import linux
 from .accounts import Accounts, Totals
 from .execution import Execution
 from .program import MB, Program
 from .room import Room
 from .wire import MAX_FRAME_BYTES, Frames, encode
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
 
 _RECEIVE_BYTES = 2**18
 
@@ -48,8 +48,8 @@ def serve(channel: socket.socket, make_room: Callable[[], Room]) -> NoReturn:
         status = 0
     except ConnectionError:
         status = 0  # the outside is gone: nothing to be told
-    except Exception:  # noqa: BLE001 - the last frame: whatever it is, say it and end
-        traceback.print_exc()
+    except Exception as error:  # noqa: BLE001 - the last frame: whatever it is, say it and end
+        sys.__excepthook__(type(error), error, error.__traceback__)
         sys.stderr.flush()
     finally:
         if room is not None:
@@ -80,7 +80,8 @@ class _Server:
             except Refused as error:
                 answer = ["error", "input", str(error)]
             except OSError as error:
-                answer = ["error", "input", f"{error.filename or ''}: {error.strerror}".strip(": ")]
+                place = os.fsencode(error.filename or "").decode(errors="replace")
+                answer = ["error", "input", f"{place}: {error.strerror}".strip(": ")]
             self._send(*answer)
 
     def _answer(self, request: list[Any]) -> list[Any]:
@@ -102,7 +103,7 @@ class _Server:
     def _set_up(self, spec: dict[str, Any]) -> None:
         self._limits = spec["limits"]
         places = {"TMPDIR": self._room.temporary, "HOME": self._room.work}
-        self._env = {**system.variables(), **places, **spec["env"]}
+        self._env = {**self._room.variables, **places, **spec["env"]}
         self._room.furnish(int(self._limits["disk_mb"]) * MB, int(self._limits["inodes"]))
         os.chdir(self._room.work)
         if spec["archive"]:
@@ -142,7 +143,7 @@ class _Server:
             raise Refused("a path holds a NUL character")
         if path == "/work" or path.startswith("/work/"):
             return self._room.work + path.removeprefix("/work")
-        return str(Path(self._room.work, path))
+        return os.path.join(self._room.work, path)
 
 
 def _tighter(own: dict[str, Any], wanted: dict[str, Any] | None) -> dict[str, Any]:
@@ -160,8 +161,7 @@ def _read(path: str, most: int) -> bytes:
 
 
 def _write(path: str, data: bytes) -> None:
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
     descriptor = os.open(path, flags, 0o644)
     with os.fdopen(descriptor, "wb") as file:
@@ -175,6 +175,8 @@ def _check_regular(descriptor: int, path: str) -> None:
 
 
 def _unpack(archive: bytes, directory: str) -> None:
+    import tarfile  # for those few that bring an archive
+
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
             tar.extractall(directory, filter="data")

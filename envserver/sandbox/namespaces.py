@@ -15,7 +15,6 @@ import os
 import signal
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from . import linux
 from .linux import (
@@ -120,7 +119,7 @@ def mount_writable(disk_bytes: int, inodes: int) -> None:
     options = f"size={disk_bytes},nr_inodes={inodes + 4},mode=0755"
     linux.mount("tmpfs", "/box", "tmpfs", MS_NOSUID | MS_NODEV, options)
     for name, target in (("work", "/work"), ("tmp", "/tmp"), ("shm", "/dev/shm")):
-        Path("/box", name).mkdir(mode=0o755)
+        os.mkdir(f"/box/{name}", 0o755)
         linux.mount(f"/box/{name}", target, flags=MS_BIND)
     linux.unmount("/box")
 
@@ -135,18 +134,18 @@ def _map_ids(users: Mapping[int, int], groups: Mapping[int, int]) -> None:
 def _build_root(root: str, visible: Sequence[str], contents: Mapping[str, str]) -> None:
     linux.mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=1m")
     for name in _EMPTY_DIRECTORIES:
-        Path(root, name).mkdir()
+        os.mkdir(f"{root}/{name}")
     for path in visible:
         _show(root, path)
     for name, text in contents.items():
-        target = Path(root, "etc", name)
-        if not target.exists():
-            target.write_text(text)
+        target = f"{root}/etc/{name}"
+        if not os.path.exists(target):
+            _write(target, text)
     for name in DEVICES:
-        Path(root, "dev", name).touch()
+        _write(f"{root}/dev/{name}", "")
         linux.mount(f"/dev/{name}", f"{root}/dev/{name}", flags=MS_BIND)
     for name, number in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
-        Path(root, "dev", name).symlink_to(f"/proc/self/fd{number}")
+        os.symlink(f"/proc/self/fd{number}", f"{root}/dev/{name}")
     # Must be whole and stay so: only who sees a whole /proc may mount another one.
     linux.mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     linux.mount("", root, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
@@ -154,22 +153,22 @@ def _build_root(root: str, visible: Sequence[str], contents: Mapping[str, str]) 
 
 def _show(root: str, path: str) -> None:
     """`path` of the host at the same place below `root`, read-only."""
-    target = Path(root + path)
+    target = root + path
     mode = os.lstat(path).st_mode
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.is_symlink() or (target.exists() and not stat.S_ISDIR(mode)):
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(target) or (os.path.exists(target) and not stat.S_ISDIR(mode)):
         return
     if stat.S_ISLNK(mode):
-        target.symlink_to(Path(path).readlink())
+        os.symlink(os.readlink(path), target)
         return
     if stat.S_ISDIR(mode):
-        target.mkdir(exist_ok=True)
+        os.makedirs(target, exist_ok=True)
     else:
-        target.touch()
-    linux.mount(path, str(target), flags=MS_BIND | MS_REC)
-    linux.make_read_only(str(target))
+        _write(target, "")
+    linux.mount(path, target, flags=MS_BIND | MS_REC)
+    linux.make_read_only(target)
 
 
 def _write(path: str, text: str) -> None:
-    with Path(path).open("w") as file:
+    with open(path, "w") as file:
         file.write(text)

@@ -1,48 +1,60 @@
 """The outer layer of a wall, around a process that will fork what lives behind it.
 
-prepare(wall)            before imports, which may start threads
+seen = prepare(wall)           before imports, which may start threads
 ... imports ...
-enter(wall, root, run)   `run` in the outer layer; nothing of the machine is left in its sight
+enter(wall, root, seen, run)   `run` in the outer layer; nothing of the machine is in its sight
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from . import bubblewrap, linux, namespaces, system
-from .wire import WHOLE_WALLS
+from . import linux, namespaces
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 _USERS = {"sandbox": (30000, 60000), "worker": (20000, 30000)}
 
 
-def prepare(wall: str) -> None:
-    """
+def prepare(wall: str) -> dict[str, Any]:
+    """Moves Python where it is in the way, and makes an ordinary user's namespace.
+
+    Returns:
+        What programs will see; see `layout.describe`.
+
     Raises:
-        OSError: the kernel refused a step of it.
+        OSError: the kernel refused a step, or what is to be seen cannot be found out.
     """
-    if wall in WHOLE_WALLS:
-        system.move_python()
+    seen = _described(wall)
+    if seen["moves"]:
+        from . import system
+
+        system.move_python()  # starts this program again
     if wall == "namespace":
         namespaces.own_users()
-    os.environ.update(system.ONE_THREAD)
+    os.environ.update(seen["one_thread"])
+    return seen
 
 
-def enter(wall: str, root: str, run: Callable[[], None], *, visible: Sequence[str] = ()) -> int:
+def enter(wall: str, root: str, seen: dict[str, Any], run: Callable[[], None]) -> int:
     """Runs `run` behind the outer layer of `wall` (those without one: where we are).
 
     Args:
         root: an empty directory.
-        visible: host paths that are seen beside the system's and Python's.
 
     Returns:
         Its exit status; where there is a layer, that of its first process.
     """
-    shown, etc = [*system.visible_paths(), *visible], system.etc_files()
     if wall == "namespace":
-        return namespaces.enter_outer(root, shown, etc, run)
+        return namespaces.enter_outer(root, seen["visible"], seen["etc"], run)
     if wall == "bubblewrap":
-        return bubblewrap.enter_outer(shown, etc, run)
+        from . import bubblewrap
+
+        return bubblewrap.enter_outer(seen["visible"], seen["etc"], run)
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
     run()
     return 0
@@ -57,3 +69,22 @@ def first_user(kind: str, count: int) -> int | None:
         return None
     first, last = _USERS[kind]
     return first + os.getpid() * count % (last - first - count)
+
+
+def _described(wall: str) -> dict[str, Any]:
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        from . import layout
+
+        os.close(reading)
+        layout.tell(wall, writing)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    os.waitpid(pid, 0)
+    word, seen = json.loads(text or '["error", "the process that looked ended"]')
+    if word != "ok":
+        raise OSError(f"What programs may see cannot be found out: {seen}")
+    return dict(seen)

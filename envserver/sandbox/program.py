@@ -10,20 +10,18 @@ from __future__ import annotations
 import atexit
 import gc
 import io
-import linecache
 import os
-import random
 import resource
 import signal
 import sys
-import threading
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NoReturn
 
 from . import linux
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
 
 MB = 2**20
 NOT_STARTED = 127
@@ -31,15 +29,23 @@ _ADDRESS_SPACE_MB = 4096
 """Beside the memory limit: address space costs nothing, and threads and numpy reserve a lot."""
 
 
-@dataclass(frozen=True)
 class Program:
     """What is to be run: `code` in a warm Python where it is not None, else `argv`."""
 
-    argv: list[str]
-    code: str | None
-    cwd: str
-    env: dict[str, str]
-    limits: dict[str, Any]
+    def __init__(
+        self,
+        *,
+        argv: list[str],
+        code: str | None,
+        cwd: str,
+        env: dict[str, str],
+        limits: dict[str, Any],
+    ) -> None:
+        self.argv = argv
+        self.code = code
+        self.cwd = cwd
+        self.env = env
+        self.limits = limits
 
 
 def become(
@@ -124,20 +130,21 @@ def _start_afresh(argv: list[str]) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    random.seed()
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()
+    for name in ("random", "numpy.random"):
+        if name in sys.modules:
+            sys.modules[name].seed()
     gc.enable()
 
 
 def _tell(error: BaseException) -> int:
     trace = error.__traceback__
     error.__traceback__ = trace.tb_next if trace is not None else None  # without our own frame
-    linecache.clearcache()
+    if "linecache" in sys.modules:
+        sys.modules["linecache"].clearcache()
     try:
         sys.excepthook(type(error), error, error.__traceback__)
-    except BaseException:  # noqa: BLE001 - a hook of the program's
-        traceback.print_exc()
+    except BaseException as second:  # noqa: BLE001 - a hook of the program's
+        sys.__excepthook__(type(second), second, second.__traceback__)
     if isinstance(error, KeyboardInterrupt):
         return 130
     return 1
@@ -155,11 +162,12 @@ def _status_of(end: SystemExit) -> int:
 def _finish(status: int) -> int:
     """Waits for threads, runs exit handlers, writes what is buffered."""
     try:
-        threading._shutdown()  # type: ignore[attr-defined]
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
-    except BaseException:  # noqa: BLE001 - handlers of the program's; Python says so and exits too
-        traceback.print_exc()
+    except BaseException as error:  # noqa: BLE001 - handlers of the program's
+        sys.__excepthook__(type(error), error, error.__traceback__)
         status = status or 120
     sys.stderr.flush()
     return status

@@ -10,10 +10,14 @@ import resource
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Protocol
 
-from . import linux, namespaces, seccomp
+from . import linux, namespaces
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Protocol
+else:
+    Protocol = object
 
 _SWEEP_SECONDS = 5.0
 _TOO_MANY = 2**31
@@ -25,6 +29,8 @@ class Room(Protocol):
     work: str
     """The directory that they call /work (and, in a namespace, that is /work)."""
     temporary: str
+    variables: dict[str, str]
+    """Of programs; nothing else is inherited."""
 
     def furnish(self, disk_bytes: int, inodes: int) -> None:
         """Makes the writable places, once."""
@@ -47,12 +53,13 @@ class NamespaceRoom:
 
     work, temporary = "/work", "/tmp"
 
-    def __init__(self) -> None:
+    def __init__(self, filter_program: bytes, variables: dict[str, str]) -> None:
         # From its own namespace, process 1 hears only signals that it has a handler for.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         namespaces.furnish()
-        self._filter = seccomp.program(inet=True)
+        self._filter = filter_program
+        self.variables = variables
 
     def furnish(self, disk_bytes: int, inodes: int) -> None:
         namespaces.mount_writable(disk_bytes, inodes)
@@ -60,7 +67,7 @@ class NamespaceRoom:
     def enclose(self, processes: int) -> None:
         _limit_processes(processes + 1)  # and the server inside
         linux.drop_capabilities()
-        seccomp.install(self._filter)
+        linux.install_filter(self._filter)
 
     def programs(self) -> Iterator[int]:
         ours = os.getpid()
@@ -91,22 +98,33 @@ class HostRoom:
     Args:
         root: an empty directory that belongs to its user.
         confined: Landlock and a system-call filter around programs; else nothing but limits.
+        filter_program, variables: for programs.
         readable: host paths that programs may read, with `confined`.
         own_user: the user is of this sandbox alone, so the kernel can count its processes.
     """
 
-    def __init__(self, root: str, *, confined: bool, readable: list[str], own_user: bool) -> None:
+    def __init__(
+        self,
+        root: str,
+        *,
+        confined: bool,
+        readable: list[str],
+        filter_program: bytes,
+        variables: dict[str, str],
+        own_user: bool,
+    ) -> None:
         linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
         self._root = root
         self.work, self.temporary = f"{self._root}/work", f"{self._root}/tmp"
         self._confined = confined
         self._readable = readable
-        self._filter = seccomp.program(inet=False)
+        self._filter = filter_program
+        self.variables = variables
         self._own_user = own_user
 
     def furnish(self, disk_bytes: int, inodes: int) -> None:
-        Path(self.work).mkdir()
-        Path(self.temporary).mkdir()
+        os.mkdir(self.work)
+        os.mkdir(self.temporary)
         if self._confined:
             from . import landlock
 
@@ -121,14 +139,15 @@ class HostRoom:
             from . import landlock
 
             landlock.restrict(self._readable, [self.work, self.temporary])
-            seccomp.install(self._filter)
+            linux.install_filter(self._filter)
 
     def programs(self) -> Iterator[int]:
         found = [os.getpid()]
         for pid in found:
             try:
-                for thread in Path(f"/proc/{pid}/task").iterdir():
-                    text = (thread / "children").read_text()
+                for thread in os.listdir(f"/proc/{pid}/task"):
+                    with open(f"/proc/{pid}/task/{thread}/children") as children:
+                        text = children.read()
                     found.extend(int(child) for child in text.split())
             except OSError:  # it has ended
                 continue

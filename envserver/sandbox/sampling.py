@@ -10,20 +10,18 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
 
 _PAGE = resource.getpagesize()
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-@dataclass(frozen=True)
 class Sample:
     """Of all programs together; CPU time is of those that still live."""
 
-    memory_bytes: int
-    cpu_seconds: float
-    processes: int
+    def __init__(self, memory_bytes: int, cpu_seconds: float, processes: int) -> None:
+        self.memory_bytes = memory_bytes
+        self.cpu_seconds = cpu_seconds
+        self.processes = processes
 
 
 def sample(programs: Iterable[int], memory_limit: int) -> Sample:
@@ -32,7 +30,7 @@ def sample(programs: Iterable[int], memory_limit: int) -> Sample:
     found = []
     for pid in programs:
         try:
-            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            fields = _contents(f"/proc/{pid}/stat").rpartition(b")")[2].split()
         except OSError:
             continue
         if fields[0] in (b"Z", b"X"):
@@ -47,9 +45,17 @@ def sample(programs: Iterable[int], memory_limit: int) -> Sample:
     return Sample(resident, cpu_ticks / _TICKS, processes)
 
 
+def _contents(path: str) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, 4096)
+    finally:
+        os.close(descriptor)
+
+
 def _proportional(pid: int) -> int:
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_bytes().splitlines()
+        lines = _contents(f"/proc/{pid}/smaps_rollup").splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith(b"Pss:")) * 1024
     except (OSError, IndexError):  # it ended, or has no memory any more
         return 0

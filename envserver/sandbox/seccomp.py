@@ -11,16 +11,15 @@ rarely used part of the kernel (bpf, io_uring, keyrings). Calls newer than this 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import functools
-import os
 import platform
 import struct
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..errors import ConfigError
+from .linux import install_filter
 
 # Classic BPF: operation codes, and where `struct seccomp_data` has what.
 _LOAD, _AND = 0x20, 0x54
@@ -40,8 +39,6 @@ _FILE_TYPE, _CHARACTER_DEVICE, _BLOCK_DEVICE = 0xF000, 0x2000, 0x6000
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 _SOCK_STREAM, _SOCK_DGRAM, _SOCK_SEQPACKET, _SOCK_TYPE = 1, 2, 5, 0xF
 _IP_PROTOCOLS = (0, 6, 17)  # the type's own, TCP, UDP
-
-_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
 
 
 class _Machine(NamedTuple):
@@ -219,33 +216,7 @@ def program(*, inet: bool, host: bool = False) -> bytes:
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-class _FilterProgram(ctypes.Structure):
-    _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
-
-
-def install(program: bytes) -> None:
-    """Puts the filter on this thread, for good, and on all that it starts; gives up setuid gains.
-
-    Two kernel calls: fit for a freshly forked child.
-
-    Raises:
-        OSError: the kernel takes no filters.
-    """
-    whole = _FilterProgram(len(program) // 8, program)
-    one, zero = ctypes.c_ulong(1), ctypes.c_ulong(0)
-    if _libc.prctl(_PR_SET_NO_NEW_PRIVS, one, zero, zero, zero) != 0:
-        raise _failed("no_new_privs")
-    mode = ctypes.c_ulong(_SECCOMP_MODE_FILTER)
-    if _libc.prctl(_PR_SET_SECCOMP, mode, ctypes.byref(whole), zero, zero) != 0:
-        raise _failed("the system-call filter")
-
-
-def _failed(what: str) -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, f"{what}: {os.strerror(number)}")
+install = install_filter
 
 
 def _assemble(machine: _Machine, *, inet: bool, host: bool) -> _Code:

@@ -64,11 +64,11 @@ class SupervisorBoot(msgspec.Struct, frozen=True, kw_only=True):
     engine: docker.Engine | None = None
 
 
-def start_command(module: str, boot_json: str) -> list[str]:
+def start_command(module: str, boot: Any) -> list[str]:
     """The words that run `main` of a module of this package, with the server's own import path."""
     path = msgspec.json.encode([str(Path(entry).absolute()) for entry in sys.path]).decode()
     code = _START.format(module=module)
-    return [sys.executable, "-I", "-c", code, path, boot_json]
+    return [sys.executable, "-I", "-c", code, path, msgspec.json.encode(boot).decode()]
 
 
 def main(boot_json: str) -> None:
@@ -274,13 +274,13 @@ class Supervisor:
                 control_fd=control_fd, supervisor_pid=ours, engine=engine, preload=preload
             )
             return start_command("docker", maker)
-        boot = Boot(
-            control_fd=control_fd,
-            supervisor_pid=ours,
-            wall=self._boot.wall,
-            root=root,
-            preload=preload,
-        )
+        boot = {
+            "control_fd": control_fd,
+            "supervisor_pid": ours,
+            "wall": self._boot.wall,
+            "root": root,
+            "preload": preload,
+        }
         return start_command("zygote", boot)
 
     def _retire_one(self) -> None:

@@ -1,33 +1,51 @@
-"""How the ends of a sandbox's socket talk: a length (4 bytes, big-endian), then MessagePack.
+"""How the ends of a sandbox's socket talk: JSON, with bytes beside it.
 
-Requests and answers are arrays that begin with a word. Both ends bound what they take: the inside
-holds programs of a model, so nothing from there is ever unpickled or believed to be short.
+A frame is the length of the whole and of its text (4 bytes each, big-endian), the text, and the
+bytes. The text is `[message, lengths]`; in the message, `{"$bytes": n}` stands for the n-th bytes.
+Messages are arrays that begin with a word. Both ends bound what they take: the inside holds
+programs of a model, so nothing from there is ever unpickled or believed to be short.
+
+(JSON, because it is in the standard library: what a zygote imports, every sandbox pays for.)
 """
 
 from __future__ import annotations
 
+import json
 import struct
-from typing import Any
 
-import msgspec
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 MAX_FRAME_BYTES = 96 * 2**20
 """A request (an archive may be large) or an answer; `SandboxSpec` and limits keep below it."""
-
 MAX_MESSAGE_BYTES = 65536
 """Of one message between clients, supervisor and zygotes."""
 WHOLE_WALLS = ("namespace", "bubblewrap")
 """Behind these, the end of the server inside is the end of all its programs."""
 
-_length = struct.Struct(">I")
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder()
+_lengths = struct.Struct(">II")
+_MARK = "$bytes"
 
 
 def encode(*parts: Any) -> bytes:
-    """One frame."""
-    body = _encoder.encode(parts)
-    return _length.pack(len(body)) + body
+    """One frame.
+
+    Raises:
+        TypeError, ValueError: a part that JSON cannot hold (half a surrogate pair, too).
+    """
+    attached: list[bytes] = []
+
+    def attach(value: object) -> dict[str, int]:
+        if not isinstance(value, (bytes, bytearray)):
+            raise TypeError(f"a {type(value).__name__} cannot be sent")
+        attached.append(bytes(value))
+        return {_MARK: len(attached) - 1}
+
+    message = json.dumps(parts, default=attach, ensure_ascii=False)
+    text = f"[{message},{json.dumps([len(data) for data in attached])}]".encode()
+    size = _lengths.size + len(text) + sum(map(len, attached))
+    return b"".join((_lengths.pack(size, len(text)), text, *attached))
 
 
 class Frames:
@@ -37,23 +55,46 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[list[Any]]:
-        """The frames that `data` completes.
+        """The messages of the frames that `data` completes.
 
         Raises:
             ValueError: the other end breaks the protocol.
         """
         self._buffer += data
         found = []
-        while len(self._buffer) >= _length.size:
-            (size,) = _length.unpack_from(self._buffer)
-            if size > MAX_FRAME_BYTES:
-                raise ValueError(f"a frame of {size} bytes")
-            end = _length.size + size
-            if len(self._buffer) < end:
+        while len(self._buffer) >= _lengths.size:
+            size, text_size = _lengths.unpack_from(self._buffer)
+            if not _lengths.size + text_size <= size <= MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {size} bytes, {text_size} of them text")
+            if len(self._buffer) < size:
                 break
-            frame = _decoder.decode(memoryview(self._buffer)[_length.size : end])
-            del self._buffer[:end]
-            if not isinstance(frame, list) or not frame or not isinstance(frame[0], str):
-                raise ValueError("a frame that is no message")
-            found.append(frame)
+            found.append(_decode(bytes(self._buffer[_lengths.size : size]), text_size))
+            del self._buffer[:size]
         return found
+
+
+def _decode(body: bytes, text_size: int) -> list[Any]:
+    try:
+        plain, lengths = json.loads(body[:text_size])
+        pieces, start = [], text_size
+        for length in lengths:
+            pieces.append(body[start : start + length])
+            start += length
+        message = _restored(plain, pieces) if pieces else plain
+    except (ValueError, TypeError, IndexError, RecursionError) as error:
+        raise ValueError(f"a frame that is no message: {error}") from None
+    if not isinstance(message, list) or not message or not isinstance(message[0], str):
+        raise ValueError("a frame that is no message")
+    return message
+
+
+def _restored(value: Any, pieces: list[bytes]) -> Any:
+    """`value` with the bytes in their places."""
+    if isinstance(value, list):
+        return [_restored(item, pieces) for item in value]
+    if isinstance(value, dict):
+        index = value.get(_MARK)
+        if isinstance(index, int) and len(value) == 1:
+            return pieces[index]
+        return {name: _restored(item, pieces) for name, item in value.items()}
+    return value

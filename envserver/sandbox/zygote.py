@@ -12,24 +12,25 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
 import os
 import signal
 import socket
 import sys
 import time
-import traceback
 from functools import partial
-from pathlib import Path
 
-import msgspec
-
-from . import inside, linux, namespaces, outer, system
+from . import inside, linux, namespaces, outer
 from .room import HostRoom, NamespaceRoom, Room
 from .wire import MAX_MESSAGE_BYTES, WHOLE_WALLS
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
-class Boot(msgspec.Struct, frozen=True, kw_only=True):
-    """What a zygote is started with, as JSON in its arguments.
+
+class Boot:
+    """What a zygote is started with, as a JSON object in its arguments.
 
     Args:
         control_fd: SOCK_SEQPACKET to the supervisor.
@@ -39,29 +40,37 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
         preload: modules to import before the wall is closed.
     """
 
-    control_fd: int
-    supervisor_pid: int
-    wall: str
-    root: str
-    preload: list[str]
+    def __init__(
+        self, *, control_fd: int, supervisor_pid: int, wall: str, root: str, preload: list[str]
+    ) -> None:
+        self.control_fd = control_fd
+        self.supervisor_pid = supervisor_pid
+        self.wall = wall
+        self.root = root
+        self.preload = preload
+        self.seen: dict[str, Any] = {}
+        """What programs see; see `layout`."""
 
 
 def main(boot_json: str) -> None:
     """The whole life of a zygote (and of the process that holds its outer wall)."""
-    boot = msgspec.json.decode(boot_json, type=Boot)
+    boot = Boot(**json.loads(boot_json))
     control = socket.socket(fileno=boot.control_fd)
     try:
         linux.die_with(boot.supervisor_pid, signal.SIGKILL)
-        outer.prepare(boot.wall)
+        boot.seen = outer.prepare(boot.wall)
         for name in boot.preload:
             importlib.import_module(name)
         run = partial(_obey, boot, control)
-        sys.exit(outer.enter(boot.wall, boot.root, run))
+        sys.exit(outer.enter(boot.wall, boot.root, boot.seen, run))
     except Exception as error:  # noqa: BLE001 - whatever it is, the supervisor must hear of it
-        traceback.print_exc()
-        message = f"{type(error).__name__}: {error}"[:2000]
-        control.send(msgspec.msgpack.encode(["broken", message]))
+        sys.__excepthook__(type(error), error, error.__traceback__)
+        _tell(control, "broken", f"{type(error).__name__}: {error}"[:2000])
         sys.exit(1)
+
+
+def _tell(control: socket.socket, *message: Any, descriptors: tuple[int, ...] = ()) -> None:
+    socket.send_fds(control, [json.dumps(message).encode()], descriptors)
 
 
 def _die_with_the_zygote(pid: int) -> None:
@@ -77,16 +86,16 @@ def _die_with_the_zygote(pid: int) -> None:
 def _obey(boot: Boot, control: socket.socket) -> None:
     """Forks until the supervisor closes its end."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # movers, and servers whose mover has ended
-    sys.path[:] = system.search_path()
+    sys.path[:] = boot.seen["search_path"]
     _be_first_to_die()
     gc.collect()
     gc.freeze()
-    control.send(msgspec.msgpack.encode(["up"]))
+    _tell(control, "up")
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 1)
         if not data:
             return
-        request_id, uid = msgspec.msgpack.decode(data, type=tuple[int, int | None])
+        request_id, uid = json.loads(data)
         channel = socket.socket(fileno=descriptors[0])
         if os.fork() == 0:
             _move(boot, control, channel, request_id, uid)
@@ -96,7 +105,8 @@ def _obey(boot: Boot, control: socket.socket) -> None:
 def _be_first_to_die() -> None:
     """When memory runs out, sandboxes go before anything else of the machine."""
     try:
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        with open("/proc/self/oom_score_adj", "w") as score:
+            score.write("1000")
     except OSError as error:  # some containers fix it; then the kernel chooses by size alone
         sys.stderr.write(f"oom_score_adj: {error}\n")
 
@@ -118,32 +128,32 @@ def _move(
             control.close()
             inside.serve(channel, partial(_room, boot, uid, directory, zygote_pid))
         pidfd = os.pidfd_open(pid)
-        message = msgspec.msgpack.encode(["forked", request_id, directory])
-        socket.send_fds(control, [message], [pidfd])
+        _tell(control, "forked", request_id, directory, descriptors=(pidfd,))
     except Exception as error:  # noqa: BLE001 - whatever it is, the supervisor must hear of it
-        reason = f"{type(error).__name__}: {error}"[:2000]
-        control.send(msgspec.msgpack.encode(["failed", request_id, reason]))
+        _tell(control, "failed", request_id, f"{type(error).__name__}: {error}"[:2000])
     finally:
         os._exit(0)
 
 
 def _host_directory(boot: Boot, request_id: int, uid: int | None) -> str:
     """An empty directory of the sandbox's own user, which this process becomes."""
-    directory = Path(boot.root, f"sandbox-{request_id}")
-    directory.mkdir(mode=0o700)
+    directory = f"{boot.root}/sandbox-{request_id}"
+    os.mkdir(directory, 0o700)
     if uid is not None:
         os.chown(directory, uid, uid)
         namespaces.become_user(uid)
-    return str(directory)
+    return directory
 
 
 def _room(boot: Boot, uid: int | None, directory: str, zygote_pid: int) -> Room:
     if boot.wall in WHOLE_WALLS:
-        return NamespaceRoom()
+        return NamespaceRoom(bytes.fromhex(boot.seen["filter"]), boot.seen["variables"])
     _die_with_the_zygote(zygote_pid)
     return HostRoom(
         directory,
         confined=boot.wall == "landlock",
-        readable=system.visible_paths(),
+        readable=boot.seen["visible"],
+        filter_program=bytes.fromhex(boot.seen["filter"]),
+        variables=boot.seen["variables"],
         own_user=uid is not None,
     )

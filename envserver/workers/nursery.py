@@ -26,13 +26,13 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
 from .. import registry
 from ..errors import ConfigError, EnvserverError
-from ..sandbox import outer, system
+from ..sandbox import outer
 from ..sandbox.room import NamespaceRoom
 from ..sandbox.wire import WHOLE_WALLS
 from . import linux
@@ -86,16 +86,15 @@ def main(boot_json: str) -> None:
     linux.adopt_orphans()
     control = socket.socket(fileno=boot.control_fd)
     try:
-        if boot.wall is not None:
-            outer.prepare(boot.wall.kind)
+        seen = outer.prepare(boot.wall.kind) if boot.wall is not None else {}
         ours = linux.open_descriptors()
         _preload(boot.references)
         users = _users(boot)
         opened = linux.open_descriptors() - ours
         if boot.wall is None:
-            Nursery(boot, control, opened, users).run()
+            Nursery(boot, control, opened, users, seen).run()
         else:
-            _run_walled(boot, boot.wall, Nursery(boot, control, opened, users))
+            _run_walled(boot, boot.wall, Nursery(boot, control, opened, users, seen))
     except EnvserverError as error:
         control.send(msgspec.msgpack.encode(["broken", error.kind, error.message, error.hint]))
     except OSError as error:
@@ -121,7 +120,7 @@ def _run_walled(boot: Boot, wall: Wall, nursery: Nursery) -> None:
     root = Path(boot.root, "outer")
     root.mkdir(mode=0o711)
     Path(boot.root).chmod(0o711)  # users of their own pass through
-    outer.enter(wall.kind, str(root), nursery.run)
+    outer.enter(wall.kind, str(root), nursery.seen, nursery.run)
 
 
 class Nursery:
@@ -133,8 +132,11 @@ class Nursery:
         control: socket.socket,
         opened_by_imports: set[int],
         users: list[int | None],
+        seen: dict[str, Any],
     ) -> None:
         self._boot = boot
+        self.seen = seen
+        """What workers behind a wall see; see `sandbox.layout`."""
         self._users = users
         """Those that no worker has at present."""
         self._control = control
@@ -154,7 +156,7 @@ class Nursery:
         self._listen_to_signals()
         self._selector.register(self._control, selectors.EVENT_READ, self._obey)
         if self._in_own_namespace:
-            sys.path[:] = system.search_path()
+            sys.path[:] = self.seen["search_path"]
         self._tell("up", os.getpid())
         try:
             while not self._stopping:
@@ -239,7 +241,7 @@ class Nursery:
         wall = self._boot.wall
         if wall is None:
             become_worker(birth)
-        live_behind(wall, user, birth, partial(self._hand_out, worker_id))
+        live_behind(wall, self.seen, user, birth, partial(self._hand_out, worker_id))
 
     def _hand_out(self, worker_id: str, listener: socket.socket) -> None:
         message = msgspec.msgpack.encode(["listening", worker_id])

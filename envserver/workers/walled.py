@@ -19,11 +19,11 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
-from ..sandbox import landlock, linux, namespaces, seccomp, system
+from ..sandbox import landlock, linux, namespaces
 from ..sandbox.room import NamespaceRoom
 from ..sandbox.sampling import sample
 from ..sandbox.wire import WHOLE_WALLS
@@ -56,11 +56,16 @@ class Wall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def live_behind(
-    wall: Wall, uid: int | None, birth: Birth, hand_out: Callable[[socket.socket], None]
+    wall: Wall,
+    seen: dict[str, Any],
+    uid: int | None,
+    birth: Birth,
+    hand_out: Callable[[socket.socket], None],
 ) -> NoReturn:
     """Turns this process, just forked, into a holder with a walled worker below it.
 
     Args:
+        seen: what it will see; see `sandbox.layout`.
         uid: user to become first; None: we are an ordinary one.
         hand_out: gives a listening socket to the server.
     """
@@ -68,7 +73,7 @@ def live_behind(
         os.dup2(birth.output_fd, 1)
         os.dup2(birth.output_fd, 2)
         if wall.kind not in WHOLE_WALLS:
-            _confine_on_the_host(wall, uid, birth)
+            _confine_on_the_host(wall, seen, uid, birth)
         os.setsid()
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
@@ -77,7 +82,7 @@ def live_behind(
         pid = os.fork()
         if pid == 0:
             linux.die_with(0, signal.SIGKILL)  # the holder has no number in our namespace
-            _keep(wall, birth, hand_out)
+            _keep(wall, seen, birth, hand_out)
         _close_all_but_output()
         _end_like(os.waitpid(pid, 0)[1])
     except BaseException:  # noqa: BLE001 - the last frame: whatever it is, say it and end
@@ -87,19 +92,20 @@ def live_behind(
         os._exit(1)
 
 
-def _confine_on_the_host(wall: Wall, uid: int | None, birth: Birth) -> NoReturn:
+def _confine_on_the_host(
+    wall: Wall, seen: dict[str, Any], uid: int | None, birth: Birth
+) -> NoReturn:
     """Without namespaces: a user and a directory of its own, Landlock, a filter, limits.
 
     What it may connect to is the proxy's port, at whatever address.
     """
-    readable = system.visible_paths()
     if uid is not None:
         namespaces.become_user(uid)
     _bound(wall)
     linux.drop_capabilities()
     if wall.kind == "landlock":
-        landlock.restrict(readable, [str(birth.directory)], connect_ports=[wall.port])
-        seccomp.install(seccomp.program(inet=True, host=True))
+        landlock.restrict(seen["visible"], [str(birth.directory)], connect_ports=[wall.port])
+        linux.install_filter(bytes.fromhex(seen["tcp_filter"]))
     become_worker(birth)
 
 
@@ -117,14 +123,16 @@ def _close_all_but_output() -> None:
     os.closerange(3, 2**30)
 
 
-def _keep(wall: Wall, birth: Birth, hand_out: Callable[[socket.socket], None]) -> NoReturn:
+def _keep(
+    wall: Wall, seen: dict[str, Any], birth: Birth, hand_out: Callable[[socket.socket], None]
+) -> NoReturn:
     """In process 1: furnishes the place, forks the worker, watches it."""
     status = 1
     try:
-        room = NamespaceRoom()
+        room = NamespaceRoom(bytes.fromhex(seen["filter"]), seen["variables"])
         room.furnish(wall.disk_mb * _MB, wall.inodes)
         os.environ.clear()
-        os.environ.update(system.variables())
+        os.environ.update(room.variables)
         hand_out(_listen(wall.port))
         linux.prctl(linux.PR_SET_DUMPABLE, 0)
         pid = os.fork()

@@ -1,0 +1,47 @@
+"""What a zygote must know before its wall is closed, found out in a process that ends afterwards.
+
+Finding it needs a good part of the standard library, and every module that a zygote has imported
+makes each of its forks slower: a tenth of a millisecond of CPU for a megabyte, two forks a sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from . import seccomp, system
+from .wire import WHOLE_WALLS
+
+
+def describe(wall: str) -> dict[str, Any]:
+    """
+    Returns:
+        `moves`: Python must be moved first (`system.move_python`), and the rest asked for again;
+        `visible`, `etc`, `variables`, `search_path`, `one_thread`: see `system`;
+        `filter`: of system calls, for programs, in hexadecimal digits; `tcp_filter`: one for
+        workers in the host's network.
+    """
+    whole = wall in WHOLE_WALLS
+    if whole and system.must_move_python():
+        return {"moves": True}
+    return {
+        "moves": False,
+        "visible": system.visible_paths(),
+        "etc": system.etc_files(),
+        "variables": system.variables(),
+        "search_path": system.search_path(),
+        "one_thread": system.ONE_THREAD,
+        "filter": seccomp.program(inet=whole).hex(),
+        "tcp_filter": seccomp.program(inet=True, host=True).hex(),
+    }
+
+
+def tell(wall: str, descriptor: int) -> None:
+    """Writes it, or the failure, as JSON."""
+    try:
+        text = json.dumps(["ok", describe(wall)])
+    except Exception as error:  # noqa: BLE001 - whatever it is, the zygote must hear of it
+        text = json.dumps(["error", f"{type(error).__name__}: {error}"])
+    with os.fdopen(descriptor, "w") as pipe:
+        pipe.write(text)
