@@ -294,7 +294,7 @@ def known_results(task: Task, *, partial_credit: bool = False) -> Iterator[Known
     yield KnownResult("an empty block", _said(fenced("")))
     most = 0.99 if partial_credit else 0.0
     for what, program in [*FAST.items(), *_slow_for(task)]:
-        yield KnownResult(what, _said(fenced(_written(program, name))), most=most)
+        yield KnownResult(what, _said(fenced(written(program, name))), most=most)
     if task.public["tests"] and task.hidden["tests"]:
         table = hard_coded(task.public["tests"], name)
         yield KnownResult("a table of the visible tests", _said(fenced(table)), most=most)
@@ -333,7 +333,8 @@ def _gold(task: Task) -> Result:
     return _said(output or f"Here it is.\n\n{fenced(task.hidden['code'])}")
 
 
-def _written(program: str, name: str) -> str:
+def written(program: str, name: str) -> str:
+    """One of the programs above, about the function `name`."""
     return textwrap.dedent(program).replace("NAME", name)
 
 
