@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import cast
 
-from . import inside, linux, seccomp
+from . import inside, linux, seccomp, system
 from .room import NamespaceRoom
 
 _WRITABLE = ("/work", "/tmp", "/dev/shm")
@@ -27,6 +27,7 @@ class ContainerRoom(NamespaceRoom):
         if os.getpid() != 1:  # `kill` reaches whatever this process may kill
             raise RuntimeError("a container's server must be its process 1")
         self._filter = seccomp.program(inet=True)
+        self.variables = system.variables()
 
     def furnish(self, disk_bytes: int, inodes: int) -> None:
         """The engine did."""
@@ -34,7 +35,7 @@ class ContainerRoom(NamespaceRoom):
     def enclose(self, processes: int) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")  # programs go before their server
         linux.drop_capabilities()
-        seccomp.install(self._filter)
+        linux.install_filter(self._filter)
 
     def used(self) -> tuple[int, int]:
         taken = inodes = 0

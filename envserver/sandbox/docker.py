@@ -101,12 +101,12 @@ def main(boot_json: str) -> None:
     control = socket.socket(fileno=boot.control_fd)
     linux.die_with(boot.supervisor_pid, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # it waits for no relay
-    control.send(msgspec.msgpack.encode(["up"]))
+    control.send(json.dumps(["up"]).encode())
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 1)
         if not data:
             return
-        request_id, _ = msgspec.msgpack.decode(data, type=tuple[int, int | None])
+        request_id, _ = json.loads(data)
         channel = socket.socket(fileno=descriptors[0])
         maker_pid = os.getpid()
         pid = os.fork()
@@ -115,7 +115,7 @@ def main(boot_json: str) -> None:
             serve(channel, boot.engine, boot.preload, maker_pid)
         channel.close()
         pidfd = os.pidfd_open(pid)
-        message = msgspec.msgpack.encode(["forked", request_id, ""])
+        message = json.dumps(["forked", request_id, ""]).encode()
         socket.send_fds(control, [message], [pidfd])
         os.close(pidfd)
 
@@ -225,9 +225,10 @@ def _relay(channel: socket.socket, engine: Engine, preload: list[str]) -> None:
     assert container.stdin is not None
     assert container.stdout is not None
     try:
-        container.stdin.write(sent + first)
-        container.stdin.flush()
-        _pass_on(channel, container.stdin, container.stdout)
+        with contextlib.suppress(ConnectionError):  # it ended: its last words are on our stderr
+            container.stdin.write(sent + first)
+            container.stdin.flush()
+            _pass_on(channel, container.stdin, container.stdout)
     finally:
         # Its input's end ends the server inside; this also ends one that does not hear.
         _asked(engine.program, engine.variables, "kill", name)
@@ -252,18 +253,17 @@ def _pass_on(channel: socket.socket, to_inside: IO[bytes], from_inside: IO[bytes
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     poll.register(from_inside, select.POLLIN)
-    with contextlib.suppress(ConnectionError):
-        while True:
-            for descriptor, _ in poll.poll():
-                if descriptor == channel.fileno():
-                    data = channel.recv(_CHUNK)
-                    to_inside.write(data)
-                    to_inside.flush()
-                else:
-                    data = os.read(descriptor, _CHUNK)
-                    channel.sendall(data)
-                if not data:
-                    return
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor == channel.fileno():
+                data = channel.recv(_CHUNK)
+                to_inside.write(data)
+                to_inside.flush()
+            else:
+                data = os.read(descriptor, _CHUNK)
+                channel.sendall(data)
+            if not data:
+                return
 
 
 def bundle(preload: list[str]) -> bytes:
