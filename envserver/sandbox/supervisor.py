@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -38,6 +39,7 @@ FORK_SECONDS = 20.0
 """For a sandbox to be made, and for a zygote's imports fifteen times as long."""
 IMPORT_SECONDS = 300.0
 MAX_ZYGOTES = 8
+_END_SECONDS = 3.0
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from envserver.sandbox.{module} import main; main(sys.argv[2])"
@@ -140,6 +142,7 @@ class Supervisor:
         self._free = list(reversed(range(boot.concurrent)))
         self._next_id = 0
         self._sweepers: list[subprocess.Popen[bytes]] = []
+        self._living: set[_Opened] = set()
         self._first_uid = outer.first_user("sandbox", boot.concurrent)
 
     def run(self) -> None:
@@ -159,12 +162,21 @@ class Supervisor:
             self._end()
 
     def _end(self) -> None:
-        """Takes the zygotes along, and waits for who still removes files."""
+        """Takes zygotes and sandboxes along, and every file of theirs: the server may be gone."""
+        self._queue.clear()
+        for opened in self._living:
+            self._kill(opened.pidfd)
         for zygote in self._zygotes.values():
             zygote.process.kill()
             zygote.process.wait()
+        until = time.monotonic() + _END_SECONDS
+        for opened in list(self._living):
+            if select.select([opened.pidfd], [], [], max(0.0, until - time.monotonic()))[0]:
+                self._ended(opened)
         for sweeper in self._sweepers:
             sweeper.wait()
+        command = ["rm", "-rf", "--", self._boot.directory]
+        subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
 
     def _stop(self) -> None:
         sys.exit(0)
@@ -322,6 +334,7 @@ class Supervisor:
         opened = _Opened(wanted.client, pidfd, wanted.slot, directory)
         self._selector.register(pidfd, selectors.EVENT_READ, partial(self._ended, opened))
         wanted.client.sandboxes.add(opened)
+        self._living.add(opened)
         if wanted.client.socket.fileno() < 0:
             self._kill(pidfd)
         else:
@@ -340,6 +353,7 @@ class Supervisor:
         self._selector.unregister(opened.pidfd)
         os.close(opened.pidfd)
         opened.client.sandboxes.discard(opened)
+        self._living.discard(opened)
         if opened.directory:
             self._sweep(opened)
         self._release(opened.slot)
