@@ -1,0 +1,51 @@
+"""What the kernel says about processes: who lives, what they hold, how much is theirs alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def parents() -> dict[int, int]:
+    """The parent of every process that is no zombie."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:  # it has ended
+                continue
+            if fields[0] not in "ZX":
+                found[int(entry.name)] = int(fields[1])
+    return found
+
+
+def descendants(pid: int) -> set[int]:
+    known = parents()
+    found = {pid}
+    while True:
+        more = {child for child, parent in known.items() if parent in found} - found
+        if not more:
+            return found - {pid}
+        found |= more
+
+
+def command(pid: int) -> str:
+    """Its words, or "" when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def open_files(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def mounts(pid: int) -> int:
+    return len(Path(f"/proc/{pid}/mountinfo").read_text().splitlines())
+
+
+def own_megabytes(pid: int) -> float:
+    """Memory that would be free without it."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1024
