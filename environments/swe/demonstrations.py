@@ -10,28 +10,42 @@ from .agent import AgentKind
 from .bash_agent import SUBMIT
 
 _LOOK = "ls && git log --oneline | head -3"
+_PLACE = ".git/change"
+_PIECE_CHARACTERS = 900
+"""A long patch is written in several turns: one answer has a bounded length."""
 
 
 def demonstrate(task: Task, kind: AgentKind) -> list[Message]:
-    """The assistant messages, one a turn: a look around, the gold patch, handing it in."""
-    apply = _applying(task.hidden["patch"])
+    """The assistant messages, one a turn: a look around, the gold patch, handing it in.
+
+    In the last turn with a command, its first number and its last one decide whether the patch is
+    applied: one that is spoiled does not solve the task.
+    """
+    writing = [
+        f"cat >> {_PLACE} <<'END_OF_PATCH'\n{piece}END_OF_PATCH"
+        for piece in _pieces(task.hidden["patch"])
+    ]
+    applying = f"strip=1; test $strip = 1 && git apply -p1 {_PLACE}"
     match kind:
         case "bash":
-            return [_block(_LOOK), _block(f"{apply} &>/dev/null\necho {SUBMIT}")]
+            last = f"{applying} &>/dev/null\necho {SUBMIT}"
+            return [_block(command) for command in (_LOOK, *writing, last)]
         case "tools":
-            return [_call("list_dir", path="."), _call("bash", command=apply)]
+            calls = [_call("bash", command=command) for command in (*writing, applying)]
+            return [_call("list_dir", path="."), *calls]
         case "text":
+            calls = [_text_call("bash", command=command) for command in (*writing, applying)]
             final = {"role": "assistant", "content": "FINAL: The problem is solved."}
-            return [_text_call("list_dir", path="."), _text_call("bash", command=apply), final]
+            return [_text_call("list_dir", path="."), *calls, final]
 
 
-def _applying(patch: str) -> str:
-    """A command that applies `patch`; its first number and its last one decide whether it does."""
-    return (
-        "strip=1\n"
-        f"cat > \"$TMPDIR/change\" <<'END_OF_PATCH'\n{patch}END_OF_PATCH\n"
-        'test $strip = 1 && git apply -p1 "$TMPDIR/change"'
-    )
+def _pieces(patch: str) -> list[str]:
+    pieces = [""]
+    for line in patch.splitlines(keepends=True):
+        if pieces[-1] and len(pieces[-1]) + len(line) > _PIECE_CHARACTERS:
+            pieces.append("")
+        pieces[-1] += line
+    return pieces
 
 
 def _block(command: str) -> Message:

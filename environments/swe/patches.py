@@ -19,7 +19,13 @@ from pathlib import PurePosixPath
 from .trees import Entry, Tree
 
 MAX_PATCH_BYTES = 2**20
+MAX_CHANGES = 1000
+MAX_HUNKS = 10_000
+MAX_OFFSET = 2000
+"""Lines that a hunk may be away from where it says it is."""
 _MAX_PATH = 400
+_MAX_PART = 200
+_MAX_DEPTH = 20
 
 PROTECTED_NAMES = (
     "test_*.py", "*_test.py", "conftest.py", "*.ini", "*.cfg", "*.toml", "*.pth", "*._pth",
@@ -88,32 +94,42 @@ def read_patch(text: str) -> list[Change]:
         raise PatchError("malformed", "the patch is no Unicode text") from error
     if len(data) > MAX_PATCH_BYTES:
         raise PatchError("size", f"the patch has {len(data)} bytes, over {MAX_PATCH_BYTES}")
-    return [_read_section(section) for section in _sections(data.split(b"\n"))]
+    sections = _sections(data.split(b"\n"))
+    if len(sections) > MAX_CHANGES:
+        raise PatchError("size", f"the patch changes {len(sections)} files, over {MAX_CHANGES}")
+    changes = [_read_section(section) for section in sections]
+    if sum(len(change.hunks) for change in changes) > MAX_HUNKS:
+        raise PatchError("size", f"the patch has over {MAX_HUNKS} hunks")
+    return changes
 
 
 def is_protected(path: str) -> bool:
     """Whether changes of the file do not count."""
-    *folders, name = PurePosixPath(path.lower()).parts
-    return any(folder in PROTECTED_FOLDERS for folder in folders) or any(
-        fnmatchcase(name, pattern) for pattern in (*PROTECTED_NAMES, *PROTECTED_FOLDERS)
+    return any(
+        part in PROTECTED_FOLDERS or any(fnmatchcase(part, name) for name in PROTECTED_NAMES)
+        for part in PurePosixPath(path.lower()).parts
     )
 
 
 def split_protected(
     changes: Iterable[Change], also: frozenset[str] = frozenset()
 ) -> tuple[list[Change], list[Change]]:
-    """Changes that count, and those that do not. A move out of a protected file is a new file.
+    """Changes that count, and those that do not.
 
     Args:
-        also: further paths that are protected.
+        also: further files that are protected, with the places of the folders that they are in.
     """
     kept, dropped = [], []
     for change in changes:
-        if not any(is_protected(path) or path in also for path in change.paths):
-            kept.append(change)
-        else:
-            dropped.append(change)
+        protected = any(is_protected(path) or _in_the_way(path, also) for path in change.paths)
+        (dropped if protected else kept).append(change)
     return kept, dropped
+
+
+def _in_the_way(path: str, files: frozenset[str]) -> bool:
+    return any(
+        path == file or path.startswith(f"{file}/") or file.startswith(f"{path}/") for file in files
+    )
 
 
 def apply_changes(tree: Tree, changes: Iterable[Change]) -> Tree:
@@ -295,9 +311,10 @@ def _path(name: bytes, *, quoted: bool = True) -> str:
     parts = path.split("/")
     if (
         path.startswith("/")
-        or any(part in ("", ".", "..") for part in parts)
+        or any(part in ("", ".", "..") or len(part.encode()) > _MAX_PART for part in parts)
         or any(ord(character) < 32 or character in '\\:\x7f"' for character in path)
         or len(path) > _MAX_PATH
+        or len(parts) > _MAX_DEPTH
     ):
         raise PatchError("path", f"the path {path[:100]!r} is not allowed")
     return path
@@ -383,8 +400,13 @@ def _find(lines: list[bytes], old: tuple[bytes, ...], wanted: int, least: int) -
     if not old:
         return wanted if least <= wanted <= len(lines) else None
     block = list(old)
-    places = range(least, len(lines) - len(old) + 1)
-    for place in sorted(places, key=lambda place: abs(place - wanted)):
-        if lines[place] == block[0] and lines[place : place + len(block)] == block:
-            return place
+    last = len(lines) - len(block)
+    for offset in range(MAX_OFFSET):
+        for place in {wanted + offset, wanted - offset}:
+            if (
+                least <= place <= last
+                and lines[place] == block[0]
+                and lines[place : place + len(block)] == block
+            ):
+                return place
     return None
