@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import platform
+import shutil
 import signal
 import socket
 import subprocess
@@ -67,6 +68,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "shared memory": lambda: call("shmget", 0, 4096, 0o1600),
     "message queue": lambda: call("msgget", 0, 0o1600),
     "large pipe": lambda: call("fcntl", os.pipe()[0], 1031, 1 << 20),
+    "a lease": lambda: call("fcntl", os.open(__file__, os.O_RDONLY), 1024, 0),
+    "a file's flags": lambda: call("ioctl", os.open(__file__, os.O_RDONLY), 0x40086602, b"\0" * 8),
     "extended attribute": lambda: os.setxattr(__file__, "user.x", b"y"),
     "a device": lambda: os.mknod("/tmp/device", 0o020600, os.makedev(1, 3)),
     "typing into a terminal": lambda: call("ioctl", 0, 0x5412, b"x"),
@@ -110,6 +113,48 @@ def test_without_a_network_there_is_no_socket_that_could_reach_a_server() -> Non
     *refused, pair = forked(attempts)
     assert all(refused), refused
     assert pair == ""
+
+
+def test_on_the_hosts_network_only_tcp_that_landlock_sees_goes_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+
+        def fast_open() -> None:
+            with socket.socket() as client:
+                client.sendto(b"x", 0x20000000, address)
+
+        def attempts() -> list[str]:
+            seccomp.install(seccomp.program(inet=True, host=True))
+            refused = (family(1), family(2, socket.SOCK_DGRAM), fast_open)
+            connecting = lambda: socket.create_connection(address).close()  # noqa: E731
+            return [words(connecting), *map(words, refused)]
+
+        connected, *refused = forked(attempts)
+    assert connected == ""
+    assert all(refused), refused
+
+
+def test_files_of_the_server_keep_their_modes_and_times(tmp_path: Path) -> None:
+    """Where no mount protects them; and copying goes on working."""
+    mine = tmp_path / "mine"
+    mine.write_text("x")
+    before = mine.stat()
+
+    def attempts() -> list[str]:
+        seccomp.install(seccomp.program(inet=False))
+        descriptor = os.open(mine, os.O_RDONLY)
+        changes = (
+            lambda: mine.chmod(0),
+            lambda: os.fchmod(descriptor, 0),
+            lambda: os.utime(mine, (0, 0)),
+            lambda: os.chown(mine, -1, os.getgid()),
+            lambda: shutil.copy2(mine, tmp_path / "copy"),
+        )
+        return list(map(words, changes))
+
+    assert forked(attempts) == [""] * 5
+    assert (tmp_path / "copy").read_text() == "x"
+    assert mine.stat() == before
 
 
 @pytest.mark.skipif(not X86, reason="only x86_64 has a second table of calls")

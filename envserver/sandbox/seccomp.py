@@ -33,8 +33,11 @@ _NEWEST_KNOWN = 462  # mseal, Linux 6.10; numbers from 424 on are the same every
 
 _CLONE_NEW_ANY = 0x7E020000
 _PERSONALITY_QUERY = 0xFFFFFFFF
-_F_SETPIPE_SZ = 1031
+# A lease or a watch on a file of the server would hold the server up.
+_F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ = 1024, 1026, 1031
 _TIOCSTI, _TIOCLINUX, _TIOCSETD = 0x5412, 0x541C, 0x5423
+_SET_FILE_FLAGS, _SET_FILE_FLAGS_32, _SET_FILE_ATTRIBUTES = 0x40086602, 0x40046602, 0x401C5820
+_MSG_FASTOPEN = 0x20000000  # connects without `connect`, unseen by Landlock
 _FILE_TYPE, _CHARACTER_DEVICE, _BLOCK_DEVICE = 0xF000, 0x2000, 0x6000
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 _SOCK_STREAM, _SOCK_DGRAM, _SOCK_SEQPACKET, _SOCK_TYPE = 1, 2, 5, 0xF
@@ -183,13 +186,36 @@ _REFUSED: dict[int, dict[str, _Numbers]] = {
         "setxattr": (188, 5),
         "lsetxattr": (189, 6),
         "fsetxattr": (190, 7),
+        "removexattr": (197, 14),
+        "lremovexattr": (198, 15),
+        "fremovexattr": (199, 16),
     },
+}
+
+# Without mounts of its own, a program that has the server's user could change who may read the
+# server's files, and when: Landlock does not hold these. They do nothing, and say that they did:
+# copying tools call them for every file, and would fail.
+_PRETENDED: dict[str, _Numbers] = {
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
 }
 
 # Calls that are judged by their arguments.
 _CLONE, _PERSONALITY, _PRLIMIT64 = (56, 220), (135, 92), (302, 261)
 _IOCTL, _FCNTL, _SOCKET, _SOCKETPAIR = (16, 29), (72, 25), (41, 198), (53, 199)
 _CONNECT, _BIND = (42, 203), (49, 200)
+# Calls that send, and which argument has their flags.
+_SEND = (((44, 206), 3), ((46, 211), 2), ((307, 269), 3))
 _SETPRIORITY, _SCHEDULING = (141, 140), ((203, 122), (144, 119), (142, 118), (314, 274))
 _MAKE_NODE: tuple[tuple[_Numbers, int], ...] = (((133, None), 1), ((259, 33), 2))
 
@@ -199,9 +225,10 @@ def program(*, inet: bool, host: bool = False) -> bytes:
     """The filter, ready for `install`.
 
     Args:
-        host: the network is the host's: with `inet`, TCP sockets that connect are all that is left.
         inet: Unix, TCP and UDP sockets may be made, for a sandbox with a network of its own. Else
             none but pairs of connected ones: a Unix socket, too, can reach a server of the host.
+        host: the network is the host's: with `inet`, TCP sockets that connect are all that is left.
+            Without `inet` it always is; there, as here, files are the host's, too.
 
     Raises:
         ConfigError: there is no table for this machine's architecture.
@@ -233,6 +260,8 @@ def _assemble(machine: _Machine, *, inet: bool, host: bool) -> _Code:
     for error, calls in _REFUSED.items():
         for numbers in calls.values():
             code += _when(numbers[column], [_refuse(error)])
+    for numbers in () if inet and not host else _PRETENDED.values():
+        code += _when(numbers[column], [_refuse(0)])
     for numbers, body in _judged(inet=inet, host=host):
         code += _when(numbers[column], body)
     code.append(_return(_ALLOW))
@@ -258,8 +287,8 @@ def _judged(*, inet: bool, host: bool) -> Iterable[tuple[_Numbers, _Code]]:
             numbers,
             [_load(argument), (_AND, 0, 0, _FILE_TYPE), *_one_of(_DEVICES, refuse), allow],
         )
-    yield _IOCTL, [_load(1), *_one_of((_TIOCSTI, _TIOCLINUX, _TIOCSETD), refuse), allow]
-    yield _FCNTL, [_load(1), *_one_of((_F_SETPIPE_SZ,), refuse), allow]
+    yield _IOCTL, [_load(1), *_one_of(_REQUESTS, refuse), allow]
+    yield _FCNTL, [_load(1), *_one_of((_F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ), refuse), allow]
     no_family = _refuse(errno.EAFNOSUPPORT)
     unix_only = [_load(0), (_IF_EQUAL, 1, 0, _AF_UNIX), no_family]
     if inet and not host:
@@ -272,9 +301,15 @@ def _judged(*, inet: bool, host: bool) -> Iterable[tuple[_Numbers, _Code]]:
         yield _SOCKET, _tcp_sockets(no_family, allow) if inet else [no_family]
         yield _CONNECT, [allow if inet else refuse]
         yield _BIND, [refuse]
+        for sending, argument in _SEND:
+            yield sending, [_load(argument), (_IF_ANY_BIT, 0, 1, _MSG_FASTOPEN), refuse, allow]
 
 
 _DEVICES = (_CHARACTER_DEVICE, _BLOCK_DEVICE)
+_REQUESTS = (
+    *(_TIOCSTI, _TIOCLINUX, _TIOCSETD),
+    *(_SET_FILE_FLAGS, _SET_FILE_FLAGS_32, _SET_FILE_ATTRIBUTES),
+)
 
 
 def _tcp_sockets(refuse: _Instruction, allow: _Instruction) -> _Code:
