@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from ..environment import Sandbox
-from ..errors import SandboxError, SandboxLost
+from ..errors import SandboxError, SandboxLost, SandboxUnavailable
 from ..records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 from .client import SandboxClient
 
@@ -29,13 +29,15 @@ class WatchedSandboxes:
     def __init__(self, address: str) -> None:
         self.address = address
         self.failure: SandboxError | None = None
-        """The latest failure, None once a sandbox was opened after it."""
+        """What failed since this was last unset. That none could be made is overcome by one that
+        could; that one was lost is not."""
 
     @asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
         async with SandboxClient(self.address) as client:
             sandbox = await self.noted(client.create(spec))
-            self.failure = None
+            if isinstance(self.failure, SandboxUnavailable):
+                self.failure = None
             try:
                 yield _Watched(sandbox, self)
             finally:
@@ -46,7 +48,8 @@ class WatchedSandboxes:
         try:
             return await request
         except SandboxError as error:
-            self.failure = error
+            if self.failure is None or isinstance(self.failure, SandboxUnavailable):
+                self.failure = error
             raise
 
 
