@@ -34,15 +34,11 @@ USERS = (
 
 # What Landlock, a filter of system calls and a watcher do not hold, or do not let work.
 LANDLOCK_LETS_THROUGH = {
-    # Rights and times of files that belong to the server's own user are not among its rights.
-    "files: changes files of the host without opening them",
     # Only what has a name is counted.
     "limits: big files that were removed and are open",
     # It is counted after it was written, so what is over the limit stays: no other program runs.
     "limits: many big files",
     "limits: sixty thousand empty files",
-    # A program can close its own folder; then no other one starts there.
-    "files: its folder taken away",
     # There are no sockets, and no /dev/shm for semaphores.
     "controls: a server of its own",
     "controls: a pool of processes",

@@ -43,8 +43,7 @@ for change in (os.unlink, lambda path: os.truncate(path, 0), lambda path: os.chm
                lambda path: os.link(path, WORK + "/" + MARK), lambda path: os.chown(path, 31337, 31337),
                lambda path: os.setxattr(path, "user.mark", b"x")):
     try:
-        change(WRITABLE_FILE)
-        got("changed")
+        change(WRITABLE_FILE)  # some walls say that they did: the host looks for itself
     except OSError:
         pass
 """,
