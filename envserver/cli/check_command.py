@@ -7,6 +7,7 @@ import sys
 import msgspec
 import orjson
 from pydantic import Field
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -105,11 +106,11 @@ def _show(console: Console, report: Report) -> None:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    table = Table()
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("result", "scored", "least", "most", "expected", "verdict"):
         table.add_column(name, justify="right" if name in ("scored", "least", "most") else "left")
     for kind in report.kinds:
-        verdict = f"WRONG: {len(kind.wrong)}" if kind.wrong else "as expected"
+        verdict = f"WRONG: {len(kind.wrong)}" if kind.wrong else "ok"
         verdict += f" ({kind.raised} raise)" if kind.raised else ""
         table.add_row(
             kind.name, str(kind.count), _number(kind.least), _number(kind.most),
