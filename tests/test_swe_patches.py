@@ -1,12 +1,15 @@
-"""Patches of an agent: what is read, refused, dropped, and applied."""
+"""Patches of an agent: what is read, refused, dropped, applied. And tests without answers."""
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from environments.swe.cheats import known_results
+from environments.swe.hoisting import Answer, NotHoistable, hoist
 from environments.swe.patches import (
     MAX_CHANGES,
     MAX_PATCH_BYTES,
@@ -135,10 +138,11 @@ def test_a_link_is_no_way_out() -> None:
 
 
 PROTECTED = [
-    "tests/test_a.py", "a/tests/data.json", "test_a.py", "a/a_test.py", "conftest.py", "a/conftest.py",
-    "pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "x.pth", "sitecustomize.py",
-    "a/usercustomize.py", ".git/config", "a/.git/hooks/x", ".gitattributes", "A/Tests/x", "Conftest.py",
-    "a/__pycache__/b.cpython-311.pyc", "b.so", "_pytest/x.py", "tests", "test_a.py/x", ".env",
+    "tests/test_a.py", "a/tests/data.json", "test_a.py", "a/a_test.py", "conftest.py",
+    "a/conftest.py", "pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "x.pth",
+    "sitecustomize.py", "a/usercustomize.py", ".git/config", "a/.git/hooks/x", ".gitattributes",
+    "A/Tests/x", "Conftest.py", "a/__pycache__/b.cpython-311.pyc", "b.so",
+    "_pytest/x.py", "tests", "test_a.py/x", ".env",
 ]  # fmt: skip
 
 
@@ -179,3 +183,61 @@ def test_every_gold_patch_makes_the_solution() -> None:
     for task in sample_tasks():
         solved = apply_changes(task.tree, read_patch(task.gold_patch))
         assert {path: solved[path].data.decode() for path in task.gold} == task.gold
+
+
+def test_answers_are_taken_out() -> None:
+    source = (
+        "def test_a():\n    x = 2\n    assert x + 1 == 3\n    assert not []\n"
+        "    assert x in (1, 2)\n"
+        "class TestB:\n    def test_c(self):\n        assert f() >= -1.5\n"
+    )
+    hoisted = hoist(source, "told")
+    assert "3" not in hoisted.source
+    assert "1.5" not in hoisted.source
+    assert hoisted.source.count("told(") == 4
+    assert hoisted.answers == {
+        "test_a": (Answer("==", 3), Answer("is", False), Answer("in", (1, 2))),
+        "TestB::test_c": (Answer(">=", -1.5),),
+    }
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def test_a():\n    assert f() == g()\n",
+        "def test_a():\n    for x in y:\n        assert x == 1\n",
+        "def test_a():\n    assert 1 < f() < 3\n",
+        "def test_a():\n    f()\n",
+    ],
+)
+def test_answers_that_would_stay(source: str) -> None:
+    with pytest.raises(NotHoistable):
+        hoist(source, "told")
+
+
+@pytest.mark.parametrize(
+    ("operator", "literal", "right", "wrong"),
+    [
+        ("==", 1, 1, [True, 1.0, "1", None]),
+        ("==", [1, (2,)], [1, (2,)], [[1, [2]], [True, (2,)], (1, (2,))]),
+        ("==", {"a": 1}, {"a": 1}, [{"a": True}, {"a": 1, "b": 2}, {}]),
+        ("==", {1, 2}, {2, 1}, [{True, 2}, frozenset({1, 2}), [1, 2]]),
+        ("is", True, True, [1, "True", None]),
+        ("!=", 1, 2, [1]),
+        ("<=", 5, 5, [6, "1", None, False]),
+        ("in", (1, 2), 2, [3, True]),
+    ],
+)
+def test_answers_are_of_exact_types(
+    operator: str, literal: Any, right: Any, wrong: list[Any]
+) -> None:
+    answer = Answer(operator, literal)
+    assert answer.accepts(right)
+    assert [value for value in wrong if answer.accepts(value)] == []
+
+
+def test_every_task_has_known_results() -> None:
+    for task in sample_tasks():
+        names = [known.name for known in known_results(task.task())]
+        assert len(names) == len(set(names))
+        assert {"gold", "overwritten tests", "a syntax error"} <= set(names)

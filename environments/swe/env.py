@@ -39,7 +39,7 @@ from .cheats import known_results, result_of
 from .demonstrations import demonstrate
 from .grading import Verdict, grade
 from .loading import HUBS, read_row
-from .repositories import SPEC, base_tree, grading_limits
+from .repositories import SPEC, base_tree, limits_of
 from .sample import hidden_tests, sample_tasks
 
 DataSetName = Literal[
@@ -138,7 +138,7 @@ class Swe(Environment):
         return result
 
     async def _grade(self, task: Task, patch: str) -> Verdict:
-        limits = grading_limits(self.config.test_seconds)
+        limits = limits_of(self.config.test_seconds)
         return await grade(
             base_tree(task.public), patch, hidden_tests(task.hidden), self.sandboxes, limits
         )

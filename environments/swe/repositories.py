@@ -12,6 +12,8 @@ import functools
 import subprocess
 from typing import Any
 
+from msgspec import structs
+
 from envserver import ConfigError, InputError, SandboxLimits, SandboxSpec
 from tools.sandboxed import PRELOAD
 
@@ -80,32 +82,14 @@ def git(mirror: str, *arguments: str) -> bytes:
 
 def workspace(public: dict[str, Any], command_seconds: float) -> tuple[SandboxSpec, str]:
     """The agent's sandbox, with a git repository of one commit in it, and that commit's id."""
-    archive, commit = _packed(base_tree(public))
-    limits = _limits(command_seconds)
+    tree = base_tree(public)
+    repository, commit = git_files(tree)
+    archive = tar_of({**tree, **repository})
+    # What looks after a command needs a little longer than it.
+    limits = limits_of(command_seconds + 5)
     return SandboxSpec(archive=archive, preload=SPEC.preload, limits=limits), commit
 
 
-def _packed(tree: Tree) -> tuple[bytes, str]:
-    repository, commit = git_files(tree)
-    return tar_of({**tree, **repository}), commit
-
-
-def _limits(seconds: float) -> SandboxLimits:
-    most = SPEC.limits
-    return SandboxLimits(
-        # the tools that look after a command need a little longer than it
-        wall_seconds=min(most.wall_seconds, seconds + 5),
-        cpu_seconds=min(most.cpu_seconds, seconds * 2),
-        memory_mb=most.memory_mb,
-        disk_mb=most.disk_mb,
-        inodes=most.inodes,
-        processes=most.processes,
-        open_files=most.open_files,
-        output_kb=most.output_kb,
-        input_kb=most.input_kb,
-    )
-
-
-def grading_limits(seconds: float) -> SandboxLimits:
-    """Of the sandbox in which a patch is graded."""
-    return _limits(seconds)
+def limits_of(seconds: float) -> SandboxLimits:
+    """Our sandboxes' limits, of programs that may take so long, on two cores."""
+    return structs.replace(SPEC.limits, wall_seconds=seconds, cpu_seconds=2 * seconds)
