@@ -158,7 +158,8 @@ HUMAN_EVAL = {
     "canonical_solution": "    return [2 * x for x in xs]\n",
     "test": "METADATA = {}\n\n\ndef check(candidate):\n    long = [1, 2]\n"
     "    assert candidate([1]) == [2]\n    assert candidate(long) == [2, 4], 'two'\n"
-    "    assert True, 'debug'\n    for i in range(3):\n        assert candidate([i]) == [2 * i]\n"
+    "    assert True, 'debug'\n    assert list(map(candidate, [[]])) == [[]]\n"
+    "    for i in range(3):\n        assert candidate([i]) == [2 * i]\n"
     "    assert candidate([]) == []\n",
 }  # fmt: skip
 PLUS_TEST = (
@@ -195,6 +196,7 @@ async def test_rows_of_each_shape_become_tasks_that_their_references_solve(
         (task,) = env.tasks("test")
         assert (task.id, task.public["entry_point"]) == (f"{name}-0", "twice")
         assert len(task.public["tests"] + task.hidden["tests"]) == tests
+        assert env.tests_left_out == (2 if name == "humaneval" else 0)
         assert task.public["data_set"] in (name, name.removesuffix("_plus"))
         (message,) = env.demonstration(task) or []
         assert (await env.score(task, Result(output=message["content"]))).reward == 1.0

@@ -42,6 +42,7 @@ class Problem:
         output: an answer in full, as a model would give it, None where the row has none.
         preamble: definitions that the program may rely on.
         visible: how many of the tests, from the first, the model's tools have.
+        left_out: how many tests of the row are not among `tests`, for they cannot be judged.
     """
 
     data_set: str
@@ -52,6 +53,7 @@ class Problem:
     code: str | None = None
     output: str | None = None
     preamble: str = ""
+    left_out: int = 0
 
 
 def read_problem(row: Row, data_set: str | None = None) -> Problem:
@@ -120,7 +122,8 @@ def _mbpp(row: Row) -> Problem:
 
 def _mbpp_plus(row: Row) -> Problem:
     entry_point = _called(_texts(row["test_list"]), _text(row, "code"))
-    tests = _some_hoistable(tests_of_script(_text(row, "test"), entry_point), entry_point)
+    sources = list(tests_of_script(_text(row, "test"), entry_point))
+    tests = _some_hoistable(sources, entry_point)
     return Problem(
         "mbpp_plus",
         _text(row, "prompt", "text"),
@@ -128,13 +131,15 @@ def _mbpp_plus(row: Row) -> Problem:
         tests,
         len(tests) // 2,
         _code(row, "code"),
+        left_out=len(sources) - len(tests),
     )
 
 
 def _human_eval(row: Row) -> Problem:
     entry_point = _text(row, "entry_point")
     prompt = row["prompt"] if isinstance(row["prompt"], str) else ""
-    tests = _some_hoistable(tests_of_check(_text(row, "test"), entry_point), entry_point)
+    sources = list(tests_of_check(_text(row, "test"), entry_point))
+    tests = _some_hoistable(sources, entry_point)
     solution = row.get("canonical_solution")
     return Problem(
         "humaneval",
@@ -144,6 +149,7 @@ def _human_eval(row: Row) -> Problem:
         len(tests) // 2,
         prompt + solution if isinstance(solution, str) and solution.strip() else None,
         preamble=_preamble(prompt, entry_point),
+        left_out=len(sources) - len(tests),
     )
 
 
@@ -156,7 +162,7 @@ def _all_hoistable(sources: list[str], entry_point: str) -> tuple[str, ...]:
     return _bounded(iter(sources))
 
 
-def _some_hoistable(sources: Iterator[str], entry_point: str) -> tuple[str, ...]:
+def _some_hoistable(sources: list[str], entry_point: str) -> tuple[str, ...]:
     return _bounded(source for source in sources if _is_hoistable(source, entry_point))
 
 

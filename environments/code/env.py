@@ -83,6 +83,8 @@ class Code(Environment):
         super().__init__(config)
         self.dropped: Counter[str] = Counter()
         """Rows that were dropped by `tasks`, by reason."""
+        self.tests_left_out = 0
+        """Tests of the other rows that cannot be judged outside of a program."""
         self._references = References()
 
     def tasks(self, split: Split) -> Iterator[Task]:
@@ -93,12 +95,15 @@ class Code(Environment):
         for task in found:
             used = True
             yield task
+        name = self.config.data_set
         if self.dropped:
             count = self.dropped.total()
-            _logger.warning("%s: %d rows dropped: %s", self.config.data_set, count, self._reasons())
+            _logger.warning("%s: %d rows dropped: %s", name, count, self._reasons())
+        if self.tests_left_out:
+            _logger.warning("%s: %d tests left out", name, self.tests_left_out)
         if not used:
             raise ConfigError(
-                f"The data set {self.config.data_set!r} has no usable row: {self._reasons()}.",
+                f"The data set {name!r} has no usable row: {self._reasons()}.",
                 hint="Do data_set and data_path fit together?",
             )
 
@@ -151,6 +156,7 @@ class Code(Environment):
                     return
                 continue
             seen.add(key)
+            self.tests_left_out += problem.left_out
             yield _task(_row_id(name, number, row), problem)
 
     def _with_good_references(self, tasks: Iterator[Task]) -> Iterator[Task]:

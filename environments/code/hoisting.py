@@ -63,6 +63,24 @@ class HoistedTest:
     calls: tuple[str, ...]
     claim: ast.expr
 
+    @property
+    def determines(self) -> bool:
+        """Whether the claim leaves one value to its only call (or one but for rounding)."""
+        match self.claim:
+            case ast.Name() | ast.UnaryOp(op=ast.Not(), operand=ast.Name()):
+                return len(self.calls) == 1
+            case ast.Compare(left=ast.Name(), ops=[ast.Eq() | ast.Is()]):
+                return len(self.calls) == 1
+            case (
+                ast.Compare(
+                    left=ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=ast.Name())]),
+                    ops=[ast.Lt() | ast.LtE()],
+                )
+                | ast.Call(func=ast.Name(id="close"), args=[ast.Name(), *_])
+            ):
+                return len(self.calls) == 1
+        return False
+
     def holds(self, values: Mapping[int, Any]) -> bool:
         """Whether the claim is true of the calls' values; a call that is missing raised."""
         try:

@@ -2,7 +2,7 @@
 
 The program runs in a sandbox, once for all tests. Half of the tests are hidden from the model and
 its tools; the reward asks for all. Where the task has a reference, the program must also agree with
-it on changed arguments more often than not, so that a table of answers is no solution.
+it now and then on changed arguments, so that a table of answers is no solution.
 
 A sandbox that fails is our fault: SandboxError passes through. Whatever a program does in it is the
 model's.
@@ -23,7 +23,8 @@ from .fuzzing import agreement, changed_calls
 from .hoisting import HoistedTest, hoisted, prelude
 from .running import SPEC, Program, Trial, run_trial
 
-LEAST_AGREEMENT = 0.5
+LEAST_AGREEMENT = 0.25
+"""Low: changed arguments may leave what the task is about, and there right programs differ."""
 _REMEMBERED_REFERENCES = 512
 
 
@@ -71,7 +72,9 @@ class References:
             return [], {}
         key = (task.id, code)
         if key not in self._known:
-            calls = changed_calls([c for test in tests for c in test.calls], count, task.id)
+            # Where a test leaves several right values, the reference's is only one of them.
+            known = [call for test in tests if test.determines for call in test.calls]
+            calls = changed_calls(known, count, task.id)
             program = program_of(task.public, code, tests)
             # In a sandbox of its own: what it holds is not for the program under test.
             async with sandboxes.open(SPEC) as sandbox:
