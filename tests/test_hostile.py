@@ -34,8 +34,6 @@ USERS = (
 
 # What Landlock, a filter of system calls and a watcher do not hold, or do not let work.
 LANDLOCK_LETS_THROUGH = {
-    # Only what has a name is counted.
-    "limits: big files that were removed and are open",
     # It is counted after it was written, so what is over the limit stays: no other program runs.
     "limits: many big files",
     "limits: sixty thousand empty files",

@@ -185,7 +185,28 @@ class HostRoom:
                 continue
             except OSError:
                 return taken, _TOO_MANY
-        return taken, inodes
+        return taken + self._unnamed(), inodes
+
+    def _unnamed(self) -> int:
+        """Bytes of files that were removed and that a program still has open."""
+        device = os.stat(self._root).st_dev
+        found = {}
+        for place in self._descriptors():
+            try:
+                state = os.stat(place)
+            except OSError:  # closed meanwhile
+                continue
+            if state.st_nlink == 0 and state.st_dev == device:
+                found[state.st_ino] = state.st_blocks * 512
+        return sum(found.values())
+
+    def _descriptors(self) -> Iterator[str]:
+        """Paths in /proc of all that the programs have open."""
+        for pid in self.programs():
+            try:
+                yield from [entry.path for entry in os.scandir(f"/proc/{pid}/fd")]
+            except OSError:  # it has ended
+                continue
 
 
 def _limit_processes(most: int) -> None:
