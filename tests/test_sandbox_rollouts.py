@@ -216,6 +216,18 @@ async def test_agents_that_do_not_use_asyncio() -> None:
         assert usage.worker_peak_memory_mb is not None and usage.worker_peak_memory_mb > 1
 
 
+async def test_agents_that_live_behind_the_wall_themselves() -> None:
+    marker = marked()
+    async with house("Walled") as parts:
+        finished = await run(parts, "sums")
+        assert finished.result.output["summed"] == "42 ['a']\n"
+        assert finished.usage.sandbox is not None and finished.usage.sandbox.executions == 3
+        assert finished.usage.worker_cpu_seconds is not None
+        with pytest.raises(WorkerDied):
+            await run(parts, "die", marker)
+        await until(lambda: not running(marker))
+
+
 async def test_without_a_declaration_there_is_none_and_nothing_is_started() -> None:
     before = set(supervisors())
     async with house("Bare") as parts:

@@ -176,6 +176,12 @@ class Zoo(Base):
         return Score(reward=float(summed.stdout.decode().strip() == task.hidden["answer"]))
 
 
+class Walled(Zoo):
+    """Lives behind the wall itself."""
+
+    isolation = "sandboxed"
+
+
 class Plain(Base):
     """The same without asyncio."""
 
