@@ -43,6 +43,7 @@ def serve(channel: socket.socket, make_room: Callable[[], Room]) -> NoReturn:
     room = None
     try:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         room = make_room()
         _Server(channel, room).run()
         status = 0
@@ -80,7 +81,8 @@ class _Server:
             except Refused as error:
                 answer = ["error", "input", str(error)]
             except OSError as error:
-                place = os.fsencode(error.filename or "").decode(errors="replace")
+                named = isinstance(error.filename, (str, bytes))  # else a descriptor's number
+                place = os.fsencode(error.filename if named else "").decode(errors="replace")
                 answer = ["error", "input", f"{place}: {error.strerror}".strip(": ")]
             self._send(*answer)
 

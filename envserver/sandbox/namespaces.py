@@ -28,6 +28,15 @@ from .linux import (
     MS_REMOUNT,
 )
 
+_INNER = (
+    linux.CLONE_NEWUSER
+    | linux.CLONE_NEWNS
+    | linux.CLONE_NEWPID
+    | linux.CLONE_NEWNET
+    | linux.CLONE_NEWIPC
+    | linux.CLONE_NEWUTS
+    | linux.CLONE_NEWCGROUP
+)
 INNER_ID = 1000
 """User and group of the programs, as they see themselves."""
 DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -78,25 +87,53 @@ def enter_outer(
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def enter_inner(uid: int | None) -> None:
-    """Moves this process into fresh namespaces; its next child is process 1 of the sandbox.
+def fork_inner(uid: int | None) -> int:
+    """Like os.fork; the child is process 1 of fresh namespaces, and calls `settle_inner` first.
 
     Args:
-        uid: user and group to become first; None: it is an ordinary user already.
+        uid: of the user that the namespaces belong to; None: the one that we are.
+
+    Raises:
+        OSError: the kernel refused; in the parent only.
     """
-    if uid is not None:
-        become_user(uid)
-    user, group = os.getuid(), os.getgid()
-    linux.unshare(
-        linux.CLONE_NEWUSER
-        | linux.CLONE_NEWNS
-        | linux.CLONE_NEWPID
-        | linux.CLONE_NEWNET
-        | linux.CLONE_NEWIPC
-        | linux.CLONE_NEWUTS
-        | linux.CLONE_NEWCGROUP
-    )
+    if uid is None:
+        return linux.fork_into(_INNER)
+    os.setgroups([])
+    os.setegid(uid)
+    os.seteuid(uid)  # whoever is effective when a namespace is made owns it
+    try:
+        pid = linux.fork_into(_INNER)
+    except OSError:
+        _be_root()
+        raise
+    if pid != 0:
+        _be_root()
+    return pid
+
+
+def owner(uid: int | None) -> tuple[int, int]:
+    """User and group that the namespaces of `fork_inner` belong to; asked before the fork."""
+    return (uid, uid) if uid is not None else (os.geteuid(), os.getegid())
+
+
+def settle_inner(user: int, group: int) -> None:
+    """In the child of `fork_inner`: becomes the namespace's one user, and nobody else ever again.
+
+    Args:
+        user, group: as `owner` gave them.
+
+    Raises:
+        OSError: the kernel refused a step.
+    """
+    linux.prctl(linux.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root
     _map_ids({INNER_ID: user}, {INNER_ID: group})
+    os.setresgid(INNER_ID, INNER_ID, INNER_ID)
+    os.setresuid(INNER_ID, INNER_ID, INNER_ID)
+
+
+def _be_root() -> None:
+    os.seteuid(0)
+    os.setegid(0)
 
 
 def become_user(uid: int) -> None:

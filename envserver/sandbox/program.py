@@ -64,8 +64,8 @@ def become(
             os.dup2(descriptor, number)
         os.closerange(3, 2**30)
         os.chdir(program.cwd)
-        os.environ.clear()
-        os.environ.update(program.env)
+        if program.code is not None:
+            _set_variables(program.env)
         linux.prctl(linux.PR_SET_DUMPABLE, 1)  # so that the server inside can measure its memory
         _set_limits(program.limits)
         enclose(int(program.limits["processes"]))
@@ -80,6 +80,15 @@ def become(
         os.write(2, f"{name}: {reason}\n".encode(errors="replace"))
     finally:
         os._exit(status)
+
+
+def _set_variables(env: dict[str, str]) -> None:
+    """Only what differs: a zygote has the usual ones already."""
+    for name in [name for name in os.environ if name not in env]:
+        del os.environ[name]
+    for name, value in env.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 def _set_limits(limits: dict[str, Any]) -> None:

@@ -24,7 +24,8 @@ from .linux import install_filter
 # Classic BPF: operation codes, and where `struct seccomp_data` has what.
 _LOAD, _AND = 0x20, 0x54
 _IF_EQUAL, _IF_GREATER, _IF_AT_LEAST, _IF_ANY_BIT = 0x15, 0x25, 0x35, 0x45
-_RETURN = 0x06
+_RETURN, _JUMP = 0x06, 0x05
+_FEW = 3
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 _ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
 
@@ -257,15 +258,25 @@ def _assemble(machine: _Machine, *, inet: bool, host: bool) -> _Code:
     # x32 calls share the architecture of x86_64; no such number exists elsewhere.
     code += [(_IF_AT_LEAST, 0, 1, _X32_BIT), _return(_KILL_PROCESS)]
     code += [(_IF_GREATER, 0, 1, _NEWEST_KNOWN), _refuse(errno.ENOSYS)]
+    bodies: dict[int | None, _Code] = {}
     for error, calls in _REFUSED.items():
         for numbers in calls.values():
-            code += _when(numbers[column], [_refuse(error)])
+            bodies.setdefault(numbers[column], [_refuse(error)])
     for numbers in () if inet and not host else _PRETENDED.values():
-        code += _when(numbers[column], [_refuse(0)])
+        bodies.setdefault(numbers[column], [_refuse(0)])
     for numbers, body in _judged(inet=inet, host=host):
-        code += _when(numbers[column], body)
-    code.append(_return(_ALLOW))
-    return code
+        bodies.setdefault(numbers[column], body)
+    ordered = sorted((number, body) for number, body in bodies.items() if number is not None)
+    return code + _search(ordered)
+
+
+def _search(ordered: list[tuple[int, _Code]]) -> _Code:
+    """A binary search: the kernel walks through a filter for every call when it is installed."""
+    if len(ordered) <= _FEW:
+        return [*(step for one in ordered for step in _when(*one)), _return(_ALLOW)]
+    middle = len(ordered) // 2
+    low, high = _search(ordered[:middle]), _search(ordered[middle:])
+    return [(_IF_AT_LEAST, 0, 1, ordered[middle][0]), (_JUMP, 0, 0, len(low)), *low, *high]
 
 
 def _judged(*, inet: bool, host: bool) -> Iterable[tuple[_Numbers, _Code]]:
@@ -327,9 +338,9 @@ def _sockets(refuse: _Instruction, allow: _Instruction) -> _Code:
     return [*code, _load(2), *_one_of(_IP_PROTOCOLS, allow), refuse]
 
 
-def _when(number: int | None, body: _Code) -> _Code:
+def _when(number: int, body: _Code) -> _Code:
     """`body` for one call; the others jump over it."""
-    return [] if number is None else [(_IF_EQUAL, 0, len(body), number), *body]
+    return [(_IF_EQUAL, 0, len(body), number), *body]
 
 
 def _one_of(values: Iterable[int], then: _Instruction) -> _Code:

@@ -1,11 +1,10 @@
 """The warm Python that every sandbox is forked from: imports once, then forks when it is told to.
 
-    supervisor --("fork", id, uid; socket)--> zygote --(fork)--> mover --(fork)--> server inside
-                <--("forked", id, uid; pidfd)------------------- mover
+    supervisor --(id, uid; socket)--> zygote --(fork into fresh namespaces)--> server inside
+                <--("forked", id, directory; pidfd)--
 
-The mover goes into the fresh namespaces, forks the sandbox's process 1 there, tells the supervisor
-of it, and ends; the zygote waits for nobody. It sits in the outer wall itself (see `namespaces`),
-has no variable and no descriptor of the server, and never runs a program's code.
+The zygote waits for nobody. It sits in the outer wall itself (see `namespaces`), has no variable
+and no descriptor of the server, and never runs a program's code.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from functools import partial
 
 from . import inside, linux, namespaces, outer
@@ -73,23 +71,16 @@ def _tell(control: socket.socket, *message: Any, descriptors: tuple[int, ...] = 
     socket.send_fds(control, [json.dumps(message).encode()], descriptors)
 
 
-def _die_with_the_zygote(pid: int) -> None:
-    """No namespace ends the server inside with the zygote, so the kernel is asked to tell it.
-
-    It tells of the end of the present parent, and that is the zygote only once the mover has ended.
-    """
-    while os.getppid() != pid:
-        time.sleep(0.0005)
-    linux.die_with(pid, signal.SIGTERM)
-
-
 def _obey(boot: Boot, control: socket.socket) -> None:
     """Forks until the supervisor closes its end."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # movers, and servers whose mover has ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries them
     sys.path[:] = boot.seen["search_path"]
+    os.environ.clear()
+    os.environ.update(boot.seen["variables"])
     _be_first_to_die()
     gc.collect()
     gc.freeze()
+    gc.disable()  # until a program runs: a collection would copy what forks share
     _tell(control, "up")
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 1)
@@ -97,8 +88,7 @@ def _obey(boot: Boot, control: socket.socket) -> None:
             return
         request_id, uid = json.loads(data)
         channel = socket.socket(fileno=descriptors[0])
-        if os.fork() == 0:
-            _move(boot, control, channel, request_id, uid)
+        _make(boot, control, channel, request_id, uid)
         channel.close()
 
 
@@ -111,44 +101,50 @@ def _be_first_to_die() -> None:
         sys.stderr.write(f"oom_score_adj: {error}\n")
 
 
-def _move(
+def _make(
     boot: Boot, control: socket.socket, channel: socket.socket, request_id: int, uid: int | None
 ) -> None:
-    """In the mover: makes the inner wall and process 1 behind it; ends this process."""
+    """Forks the server inside of one sandbox, and tells the supervisor of it."""
+    directory, owner = "", namespaces.owner(uid)
     try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        directory = ""
         if boot.wall in WHOLE_WALLS:
-            namespaces.enter_inner(uid)
+            pid = namespaces.fork_inner(uid)
         else:
             directory = _host_directory(boot, request_id, uid)
-        zygote_pid = os.getppid()
-        pid = os.fork()
-        if pid == 0:
-            control.close()
-            inside.serve(channel, partial(_room, boot, uid, directory, zygote_pid))
-        pidfd = os.pidfd_open(pid)
-        _tell(control, "forked", request_id, directory, descriptors=(pidfd,))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the supervisor must hear of it
+            pid = os.fork()
+    except OSError as error:
         _tell(control, "failed", request_id, f"{type(error).__name__}: {error}"[:2000])
-    finally:
-        os._exit(0)
+        return
+    if pid == 0:
+        control.close()
+        inside.serve(channel, partial(_room, boot, uid, owner, directory))
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        _tell(control, "failed", request_id, "it ended at once")
+        return
+    _tell(control, "forked", request_id, directory, descriptors=(pidfd,))
+    os.close(pidfd)
 
 
 def _host_directory(boot: Boot, request_id: int, uid: int | None) -> str:
-    """An empty directory of the sandbox's own user, which this process becomes."""
+    """An empty directory of the sandbox's own user."""
     directory = f"{boot.root}/sandbox-{request_id}"
     os.mkdir(directory, 0o700)
     if uid is not None:
         os.chown(directory, uid, uid)
-        namespaces.become_user(uid)
     return directory
 
 
-def _room(boot: Boot, uid: int | None, directory: str, zygote_pid: int) -> Room:
+def _room(boot: Boot, uid: int | None, owner: tuple[int, int], directory: str) -> Room:
     if boot.wall in WHOLE_WALLS:
+        namespaces.settle_inner(*owner)
         return NamespaceRoom(bytes.fromhex(boot.seen["filter"]), boot.seen["variables"])
-    _die_with_the_zygote(zygote_pid)
+    zygote_pid = os.getppid()
+    if uid is not None:
+        namespaces.become_user(uid)
+    # No namespace ends us with the zygote, so the kernel is asked to tell us of its end.
+    linux.die_with(zygote_pid, signal.SIGTERM)
     return HostRoom(
         directory,
         confined=boot.wall == "landlock",

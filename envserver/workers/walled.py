@@ -78,9 +78,10 @@ def live_behind(
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
-        namespaces.enter_inner(uid)
-        pid = os.fork()
+        owner = namespaces.owner(uid)
+        pid = namespaces.fork_inner(uid)
         if pid == 0:
+            namespaces.settle_inner(*owner)
             linux.die_with(0, signal.SIGKILL)  # the holder has no number in our namespace
             _keep(wall, seen, birth, hand_out)
         _close_all_but_output()
