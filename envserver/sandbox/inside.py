@@ -42,7 +42,7 @@ def serve(channel: socket.socket, make_room: Callable[[], Room]) -> NoReturn:
     status = 1
     room = None
     try:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        signal.signal(signal.SIGTERM, lambda *_: _hang_up(channel))
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         room = make_room()
         _Server(channel, room).run()
@@ -56,6 +56,14 @@ def serve(channel: socket.socket, make_room: Callable[[], Room]) -> NoReturn:
         if room is not None:
             room.kill()
         os._exit(status)
+
+
+def _hang_up(channel: socket.socket) -> None:
+    """As if the other end had closed: an error from a signal could cut the sweep off."""
+    try:
+        channel.shutdown(socket.SHUT_RDWR)
+    except OSError:  # it is closed already
+        return
 
 
 class _Server:
