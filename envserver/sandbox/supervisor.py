@@ -76,10 +76,11 @@ def start_command(module: str, boot: Any) -> list[str]:
 def main(boot_json: str) -> None:
     """The whole life of the supervisor."""
     boot = msgspec.json.decode(boot_json, type=SupervisorBoot)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    control = socket.socket(fileno=boot.control_fd)
+    # As if the server had closed its end: an error from a signal could cut the clean-up off.
+    signal.signal(signal.SIGTERM, lambda *_: control.shutdown(socket.SHUT_RDWR))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to answer
     linux.die_with(boot.server_pid, signal.SIGTERM)
-    control = socket.socket(fileno=boot.control_fd)
     Supervisor(boot, control).run()
 
 
