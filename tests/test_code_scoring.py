@@ -22,6 +22,9 @@ from environments.code.values import BadValue, read_json, read_value
 from envserver import ExecResult, Result, SandboxError
 
 GOOD = "def twice(x):\n    return 2 * x\n"
+FENCED_INSIDE = (
+    'def twice(x):\n    """So:\n    ```\n    twice(1)\n    ```\n    """\n    return 2 * x  # ```\n'
+)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +38,9 @@ GOOD = "def twice(x):\n    return 2 * x\n"
         (f"```python\r\n{GOOD}```\r\n", GOOD),
         ("1. So:\n   ```python\n   def twice(x):\n       return 2 * x\n   ```\n", GOOD),
         (f"```python\n{GOOD.rstrip()}```", GOOD.rstrip()),
+        ("```python\ndef twice(x): return 2 * x```", "def twice(x): return 2 * x"),
+        (f"```python\ndef twice(x): pass```\nNo:\n```python\n{GOOD}```", GOOD),
+        (f"```python\n{FENCED_INSIDE}```\nSo.", FENCED_INSIDE),
         # The last block that defines the function, whatever stands behind it.
         (f"```python\ndef twice(x): pass\n```\n```python\n{GOOD}```\n```bash\nls\n```", GOOD),
         (f"```python\n{GOOD}```\nUse:\n```python\ntwice(3)\n```", GOOD),

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 import warnings
 from collections.abc import Iterator
+from itertools import islice
 
 from tools.visible import visible_text
 
 MAX_CODE_CHARACTERS = 50_000
 """A longer program is none."""
 
+_CLOSINGS = 8
+"""Fences that are tried as the closing one."""
 _OPENING = re.compile(r"(?m)^([ \t]*)(`{3,}|~{3,})[ \t]*([^\n`]*)\n")
 
 
@@ -73,13 +77,16 @@ def parsed(code: str, limit: int | None = MAX_CODE_CHARACTERS) -> ast.Module | N
 def _until_closed(text: str, start: int, fence: str) -> tuple[str | None, int]:
     """What stands before the closing fence, and where that ends.
 
-    It is on a line of its own; a sloppy one, at the end of a line, is taken where no other is.
+    A program may hold fences itself, in its texts: the closing one is the first before which there
+    is a program, on a line of its own if possible. Where there is none, it is the first at all.
     """
     mark = re.escape(fence)
-    closing = re.search(rf"(?m)^[ \t]*{mark}[{fence[0]}]*[ \t]*$", text[start:])
-    following = _OPENING.search(text, start)
-    if closing is None or (following and following.start() < start + closing.start()):
-        closing = re.search(mark, text[start:]) or closing
-    if closing is None:
-        return None, len(text)
-    return text[start : start + closing.start()], start + closing.end()
+    alone = re.compile(rf"(?m)^[ \t]*{mark}[{fence[0]}]*[ \t]*$")
+    anywhere = re.compile(mark)
+    for closing in (alone, anywhere):
+        for found in islice(closing.finditer(text, start), _CLOSINGS):
+            inside = text[start : found.start()]
+            if parsed(textwrap.dedent(inside)) is not None:
+                return inside, found.end()
+    first = anywhere.search(text, start)
+    return (None, len(text)) if first is None else (text[start : first.start()], first.end())
