@@ -9,10 +9,12 @@ What the model writes runs in the rollout's own sandbox; the tests there are the
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal
 
-from envserver import ExecResult, Message, PublicTask, Rollout, Sandbox
-from tools.calling import Tool, call_tool, descriptions, toolbox
+from envserver import Message, PublicTask, Rollout, Sandbox
+from tools.calling import MAX_RESULT_CHARACTERS, Tool, call_tool, descriptions, toolbox
+from tools.sandboxed import sandbox_tools
 from tools.visible import visible_text
 
 from .extraction import MAX_CODE_CHARACTERS, fenced_blocks
@@ -25,6 +27,7 @@ Mode = Literal["single", "tools"]
 MAX_TURNS = 10
 MAX_TOOL_ERRORS = 10
 MAX_ERROR_CHARACTERS = 500
+PYTHON_SECONDS = 6
 
 
 async def solve(
@@ -49,11 +52,10 @@ class Workbench:
         self.submitted: str | None = None
         self._public = task.public
         self._sandbox = sandbox
+        python = sandbox_tools(sandbox, names=["python"], command_seconds=PYTHON_SECONDS)["python"]
         self.tools = toolbox(
             Tool(_described("run_tests", "Runs the visible tests on a program."), self._run_tests),
-            Tool(
-                _described("python", "Runs a Python program; shows what it prints."), self._python
-            ),
+            dataclasses.replace(python, max_characters=MAX_RESULT_CHARACTERS),
             Tool(_described("submit", "Hands in the program and ends the task."), self._submit),
         )
 
@@ -70,9 +72,6 @@ class Workbench:
         ]
         passed = sum(verdict.passed for verdict in verdicts)
         return "\n".join([f"{passed} of {len(tests)} visible tests passed.", *lines])
-
-    async def _python(self, code: str) -> str:
-        return _printed(await self._sandbox.run_python(code))
 
     def _submit(self, code: str) -> str:
         self.submitted = next(iter(fenced_blocks(code)), code)
@@ -132,14 +131,3 @@ def _told(verdict: Verdict) -> str:
     if verdict.error is not None:
         return f"  failed: {verdict.error[:MAX_ERROR_CHARACTERS]}"
     return f"  failed: the function returned {verdict.values}"[:MAX_ERROR_CHARACTERS]
-
-
-def _printed(result: ExecResult) -> str:
-    """What a program printed, and how it ended where that is not as it should."""
-    parts = [part.decode(errors="replace") for part in (result.stdout, result.stderr) if part]
-    if result.killed_by:
-        parts.append(f"[ended: it passed the limit of {result.killed_by}]")
-    elif not result.ok:
-        status = f"signal {result.signal}" if result.exit is None else f"status {result.exit}"
-        parts.append(f"[ended with {status}]")
-    return "\n".join(part.rstrip("\n") for part in parts) or "(it printed nothing)"
