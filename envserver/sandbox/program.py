@@ -125,17 +125,23 @@ def _run_code(code: str, argv: list[str]) -> int:
     return _finish(status)
 
 
+def make_streams() -> None:
+    """The standard streams of all programs that are forked from here; nothing was read or written.
+
+    As a Python makes them whose output is no terminal.
+    """
+    stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0)), encoding="utf-8")
+    stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w")), encoding="utf-8")
+    raw = io.BufferedWriter(io.FileIO(2, "w"))
+    stderr = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    for name, stream in (("stdin", stdin), ("stdout", stdout), ("stderr", stderr)):
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
 def _start_afresh(argv: list[str]) -> None:
     """Nothing that two programs of one zygote would share but should not."""
     sys.argv = ["-c", *argv]
-    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0)), encoding="utf-8")
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        raw = io.BufferedWriter(io.FileIO(number, "w"))
-        errors = "strict" if number == 1 else "backslashreplace"
-        stream = io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=number == 2)
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-    setattr(sys, "__stdin__", sys.stdin)  # noqa: B010 - final to a type checker
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)

@@ -39,6 +39,8 @@ FORK_SECONDS = 20.0
 """For a sandbox to be made, and for a zygote's imports fifteen times as long."""
 IMPORT_SECONDS = 300.0
 MAX_ZYGOTES = 8
+READY = 2
+"""Sandboxes that each zygote keeps for whoever comes next, while half of the places is free."""
 _END_SECONDS = 3.0
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -81,7 +83,18 @@ def main(boot_json: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: control.shutdown(socket.SHUT_RDWR))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to answer
     linux.die_with(boot.server_pid, signal.SIGTERM)
+    linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)  # so that at the end we can wait for all
     Supervisor(boot, control).run()
+
+
+def _wait_for_orphans(until: float) -> None:
+    """Whatever a zygote that was killed leaves is our child, and dies: of its wall, or its parent."""
+    while time.monotonic() < until:
+        try:
+            if not os.waitpid(-1, os.WNOHANG)[0]:
+                time.sleep(0.002)
+        except ChildProcessError:
+            return
 
 
 @dataclass(eq=False)
@@ -92,9 +105,9 @@ class _Client:
 
 @dataclass(eq=False)
 class _Wanted:
-    """An open request on its way."""
+    """A sandbox that is to be made; `client` None: to be kept ready."""
 
-    client: _Client
+    client: _Client | None
     request_id: int
     preload: tuple[str, ...]
     slot: int = -1
@@ -104,7 +117,11 @@ class _Wanted:
 
 @dataclass(eq=False)
 class _Opened:
-    client: _Client
+    """A sandbox that lives; `client` None: it is ready for whoever comes next."""
+
+    zygote: _Zygote
+    client: _Client | None
+    channel: socket.socket
     pidfd: int
     slot: int
     directory: str
@@ -119,6 +136,8 @@ class _Zygote:
     up: bool = False
     failure: str = ""
     waiting: dict[int, _Wanted] = field(default_factory=dict)
+    living: set[_Opened] = field(default_factory=set)
+    ready: list[_Opened] = field(default_factory=list)
     used_at: float = 0.0
 
 
@@ -176,6 +195,7 @@ class Supervisor:
                 self._ended(opened)
         for sweeper in self._sweepers:
             sweeper.wait()
+        _wait_for_orphans(until)
         command = ["rm", "-rf", "--", self._boot.directory]
         subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
 
@@ -232,15 +252,39 @@ class Supervisor:
     # Making sandboxes.
 
     def _serve_queue(self) -> None:
-        while self._queue and self._free:
-            wanted = self._queue.popleft()
-            wanted.slot = self._free.pop()
-            zygote = self._zygote(wanted.preload)
-            self._next_id += 1
-            zygote.waiting[self._next_id] = wanted
+        while self._queue:
+            zygote = self._zygotes.get(self._queue[0].preload)
+            if zygote is not None and zygote.ready:
+                self._hand_over(zygote.ready.pop(0), self._queue.popleft())
+            elif self._free:
+                wanted = self._queue.popleft()
+                self._make(self._zygote(wanted.preload), wanted)
+            else:
+                self._give_up_a_ready_one()
+                return
+
+    def _make(self, zygote: _Zygote, wanted: _Wanted) -> None:
+        wanted.slot = self._free.pop()
+        self._next_id += 1
+        zygote.waiting[self._next_id] = wanted
+        if wanted.client is not None:
             zygote.used_at = time.monotonic()
-            if zygote.up:
-                self._ask(zygote, self._next_id, wanted)
+        if zygote.up:
+            self._ask(zygote, self._next_id, wanted)
+
+    def _keep_some_ready(self, zygote: _Zygote) -> None:
+        """Making one takes longer than using it often does; so the next ones are made meanwhile."""
+        on_the_way = sum(wanted.client is None for wanted in zygote.waiting.values())
+        enough = len(self._free) > self._boot.concurrent // 2
+        if not self._queue and enough and len(zygote.ready) + on_the_way < READY:
+            self._make(zygote, _Wanted(None, -1, zygote.preload))
+
+    def _give_up_a_ready_one(self) -> None:
+        """Its place is needed for another preload list; it comes when the sandbox has ended."""
+        for zygote in self._zygotes.values():
+            if zygote.ready:
+                self._kill(zygote.ready.pop().pidfd)
+                return
 
     def _ask(self, zygote: _Zygote, number: int, wanted: _Wanted) -> None:
         ours, theirs = socket.socketpair()
@@ -301,7 +345,11 @@ class Supervisor:
 
         Its sandboxes die with it, so only one without any may go; else there is one more for now.
         """
-        idle = [z for z in self._zygotes.values() if z.up and not z.waiting]
+        idle = [
+            zygote
+            for zygote in self._zygotes.values()
+            if zygote.up and not zygote.waiting and len(zygote.living) == len(zygote.ready)
+        ]
         if idle:
             oldest = min(idle, key=lambda zygote: zygote.used_at)
             self._bury(oldest, "it was not needed")
@@ -332,17 +380,30 @@ class Supervisor:
             self._kill(pidfd)
             os.close(pidfd)
             return
-        opened = _Opened(wanted.client, pidfd, wanted.slot, directory)
+        opened = _Opened(zygote, None, wanted.channel, pidfd, wanted.slot, directory)
         self._selector.register(pidfd, selectors.EVENT_READ, partial(self._ended, opened))
-        wanted.client.sandboxes.add(opened)
+        zygote.living.add(opened)
         self._living.add(opened)
-        if wanted.client.socket.fileno() < 0:
-            self._kill(pidfd)
+        if wanted.client is None:
+            zygote.ready.append(opened)
+            self._serve_queue()
         else:
-            descriptors = (wanted.channel.fileno(), pidfd)
+            self._hand_over(opened, wanted)
+
+    def _hand_over(self, opened: _Opened, wanted: _Wanted) -> None:
+        client = wanted.client
+        assert client is not None
+        opened.client = client
+        client.sandboxes.add(opened)
+        opened.zygote.used_at = time.monotonic()
+        if client.socket.fileno() < 0:
+            self._kill(opened.pidfd)
+        else:
+            descriptors = (opened.channel.fileno(), opened.pidfd)
             message = ("opened", wanted.request_id, self._boot.wall)
-            self._answer(wanted.client, *message, descriptors=descriptors)
-        wanted.channel.close()
+            self._answer(client, *message, descriptors=descriptors)
+        opened.channel.close()
+        self._keep_some_ready(opened.zygote)
 
     def _kill(self, pidfd: int) -> None:
         """Where its programs do not die with the server inside, that one is let clean up."""
@@ -353,7 +414,12 @@ class Supervisor:
     def _ended(self, opened: _Opened) -> None:
         self._selector.unregister(opened.pidfd)
         os.close(opened.pidfd)
-        opened.client.sandboxes.discard(opened)
+        opened.channel.close()
+        opened.zygote.living.discard(opened)
+        if opened in opened.zygote.ready:
+            opened.zygote.ready.remove(opened)
+        if opened.client is not None:
+            opened.client.sandboxes.discard(opened)
         self._living.discard(opened)
         if opened.directory:
             self._sweep(opened)
@@ -381,7 +447,8 @@ class Supervisor:
             return
         if wanted.channel is not None:
             wanted.channel.close()
-        self._answer(wanted.client, "failed", wanted.request_id, reason)
+        if wanted.client is not None:
+            self._answer(wanted.client, "failed", wanted.request_id, reason)
         self._release(wanted.slot)
 
     # What goes wrong.
