@@ -1,0 +1,233 @@
+"""What a short program costs in a sandbox, beside a plain process and a cold bubblewrap.
+
+    python tests/benchmarks/bench_sandbox.py [--wall auto] [--executions 300] [--only WORDS]
+
+Each row is measured one, two and sixteen at a time; CPU is that of all processes together (this one
+too), as the kernel counts it for a control group, or for the whole machine where none can be made.
+Rates on a shared machine swing; CPU and the ratios of one run are what to compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from support.sandboxes import sandboxes
+
+from envserver import Sandboxes, SandboxSpec
+
+AT_A_TIME = (1, 2, 16)
+P50_BUDGET_MS = 10.0
+PRELOAD_BUDGET = 7.0
+ISOLATED_PYTHON = "python -I -S -c pass"
+FRESH = "fresh sandbox, run_python, close"
+
+Execution = Callable[[], Awaitable[None]]
+"""One execution, from the wish to its result."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Milliseconds, by how many at a time: `p50[1]` ..."""
+
+    p50: dict[int, float]
+    p99: dict[int, float]
+    per_second: dict[int, float]
+    cpu: dict[int, float]
+
+
+class CpuClock:
+    """CPU seconds of this process and all that it starts from now on."""
+
+    def __init__(self, group: Path | None) -> None:
+        self._group = group
+        self.scope = "this benchmark's processes" if group else "the whole machine"
+
+    def seconds(self) -> float:
+        if self._group is not None:
+            words = (self._group / "cpu.stat").read_text().split()
+            return int(words[words.index("usage_usec") + 1]) / 1e6
+        user, nice, system, *_ = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+        return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def cpu_clock() -> Iterator[CpuClock]:
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    root = next((Path(words[1]) for words in mounts if words[2] == "cgroup2"), None)
+    if root is None or not os.access(root / "cgroup.procs", os.W_OK):
+        yield CpuClock(None)
+        return
+    own = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].strip().lstrip("/")
+    group = root / own / f"bench-sandbox-{os.getpid()}"
+    group.mkdir()
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    try:
+        yield CpuClock(group)
+    finally:
+        (root / own / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
+
+
+async def measure(execution: Execution, count: int, clock: CpuClock) -> Measured:
+    result = Measured({}, {}, {}, {})
+    await execution()
+    for at_a_time in AT_A_TIME:
+        took = []
+        waiting = iter(range(max(count, 2 * at_a_time)))
+
+        async def worker(waiting: Iterator[int] = waiting, took: list[float] = took) -> None:
+            for _ in waiting:
+                began = time.perf_counter()
+                await execution()
+                took.append((time.perf_counter() - began) * 1000)
+
+        cpu, began = clock.seconds(), time.perf_counter()
+        await asyncio.gather(*[worker() for _ in range(at_a_time)])
+        seconds = time.perf_counter() - began
+        result.cpu[at_a_time] = (clock.seconds() - cpu) / len(took) * 1000
+        result.per_second[at_a_time] = len(took) / seconds
+        result.p50[at_a_time] = statistics.median(took)
+        result.p99[at_a_time] = statistics.quantiles(took, n=100)[-1]
+    return result
+
+
+def process(*words: str) -> Execution:
+    """A plain process, waited for in a thread."""
+
+    async def execution() -> None:
+        await asyncio.to_thread(subprocess.run, words, check=True, capture_output=True, env={})
+
+    return execution
+
+
+def bubblewrap() -> Execution:
+    words = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--unshare-all"]
+    words += ["--tmpfs", "/tmp", "--die-with-parent", sys.executable, "-I", "-S", "-c", "pass"]
+    return process(*words)
+
+
+def fresh(boxes: Sandboxes, source: str, *preload: str) -> Execution:
+    spec = SandboxSpec(preload=preload)
+
+    async def execution() -> None:
+        async with boxes.open(spec) as box:
+            result = await box.run_python(source)
+        assert result.ok, result
+
+    return execution
+
+
+@asynccontextmanager
+async def opened(boxes: Sandboxes, python: bool) -> AsyncIterator[Execution]:
+    """Programs in sandboxes that are open already."""
+    async with AsyncExitStack() as stack:
+        those = [
+            await stack.enter_async_context(boxes.open(SandboxSpec()))
+            for _ in range(max(AT_A_TIME))
+        ]
+
+        async def execution() -> None:
+            box = those.pop()
+            result = await (box.run_python("pass") if python else box.exec(["true"]))
+            those.append(box)
+            assert result.ok, result
+
+        yield execution
+
+
+@asynccontextmanager
+async def executions(boxes: Sandboxes) -> AsyncIterator[dict[str, tuple[Execution, float]]]:
+    """Each with the share of all executions that it is worth."""
+    python = sys.executable
+    rows = {
+        "true": (process("/bin/true"), 1.0),
+        ISOLATED_PYTHON: (process(python, "-I", "-S", "-c", "pass"), 1.0),
+    }
+    if shutil.which("bwrap"):
+        rows["cold bwrap, python -I -S -c pass"] = (bubblewrap(), 0.5)
+    rows[FRESH] = (fresh(boxes, "pass"), 1.0)
+    for name in ("numpy", "sympy"):
+        if importlib.util.find_spec(name):
+            share = 0.1 if name == "sympy" else 0.2
+            rows[f"python -c 'import {name}'"] = (process(python, "-c", f"import {name}"), share)
+            rows[f"{FRESH}, {name} preloaded"] = (fresh(boxes, f"import {name}", name), 1.0)
+    async with opened(boxes, True) as run_python, opened(boxes, False) as run_true:
+        rows["open sandbox, run_python"] = (run_python, 1.0)
+        rows["open sandbox, exec true"] = (run_true, 1.0)
+        yield rows
+
+
+def table(rows: dict[str, Measured], title: str) -> Table:
+    shown = Table(title=title)
+    shown.add_column("what")
+    for heading in ("p50 ms", "p99 ms", "per second", "CPU ms"):
+        shown.add_column(f"{heading}\n" + " / ".join(map(str, AT_A_TIME)), justify="right")
+    for name, one in rows.items():
+        cells = [f"{{:.{digits}f}}" for digits in (1, 1, 0, 1)]
+        columns = (one.p50, one.p99, one.per_second, one.cpu)
+        texts = [
+            " / ".join(cell.format(column[at_a_time]) for at_a_time in AT_A_TIME)
+            for cell, column in zip(cells, columns, strict=True)
+        ]
+        shown.add_row(name, *texts)
+    return shown
+
+
+def budgets(rows: dict[str, Measured]) -> Iterator[str]:
+    """Each budget, and whether it is met."""
+
+    def line(what: str, value: float, limit: float, is_met: bool) -> str:
+        return f"{'met   ' if is_met else 'MISSED'} {what}: {value:.1f} (budget {limit:.1f})"
+
+    if FRESH in rows:
+        p50 = rows[FRESH].p50[1]
+        yield line("p50 ms of a fresh sandbox", p50, P50_BUDGET_MS, p50 <= P50_BUDGET_MS)
+    if {FRESH, ISOLATED_PYTHON} <= rows.keys():
+        ours, plain = rows[FRESH].cpu[1], rows[ISOLATED_PYTHON].cpu[1]
+        yield line(f"CPU ms of it, beside {ISOLATED_PYTHON}", ours, plain, ours <= plain)
+    for name in ("numpy", "sympy"):
+        there, here = f"python -c 'import {name}'", f"{FRESH}, {name} preloaded"
+        if {there, here} <= rows.keys():
+            times = rows[there].cpu[1] / rows[here].cpu[1]
+            what = f"times cheaper in CPU with {name} preloaded"
+            yield line(what, times, PRELOAD_BUDGET, times >= PRELOAD_BUDGET)
+
+
+async def main(wall: str, count: int, only: str) -> None:
+    with cpu_clock() as clock:
+        rows = {}
+        async with sandboxes(wall, concurrent=64) as boxes, executions(boxes) as those:
+            async with boxes.open(SandboxSpec()) as box:
+                title = f"wall {box.isolation}; CPU of {clock.scope}"
+            for name, (execution, share) in those.items():
+                if only in name:
+                    rows[name] = await measure(execution, int(count * share), clock)
+    console = Console(width=max(Console().width, 118))
+    console.print(table(rows, title))
+    for text in budgets(rows):
+        console.print(text, highlight=False)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--wall", default="auto")
+    parser.add_argument("--executions", type=int, default=300)
+    parser.add_argument("--only", default="", help="words in a row's name")
+    arguments = parser.parse_args()
+    asyncio.run(main(arguments.wall, arguments.executions, arguments.only))
