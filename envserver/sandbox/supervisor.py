@@ -88,7 +88,7 @@ def main(boot_json: str) -> None:
 
 
 def _wait_for_orphans(until: float) -> None:
-    """Whatever a zygote that was killed leaves is our child, and dies: of its wall, or its parent."""
+    """Whatever a killed zygote leaves is our child, and dies with its wall or with its parent."""
     while time.monotonic() < until:
         try:
             if not os.waitpid(-1, os.WNOHANG)[0]:
