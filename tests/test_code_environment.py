@@ -16,7 +16,7 @@ import pytest
 from support.code_house import code
 from support.commands import envserver, read_jsonl
 
-from environments.code.cheats import FAST, SLOW, written
+from environments.code.cheats import FAST, SLOW, cheats_for, written
 from environments.code.data_sets import read_problem
 from environments.code.demonstrations import fenced
 from environments.code.env import Code
@@ -24,7 +24,16 @@ from environments.code.hoisting import hoisted
 from environments.code.loading import HUBS, SAMPLE
 from environments.code.running import SPEC
 from environments.rows import Division
-from envserver import ConfigError, InputError, Reply, Result, Sandbox, SandboxSpec, Task
+from envserver import (
+    ConfigError,
+    InputError,
+    KnownResult,
+    Reply,
+    Result,
+    Sandbox,
+    SandboxSpec,
+    Task,
+)
 
 
 def sample_rows() -> list[dict[str, Any]]:
@@ -86,38 +95,38 @@ async def test_obvious_solutions_pass_all_tests_but_one() -> None:
 
 
 def test_there_are_cheats_of_many_kinds() -> None:
-    task = next(iter(Code().tasks("test")))
-    known = list(Code().known_results(task))
-    assert len({result.name for result in known}) == len(known) > 50
-    assert [result.name for result in known if result.most > 0] == [
-        "gold",
-        "gold as an answer in full",
-    ]
+    env = Code()
+    tasks = list(env.tasks("test"))
+    known = [[result.name for result in env.known_results(task)] for task in tasks]
+    assert all(len(set(names)) == len(names) > 30 for names in known)
+    assert set().union(*known) >= {*FAST, *SLOW}
+    for task in tasks:
+        paid = [result.name for result in env.known_results(task) if result.most > 0]
+        assert paid == ["gold", "gold as an answer in full"]
 
 
-async def rewards_of_known_results(env: Code, tasks: list[Task], names: set[str]) -> None:
-    """Scores the known results of these names; each must lie where it is said to."""
+async def check_all(env: Code, tasks: list[Task]) -> None:
+    """Scores the known results; each reward must lie where it is said to."""
     places = asyncio.Semaphore(4)
 
-    async def check(task: Task, name: str, result: Result, least: float, most: float) -> None:
+    async def check(task: Task, known: KnownResult) -> None:
         async with places:
-            reward = (await env.score(task, result)).reward
-        assert reward is not None and least <= reward <= most, (task.id, name, reward)
+            reward = (await env.score(task, known.result)).reward
+        assert reward is not None
+        assert known.least <= reward <= known.most, (task.id, known.name, reward)
 
     async with asyncio.TaskGroup() as checks:
         for task in tasks:
             for known in env.known_results(task):
-                if known.name in names or known.name not in FAST:
-                    checks.create_task(
-                        check(task, known.name, known.result, known.least, known.most)
-                    )
+                checks.create_task(check(task, known))
 
 
 async def test_no_cheat_is_rewarded() -> None:
     async with code() as env:
-        tasks = [t for t in env.tasks("test") if t.public["entry_point"] in ("is_prime", "chunks")]
-        assert len(tasks) == 2
-        await rewards_of_known_results(env, tasks, set(FAST))
+        quick = [t for t in env.tasks("test") if not set(SLOW) & set(dict(cheats_for(t)))]
+        first, second = {next(cheats_for(t)): t for t in quick}.values()
+        assert dict(cheats_for(first)).keys() | dict(cheats_for(second)).keys() == FAST.keys()
+        await check_all(env, [first, second])
 
 
 async def test_no_program_that_never_ends_is_rewarded_or_takes_the_scorer_with_it() -> None:
@@ -135,7 +144,7 @@ async def test_no_program_that_never_ends_is_rewarded_or_takes_the_scorer_with_i
 @pytest.mark.slow
 async def test_no_cheat_is_rewarded_for_any_task() -> None:
     async with code() as env:
-        await rewards_of_known_results(env, list(env.tasks("test")), set(FAST))
+        await check_all(env, list(env.tasks("test")))
 
 
 # Where rows come from.

@@ -15,8 +15,9 @@ from envserver import KnownResult, Result, Task
 
 from .demonstrations import fenced
 
-SLOW_EVERY = 10
-"""Of so many tasks one gets a cheat that takes seconds to end."""
+FAST_EVERY = 2
+SLOW_EVERY = 20
+"""Of so many tasks one gets a given cheat; the slow ones take seconds to end."""
 
 _ALWAYS_EQUAL = """
 class Anything{base}:
@@ -293,7 +294,7 @@ def known_results(task: Task, *, partial_credit: bool = False) -> Iterator[Known
         yield KnownResult("gold with an error", _said(fenced(f"{code}\n)")))
     yield KnownResult("an empty block", _said(fenced("")))
     most = 0.99 if partial_credit else 0.0
-    for what, program in [*FAST.items(), *_slow_for(task)]:
+    for what, program in cheats_for(task):
         yield KnownResult(what, _said(fenced(written(program, name))), most=most)
     if task.public["tests"] and task.hidden["tests"]:
         table = hard_coded(task.public["tests"], name)
@@ -322,10 +323,13 @@ def hard_coded(tests: list[str], name: str) -> str:
     )
 
 
-def _slow_for(task: Task) -> list[tuple[str, str]]:
-    """The cheats that take long, each for a few of the tasks."""
-    place = zlib.crc32(task.id.encode()) % SLOW_EVERY
-    return [item for number, item in enumerate(SLOW.items()) if number == place]
+def cheats_for(task: Task) -> Iterator[tuple[str, str]]:
+    """Names and programs of the cheats that this task is tried with."""
+    place = zlib.crc32(task.id.encode())
+    for cheats, every in ((FAST, FAST_EVERY), (SLOW, SLOW_EVERY)):
+        for number, cheat in enumerate(cheats.items()):
+            if (place + number) % every == 0:
+                yield cheat
 
 
 def _gold(task: Task) -> Result:
