@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from . import inside, linux, seccomp, system
+from .program import warm_up
 from .room import NamespaceRoom
 
 _WRITABLE = ("/work", "/tmp", "/dev/shm")
@@ -62,7 +63,8 @@ class _Pipes:
 
 def main(preload: list[str]) -> None:
     """The whole life of a container's server."""
+    sys.stdout = sys.stderr  # what a module prints must not come between frames
     for name in preload:
         importlib.import_module(name)
-    sys.stdout = sys.stderr  # what a module prints must not come between frames
+    warm_up()
     inside.serve(cast(socket.socket, _Pipes()), ContainerRoom)
