@@ -265,6 +265,25 @@ def test_values_of_exact_types_arrive_as_they_were(value: Any) -> None:
     assert type(arrived) is type(value) and sorted(repr(arrived)) == sorted(repr(value))
 
 
+CLAIMS = (
+    "f(1) == f(2)", "f(1) < f(2)", "f(1) + f(2) == 3", "f(1) * f(2) == 3", "f(1) ** f(2) == 3",
+    "f(1) % f(2) == 3", "f(1)[f(2)] == 3", "f(1) in f(2)", "set(f(1)) == {1}", "len(f(1)) == 3",
+    "sorted(f(1)) == f(2)", "sum(f(1)) == 3", "abs(f(1) - f(2)) < 1e-6", "round(f(1), f(2)) == 3",
+    "dict(f(1)) == {}", "f(1).get(f(2)) == 3", "f(1).count(f(2)) == 3", "''.join(f(1)) == f(2)",
+    "f(1).split(f(2)) == []", "list(map(int, f(1))) == []", "max(f(1), key=len) == f(2)",
+    "all(a == b for a, b in zip(f(1), f(2)))", "[a for a, b in f(1)] == []", "int(f(1)) == f(2)",
+    "math.isclose(f(1), f(2))", "close(f(1), f(2))", "isinstance(f(1), int)", "-f(1) == ~f(2)",
+    "range(f(1))[f(2)] == 3", "Counter(f(1)) == f(2)", "f(1).union(f(2)) == set()", "f(1) is f(2)",
+    "bytes(f(1)) == f(2)", "f(1)[f(2):] == []", "chr(f(1)) == f(2)",
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(CLAIMS), VALUES, VALUES)
+def test_no_values_break_a_claim(claim: str, first: Any, second: Any) -> None:
+    assert hoisted(f"assert {claim}", "f").holds({0: first, 1: second}) in (True, False)
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     st.recursive(
