@@ -134,6 +134,7 @@ def settle_inner(user: int, group: int) -> None:
 def _be_root() -> None:
     os.seteuid(0)
     os.setegid(0)
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # forgotten with every change of user
 
 
 def become_user(uid: int) -> None:
