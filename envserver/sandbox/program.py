@@ -125,11 +125,13 @@ def _run_code(code: str, argv: list[str]) -> int:
     return _finish(status)
 
 
-def make_streams() -> None:
-    """The standard streams of all programs that are forked from here; nothing was read or written.
+def warm_up() -> None:
+    """What all programs that are forked from here would else do first, each for itself.
 
-    As a Python makes them whose output is no terminal.
+    The compiler sets itself up at its first use (a millisecond); the standard streams are made as
+    a Python makes them whose output is no terminal, and nothing was read or written.
     """
+    exec(compile("pass", "<string>", "exec"), {})
     stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0)), encoding="utf-8")
     stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w")), encoding="utf-8")
     raw = io.BufferedWriter(io.FileIO(2, "w"))

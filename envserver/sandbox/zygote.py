@@ -19,7 +19,7 @@ import sys
 from functools import partial
 
 from . import inside, linux, namespaces, outer
-from .program import make_streams
+from .program import warm_up
 from .room import HostRoom, NamespaceRoom, Room
 from .wire import MAX_MESSAGE_BYTES, WHOLE_WALLS
 
@@ -79,7 +79,7 @@ def _obey(boot: Boot, control: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(boot.seen["variables"])
     _be_first_to_die()
-    make_streams()
+    warm_up()
     gc.collect()
     gc.freeze()
     gc.disable()  # until a program runs: a collection would copy what forks share
