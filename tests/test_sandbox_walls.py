@@ -398,6 +398,25 @@ def test_doctor_tells_what_holds(
     assert "No sandbox can be made" in capsys.readouterr().out
 
 
+@needs_landlock
+@pytest.mark.skipif(os.geteuid() == 0, reason="root needs no user namespace for its outer wall")
+def test_where_namespaces_are_forbidden_landlock_is_taken() -> None:
+    forbid = (
+        "import os, sys; from envserver.sandbox import namespaces; namespaces.own_users();"
+        "open('/proc/sys/user/max_user_namespaces', 'w').write('0');"
+        "os.execv(sys.executable, [sys.executable, '-m', 'envserver', 'doctor', '--json'])"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", forbid], capture_output=True, text=True, timeout=60, check=False
+    )
+    found = orjson.loads(told.stdout)
+    assert found["wall"] == "landlock"
+    (namespace,) = [report for report in found["walls"] if report["wall"] == "namespace"]
+    assert "unshare" in namespace["failure"]
+    assert any("max_user_namespaces" in step for step in namespace["remedies"])
+    assert "Traceback" not in told.stderr
+
+
 @is_root
 def test_all_of_this_holds_for_an_ordinary_user() -> None:
     from support.ordinary_user import run_as_ordinary_user

@@ -27,7 +27,7 @@ from .client import SandboxClient
 from .remedies import remedies
 
 _MB = 2**20
-_DISK_MB, _MEMORY_MB, _PROCESSES, _WALL_SECONDS = 8, 96, 8, 0.3
+_DISK_MB, _MEMORY_MB, _PROCESSES, _WALL_SECONDS = 8, 96, 8, 0.1
 _LONGEST_SECONDS = 30.0
 
 

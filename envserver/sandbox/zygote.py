@@ -63,7 +63,8 @@ def main(boot_json: str) -> None:
         run = partial(_obey, boot, control)
         sys.exit(outer.enter(boot.wall, boot.root, boot.seen, run))
     except Exception as error:  # noqa: BLE001 - whatever it is, the supervisor must hear of it
-        sys.__excepthook__(type(error), error, error.__traceback__)
+        if not isinstance(error, OSError):  # else the kernel refused, which its words tell
+            sys.__excepthook__(type(error), error, error.__traceback__)
         _tell(control, "broken", f"{type(error).__name__}: {error}"[:2000])
         sys.exit(1)
 
