@@ -105,14 +105,19 @@ def cgroups() -> int:
     return sum(int(line.split()[2]) for line in lines)
 
 
-def held(pids: list[int]) -> dict[str, object]:
-    """What must not grow: by process, and of the whole machine."""
+def held(pids: list[int]) -> dict[str, int]:
+    """What must not grow, of these processes and this one."""
+    here = [os.getpid(), *pids]
     return {
         "processes": len(descendants(os.getpid())),
-        "descriptors": [open_files(pid) for pid in [os.getpid(), *pids]],
-        "mounts": [mounts(pid) for pid in [os.getpid(), *pids]],
+        "descriptors": sum(open_files(pid) for pid in here),
+        "mounts": sum(mounts(pid) for pid in here),
         "files": len(list(Path(tempfile.gettempdir()).rglob("*"))),
     }
+
+
+# A few sandboxes may be kept ready or not: their processes, and the supervisor's hold on them.
+READY = {"processes": 2, "descriptors": 4, "mounts": 0, "files": 0}
 
 
 @pytest.mark.parametrize(
@@ -132,9 +137,10 @@ async def test_many_executions_leave_nothing_and_lose_nothing(
         took = time.monotonic() - began
         await asyncio.sleep(0.3)
         after = [own_megabytes(pid) for pid in pids]
-        assert held(pids) == before
+        grown = {name: more - before[name] for name, more in held(pids).items()}
+        assert {name: more for name, more in grown.items() if more > READY[name]} == {}
         assert max(new - old for new, old in zip(after, memory, strict=True)) < 2
-        assert cgroups() <= groups
+        assert cgroups() - groups < count / 10  # others of this machine come and go
         assert alive_with(mark) == []
     assert ours("supervisor") + ours("zygote") == []
     assert list(temporary.iterdir()) == []
@@ -188,8 +194,9 @@ async def test_the_end_of_a_process_loses_its_programs_and_nothing_else(victim: 
     mark = f"hx{secrets.token_hex(5)}"
     async with sandboxes() as boxes:
         async with staying(boxes, mark) as running:
-            zygotes = ours("zygote")
-            chain = [pid for pid in zygotes if descendants(pid) & {*alive_with(mark)}]
+            programs = {*alive_with(mark)}
+            below = {pid: descendants(pid) for pid in ours("zygote")}
+            chain = sorted(below, key=lambda pid: -len(below[pid] & programs))  # pids may wrap
             killed = {
                 "supervisor": ours("supervisor")[:1],
                 "outer zygote": chain[:1],
@@ -212,8 +219,8 @@ async def test_the_end_of_one_sandbox_is_its_own() -> None:
         async with boxes.open(SandboxSpec()) as box:
             one = asyncio.create_task(box.run_python(f"MARK = {other!r}{STAY}"))
             await until(lambda: len(alive_with(other)) == 2)
-            program = min(alive_with(other))
-            os.kill(parents()[program], signal.SIGKILL)
+            above = {parents()[program] for program in alive_with(other)}
+            os.kill((above - {*alive_with(other)}).pop(), signal.SIGKILL)
             with pytest.raises(SandboxLost):
                 await one
             await until(lambda: alive_with(other) == [])
