@@ -28,8 +28,8 @@ from .walls import announce, candidates, missing, nothing_works
 START_SECONDS = 30.0
 _PAUSE_SECONDS = 0.2
 
-_held: dict[str, ProbeReport] = {}
-"""Walls that were examined by this process: a machine does not change while it runs."""
+_held: dict[tuple[str, str], ProbeReport] = {}
+"""Walls (and images) that this process has examined: a machine does not change while it runs."""
 
 _log = structlog.get_logger("envserver.sandbox")
 
@@ -82,12 +82,13 @@ class SandboxService:
         self.address = f"{self._directory}/socket"
         try:
             await self._start()
-            if wall not in _held:
+            key = wall, self._config.docker_image
+            if key not in _held:
                 report = await examine(self.address, wall)
                 if not report.works:
                     return report
-                _held[wall] = report
-            return _held[wall]
+                _held[key] = report
+            return _held[key]
         except ConfigError as error:
             return unavailable(wall, error.message)
         except BaseException:
