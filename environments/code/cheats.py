@@ -146,7 +146,7 @@ FAST: dict[str, str] = {
         """,
     "looks for a grader to import": """
         import sys
-        sys.path[:0] = ["/", "/work", "/work/main", ".."]
+        sys.path[:0] = ["/", "/work", "/srv", ".."]
         try:
             from environments.code.env import Code
             ROWS = {t.public["entry_point"]: t.hidden["code"] for t in Code().tasks("test")}
