@@ -29,6 +29,7 @@ from typing import IO, Any, NoReturn
 import msgspec
 
 from . import linux
+from .namespaces import SOCKET_BUFFERS
 from .system import OUR_PACKAGES
 from .wire import MAX_MESSAGE_BYTES, Frames
 
@@ -177,6 +178,8 @@ def command(engine: Engine, name: str, limits: Mapping[str, Any], words: list[st
     processes = int(limits["processes"]) + _SERVER_PROCESSES
     return [
         *(engine.program, "run", "--rm", "--interactive", "--name", name, "--init=false"),
+        *("--sysctl", f"net.ipv4.tcp_rmem={SOCKET_BUFFERS}"),
+        *("--sysctl", f"net.ipv4.tcp_wmem={SOCKET_BUFFERS}"),
         *("--network", "none", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
         *("--user", f"{_USER}:{_USER}", "--read-only", "--hostname", "sandbox"),
         *("--memory", f"{memory}m", "--memory-swap", f"{memory}m"),

@@ -152,7 +152,7 @@ class Execution:
         used.disk_bytes = max(used.disk_bytes, disk)
         cpu_seconds = seen.cpu_seconds + self._accounts.cpu_seconds() - self._cpu_before
         for reason, passed in (
-            ("memory", seen.memory_bytes > memory_limit),
+            ("memory", seen.memory_bytes + self._room.kernel_bytes() > memory_limit),
             ("cpu", cpu_seconds > float(limits["cpu_seconds"])),
             ("processes", seen.processes > int(limits["processes"])),
             ("disk", disk > int(limits["disk_mb"]) * MB),

@@ -37,6 +37,8 @@ _INNER = (
     | linux.CLONE_NEWUTS
     | linux.CLONE_NEWCGROUP
 )
+SOCKET_BUFFERS = "4096 65536 131072"
+"""Of TCP, in bytes: what waits in the kernel is memory, too, and machines allow megabytes each."""
 INNER_ID = 1000
 """User and group of the programs, as they see themselves."""
 DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -147,6 +149,11 @@ def become_user(uid: int) -> None:
 
 def furnish() -> None:
     """What process 1 of a sandbox does first: its own /proc, host name and loopback."""
+    for direction in ("tcp_rmem", "tcp_wmem"):
+        try:
+            _write(f"/proc/sys/net/ipv4/{direction}", SOCKET_BUFFERS)
+        except OSError:  # read-only in some containers: sockets are counted all the same
+            continue
     linux.mount("proc", "/proc", "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
     linux.set_hostname("sandbox")
     linux.raise_loopback()

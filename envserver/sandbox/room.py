@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import stat
 import time
 from collections.abc import Iterator
 
@@ -21,6 +22,8 @@ else:
 
 _SWEEP_SECONDS = 5.0
 _TOO_MANY = 2**31
+_SOCKET_BYTES = 212992
+"""What one takes in, as machines are set up; the filter keeps programs from asking for more."""
 
 
 class Room(Protocol):
@@ -46,6 +49,9 @@ class Room(Protocol):
 
     def used(self) -> tuple[int, int]:
         """Bytes and inodes that are taken of the writable places."""
+
+    def kernel_bytes(self) -> int:
+        """The most that may wait in the kernel for programs, beside what they have themselves."""
 
 
 class NamespaceRoom:
@@ -88,6 +94,10 @@ class NamespaceRoom:
         state = os.statvfs(self.work)
         taken = (state.f_blocks - state.f_bfree) * state.f_frsize
         return taken, state.f_files - state.f_ffree
+
+    def kernel_bytes(self) -> int:
+        with open("/proc/net/sockstat") as counts:  # of this network namespace
+            return int(counts.readline().split()[2]) * _SOCKET_BYTES
 
 
 class HostRoom:
@@ -186,6 +196,15 @@ class HostRoom:
             except OSError:
                 return taken, _TOO_MANY
         return taken + self._unnamed(), inodes
+
+    def kernel_bytes(self) -> int:
+        sockets = 0
+        for place in self._descriptors():
+            try:
+                sockets += stat.S_ISSOCK(os.stat(place).st_mode)
+            except OSError:  # closed meanwhile
+                continue
+        return sockets * _SOCKET_BYTES
 
     def _unnamed(self) -> int:
         """Bytes of files that were removed and that a program still has open."""

@@ -42,6 +42,7 @@ _MSG_FASTOPEN = 0x20000000  # connects without `connect`, unseen by Landlock
 _FILE_TYPE, _CHARACTER_DEVICE, _BLOCK_DEVICE = 0xF000, 0x2000, 0x6000
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 _SOCK_STREAM, _SOCK_DGRAM, _SOCK_SEQPACKET, _SOCK_TYPE = 1, 2, 5, 0xF
+_SOL_SOCKET, _BUFFER_SIZES = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and by force
 _IP_PROTOCOLS = (0, 6, 17)  # the type's own, TCP, UDP
 
 
@@ -214,7 +215,7 @@ _PRETENDED: dict[str, _Numbers] = {
 # Calls that are judged by their arguments.
 _CLONE, _PERSONALITY, _PRLIMIT64 = (56, 220), (135, 92), (302, 261)
 _IOCTL, _FCNTL, _SOCKET, _SOCKETPAIR = (16, 29), (72, 25), (41, 198), (53, 199)
-_CONNECT, _BIND = (42, 203), (49, 200)
+_CONNECT, _BIND, _SETSOCKOPT = (42, 203), (49, 200), (54, 208)
 # Calls that send, and which argument has their flags.
 _SEND = (((44, 206), 3), ((46, 211), 2), ((307, 269), 3))
 _SETPRIORITY, _SCHEDULING = (141, 140), ((203, 122), (144, 119), (142, 118), (314, 274))
@@ -300,6 +301,9 @@ def _judged(*, inet: bool, host: bool) -> Iterable[tuple[_Numbers, _Code]]:
         )
     yield _IOCTL, [_load(1), *_one_of(_REQUESTS, refuse), allow]
     yield _FCNTL, [_load(1), *_one_of((_F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ), refuse), allow]
+    # Larger buffers are memory that no limit sees; programs take them for a wish anyway.
+    larger = [_load(2), *_one_of(_BUFFER_SIZES, _refuse(0)), allow]
+    yield _SETSOCKOPT, [_load(1), (_IF_EQUAL, 1, 0, _SOL_SOCKET), allow, *larger]
     no_family = _refuse(errno.EAFNOSUPPORT)
     unix_only = [_load(0), (_IF_EQUAL, 1, 0, _AF_UNIX), no_family]
     if inet and not host:
