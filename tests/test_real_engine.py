@@ -165,6 +165,32 @@ def test_several_turns_streamed_or_not_are_exact(vllm_server: VllmServer, tmp_pa
     )
 
 
+@pytest.mark.parametrize(
+    ("env", "setting"),
+    [
+        ("code", ("--env.mode", "single")),
+        ("code", ("--env.mode", "tools")),
+        ("swe", ("--env.agent", "bash")),
+        ("swe", ("--env.agent", "tools")),
+        ("swe", ("--env.agent", "text")),
+    ],
+)
+def test_programs_run_in_sandboxes_and_tokens_stay_exact(
+    vllm_server: VllmServer, tmp_path: Path, env: str, setting: tuple[str, str]
+) -> None:
+    with relay(vllm_server.root_url) as (url, echoes):
+        ran = envserver(
+            "process", "--env", env, *setting, *flags(url, vllm_server.model),
+            "--env.group_size", 2, "--env.total_steps", 2, "--env.max_turns", 3,
+            "--env.data_path_to_save_groups", "out.jsonl", folder=tmp_path,
+        )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    groups = read_jsonl(tmp_path / "out.jsonl")
+    assert len(groups) == 2
+    assert {score for group in groups for score in group["scores"]} <= {0.0, 1.0}
+    assert_is_what_was_echoed(groups, echoes)
+
+
 def test_serve_delivers_exactly_what_vllm_sampled(vllm_server: VllmServer, tmp_path: Path) -> None:
     port = free_port()
     with (
