@@ -108,10 +108,11 @@ async def measure(execution: Execution, count: int, clock: CpuClock) -> Measured
 
 
 def process(*words: str) -> Execution:
-    """A plain process, waited for in a thread."""
+    """A plain process, waited for in a thread; numpy in it has one thread, as in sandboxes."""
+    env = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
     async def execution() -> None:
-        await asyncio.to_thread(subprocess.run, words, check=True, capture_output=True, env={})
+        await asyncio.to_thread(subprocess.run, words, check=True, capture_output=True, env=env)
 
     return execution
 
