@@ -138,11 +138,20 @@ class SandboxService:
             await loop.sock_recv(self._control, 16)
             self._stop_process()
             _log.error("sandbox_supervisor_ended", wall=self.wall)
-            await asyncio.sleep(_PAUSE_SECONDS)
-            self._clean()
-            self._make_directory()
-            await self._start()
+            await self._start_again()
 
+    async def _start_again(self) -> None:
+        """Until it works: what hinders it (no memory, no process) may pass."""
+        while True:
+            await asyncio.sleep(_PAUSE_SECONDS)
+            try:
+                self._clean()
+                self._make_directory()
+                await self._start()
+                return
+            except (ConfigError, OSError) as error:
+                _log.error("sandbox_supervisor_not_started", reason=str(error))
+                self._stop_process()
     def _stop_process(self) -> None:
         self._control.close()
         if self._process is not None:
