@@ -221,9 +221,9 @@ async def test_the_agent_never_sees_what_is_hidden(rooms: Sandboxes) -> None:
     """Neither in its prompt nor in its sandbox."""
     task = ROMAN.task()
     look = bash(
-        "ls -d /* | grep -v '/proc\\|/sys\\|/usr\\|/lib\\|/mnt\\|/dev' > $TMPDIR/places;"
-        "find $(cat $TMPDIR/places) -name 'roman-*' 2>/dev/null; python3 -c 'import environments';"
-        "grep -rls test_[s]ubtractive $(cat $TMPDIR/places); echo looked"
+        "places='/work /tmp /home /root /etc /var /opt /srv'; python3 -c 'import environments';"
+        "find $places -name 'roman-*' 2>/dev/null;"
+        "grep -rls test_[s]ubtractive $places; echo looked"
     )
     _, run = await attempt(rooms, "bash", look, SUBMIT)
     lines = run.answers[0].splitlines()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib.util
 import json
 import logging
 import random
@@ -93,6 +94,11 @@ class Swe(Environment):
         """Rows that were dropped by `tasks`, by reason."""
 
     def tasks(self, split: Split) -> Iterator[Task]:
+        if importlib.util.find_spec("pytest") is None:
+            raise ConfigError(
+                "Patches are graded with pytest, which is not installed.",
+                hint="pip install 'envserver[swe]'",
+            )
         if self.config.data_set == "sample" and self.config.data_path is None:
             own = list(sample_tasks())
             random.Random(f"sample-{self.config.seed}-{split}").shuffle(own)
