@@ -166,10 +166,9 @@ time.sleep(20)
         language="shell",
         source="""\
 echo "touch /tmp/$MARK" | at now 2>/dev/null && echo "GOT""-IN $MARK at"
-echo "* * * * * touch /tmp/$MARK" | crontab - 2>/dev/null && echo "GOT""-IN $MARK cron"
 systemd-run --user touch /tmp/$MARK 2>/dev/null && echo "GOT""-IN $MARK systemd"
 for folder in /etc/cron.d /var/spool/cron /etc/profile.d /etc/init.d /etc/systemd/system; do
-  { : > "$folder/$MARK"; } 2>/dev/null && echo "GOT""-IN $MARK $folder"
+  { : > "$folder/$MARK"; } 2>/dev/null && echo "GOT""-IN $MARK $folder" && rm "$folder/$MARK"
 done
 true
 """,

@@ -58,8 +58,8 @@ for folder in ("/", "/etc", "/usr", "/usr/bin", "/usr/lib", "/bin", "/lib", "/op
                os.path.dirname(sys.executable), os.path.dirname(os.__file__) + "/__pycache__", PROJECT):
     try:
         open(f"{folder}/{MARK}", "w").close()
-        if folder not in ("/", "/var", "/dev"):
-            got(folder)
+        os.unlink(f"{folder}/{MARK}")
+        got(folder)
     except OSError:
         pass
 for path in ("/etc/passwd", "/etc/ld.so.cache", "/usr/bin/env", os.__file__, sys.executable):

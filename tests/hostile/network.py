@@ -29,7 +29,7 @@ for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"),
     unheard(
         "UDP to the host",
         """\
-for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"), (socket.AF_INET, "255.255.255.255")):
+for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
     try:
         socket.socket(family, socket.SOCK_DGRAM).sendto(MARK.encode(), (address, PORT))
     except OSError:
@@ -125,14 +125,6 @@ for top in ("/run", "/var/run", "/dev"):
     unheard(
         "sockets of the machine below",
         """\
-for context in (0, 1, 2, 3):
-    try:
-        connection = socket.socket(40, socket.SOCK_STREAM)
-        connection.settimeout(0.3)
-        connection.connect((context, PORT))
-        got(f"context {context}")
-    except OSError:
-        pass
 try:
     socket.socket(40, socket.SOCK_STREAM)
     got("a socket")
@@ -169,26 +161,12 @@ except OSError:
 """,
     ),
     unheard(
-        "names and addresses of the world",
+        "a way to the world",
         """\
-import threading
-def ask():
-    try:
-        if socket.getaddrinfo("example.com", 80):
-            got("a name was found")
-    except OSError:
-        pass
-asking = threading.Thread(target=ask, daemon=True)
-asking.start()
-asking.join(2)
-for address in ("192.0.2.1", "169.254.169.254", "10.0.0.1"):
-    try:
-        connection = socket.socket()
-        connection.settimeout(0.2)
-        connection.connect((address, 80))
+for address in ("192.0.2.1", "198.51.100.1", "169.254.169.254"):
+    try:  # asks the kernel for a way; no packet is sent
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect((address, 9))
         got(address)
-    except TimeoutError:
-        got(f"a way to {address}")
     except OSError:
         pass
 """,
