@@ -158,20 +158,32 @@ async def test_endless_code_is_ended(rooms: Sandboxes) -> None:
 
 
 class Broken:
-    """Sandboxes in which every program is lost."""
+    """Sandboxes in which every program ends in the same way."""
+
+    def __init__(self, result: ExecResult) -> None:
+        self._result = result
 
     @asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[Any]:
         yield self
 
     async def run_python(self, code: str, **_: Any) -> ExecResult:
-        return ExecResult(exit=None, killed_by="lost")
+        return self._result
 
 
-async def test_a_lost_sandbox_is_no_reward_of_0() -> None:
+@pytest.mark.parametrize(
+    "result",
+    [
+        ExecResult(exit=None, killed_by="lost"),
+        ExecResult(exit=1, stderr=b"ModuleNotFoundError: No module named 'pytest'"),
+        ExecResult(exit=None, killed_by="wall"),
+        ExecResult(exit=1, stdout=b"0" * 64 + b" 1 -1 ready []\n"),
+    ],
+)
+async def test_a_run_that_never_began_is_no_reward_of_0(result: ExecResult) -> None:
     task = own("roman-subtractive")
     with pytest.raises(SandboxError):
-        await environment(Broken()).score(task.task(), result_of(task.gold_patch))  # type: ignore[arg-type]
+        await environment(Broken(result)).score(task.task(), result_of(task.gold_patch))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("output", [None, "patch", 5, [], {}, {"patch": None}, {"patch": b"x"}])

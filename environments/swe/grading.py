@@ -24,6 +24,7 @@ from envserver import ExecResult, SandboxError, Sandboxes, SandboxLimits, Sandbo
 
 from .hoisting import Answer, hoist
 from .patches import PatchError, apply_changes, read_patch, split_protected
+from .repositories import GRADING_PRELOAD
 from .trees import Entry, Tree, tar_of
 from .tripwires import FRAUD, added_suspicions
 
@@ -138,11 +139,14 @@ def _gold_suspicions(tree: Tree, tests: HiddenTests) -> Counter[str]:
 async def _run_tests(
     run: _Run, tree: Tree, patched: Tree, sandboxes: Sandboxes, limits: SandboxLimits
 ) -> ExecResult:
-    spec = SandboxSpec(archive=run.archive(patched), preload=("pytest",), limits=limits)
+    spec = SandboxSpec(archive=run.archive(patched), preload=GRADING_PRELOAD, limits=limits)
     async with sandboxes.open(spec) as sandbox:
         result = await sandbox.run_python(HARNESS, stdin=run.request(tree), cwd="/work/grade")
     if result.killed_by in _OURS:
         raise SandboxError(f"The sandbox of the tests was {result.killed_by}.")
+    if not run.began(result):
+        said = result.stderr[-500:].decode("utf-8", "replace")
+        raise SandboxError(f"pytest could not be started in the sandbox: {said}")
     return result
 
 
@@ -202,6 +206,11 @@ class _Run:
                 "arguments": [*_ARGUMENTS, f"--confcutdir={confined}", *conftests],
             }
         ).encode()
+
+    def began(self, result: ExecResult) -> bool:
+        """Whether pytest was there, before anything of the repository could run."""
+        first = self._opened(result.stdout.partition(b"\n")[0])
+        return first is not None and first[2] == "ready"
 
     def read(self, result: ExecResult) -> tuple[str, frozenset[str]]:
         """What was wrong with the run ("" if nothing), and the ids of the tests that passed."""

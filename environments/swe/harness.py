@@ -25,15 +25,15 @@ def main():
     request = json.loads(sys.stdin.buffer.read())
     channel = os.dup(1)
     nowhere = os.open("/dev/null", os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
 
     # Everything that is ours is imported before the repository can be.
     import pytest
+    from _pytest.config import default_plugins
 
-    for name in request["plugins"]:
+    for name in [*(f"_pytest.{plugin}" for plugin in default_plugins), *request["plugins"]]:
         importlib.import_module(name)
 
     write = os.write
@@ -133,6 +133,9 @@ def main():
                 return importlib.machinery.PathFinder.find_spec(name, roots)
             return None
 
+    report(-1, b"ready", b"[]")
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
     setattr(builtins, request["seen"], seen)
     sys.modules["__main__"] = types.ModuleType("__main__")
     sys.path[:] = [entry for entry in sys.path if entry not in ("", root)] + roots

@@ -20,8 +20,16 @@ from tools.sandboxed import PRELOAD
 from .patches import PatchError, apply_changes, read_patch
 from .trees import Tree, git_files, tar_of, tree_of, tree_of_tar
 
+GRADING_PRELOAD = (
+    "pytest", "_pytest._argcomplete", "_pytest.doctest", "_pytest.faulthandler",
+    "_pytest.helpconfig", "_pytest.junitxml", "_pytest.logging", "_pytest.pastebin",
+    "_pytest.setuponly", "_pytest.setupplan", "_pytest.skipping", "_pytest.stepwise",
+    "_pytest.threadexception", "_pytest.unittest", "_pytest.unraisableexception",
+    "_pytest.warnings", "difflib", "pdb", "tarfile", "unittest",
+)  # fmt: skip
+"""Of the sandboxes that patches are graded in. Nothing of ours: a repository's may be called so."""
 SPEC = SandboxSpec(
-    preload=(*PRELOAD, "pytest"),
+    preload=(*PRELOAD, "tarfile"),
     limits=SandboxLimits(
         wall_seconds=600.0,
         cpu_seconds=600.0,
