@@ -1,0 +1,1 @@
+"""GAIA: questions for assistants that read files, run code and search the web."""

@@ -1,0 +1,114 @@
+"""From facts about a rollout to its reward: right or wrong first, then how it came there.
+
+Pure. In: whether the answer is right, counts made by the proxy (model calls, sampled tokens), and
+typed outcomes of the agent's steps; never the text of a message or a page. Always:
+
+- every right answer has a higher reward than every wrong one, whatever else happened;
+- for a wrong one neither steps nor tokens count: giving up and stalling pay nothing;
+- the reward never grows with steps, tokens, unusable messages or errors;
+- an item of weight 0 changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+LEAST = -0.1
+MOST_OF_ALL_WEIGHTS = 0.5
+
+
+class Weights(BaseModel):
+    """What is taken off for what."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    steps: float = Field(default=0.05, ge=0)
+    """Off a right answer that used all model calls."""
+    tokens: float = Field(default=0.05, ge=0)
+    """Off a right answer that used all tokens."""
+    format: float = Field(default=0.05, ge=0)
+    """Off, if no step could be read: unusable messages and invalid tool calls."""
+    errors: float = Field(default=0.05, ge=0)
+    """Off, if all steps ended in errors of code or tools."""
+    ungrounded: float = Field(default=0.0, ge=0)
+    """Off a right answer that was never observed."""
+    free_share: float = Field(default=0.25, ge=0, lt=1)
+    """Share of the calls and of the tokens that costs nothing."""
+    free_errors: int = Field(default=2, ge=0)
+    """Errors of code and tools that cost nothing: exploring is legal."""
+
+    @model_validator(mode="after")
+    def _right_beats_wrong(self) -> Weights:
+        total = self.steps + self.tokens + self.format + self.errors + self.ungrounded
+        if total > MOST_OF_ALL_WEIGHTS:
+            raise ValueError(f"the weights add up to {total:g}, over {MOST_OF_ALL_WEIGHTS}")
+        return self
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a rollout.
+
+    Args:
+        turns, tokens: as the proxy counted them, and their limits.
+        steps: of the agent; `malformed` and `failed` of them could not be read, or raised.
+        grounded: the answer occurred in an observation.
+    """
+
+    correct: bool
+    turns: int = 0
+    turn_limit: int = 1
+    tokens: int = 0
+    token_limit: int = 1
+    steps: int = 0
+    malformed: int = 0
+    failed: int = 0
+    grounded: bool = True
+
+
+@dataclass(frozen=True)
+class Items:
+    """What was found of each item, in [0, 1]; 0 is best for all but `correct`."""
+
+    correct: float
+    steps: float
+    tokens: float
+    format: float
+    errors: float
+    ungrounded: float
+
+
+def items(facts: Facts, weights: Weights) -> Items:
+    """The items that the weights apply to."""
+    return Items(
+        correct=float(facts.correct),
+        steps=_beyond(facts.turns, facts.turn_limit, weights.free_share),
+        tokens=_beyond(facts.tokens, facts.token_limit, weights.free_share),
+        format=_share(facts.malformed, facts.steps),
+        errors=_share(facts.failed - weights.free_errors, facts.steps),
+        ungrounded=float(not facts.grounded),
+    )
+
+
+def fold(found: Items, weights: Weights) -> float:
+    """The reward in [-0.1, 1]: right at least 1 less all weights, wrong at most 0."""
+    right = found.correct * (
+        1.0
+        - weights.steps * found.steps
+        - weights.tokens * found.tokens
+        - weights.ungrounded * found.ungrounded
+    )
+    reward = right - weights.format * found.format - weights.errors * found.errors
+    return min(1.0, max(LEAST, reward))
+
+
+def _beyond(used: int, limit: int, free: float) -> float:
+    """How much of what is not free was used."""
+    allowed = free * limit
+    return min(1.0, max(0.0, (used - allowed) / max(limit - allowed, 1.0)))
+
+
+def _share(part: int, whole: int) -> float:
+    return min(1.0, max(0.0, part / max(whole, 1)))

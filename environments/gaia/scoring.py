@@ -1,0 +1,128 @@
+"""Whether an answer is right, by the official rules of GAIA, and which part of a text it is.
+
+Pure. The truth alone decides how an answer is compared: as a number if it is one, else as a list if
+it has a comma or a semicolon, else as text. There is no partial credit and no tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from typing import Any
+
+MAX_ANSWER_CHARACTERS = 10_000
+"""A longer answer is none."""
+
+_MARKER = re.compile(r"final answer:", re.IGNORECASE)
+_SEPARATOR = re.compile(r"[,;]")
+_SPACE = re.compile(r"\s")
+_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_WRAPPERS = (("**", "**"), ("[", "]"), ('"', '"'), ("'", "'"), ("“", "”"), ("‘", "’"))
+
+
+def question_scorer(model_answer: Any, ground_truth: str) -> bool:
+    """The official verdict. It strips no "FINAL ANSWER:"; see `extract_answer`.
+
+    Args:
+        model_answer: text; numbers and lists stand for their text, anything else is wrong.
+    """
+    answer = as_text(model_answer)
+    if answer is None:
+        return False
+    if is_number(ground_truth):
+        return _number(answer) == float(ground_truth)
+    if _SEPARATOR.search(ground_truth):
+        return _same_lists(_SEPARATOR.split(answer), _SEPARATOR.split(ground_truth))
+    return _normalised(answer) == _normalised(ground_truth)
+
+
+def extract_answer(output: Any) -> str | None:
+    """The answer in what an agent handed in, None where there is none.
+
+    It is what follows the last "FINAL ANSWER:", or all of it, without one pair of brackets, quotes
+    or double stars around it.
+    """
+    text = as_text(output)
+    if text is None:
+        return None
+    answer = _unwrapped(_MARKER.split(text)[-1].strip())
+    return answer if answer and len(answer) <= MAX_ANSWER_CHARACTERS else None
+
+
+def as_text(value: Any) -> str | None:
+    """The text for which an answer stands; None for None, sets, mappings and objects."""
+    match value:
+        case str():
+            return value
+        case bool() | int() | float():
+            return _text_of_number(value)
+        case list() | tuple():
+            parts = [as_text(part) for part in value]
+            return None if None in parts else ", ".join(part for part in parts if part is not None)
+    return None
+
+
+def is_number(text: str) -> bool:
+    """Whether `float` takes it."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def is_usable_truth(truth: str) -> bool:
+    """Whether answers can be compared with it: not "?", nothing, infinite, or no number at all.
+
+    By the rules any text equals the number "inf", none "nan", and the empty text what holds only
+    punctuation.
+    """
+    if is_number(truth):
+        return math.isfinite(float(truth))
+    return bool(_normalised(truth))
+
+
+def _text_of_number(value: float) -> str | None:
+    try:
+        return str(value)
+    except ValueError:  # an integer with thousands of digits
+        return None
+
+
+def _unwrapped(answer: str) -> str:
+    for start, end in _WRAPPERS:
+        inner = answer[len(start) : -len(end)]
+        if (
+            len(answer) > len(start) + len(end)
+            and answer.startswith(start)
+            and answer.endswith(end)
+            and start not in inner
+            and end not in inner
+        ):
+            return inner.strip()
+    return answer
+
+
+def _number(text: str) -> float:
+    for character in "$%,":
+        text = text.replace(character, "")
+    try:
+        return float(text)
+    except ValueError:
+        return math.inf
+
+
+def _same_lists(answers: list[str], truths: list[str]) -> bool:
+    return len(answers) == len(truths) and all(
+        _number(answer) == float(truth) if is_number(truth) else _folded(answer) == _folded(truth)
+        for answer, truth in zip(answers, truths, strict=True)
+    )
+
+
+def _folded(text: str) -> str:
+    return _SPACE.sub("", text).lower()
+
+
+def _normalised(text: str) -> str:
+    return _folded(text).translate(_WITHOUT_PUNCTUATION)
