@@ -328,7 +328,7 @@ async def test_rows_of_swe_bench(rooms: Sandboxes, mirror: Path) -> None:
     task = swe.task_from_row(bench_row(mirror))
     scores = [await swe.score(task, result_of(patch)) for patch in (FIX, "", TEST_PATCH)]
     assert [score.reward for score in scores] == [1.0, 0.0, 0.0]
-    assert "14" not in json.dumps(task.public)
+    assert set(task.public) == {"mirror", "commit", "problem"}
     look = bash("git log --oneline --all; cat tests/test_core.py")
     _, run = await attempt(rooms, "bash", look, SUBMIT, **task.public)
     assert "test_double" not in run.answers[0]
@@ -357,6 +357,23 @@ async def test_rows_of_r2e(rooms: Sandboxes, mirror: Path) -> None:
     assert task.public["commit"] == commits(mirror)[0]
     scores = [await swe.score(task, result_of(patch)) for patch in (task.hidden["patch"], FIX, "")]
     assert [score.reward for score in scores] == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_rows_of_ones_own(rooms: Sandboxes, mirror: Path) -> None:
+    tar = mirror / "repo.tar"
+    source, commit = str(mirror / "acme__tool"), commits(mirror)[0]
+    subprocess.run(["git", "-C", source, "archive", "-o", str(tar), commit], check=True)
+    (mirror / "hidden" / "tests").mkdir(parents=True)
+    (mirror / "hidden" / "tests" / "test_new.py").write_text(NEW_TESTS)
+    row = bench_row(mirror, repo_archive="repo.tar", hidden_tests="hidden")
+    row |= {"FAIL_TO_PASS": ["tests/test_new.py::TestDouble::test_seven"], "base_commit": ""}
+    swe = swe_of(rooms, mirror)
+    task = swe.task_from_row(row)
+    scores = [await swe.score(task, result_of(patch)) for patch in (FIX, "", TEST_PATCH)]
+    assert [score.reward for score in scores] == [1.0, 0.0, 0.0]
+    with pytest.raises(InputError, match="archive"):
+        swe.task_from_row(row | {"repo_archive": "gone.tar"})
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -11,6 +11,7 @@ counts nothing. The loops:
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -52,7 +53,8 @@ LOOPS: dict[AgentKind, Loop] = {
 async def solve(task: PublicTask, run: Rollout, kind: AgentKind, rules: Rules) -> dict[str, Any]:
     """One attempt at `task`."""
     messages: list[Message] = [{"role": "user", "content": task_prompt(task.public["problem"])}]
-    spec, commit = workspace(task.public, rules.command_seconds)
+    # A large repository takes seconds; others in this process must not wait for it.
+    spec, commit = await asyncio.to_thread(workspace, task.public, rules.command_seconds)
     async with run.open_sandbox(spec) as sandbox:
         submitted = await LOOPS[kind](messages, sandbox, run, rules)
         run.log_metric("submitted", submitted)

@@ -9,6 +9,7 @@ The shapes differ in what is the problem and what the solution:
     SWE-bench, SWE-Gym   base_commit; patch solves it; test_patch brings the tests
     SWE-smith            patch makes the problem; the tests are in the repository
     R2E-Gym              commit_hash is the solution, its parent the problem; the row has the tests
+    of your own          as SWE-bench, but repo_archive (a tar) and hidden_tests (a folder)
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from environments.rows import Hub
 from envserver import InputError, Task
 
 from .patches import PatchError, apply_changes, is_protected, read_patch
-from .repositories import SPEC, git, mirror_tree
-from .trees import Tree, make_patch
+from .repositories import SPEC, archived_tree, git, mirror_tree
+from .trees import Entry, Tree, make_patch
 
 HUBS: dict[str, Hub] = {
     "swe_bench": Hub(
@@ -56,7 +57,9 @@ def read_row(
         raise InputError("There is no problem statement.")
     if mirror is None:
         raise InputError("There is no mirror with its repository (--env.mirror).")
-    if "expected_output_json" in row:
+    if row.get("repo_archive"):
+        task = _local(row, task_id, mirror)
+    elif "expected_output_json" in row:
         task = _r2e(row, task_id, mirror)
     elif "test_patch" in row and row.get("base_commit"):
         task = _bench(row, task_id, mirror)
@@ -86,6 +89,25 @@ def _bench(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
         "patch": str(row["patch"]),
     }
     return Task(task_id, {"mirror": str(repository), "commit": commit}, hidden)
+
+
+def _local(row: dict[str, Any], task_id: str, folder: Path) -> Task:
+    """A task in files: a tar of the repository, and a folder with its hidden tests."""
+    archive = (folder / str(row["repo_archive"])).resolve()
+    place = (folder / str(row.get("hidden_tests") or "hidden")).resolve()
+    tree = archived_tree(str(archive))
+    found = sorted(path for path in place.rglob("*") if path.is_file())
+    files = {str(path.relative_to(place)): Entry(path.read_bytes()) for path in found}
+    if not files:
+        raise InputError("Its hidden tests are not there.")
+    _applied(tree, str(row["patch"]), "gold patch")
+    hidden = {
+        "tests": _texts(files),
+        "fail_to_pass": _ids(row, "FAIL_TO_PASS", tree | files),
+        "pass_to_pass": _ids(row, "PASS_TO_PASS", tree | files),
+        "patch": str(row["patch"]),
+    }
+    return Task(task_id, {"archive": str(archive)}, hidden)
 
 
 def _smith(row: dict[str, Any], task_id: str, mirror: Path) -> Task:

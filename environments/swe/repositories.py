@@ -1,15 +1,17 @@
 """The repository of a task: the tree that the agent starts from, and the sandboxes for it.
 
-A task's public part says where the tree is: `files` (the texts themselves), or `mirror` and
-`commit` (a git repository on this machine), `bug` (a patch that is applied to it) and `removed`
-(files that the agent does not get). Trees of mirrors are read by the git of this machine, and some
-are kept.
+A task's public part says where the tree is: `files` (the texts themselves), `archive` (a tar file
+on this machine), or `mirror` and `commit` (a git repository on this machine); then `bug` (a patch
+that is applied to it) and `removed` (files that the agent does not get). Trees of mirrors are read
+by the git of this machine, and some are kept.
 """
 
 from __future__ import annotations
 
 import functools
 import subprocess
+import tarfile
+from pathlib import Path
 from typing import Any
 
 from msgspec import structs
@@ -54,7 +56,10 @@ def base_tree(public: dict[str, Any]) -> Tree:
     """
     if "files" in public:
         return tree_of(public["files"])
-    tree = dict(mirror_tree(public["mirror"], public["commit"]))
+    if "archive" in public:
+        tree = dict(archived_tree(public["archive"]))
+    else:
+        tree = dict(mirror_tree(public["mirror"], public["commit"]))
     try:
         tree = apply_changes(tree, read_patch(public.get("bug", "")))
     except PatchError as error:
@@ -72,6 +77,19 @@ def mirror_tree(mirror: str, commit: str) -> Tree:
         InputError: there is no such repository or commit.
     """
     return tree_of_tar(git(mirror, "archive", "--format=tar", commit))
+
+
+@functools.lru_cache(maxsize=4)
+def archived_tree(path: str) -> Tree:
+    """The tree in a tar file on this machine.
+
+    Raises:
+        InputError: there is no such file, or it is no tar.
+    """
+    try:
+        return tree_of_tar(Path(path).read_bytes())
+    except (OSError, tarfile.TarError) as error:
+        raise InputError("Its archive cannot be read.", said=str(error)) from error
 
 
 def git(mirror: str, *arguments: str) -> bytes:

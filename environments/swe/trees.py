@@ -68,16 +68,19 @@ def tar_of(tree: Tree, prefix: str = "") -> bytes:
 
 
 def tree_of_tar(data: bytes) -> Tree:
-    """Files and links of a tar, such as `git archive` makes."""
+    """Files and links of a tar, such as `git archive` makes, without what belongs to git."""
     tree: Tree = {}
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         for info in tar:
+            name = info.name.removeprefix("./")
+            if name.startswith(".git/"):
+                continue
             if info.issym():
-                tree[info.name] = Entry(info.linkname.encode(), "link")
+                tree[name] = Entry(info.linkname.encode(), "link")
             elif info.isreg():
                 file = tar.extractfile(info)
                 content = b"" if file is None else file.read()
-                tree[info.name] = Entry(content, "program" if info.mode & 0o100 else "file")
+                tree[name] = Entry(content, "program" if info.mode & 0o100 else "file")
     return tree
 
 
