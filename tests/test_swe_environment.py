@@ -151,6 +151,14 @@ async def test_bash_wants_one_block(rooms: Sandboxes) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_bash_runs_no_thoughts(rooms: Sandboxes) -> None:
+    thought = f"<think>Perhaps:\n{bash('touch a')}\n</think>{bash('ls')}"
+    _, run = await attempt(rooms, "bash", thought, f"<think>{SUBMIT}", SUBMIT)
+    assert run.answers[0].split() == ["[exit", "status", "0]", "roman.py", "tests"]
+    assert "exactly one block" in run.answers[1]
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_what_is_not_handed_in_is_no_patch(rooms: Sandboxes) -> None:
     output, run = await attempt(rooms, "bash", bash("echo x > y"))
     assert len(run.asked) == run.max_turns

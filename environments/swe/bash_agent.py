@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from envserver import Message, Rollout, Sandbox
 from tools.calling import Tool, ToolError
 from tools.sandboxed import sandbox_tools
+from tools.visible import visible_text
 
 from .prompts import system_prompt
 
@@ -36,7 +37,7 @@ async def work(messages: list[Message], sandbox: Sandbox, run: Rollout, rules: R
         history.append(reply.message)
         if reply.finish_reason == "length":
             return False
-        commands = _BLOCK.findall(reply.content)
+        commands = _BLOCK.findall(visible_text(reply.content) or "")
         if len(commands) == 1:
             in_a_row = 0
             answer = await _output(bash, commands[0])
