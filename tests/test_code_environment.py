@@ -383,7 +383,7 @@ async def test_tools_run_visible_tests_and_programs_and_end_by_submit() -> None:
         assert output == {"code": RIGHT, "text": ""} and run.calls == 6
         assert [t["function"]["name"] for t in run.tools or []] == ["run_tests", "python", "submit"]
         results = [m["content"] for m in run.sent if m["role"] == "tool"]
-        assert results[0].startswith("0 of 1") and "returned 1" in results[0]
+        assert results[0].startswith("0 of 1") and "it gave 1" in results[0]
         assert "KeyError: 1 (line 1)" in results[1]
         assert results[2] == "1 of 1 visible tests passed.\nassert twice(1) == 2\n  passed"
         assert results[3] == "[exit status 0]\n42\n"

@@ -10,6 +10,7 @@ What the model writes runs in the rollout's own sandbox; the tests there are the
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any, Literal
 
 from envserver import Message, PublicTask, Rollout, Sandbox
@@ -19,9 +20,10 @@ from tools.visible import visible_text
 
 from .extraction import MAX_CODE_CHARACTERS, fenced_blocks
 from .hoisting import hoisted
-from .prompts import REMINDER, ShowTests, question, system_prompt
-from .running import Trial, run_trial
-from .scoring import Verdict, judged, program_of
+from .programs import judged_pairs
+from .prompts import REMINDER, ShowTests, question, shown_test, system_prompt
+from .running import Trial, Verdict, run_trial
+from .scoring import judged, program_of
 
 Mode = Literal["single", "tools"]
 MAX_TURNS = 10
@@ -60,18 +62,28 @@ class Workbench:
         )
 
     async def _run_tests(self, code: str) -> str:
-        tests = [hoisted(test, self._public["entry_point"]) for test in self._public["tests"]]
+        tests = self._public["tests"]
         if not tests:
             return "There are no visible tests."
-        calls = [call for test in tests for call in test.calls]
-        trial = Trial(program_of(self._public, code, tests), calls)
-        verdicts = judged(tests, await run_trial(trial, self._sandbox))
+        verdicts = await self._judged(code)
         lines = [
-            f"{test.source}\n{_told(verdict)}"
+            f"{shown_test(test)}\n{_told(verdict)}"
             for test, verdict in zip(tests, verdicts, strict=True)
         ]
         passed = sum(verdict.passed for verdict in verdicts)
         return "\n".join([f"{passed} of {len(tests)} visible tests passed.", *lines])
+
+    async def _judged(self, code: str) -> list[Verdict]:
+        public = self._public
+        if not public["entry_point"]:
+            seconds = public.get("seconds")
+            return await judged_pairs(
+                code, public["tests"], seconds, lambda: nullcontext(self._sandbox)
+            )
+        tests = [hoisted(test, public["entry_point"]) for test in public["tests"]]
+        calls = [call for test in tests for call in test.calls]
+        trial = Trial(program_of(public, code, tests), calls)
+        return judged(tests, await run_trial(trial, self._sandbox))
 
     def _submit(self, code: str) -> str:
         self.submitted = next(iter(fenced_blocks(code)), code)
@@ -130,4 +142,4 @@ def _told(verdict: Verdict) -> str:
         return "  passed"
     if verdict.error is not None:
         return f"  failed: {verdict.error[:MAX_ERROR_CHARACTERS]}"
-    return f"  failed: the function returned {verdict.values}"[:MAX_ERROR_CHARACTERS]
+    return f"  failed: it gave {verdict.values}"[:MAX_ERROR_CHARACTERS]

@@ -14,11 +14,14 @@ from collections.abc import Iterator
 from envserver import KnownResult, Result, Task
 
 from .demonstrations import fenced
+from .program_cheats import PROGRAMS, SPOILED, after_its_work, constant, table
 
 FAST_EVERY = 2
 SLOW_EVERY = 20
 """Of so many tasks one gets a given cheat; the slow ones take seconds to end."""
 
+ENDS_ITSELF = re.compile(r"exit|quit|SystemExit")
+"""A reference in which this is found cannot be spoiled by what stands behind it."""
 _ALWAYS_EQUAL = """
 class Anything{base}:
     def __eq__(self, other): return True
@@ -289,16 +292,33 @@ def known_results(task: Task, *, partial_credit: bool = False) -> Iterator[Known
         yield KnownResult("gold as an answer in full", _gold(task), least=1.0, most=1.0)
         yield KnownResult("gold in unfinished thoughts", _said(f"<think>{fenced(code)}"))
         yield KnownResult("gold without a fence", _said(code))
-        yield KnownResult("gold by another name", _said(fenced(_renamed(code, name))))
+        if name:
+            yield KnownResult("gold by another name", _said(fenced(_renamed(code, name))))
         yield KnownResult("gold that was cut off", Result(output=fenced(code), truncated=True))
         yield KnownResult("gold with an error", _said(fenced(f"{code}\n)")))
     yield KnownResult("an empty block", _said(fenced("")))
     most = 0.99 if partial_credit else 0.0
+    if not name:
+        yield from _wrong_programs(task, most)
+        return
     for what, program in cheats_for(task):
         yield KnownResult(what, _said(fenced(written(program, name))), most=most)
     if task.public["tests"] and task.hidden["tests"]:
         table = hard_coded(task.public["tests"], name)
         yield KnownResult("a table of the visible tests", _said(fenced(table)), most=most)
+
+
+def _wrong_programs(task: Task, most: float) -> Iterator[KnownResult]:
+    """Of a task that wants a whole program."""
+    code, visible = task.hidden.get("code"), task.public["tests"]
+    wrong = {what: textwrap.dedent(program) for what, program in PROGRAMS.items()}
+    if visible:
+        wrong["the first output, always"] = constant(visible)
+        wrong["a table of the visible tests"] = table(visible)
+    if code and not ENDS_ITSELF.search(code):
+        wrong |= {what: after_its_work(code, end) for what, end in SPOILED.items()}
+    for what, program in wrong.items():
+        yield KnownResult(what, _said(fenced(program)), most=most)
 
 
 def hard_coded(tests: list[str], name: str) -> str:

@@ -5,6 +5,7 @@
     humaneval       prompt, entry_point, test (a function `check`), canonical_solution
     humaneval_plus  the same, with EvalPlus's tests: lists of inputs and results
     mbpp_plus       MBPP's fields, and EvalPlus's tests in `test`
+    pairs           inputs and outputs, of a program or of a function (see `pair_rows`)
 
 A row says itself which it is by a key `data_set`, else by its fields. Of opc and MBPP all tests
 must be such that they can be taken apart; of the others those count that can, the rest is left out.
@@ -15,8 +16,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from environments.rows import Row
 from envserver import InputError
@@ -24,36 +24,11 @@ from envserver import InputError
 from .check_functions import tests_of_check, tests_of_script
 from .extraction import defined_names, parsed
 from .hoisting import NotHoistable, hoisted
+from .pair_rows import SOURCES, TEXTS, read_pairs
+from .problem import Problem, text_of
 
-DataSet = Literal["opc", "mbpp", "humaneval", "humaneval_plus", "mbpp_plus"]
-
-MAX_INSTRUCTION_CHARACTERS = 4000
 MAX_TESTS = 100
 MAX_TESTS_CHARACTERS = 200_000
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A function to be written.
-
-    Args:
-        tests: asserts that can be taken apart, in the data set's order.
-        code: a reference that passes them, None where the row has none.
-        output: an answer in full, as a model would give it, None where the row has none.
-        preamble: definitions that the program may rely on.
-        visible: how many of the tests, from the first, the model's tools have.
-        left_out: how many tests of the row are not among `tests`, for they cannot be judged.
-    """
-
-    data_set: str
-    instruction: str
-    entry_point: str
-    tests: tuple[str, ...]
-    visible: int
-    code: str | None = None
-    output: str | None = None
-    preamble: str = ""
-    left_out: int = 0
 
 
 def read_problem(row: Row, data_set: str | None = None) -> Problem:
@@ -70,7 +45,8 @@ def read_problem(row: Row, data_set: str | None = None) -> Problem:
     if missing:
         raise InputError(f"A row of {name} must have {', '.join(missing)}.")
     problem = _READERS[name](row)
-    if not problem.entry_point.isidentifier():
+    is_program = name == "pairs" and not problem.entry_point
+    if not is_program and not problem.entry_point.isidentifier():
         raise InputError("The entry point is no name.")
     if not problem.instruction:
         raise InputError("The row has no instruction.")
@@ -91,12 +67,12 @@ def _shape_of(row: Row) -> str:
 
 
 def _opc(row: Row) -> Problem:
-    entry_point = _text(row, "entry_point")
+    entry_point = text_of(row, "entry_point")
     tests = _all_hoistable(_texts(row["testcase"]), entry_point)
     visible = row.get("visible")
     return Problem(
         "opc",
-        _text(row, "instruction"),
+        text_of(row, "instruction"),
         entry_point,
         tests,
         visible if isinstance(visible, int) and 0 <= visible <= len(tests) else len(tests) // 2,
@@ -107,12 +83,12 @@ def _opc(row: Row) -> Problem:
 
 def _mbpp(row: Row) -> Problem:
     sources = _texts(row["test_list"])
-    entry_point = _called(sources, _text(row, "code"))
+    entry_point = _called(sources, text_of(row, "code"))
     _refuse_setup(row)
     tests = _all_hoistable(sources, entry_point)
     return Problem(
         "mbpp",
-        _text(row, "text", "prompt"),
+        text_of(row, "text", "prompt"),
         entry_point,
         tests,
         len(tests) // 2,
@@ -121,12 +97,12 @@ def _mbpp(row: Row) -> Problem:
 
 
 def _mbpp_plus(row: Row) -> Problem:
-    entry_point = _called(_texts(row["test_list"]), _text(row, "code"))
-    sources = list(tests_of_script(_text(row, "test"), entry_point))
+    entry_point = _called(_texts(row["test_list"]), text_of(row, "code"))
+    sources = list(tests_of_script(text_of(row, "test"), entry_point))
     tests = _some_hoistable(sources, entry_point)
     return Problem(
         "mbpp_plus",
-        _text(row, "prompt", "text"),
+        text_of(row, "prompt", "text"),
         entry_point,
         tests,
         len(tests) // 2,
@@ -136,9 +112,9 @@ def _mbpp_plus(row: Row) -> Problem:
 
 
 def _human_eval(row: Row) -> Problem:
-    entry_point = _text(row, "entry_point")
+    entry_point = text_of(row, "entry_point")
     prompt = row["prompt"] if isinstance(row["prompt"], str) else ""
-    sources = list(tests_of_check(_text(row, "test"), entry_point))
+    sources = list(tests_of_check(text_of(row, "test"), entry_point))
     tests = _some_hoistable(sources, entry_point)
     solution = row.get("canonical_solution")
     return Problem(
@@ -205,7 +181,7 @@ def _called(sources: list[str], code: str) -> str:
 
 def _refuse_setup(row: Row) -> None:
     """Imports the calls get by themselves; whatever else a set-up does, they would lack."""
-    tree = parsed(_text(row, "test_setup_code"))
+    tree = parsed(text_of(row, "test_setup_code"))
     if tree is None or any(not isinstance(s, ast.Import | ast.ImportFrom) for s in tree.body):
         raise InputError("A test cannot be judged outside of the program: it needs a set-up.")
 
@@ -219,11 +195,6 @@ def _preamble(prompt: str, entry_point: str) -> str:
         if not (isinstance(statement, ast.FunctionDef) and statement.name == entry_point)
     ]
     return "\n".join(ast.unparse(statement) for statement in before)
-
-
-def _text(row: Row, *keys: str) -> str:
-    value = next((row[key] for key in keys if key in row), "")
-    return value.strip() if isinstance(value, str) else ""
 
 
 def _code(row: Row, key: str) -> str | None:
@@ -243,6 +214,21 @@ def _texts(value: Any) -> list[str]:
     return [part for part in value if part.strip()]
 
 
+CONSTANTS: tuple[Any, ...] = (True, False, None, 0, 1, -1, "", [], {}, ())
+
+
+def a_constant_passes(problem: Problem) -> bool:
+    """Whether a program that always gives or prints the same passes all tests."""
+    if not problem.entry_point:
+        return len({test["output"].strip() for test in problem.tests if isinstance(test, dict)}) < 2
+    tests = [hoisted(test, problem.entry_point) for test in problem.tests if isinstance(test, str)]
+    wanted = [test.wanted for test in tests[:1] if test.wanted is not None]
+    return any(
+        all(test.holds(dict.fromkeys(range(len(test.calls)), value)) for test in tests)
+        for value in (*CONSTANTS, *wanted)
+    )
+
+
 def normalised(instruction: str) -> str:
     """Equal for instructions that differ in case, spaces and punctuation only."""
     return " ".join(re.findall(r"\w+", instruction.lower()))
@@ -254,6 +240,7 @@ _READERS: dict[str, Callable[[Row], Problem]] = {
     "mbpp": _mbpp,
     "humaneval": _human_eval,
     "humaneval_plus": _human_eval,
+    "pairs": read_pairs,
 }
 _FIELDS: dict[str, tuple[str, ...]] = {
     "opc": ("instruction", "entry_point", "testcase"),
@@ -261,4 +248,5 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "mbpp": ("text|prompt", "test_list"),
     "humaneval": ("prompt", "entry_point", "test"),
     "humaneval_plus": ("prompt", "entry_point", "test"),
+    "pairs": ("|".join(TEXTS), "|".join(SOURCES)),
 }

@@ -1,7 +1,8 @@
-"""The environment `code`: write a Python function that passes tests, half of which are hidden.
+"""The environment `code`: write a Python function or program; half of its tests are hidden.
 
-Tasks: `public` holds what the model may see (`instruction`, `entry_point`, `preamble`) and what its
-tools have (`tests`, the visible half); `hidden` the other tests, the reference and its full answer.
+Tasks: `public` holds what the model may see (`instruction`, `entry_point`, which is "" of a program
+that reads and prints, `preamble`) and what its tools have (`tests`, the visible half); `hidden` the
+other tests, the reference and its full answer.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ from envserver import (
 
 from .agent import Mode, solve
 from .cheats import known_results
-from .data_sets import MAX_INSTRUCTION_CHARACTERS, Problem, normalised, read_problem
+from .data_sets import a_constant_passes, normalised, read_problem
 from .demonstrations import demonstrate
 from .loading import DIVISIONS, HUBS, SAMPLE
+from .problem import MAX_INSTRUCTION_CHARACTERS, Problem
 from .prompts import ShowTests
 from .references import checked
 from .running import SPEC
 from .scoring import References, Rules, score_rollout
 
-DataSetName = Literal["sample", "opc", "mbpp", "mbpp_plus", "humaneval", "humaneval_plus"]
+DataSetName = Literal["sample", "opc", "mbpp", "mbpp_plus", "humaneval", "humaneval_plus", "pairs"]
 
 MAX_UNUSABLE_ROWS = 1000
 """Unusable rows at the start of a data set, before it is taken for the wrong one."""
@@ -50,7 +52,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Code(Environment):
-    """Write Python functions that pass tests, in one answer or with tools."""
+    """Write Python functions and programs that pass tests, in one answer or with tools."""
 
     name = "code"
     sandbox = SPEC
@@ -60,7 +62,7 @@ class Code(Environment):
         """Which tasks, how they are solved, and what counts."""
 
         data_set: DataSetName = "sample"
-        """Data set; `sample`: 40 own tasks."""
+        """Data set; `sample`: 40 own tasks; `pairs`: rows of inputs and outputs (data_path)."""
         data_path: Path | None = None
         """Local .jsonl, .json or .parquet file, or folder with one per split, not the hub."""
         mode: Mode = "single"
@@ -134,6 +136,8 @@ class Code(Environment):
             return file_rows(path, split, seed, DIVISIONS.get(name))
         if name == "sample":
             return sample_rows(SAMPLE, split, seed)
+        if name not in HUBS:
+            raise ConfigError(f"The rows of {name!r} come from a file.", hint="Set data_path.")
         return hub_rows(HUBS[name], split, seed, DIVISIONS.get(name))
 
     def _read_tasks(self, split: Split) -> Iterator[Task]:
@@ -188,6 +192,8 @@ def _usable(row: dict[str, Any] | None, data_set: str | None) -> Problem:
         raise InputError("The instruction is too long.")
     if len(problem.tests) < 2:
         raise InputError("The row has fewer than two tests.")
+    if a_constant_passes(problem):
+        raise InputError("A program that always gives the same passes its tests.")
     return problem
 
 
@@ -205,6 +211,7 @@ def _task(task_id: str, problem: Problem) -> Task:
             "preamble": problem.preamble,
             "tests": list(problem.tests[: problem.visible]),
             "data_set": problem.data_set,
+            "seconds": problem.seconds,
         },
         {
             "tests": list(problem.tests[problem.visible :]),

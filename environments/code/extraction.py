@@ -1,7 +1,9 @@
 """Finds the program in what a model said. Pure.
 
 Only fenced blocks of the visible text count: the last one that parses and defines the function at
-its top level, else the last one, else there is none. Text outside of a fence is never a program.
+its top level (or as a method of a class Solution), else the last one, else there is none. Where no
+function is wanted, it is the last one that parses and is called Python, else the last one that
+parses and is called nothing, else the last one. Text outside of a fence is never a program.
 """
 
 from __future__ import annotations
@@ -18,30 +20,48 @@ from tools.visible import visible_text
 MAX_CODE_CHARACTERS = 50_000
 """A longer program is none."""
 
+_PYTHON = ("python", "py", "python3", "{python}")
 _CLOSINGS = 8
 """Fences that are tried as the closing one."""
 _OPENING = re.compile(r"(?m)^([ \t]*)(`{3,}|~{3,})[ \t]*([^\n`]*)\n")
 
 
 def extract_code(text: str, entry_point: str) -> str | None:
-    """The program in `text` that should define `entry_point`, None where there is none."""
+    """The program in `text` that should define `entry_point` ("": a whole program), or None."""
     seen = visible_text(text.replace("\r\n", "\n"))
-    blocks = [] if seen is None else list(fenced_blocks(seen))
-    for block in reversed(blocks):
-        if entry_point in defined_names(block):
-            return block
-    return blocks[-1] if blocks else None
+    blocks = [] if seen is None else list(_named_blocks(seen))
+    if not blocks:
+        return None
+    if entry_point:
+        good = [block for _, block in blocks if entry_point in defined_names(block)]
+        return good[-1] if good else blocks[-1][1]
+    for names in (_PYTHON, ("",)):
+        good = [block for name, block in blocks if name in names and _is_program(block)]
+        if good:
+            return good[-1]
+    return blocks[-1][1]
+
+
+def _is_program(block: str) -> bool:
+    tree = parsed(block)
+    return tree is not None and bool(tree.body)
 
 
 def fenced_blocks(text: str) -> Iterator[str]:
     """The insides of the fenced blocks of `text`, in order; one that is never closed is none."""
+    return (inside for _, inside in _named_blocks(text))
+
+
+def _named_blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Each block with the first word behind its opening fence."""
     position = 0
     while opening := _OPENING.search(text, position):
         indent, fence = opening[1], opening[2]
         inside, position = _until_closed(text, opening.end(), fence)
         if inside is None:
             return
-        yield re.sub(f"(?m)^[ \t]{{1,{len(indent)}}}", "", inside) if indent else inside
+        name = next(iter(opening[3].lower().split()), "")
+        yield name, re.sub(f"(?m)^[ \t]{{1,{len(indent)}}}", "", inside) if indent else inside
 
 
 def defined_names(code: str) -> set[str]:
@@ -52,6 +72,8 @@ def defined_names(code: str) -> set[str]:
         match statement:
             case ast.FunctionDef() | ast.ClassDef() | ast.AsyncFunctionDef():
                 names.add(statement.name)
+                if isinstance(statement, ast.ClassDef) and statement.name == "Solution":
+                    names.update(n.name for n in statement.body if isinstance(n, ast.FunctionDef))
             case ast.Assign():
                 names.update(t.id for t in statement.targets if isinstance(t, ast.Name))
             case ast.AnnAssign(target=ast.Name(id=name)):

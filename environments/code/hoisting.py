@@ -80,6 +80,20 @@ class HoistedTest:
                 return len(self.calls) == 1
         return False
 
+    @property
+    def wanted(self) -> Any:
+        """The literal that the claim compares its value with, None where it is another claim."""
+        match self.claim:
+            case (
+                ast.Compare(ops=[ast.Eq()], comparators=[literal])
+                | ast.Call(func=ast.Name(id="close"), args=[_, literal, *_])
+            ):
+                try:
+                    return ast.literal_eval(literal)
+                except (ValueError, TypeError):
+                    return None
+        return None
+
     def holds(self, values: Mapping[int, Any]) -> bool:
         """Whether the claim is true of the calls' values; a call that is missing raised."""
         try:

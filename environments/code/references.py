@@ -13,8 +13,8 @@ from itertools import islice
 from envserver import Sandboxes, Task
 
 from .hoisting import hoisted
-from .running import SPEC, Trial, run_trial
-from .scoring import all_tests, judged, program_of
+from .running import SPEC, Trial, Verdict, run_trial
+from .scoring import all_tests, judged, judged_program, program_of
 
 BATCH = 8
 
@@ -45,9 +45,17 @@ async def why_wrong(task: Task, sandboxes: Sandboxes) -> str | None:
     code = task.hidden.get("code")
     if not code:
         return "no reference"
+    if task.public["entry_point"]:
+        verdicts = await _judged_function(task, code, sandboxes)
+    else:
+        verdicts = await judged_program(task, code, sandboxes)
+    passed = all(verdict.passed for verdict in verdicts)
+    return None if passed else "the reference fails its own tests"
+
+
+async def _judged_function(task: Task, code: str, sandboxes: Sandboxes) -> list[Verdict]:
     tests = [hoisted(source, task.public["entry_point"]) for source in all_tests(task)]
     calls = [call for test in tests for call in test.calls]
     async with sandboxes.open(SPEC) as sandbox:
         trial = await run_trial(Trial(program_of(task.public, code, tests), calls), sandbox)
-    passed = all(verdict.passed for verdict in judged(tests, trial))
-    return None if passed else "the reference fails its own tests"
+    return judged(tests, trial)

@@ -54,7 +54,8 @@ SPEC = SandboxSpec(
 """Of the sandboxes in which programs are scored, and of the agents' own."""
 
 
-_NOT_THE_PROGRAM = ("lost", "cancelled")
+NOT_THE_PROGRAM = ("lost", "cancelled")
+"""Ends of a run that say nothing about the program."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,20 @@ class Program:
     entry_point: str
     preamble: str = ""
     prelude: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one test.
+
+    Args:
+        error: what went wrong where a call gave no value, else None.
+        values: what its calls gave, as text.
+    """
+
+    passed: bool
+    error: str | None
+    values: str
 
 
 @dataclass
@@ -126,7 +141,7 @@ class Trial:
         Raises:
             SandboxError: the sandbox failed, not the program.
         """
-        if result.killed_by in _NOT_THE_PROGRAM:
+        if result.killed_by in NOT_THE_PROGRAM:
             raise SandboxError(f"The run of a program was {result.killed_by}.")
         self.runs += 1
         self.cpu_seconds += result.usage.cpu_seconds
@@ -147,7 +162,7 @@ class Trial:
                 self.errors[number] = refusal
         unanswered = self._left()
         if unanswered:
-            self.errors[unanswered[0]] = _cause(result)
+            self.errors[unanswered[0]] = cause(result)
 
     def _left(self) -> list[int]:
         numbers = range(len(self.calls))
@@ -183,7 +198,7 @@ def _read_answers(result: ExecResult, asked: set[int]) -> Answers | str:
     # What stands behind the last newline was cut off with the program.
     lines = result.stdout.split(b"\n")[:-1]
     if not lines:
-        return f"the program could not be loaded: {_cause(result)}"
+        return f"the program could not be loaded: {cause(result)}"
     first = _record(lines[0])
     match first:
         case ["load", str(reason)]:
@@ -221,7 +236,7 @@ def _value(shape: Any) -> tuple[Any, str | None]:
         return None, str(error)
 
 
-def _cause(result: ExecResult) -> str:
+def cause(result: ExecResult) -> str:
     """Why a program ended before its time."""
     if result.killed_by:
         return f"it passed the limit of {result.killed_by}"

@@ -1,6 +1,7 @@
 """The score of one rollout: 1 where the program passes every test, else 0.
 
-The program runs in a sandbox, once for all tests. Half of the tests are hidden from the model and
+A function is loaded in a sandbox, once for all tests; a program that reads and prints has a sandbox
+for each. Half of the tests are hidden from the model and
 its tools; the reward asks for all. Where the task has a reference, the program must also agree with
 it now and then on changed arguments, so that a table of answers is no solution.
 
@@ -21,7 +22,8 @@ from envserver import Result, Sandboxes, Score, Task
 from .extraction import MAX_CODE_CHARACTERS, extract_code
 from .fuzzing import agreement, changed_calls
 from .hoisting import HoistedTest, hoisted, prelude
-from .running import SPEC, Program, Trial, run_trial
+from .programs import judged_pairs
+from .running import SPEC, Program, Trial, Verdict, run_trial
 
 LEAST_AGREEMENT = 0.25
 """Low: changed arguments may leave what the task is about, and there right programs differ."""
@@ -39,20 +41,6 @@ class Rules:
 
     partial_credit: bool = False
     fuzz: int = 6
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Of one test.
-
-    Args:
-        error: what went wrong where a call gave no value, else None.
-        values: what its calls gave, as text.
-    """
-
-    passed: bool
-    error: str | None
-    values: str
 
 
 @dataclass
@@ -95,7 +83,7 @@ async def score_rollout(
         NotHoistable: the task holds a test that cannot be judged.
     """
     entry_point = str(task.public["entry_point"])
-    tests = [hoisted(source, entry_point) for source in all_tests(task)]
+    count = len(all_tests(task))
     metrics = {
         "truncated": float(result.truncated),
         "tool_errors": float(result.metrics.get("tool_errors", 0.0)),
@@ -103,21 +91,40 @@ async def score_rollout(
     code = None if result.truncated else submitted(result, entry_point)
     metrics["answered"] = float(code is not None)
     if code is None or len(code) > MAX_CODE_CHARACTERS:
-        return _score([], len(task.public["tests"]), len(tests), rules, None, metrics)
+        return _score([], len(task.public["tests"]), count, rules, None, metrics)
+    if entry_point:
+        verdicts, agreed = await _judged_calls(task, code, rules, sandboxes, references)
+    else:
+        verdicts, agreed = await judged_program(task, code, sandboxes), None
+    return _score(verdicts, len(task.public["tests"]), count, rules, agreed, metrics)
+
+
+async def judged_program(task: Task, code: str, sandboxes: Sandboxes) -> list[Verdict]:
+    """Of a whole program: each test has a sandbox of its own.
+
+    Raises:
+        SandboxError: a sandbox failed.
+    """
+    seconds = task.public.get("seconds")
+    return await judged_pairs(code, all_tests(task), seconds, lambda: sandboxes.open(SPEC))
+
+
+async def _judged_calls(
+    task: Task, code: str, rules: Rules, sandboxes: Sandboxes, references: References
+) -> tuple[list[Verdict], float | None]:
+    """Of a function, and how often it agrees with the reference on changed arguments."""
+    tests = [hoisted(source, str(task.public["entry_point"])) for source in all_tests(task)]
     fuzzed, wanted = await references.asked(task, tests, rules.fuzz, sandboxes)
     calls = [call for test in tests for call in test.calls]
     program = program_of(task.public, code, tests)
     async with sandboxes.open(SPEC) as sandbox:
         trial = await run_trial(Trial(program, [*calls, *fuzzed]), sandbox)
     given = {n - len(calls): value for n, value in trial.values.items() if n >= len(calls)}
-    verdicts = judged(tests, trial)
-    return _score(
-        verdicts, len(task.public["tests"]), len(tests), rules, agreement(given, wanted), metrics
-    )
+    return judged(tests, trial), agreement(given, wanted)
 
 
-def all_tests(task: Task) -> list[str]:
-    """The sources of its tests: those that the model's tools have, then the hidden ones."""
+def all_tests(task: Task) -> list[Any]:
+    """Its tests: those that the model's tools have, then the hidden ones."""
     return [*task.public["tests"], *task.hidden["tests"]]
 
 

@@ -12,6 +12,8 @@ _LAST_WORD = {
     "single": "Reply with one ```python block.",
     "tools": "Call submit with the whole program when it is done.",
 }
+_PROGRAM = "The program must read standard input and print to standard output."
+_SHOWN_CHARACTERS = 1000
 REMINDER = "There is no program yet. Call submit, or reply with one ```python block."
 
 
@@ -25,7 +27,22 @@ def question(public: dict[str, Any], mode: str, show_tests: ShowTests) -> str:
     """The user message for a task: what to write, its name, and as many tests as may be shown."""
     parts = [str(public["instruction"])]
     tests = public["tests"] if show_tests == "all" else public["tests"][: int(show_tests)]
-    if tests:
+    if tests and public["entry_point"]:
         parts.append("It must pass:\n```python\n" + "\n".join(tests) + "\n```")
-    parts.append(f"The function must be named `{public['entry_point']}`. {_LAST_WORD[mode]}")
+    elif tests:
+        parts.append("For example:\n" + "\n\n".join(map(shown_test, tests)))
+    form = f"The function must be named `{public['entry_point']}`."
+    parts.append(f"{form if public['entry_point'] else _PROGRAM} {_LAST_WORD[mode]}")
     return "\n\n".join(parts)
+
+
+def shown_test(test: str | dict[str, str]) -> str:
+    """A test as the model sees it: an assert, or what is read and what is to be printed."""
+    if isinstance(test, str):
+        return test
+    given, wanted = (_cut(test[part].rstrip("\n")) for part in ("input", "output"))
+    return f"Input:\n```\n{given}\n```\nOutput:\n```\n{wanted}\n```"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

@@ -1,0 +1,239 @@
+"""Rows whose tests are inputs and outputs, of a program (what it reads and prints) or a function.
+
+In: a row. Out: a Problem, whose tests are pairs; where the row names a function, asserts. Known:
+
+    input_output                           {"inputs": [], "outputs": [], "fn_name"}: APPS, TACO
+    tests                                  [{"input", "output"}, ...]
+    public_test_cases, private_test_cases  the same, as in LiveCodeBench, also packed
+    public_tests, private_tests, ...       {"input": [...], "output": [...]}: CodeContests
+
+each as JSON text or as it is. What a row calls public is visible, else the first half.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+from envserver import InputError
+
+from .hoisting import NotHoistable, hoisted
+from .problem import Pair, Problem, Test, text_of
+
+TEXTS = (
+    "instruction", "question_content", "question", "prompt", "problem", "description", "text",
+)  # fmt: skip
+"""Fields that may hold what is to be done; the first that is there does."""
+SOURCES = ("input_output", "tests", "public_test_cases", "public_tests")
+"""Fields of tests; the first that is there says what shape the row has."""
+
+MAX_PAIRS = 40
+MAX_PAIR_CHARACTERS = 2**20
+MAX_CHARACTERS = 2**21
+MAX_PACKED_BYTES = 64 * 2**20
+PYTHON3 = 3
+"""CodeContests' number for the language of a solution."""
+
+
+def read_pairs(row: dict[str, Any]) -> Problem:
+    """The problem in `row`.
+
+    Raises:
+        InputError: it has no tests of these shapes.
+    """
+    public, private, name = _TESTS_OF[next(source for source in SOURCES if source in row)](row)
+    name = text_of(row, "fn_name", "entry_point") or name
+    if name and not name.isidentifier():
+        raise InputError("The entry point is no name.")
+    tests, visible, left_out = _kept([_test(t, name) for t in public], private, name)
+    starter = text_of(row, "starter_code")
+    shown = f"\n\nBegin with:\n\n```python\n{starter}\n```" if starter and name else ""
+    text = text_of(row, *TEXTS)
+    return Problem(
+        "pairs",
+        text + shown if text else "",
+        name,
+        tests,
+        visible,
+        _reference(row),
+        left_out=left_out,
+        seconds=_seconds(row.get("time_limit")),
+    )
+
+
+def _kept(
+    public: list[Test | None], private: list[tuple[Any, Any]], name: str
+) -> tuple[tuple[Test, ...], int, int]:
+    """Tests within our limits, how many of them are visible, and how many were left out."""
+    tests = [*public, *(_test(test, name) for test in private)]
+    kept: list[Test] = []
+    visible, left = 0, MAX_CHARACTERS
+    for place, test in enumerate(tests):
+        size = _size(test)
+        if test is None or size > min(left, MAX_PAIR_CHARACTERS) or len(kept) == MAX_PAIRS:
+            continue
+        if test in kept:
+            continue
+        left -= size
+        kept.append(test)
+        visible += place < len(public)
+    if not kept:
+        raise InputError("The row has no test that can be judged.")
+    # Where nothing would be hidden, half is.
+    if visible == len(kept) or not public:
+        visible = len(kept) // 2
+    return tuple(kept), visible, len(tests) - len(kept)
+
+
+def _size(test: Test | None) -> int:
+    return len(test) if isinstance(test, str) else sum(map(len, (test or {}).values()))
+
+
+def _test(test: tuple[Any, Any], name: str) -> Test | None:
+    """A pair of a program, an assert of a function; None where it is neither."""
+    given, wanted = test
+    if name:
+        return _assert(given, wanted, name)
+    pair: Pair = {"input": _lines(given), "output": _lines(wanted)}
+    return pair
+
+
+def _lines(value: Any) -> str:
+    """Some rows hold the lines one by one."""
+    if isinstance(value, list):
+        return "\n".join(map(str, value)) + "\n"
+    return value if isinstance(value, str) else str(value)
+
+
+def _assert(arguments: Any, wanted: Any, name: str) -> str | None:
+    source = f"assert close({name}(*{arguments!r}), {wanted!r})"
+    try:
+        return source if isinstance(arguments, list) and hoisted(source, name) else None
+    except NotHoistable:
+        return None
+
+
+Tests = list[tuple[Any, Any]]
+"""Inputs (of a function: its arguments) and outputs."""
+
+
+def _of_input_output(row: dict[str, Any]) -> tuple[Tests, Tests, str]:
+    content = _read(row["input_output"])
+    if not isinstance(content, dict):
+        raise InputError("The tests are no inputs and outputs.")
+    found = _zipped(content.get("inputs"), content.get("outputs"))
+    name = str(content.get("fn_name") or "")
+    if name:
+        # Each value stands in a list of its own.
+        wrapped = all(isinstance(wanted, list) and len(wanted) == 1 for _, wanted in found)
+        found = [(_read(given), _unwrapped(_read(w), wrapped)) for given, w in found]
+    return [], found, name
+
+
+def _unwrapped(value: Any, wrapped: bool) -> Any:
+    return value[0] if wrapped and isinstance(value, list) and value else value
+
+
+def _of_tests(row: dict[str, Any]) -> tuple[Tests, Tests, str]:
+    content = _read(row["tests"])
+    if isinstance(content, dict):
+        return _of_input_output({**row, "input_output": content})
+    return [], list(_objects(content, bool(text_of(row, "fn_name", "entry_point")))), ""
+
+
+def _of_cases(row: dict[str, Any]) -> tuple[Tests, Tests, str]:
+    metadata = _read(row.get("metadata") or "{}")
+    name = str(metadata.get("func_name") or "") if isinstance(metadata, dict) else ""
+    private = row.get("private_test_cases") or "[]"
+    public = list(_objects(_read(row["public_test_cases"]), bool(name)))
+    return public, list(_objects(_read(private, packed=True), bool(name))), name
+
+
+def _of_contests(row: dict[str, Any]) -> tuple[Tests, Tests, str]:
+    public, *others = (
+        _zipped(content.get("input"), content.get("output"))
+        for content in (_read(row.get(f"{k}_tests")) for k in ("public", "private", "generated"))
+        if isinstance(content, dict)
+    )
+    return public, [test for tests in others for test in tests], ""
+
+
+_TESTS_OF = dict(zip(SOURCES, (_of_input_output, _of_tests, _of_cases, _of_contests), strict=True))
+
+
+def _zipped(given: Any, wanted: Any) -> Tests:
+    if not isinstance(given, list) or not isinstance(wanted, list) or len(given) != len(wanted):
+        raise InputError("The tests are no inputs and outputs.")
+    return list(zip(given, wanted, strict=True))
+
+
+def _objects(tests: Any, calls: bool) -> Iterator[tuple[Any, Any]]:
+    """Of a call, the input is JSON: a list of arguments, or one argument in each line."""
+    if not isinstance(tests, list):
+        raise InputError("The tests are no inputs and outputs.")
+    for test in tests:
+        if not isinstance(test, Mapping) or not {"input", "output"} <= test.keys():
+            raise InputError("The tests are no inputs and outputs.")
+        given, wanted = test["input"], test["output"]
+        if calls and isinstance(given, str):
+            given = [_read(line) for line in given.splitlines() if line.strip()]
+        yield given, _read(wanted) if calls else wanted
+
+
+def _read(value: Any, *, packed: bool = False) -> Any:
+    """JSON text, or what it is already."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        if packed:
+            return _read(_unpacked(value))
+        raise InputError("The tests are no JSON.") from error
+
+
+class _TextOnly(pickle.Unpickler):
+    """Reads plain values; whatever would import or call something is refused."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"{module}.{name} is no text")
+
+
+def _unpacked(text: str) -> str:
+    """LiveCodeBench packs its private tests: a pickled text, compressed, in base 64."""
+    try:
+        unzipped = zlib.decompressobj().decompress(base64.b64decode(text), MAX_PACKED_BYTES)
+        found = _TextOnly(io.BytesIO(unzipped)).load()
+    except Exception as error:  # a broken pickle raises whatever it likes
+        raise InputError("The private tests cannot be unpacked.") from error
+    if not isinstance(found, str):
+        raise InputError("The private tests cannot be unpacked.")
+    return found
+
+
+def _reference(row: dict[str, Any]) -> str | None:
+    """The first solution in Python that the row has."""
+    code = text_of(row, "code", "solution")
+    if code:
+        return code
+    solutions = row.get("solutions")
+    if isinstance(solutions, str):
+        solutions = _read(solutions or "[]")
+    if isinstance(solutions, Mapping):
+        pairs = _zipped(solutions.get("language"), solutions.get("solution"))
+        solutions = [text for language, text in pairs if language == PYTHON3]
+    if isinstance(solutions, list) and solutions and isinstance(solutions[0], str):
+        return solutions[0]
+    return None
+
+
+def _seconds(limit: Any) -> float | None:
+    """A limit of time as a number, or as CodeContests writes it."""
+    if isinstance(limit, Mapping):
+        return float(limit.get("seconds") or 0) + float(limit.get("nanos") or 0) / 1e9 or None
+    return float(limit) if isinstance(limit, int | float) and limit > 0 else None

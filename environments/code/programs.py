@@ -1,0 +1,86 @@
+"""Runs a whole program once for each pair of input and output. The output never goes in.
+
+Each test is an execution of its own. It passes where the program ended by itself with status 0,
+said no more than it may, and printed the wanted lines: blanks at the end of a line and empty lines
+at the end do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+
+from msgspec import structs
+
+from envserver import ExecResult, Sandbox, SandboxError, SandboxLimits
+
+from .problem import Pair
+from .running import NOT_THE_PROGRAM, SPEC, Verdict, cause
+
+LEAST_SECONDS = 1.0
+"""Of CPU for one test, whatever a row says; the most are the sandbox's."""
+ALL_WALL_SECONDS = 40.0
+SLOW_TESTS = 2
+"""After so many tests that took too long nothing more is tried."""
+_SHOWN = 200
+
+
+async def judged_pairs(
+    code: str,
+    pairs: Sequence[Pair],
+    seconds: float | None,
+    opened: Callable[[], AbstractAsyncContextManager[Sandbox]],
+) -> list[Verdict]:
+    """The verdict of each test.
+
+    Args:
+        seconds: of CPU for each.
+        opened: the sandbox for a test.
+
+    Raises:
+        SandboxError: a sandbox failed, not the program.
+    """
+    limits = _limits(seconds)
+    verdicts: list[Verdict] = []
+    slow, wall = 0, 0.0
+    for pair in pairs:
+        if slow == SLOW_TESTS or wall > ALL_WALL_SECONDS:
+            verdicts.append(Verdict(False, "other tests took too long", ""))
+            continue
+        async with opened() as sandbox:
+            stdin = pair["input"].encode("utf-8", "surrogatepass")
+            result = await sandbox.run_python(code, stdin=stdin, limits=limits)
+        if result.killed_by in NOT_THE_PROGRAM:
+            raise SandboxError(f"The run of a program was {result.killed_by}.")
+        wall += result.usage.wall_seconds
+        slow += result.killed_by in ("cpu", "wall")
+        verdicts.append(_verdict(result, pair["output"]))
+    return verdicts
+
+
+def same_lines(printed: bytes, wanted: str) -> bool:
+    """Whether a program printed what was wanted."""
+    return _lines(printed) == _lines(wanted.encode("utf-8", "surrogatepass"))
+
+
+def _lines(text: bytes) -> list[bytes]:
+    lines = [line.rstrip(b" \t\r") for line in text.split(b"\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _limits(seconds: float | None) -> SandboxLimits:
+    most = SPEC.limits.cpu_seconds
+    cpu = most if seconds is None else min(most, max(LEAST_SECONDS, seconds))
+    return structs.replace(SPEC.limits, cpu_seconds=cpu, wall_seconds=2 * cpu)
+
+
+def _verdict(result: ExecResult, wanted: str) -> Verdict:
+    shown = repr(result.stdout[:_SHOWN].decode("utf-8", "replace"))
+    if not result.ok:
+        said = result.stderr[-_SHOWN:].decode("utf-8", "replace").strip()
+        return Verdict(False, f"{cause(result)}; {said}" if said else cause(result), shown)
+    if result.truncated:
+        return Verdict(False, "it printed too much", shown)
+    return Verdict(same_lines(result.stdout, wanted), None, shown)
