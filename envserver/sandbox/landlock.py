@@ -32,7 +32,8 @@ _ALL_SCOPES = 3  # abstract sockets, signals: version 6
 
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
+_ZERO = "/dev/zero"  # who could write it could map it: memory that no look finds
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -70,6 +71,7 @@ def restrict(
             _allow_path(ruleset, path, files & ~(_MAKE_CHAR | _MAKE_BLOCK | _IOCTL_DEV))
         for path in _DEVICES:
             _allow_path(ruleset, path, files & (_READ_FILE | _WRITE_FILE | _TRUNCATE))
+        _allow_path(ruleset, _ZERO, files & _READ_FILE)
         for port in connect_ports if net else ():
             rule = struct.pack("QQ", _CONNECT_TCP, port)
             _call("landlock_add_rule", _ADD_RULE, ruleset, _NET_PORT, rule, 0)

@@ -42,6 +42,9 @@ SOCKET_BUFFERS = "4096 65536 131072"
 INNER_ID = 1000
 """User and group of the programs, as they see themselves."""
 DEVICES = ("null", "zero", "full", "random", "urandom")
+OWN_INODES = 5
+"""Of a sandbox's writable places, beside what programs make."""
+_LARGEST_FILE = 2**63 - 1
 _EMPTY_DIRECTORIES = ("work", "tmp", "box", "proc", "dev", "dev/shm", "run", "etc")
 
 
@@ -161,12 +164,25 @@ def furnish() -> None:
 
 def mount_writable(disk_bytes: int, inodes: int) -> None:
     """One tmpfs for /work, /tmp and /dev/shm together, bounded, gone with the sandbox."""
-    options = f"size={disk_bytes},nr_inodes={inodes + 4},mode=0755"
+    options = f"size={disk_bytes},nr_inodes={inodes + OWN_INODES},mode=0755"
     linux.mount("tmpfs", "/box", "tmpfs", MS_NOSUID | MS_NODEV, options)
     for name, target in (("work", "/work"), ("tmp", "/tmp"), ("shm", "/dev/shm")):
         os.mkdir(f"/box/{name}", 0o755)
         linux.mount(f"/box/{name}", target, flags=MS_BIND)
+    _replace_zero()
     linux.unmount("/box")
+
+
+def _replace_zero() -> None:
+    """A file without end instead of the device, which is shared memory to whoever maps it.
+
+    Such memory belongs to no process in which a look could find it. The file holds nothing.
+    """
+    _write("/box/zero", "")
+    os.truncate("/box/zero", _LARGEST_FILE)
+    linux.mount("/box/zero", "/dev/zero", flags=MS_BIND)
+    read_only = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV
+    linux.mount("", "/dev/zero", flags=read_only)
 
 
 def _map_ids(users: Mapping[int, int], groups: Mapping[int, int]) -> None:

@@ -93,7 +93,7 @@ class NamespaceRoom:
     def used(self) -> tuple[int, int]:
         state = os.statvfs(self.work)
         taken = (state.f_blocks - state.f_bfree) * state.f_frsize
-        return taken, state.f_files - state.f_ffree
+        return taken, state.f_files - state.f_ffree - namespaces.OWN_INODES
 
     def kernel_bytes(self) -> int:
         with open("/proc/net/sockstat") as counts:  # of this network namespace

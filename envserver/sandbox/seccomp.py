@@ -5,8 +5,9 @@ good and for all its children. What is refused fails with an ordinary error, so 
 back; only a call by a foreign architecture's numbers kills, for the table does not hold there.
 
 Three reasons to refuse: the call reaches out of the sandbox (other processes, mounts, clocks), it
-hides memory from the limits (memfd, System V shared memory, large pipes), or it is a large and
-rarely used part of the kernel (bpf, io_uring, keyrings). Calls newer than this table are refused.
+hides memory from the limits (memfd, shared memory without a file, large pipes), or it is a large
+and rarely used part of the kernel (bpf, io_uring, keyrings). Calls newer than this table are
+refused.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ = 1024, 1026, 1031
 _TIOCSTI, _TIOCLINUX, _TIOCSETD = 0x5412, 0x541C, 0x5423
 _SET_FILE_FLAGS, _SET_FILE_FLAGS_32, _SET_FILE_ATTRIBUTES = 0x40086602, 0x40046602, 0x401C5820
 _MSG_FASTOPEN = 0x20000000  # connects without `connect`, unseen by Landlock
+_MAP_HUGETLB, _MAP_SHARED_ANONYMOUS = 0x40000, 0x21
 _FILE_TYPE, _CHARACTER_DEVICE, _BLOCK_DEVICE = 0xF000, 0x2000, 0x6000
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 _SOCK_STREAM, _SOCK_DGRAM, _SOCK_SEQPACKET, _SOCK_TYPE = 1, 2, 5, 0xF
@@ -182,6 +184,8 @@ _REFUSED: dict[int, dict[str, _Numbers]] = {
         "cachestat": (451, 451),
         "inotify_init": (253, None),
         "inotify_init1": (294, 26),
+        # The whole machine has one small number of these.
+        "io_setup": (206, 0),
     },
     # Extended attributes are room on the disk that no limit counts.
     errno.EOPNOTSUPP: {
@@ -213,7 +217,7 @@ _PRETENDED: dict[str, _Numbers] = {
 }
 
 # Calls that are judged by their arguments.
-_CLONE, _PERSONALITY, _PRLIMIT64 = (56, 220), (135, 92), (302, 261)
+_CLONE, _PERSONALITY, _PRLIMIT64, _MMAP = (56, 220), (135, 92), (302, 261), (9, 222)
 _IOCTL, _FCNTL, _SOCKET, _SOCKETPAIR = (16, 29), (72, 25), (41, 198), (53, 199)
 _CONNECT, _BIND, _SETSOCKOPT = (42, 203), (49, 200), (54, 208)
 # Calls that send, and which argument has their flags.
@@ -299,6 +303,10 @@ def _judged(*, inet: bool, host: bool) -> Iterable[tuple[_Numbers, _Code]]:
             numbers,
             [_load(argument), (_AND, 0, 0, _FILE_TYPE), *_one_of(_DEVICES, refuse), allow],
         )
+    # Shared memory without a file lives on when its pages are mapped no more, and then no process
+    # has it; nor are huge pages counted with anybody's.
+    shared = [(_AND, 0, 0, _MAP_SHARED_ANONYMOUS), *_one_of((_MAP_SHARED_ANONYMOUS,), refuse)]
+    yield _MMAP, [_load(3), (_IF_ANY_BIT, 0, 1, _MAP_HUGETLB), refuse, *shared, allow]
     yield _IOCTL, [_load(1), *_one_of(_REQUESTS, refuse), allow]
     yield _FCNTL, [_load(1), *_one_of((_F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ), refuse), allow]
     # Larger buffers are memory that no limit sees; programs take them for a wish anyway.

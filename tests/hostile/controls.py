@@ -7,6 +7,12 @@ from .program import Ordinary
 
 CONTROLS = [
     Ordinary(
+        name="zeros without end",
+        language="shell",
+        source="head -c 5000000 /dev/zero | wc -c; dd if=/dev/zero of=big bs=1M count=3 2>/dev/null; wc -c <big",
+        prints="5000000\n3145728",
+    ),
+    Ordinary(
         name="numpy",
         source="import numpy; print(numpy.linalg.inv(numpy.eye(3) * 2).trace())",
         prints="1.5",

@@ -152,7 +152,7 @@ if CALLS["iopl"] >= 0:
         """\
 if os.uname().machine == "x86_64":
     import mmap
-    page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    page = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     page.write(b"\\x53\\xb8\\x36\\x01\\x00\\x00\\xbb\\x00\\x00\\x00\\x10\\xcd\\x80\\x5b\\xc3")  # unshare
     start = ctypes.addressof(ctypes.c_char.from_buffer(page))
     if ctypes.CFUNCTYPE(ctypes.c_int)(start)() == 0:

@@ -159,6 +159,47 @@ def take():
         limits=SMALL,
     ),
     Hostile(
+        name="memory that is shared and mapped no more",
+        must="is stopped near the limit",
+        source="""\
+import mmap
+def take():
+    taken.append(mmap.mmap(-1, 8 << 20))
+    taken[-1].write(bytes(8 << 20))
+    taken[-1].madvise(mmap.MADV_DONTNEED)
+"""
+        + TAKE,
+        limits=SMALL,
+    ),
+    Hostile(
+        name="memory of the device of zeros",
+        must="is stopped near the limit",
+        source="""\
+import mmap
+def take():
+    taken.append(mmap.mmap(os.open("/dev/zero", os.O_RDWR), 8 << 20))
+    taken[-1].write(bytes(8 << 20))
+    taken[-1].madvise(mmap.MADV_DONTNEED)
+"""
+        + TAKE,
+        limits=SMALL,
+    ),
+    Hostile(
+        name="huge pages of the host",
+        must="are not given",
+        source="""\
+import mmap
+for flags in (mmap.MAP_PRIVATE, mmap.MAP_SHARED):
+    for size in (0, 21 << 26, 30 << 26):
+        try:
+            mmap.mmap(-1, 1 << 30, flags | mmap.MAP_ANONYMOUS | 0x40000 | size, mmap.PROT_READ)
+            got(f"{flags} {size}")
+        except OSError as error:
+            if error.errno not in REFUSED:
+                got(f"asked for {flags} {size}: {error}")
+""",
+    ),
+    Hostile(
         name="memory in files without a name",
         must="is stopped near the limit",
         source="""\
@@ -440,7 +481,7 @@ os.abort()
         must="is not granted",
         source="""\
 import mmap
-page = mmap.mmap(-1, 64 << 20)
+page = mmap.mmap(-1, 64 << 20, mmap.MAP_PRIVATE)
 if libc.mlock(ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(page))), ctypes.c_size_t(64 << 20)) == 0:
     got("64 MB")
 """,
