@@ -1,0 +1,107 @@
+"""Zip archives, without unpacking them to disk: what is in them, and one member's bytes.
+
+What an archive says about itself is checked first (how many members, how large all together), and
+what comes out is counted while it does: an archive that lies gains nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+from pathlib import PurePosixPath
+
+from .bounded import Limits
+
+_MOST_LISTED = 500
+_MOST_RATIO = 2000
+"""Times its packed size that a member may have: no document of use is denser."""
+
+
+class BadArchive(Exception):
+    """It is broken, too large, or has no such member."""
+
+
+def names(data: bytes) -> set[str]:
+    """Of the members; none where it is no archive after all."""
+    try:
+        return set(_opened(data).namelist())
+    except BadArchive:
+        return set()
+
+
+def check(data: bytes, limits: Limits) -> zipfile.ZipFile:
+    """The archive, open.
+
+    Raises:
+        BadArchive: it is broken, or what would come out of it is over the limits.
+    """
+    archive = _opened(data)
+    members = archive.infolist()
+    if len(members) > limits.members:
+        raise BadArchive(f"it has {len(members):,} members; the most is {limits.members:,}.")
+    size = sum(member.file_size for member in members)
+    if size > limits.unpacked_bytes:
+        raise BadArchive(f"unpacked it has {size:,} bytes; the most is {limits.unpacked_bytes:,}.")
+    return archive
+
+
+def listing(data: bytes, limits: Limits) -> str:
+    """Its members, one a line."""
+    archive = _opened(data)
+    members = archive.infolist()
+    lines = [f"An archive of {len(members):,} members (bytes, name):"]
+    for member in members[:_MOST_LISTED]:
+        marks = ""
+        if member.flag_bits & 1:
+            marks += " [encrypted]"
+        if _is_outside(member.filename):
+            marks += " [its path leads outside the archive]"
+        lines.append(f"{member.file_size:>12,}  {member.filename}{marks}")
+    if len(members) > _MOST_LISTED:
+        lines.append(f"... and {len(members) - _MOST_LISTED:,} more")
+    try:
+        check(data, limits)
+    except BadArchive as error:
+        lines.append(f"Not all of it can be read: {error}")
+    return "\n".join(lines)
+
+
+def member(data: bytes, name: str, limits: Limits) -> bytes:
+    """The bytes of one member.
+
+    Raises:
+        BadArchive: there is none of that name, it is over the limits, encrypted or broken.
+    """
+    archive = _opened(data)
+    try:
+        info = archive.getinfo(name)
+    except KeyError:
+        raise BadArchive(f"there is no member {name[:200]!r} in it.") from None
+    if info.is_dir():
+        raise BadArchive(f"{name[:200]!r} is a folder.")
+    if info.flag_bits & 1:
+        raise BadArchive(f"{name[:200]!r} is encrypted.")
+    most = min(limits.input_bytes, max(1 << 20, info.compress_size * _MOST_RATIO))
+    if info.file_size > most:
+        raise BadArchive(f"{name[:200]!r} has {info.file_size:,} bytes unpacked: that is too much.")
+    try:
+        with archive.open(info) as stream:
+            content = stream.read(most + 1)
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError, OSError) as error:
+        raise BadArchive(f"{name[:200]!r} cannot be unpacked: {error}") from error
+    if len(content) > most:
+        raise BadArchive(f"{name[:200]!r} is larger than it says.")
+    return content
+
+
+def _opened(data: bytes) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(io.BytesIO(data))
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
+        raise BadArchive(f"it is no whole zip archive: {error}.") from error
+
+
+def _is_outside(name: str) -> bool:
+    path = PurePosixPath(name.replace("\\", "/"))
+    return path.is_absolute() or ".." in path.parts or ":" in path.parts[0:1]

@@ -1,0 +1,191 @@
+"""HTML as text for a model: headings, lists, tables and links as in Markdown, no scripts or styles.
+
+Only the standard library; the same page always gives the same text.
+"""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from urllib.parse import urljoin
+
+_SILENT = {"script", "style", "noscript", "template", "svg", "head", "iframe", "object", "select"}
+_VOID = {"br", "hr", "img", "input", "meta", "link", "area", "base", "col", "embed", "source"}
+_BLOCKS = {
+    *("p", "div", "section", "article", "main", "header", "footer", "aside", "nav", "form"),
+    *("ul", "ol", "dl", "dt", "dd", "table", "caption", "thead", "tbody", "blockquote", "figure"),
+    *("figcaption", "pre", "address", "details", "summary", "fieldset", "title"),
+}
+_HEADINGS = {f"h{level}": level for level in range(1, 7)}
+_SPACES = re.compile(r"[ \t\r\f\v\n\xa0]+")
+_ITEM = re.compile(r" *(-|\d+\.) ")
+_MOST_DEPTH = 500
+_MOST_LINK = 500
+
+
+def html_to_text(source: str, base_url: str = "", *, links: bool = True) -> tuple[str, str]:
+    """The title of a page, and its text.
+
+    Args:
+        base_url: to which the addresses of links are relative.
+        links: say where they lead.
+    """
+    writer = _Writer(base_url, links)
+    writer.feed(source)
+    writer.close()
+    return writer.title(), writer.text()
+
+
+class _Writer(HTMLParser):
+    def __init__(self, base_url: str, links: bool) -> None:
+        super().__init__(convert_charrefs=True)
+        self._base_url = base_url
+        self._links = links
+        self._lines: list[str] = []
+        self._line: list[str] = []
+        self._title: list[str] = []
+        self._in_title = False
+        self._silent: list[str] = []
+        self._preformatted = 0
+        self._link: str | None = None
+        self._lists: list[int | None] = []
+        self._cells = 0
+
+    def title(self) -> str:
+        return _SPACES.sub(" ", "".join(self._title)).strip()
+
+    def text(self) -> str:
+        self._break()
+        text = "\n".join(self._lines)
+        return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "title":
+            self._in_title = True
+            return
+        if tag in _SILENT:
+            if len(self._silent) < _MOST_DEPTH:
+                self._silent.append(tag)
+            return
+        if tag == "body":
+            self._silent.clear()  # a head that was never closed
+        if self._silent:
+            return
+        facts = dict(attrs)
+        if tag in _HEADINGS:
+            self._break(blank=True)
+            self._line.append("#" * _HEADINGS[tag] + " ")
+        elif tag == "li":
+            self._item()
+        elif tag in ("ul", "ol"):
+            self._break()
+            if len(self._lists) < _MOST_DEPTH:
+                self._lists.append(0 if tag == "ol" else None)
+        elif tag in ("tr", "table"):
+            self._cells = 0
+            self._break(blank=tag == "table")
+        elif tag in ("td", "th"):
+            self._line.append(" | " if self._cells else "| ")
+            self._cells += 1
+        elif tag == "br":
+            self._break()
+        elif tag == "hr":
+            self._break(blank=True)
+            self._line.append("---")
+            self._break(blank=True)
+        elif tag == "img":
+            words = (facts.get("alt") or "").strip()
+            if words:
+                self._line.append(f"[image: {words}]")
+        elif tag == "a":
+            self._open_link(facts.get("href"))
+        elif tag in _BLOCKS:
+            self._break(blank=tag in ("p", "blockquote", "pre"))
+            self._preformatted += tag == "pre"
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "title":
+            self._in_title = False
+            return
+        if tag in _SILENT:
+            if tag in self._silent:
+                while self._silent.pop() != tag:
+                    pass
+            return
+        if self._silent or tag in _VOID:
+            return
+        if tag in _HEADINGS:
+            self._break(blank=True)
+        elif tag in ("tr", "table"):
+            if self._cells:
+                self._line.append(" |")
+            self._cells = 0
+            self._break(blank=tag == "table")
+        elif tag in ("ul", "ol"):
+            self._break(blank=len(self._lists) == 1)
+            if self._lists:
+                self._lists.pop()
+        elif tag == "a":
+            self._close_link()
+        elif tag in _BLOCKS:
+            self._break(blank=tag in ("p", "blockquote", "pre"))
+            if tag == "pre":
+                self._preformatted = max(0, self._preformatted - 1)
+
+    def handle_data(self, data: str) -> None:
+        if self._in_title:
+            self._title.append(data)
+        elif self._silent:
+            return
+        elif self._preformatted:
+            first, *others = data.split("\n")
+            self._line.append(first)
+            for line in others:
+                self._break(keep=True)
+                self._line.append(line)
+        else:
+            self._line.append(_SPACES.sub(" ", data))
+
+    def _item(self) -> None:
+        self._break()
+        indent = "  " * min(10, max(0, len(self._lists) - 1))
+        mark = "- "
+        if self._lists and self._lists[-1] is not None:
+            self._lists[-1] += 1
+            mark = f"{self._lists[-1]}. "
+        self._line.append(indent + mark)
+
+    def _open_link(self, address: str | None) -> None:
+        self._close_link()
+        if not self._links or not address or address.startswith(("#", "javascript:", "data:")):
+            return
+        try:
+            target = urljoin(self._base_url, address.strip())
+        except ValueError:
+            return
+        if len(target) <= _MOST_LINK:
+            self._link = target
+            self._line.append("[")
+
+    def _close_link(self) -> None:
+        if self._link is None:
+            return
+        if self._line and self._line[-1] == "[":
+            self._line.pop()
+        else:
+            self._line.append(f"]({self._link})")
+        self._link = None
+
+    def _break(self, *, blank: bool = False, keep: bool = False) -> None:
+        if self._cells:  # a row of a table stays one line
+            self._line.append(" ")
+            return
+        line = "".join(self._line)
+        self._line.clear()
+        if not (self._preformatted or keep):
+            indent = len(line) - len(line.lstrip(" ")) if _ITEM.match(line) else 0
+            line = " " * indent + re.sub(r" {2,}", " ", line.strip())
+        if line.strip() or keep:
+            self._lines.append(line.rstrip())
+        if blank and self._lines and self._lines[-1]:
+            self._lines.append("")

@@ -1,0 +1,205 @@
+"""Spreadsheets, text documents, slides and PDF as text; the libraries are imported where used.
+
+Each reader stops soon after `most` characters. What the libraries do with hostile files is bounded
+by the process that this runs in.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+from datetime import date, datetime, time
+from itertools import zip_longest
+from typing import Any
+
+_MOST_COLUMNS = 400
+_MOST_EMPTY_ROWS = 2000
+"""In a row, after which the rest of a sheet is taken for empty."""
+_MOST_NESTING = 10
+
+
+def xlsx(data: bytes, most: int) -> str:
+    """Every sheet as a table with its cells' places: values, and beside them formulas and fills."""
+    import openpyxl
+
+    values = openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=True)
+    formulas = openpyxl.load_workbook(io.BytesIO(data), read_only=True)
+    return _joined(_workbook(values, formulas), most)
+
+
+def _workbook(values: Any, formulas: Any) -> Iterator[str]:
+    yield (
+        "Cells stand as: value {=formula} [fill: colour]. The first column holds the row's number."
+    )
+    for name in values.sheetnames:
+        sheet = values[name]
+        hidden = "" if sheet.sheet_state == "visible" else f", {sheet.sheet_state}"
+        yield f"\n## Sheet {name!r}{hidden}"
+        if not hasattr(sheet, "iter_rows"):
+            yield "(a chart)"
+            continue
+        yield from _sheet(sheet, formulas[name])
+
+
+def _sheet(values: Any, formulas: Any) -> Iterator[str]:
+    from openpyxl.utils import get_column_letter
+
+    empty = 0
+    headed = 0
+    pairs = zip_longest(values.iter_rows(), formulas.iter_rows(), fillvalue=())
+    for number, (row, sources) in enumerate(pairs, start=1):
+        cells = [
+            _cell(cell, source)
+            for cell, source in zip_longest(row[:_MOST_COLUMNS], sources[:_MOST_COLUMNS])
+        ]
+        while cells and not cells[-1]:
+            cells.pop()
+        if not cells:
+            empty += 1
+            if empty > _MOST_EMPTY_ROWS:
+                return
+            continue
+        empty = 0
+        if len(cells) > headed:
+            headed = len(cells)
+            letters = " | ".join(get_column_letter(index + 1) for index in range(headed))
+            yield f"| | {letters} |"
+        yield f"| {number} | {' | '.join(cells)} |"
+
+
+def _cell(cell: Any, source: Any) -> str:
+    value = None if cell is None else cell.value
+    parts = [] if value is None else [_plain(value)]
+    formula = None if source is None else source.value
+    if getattr(source, "data_type", "") == "f":
+        parts.append(f"{{{getattr(formula, 'text', formula)}}}")
+    colour = _fill(source if source is not None else cell)
+    if colour:
+        parts.append(f"[fill: {colour}]")
+    return " ".join(parts).replace("|", "\\|").replace("\n", " / ")
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, datetime) and value.time() == time():
+        return value.date().isoformat()
+    if isinstance(value, datetime | date | time):
+        return value.isoformat(*(["minutes"] if isinstance(value, time) else []))
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return str(value)
+
+
+def _fill(cell: Any) -> str:
+    fill = getattr(cell, "fill", None)
+    if fill is None or not fill.fill_type:
+        return ""
+    colour = fill.fgColor
+    if colour.type == "rgb" and isinstance(colour.rgb, str):
+        return f"#{colour.rgb[-6:]}"
+    if colour.type == "indexed":
+        from openpyxl.styles.colors import COLOR_INDEX
+
+        known = colour.indexed < len(COLOR_INDEX)
+        return f"#{COLOR_INDEX[colour.indexed][-6:]}" if known else f"indexed {colour.indexed}"
+    return f"theme {colour.theme}" + (f" tint {colour.tint:.2f}" if colour.tint else "")
+
+
+def docx(data: bytes, most: int) -> str:
+    """Paragraphs and tables in their order; headings begin with #."""
+    import docx
+
+    return _joined(_docx_parts(docx.Document(io.BytesIO(data))), most)
+
+
+def _docx_parts(document: Any) -> Iterator[str]:
+    for section in document.sections:
+        yield from (f"(header) {part.text}" for part in section.header.paragraphs if part.text)
+    yield from _blocks(document.iter_inner_content(), 0)
+    for section in document.sections:
+        yield from (f"(footer) {part.text}" for part in section.footer.paragraphs if part.text)
+
+
+def _blocks(blocks: Iterable[Any], level: int) -> Iterator[str]:
+    for block in blocks:
+        if hasattr(block, "rows"):
+            for row in block.rows:
+                yield _table_row(_inside(cell, level) for cell in row.cells)
+            yield ""
+        elif block.text.strip():
+            style = (block.style.name if block.style is not None else None) or ""
+            heading = style.removeprefix("Heading ")
+            mark = "#" * int(heading) + " " if heading in "123456789" and heading else ""
+            bullet = "- " if style.startswith("List") else ""
+            yield f"{mark}{bullet}{block.text}"
+
+
+def _inside(cell: Any, level: int) -> str:
+    if level >= _MOST_NESTING:
+        return "..."
+    return "\n".join(_blocks(cell.iter_inner_content(), level + 1))
+
+
+def pptx(data: bytes, most: int) -> str:
+    """Slide by slide: texts, tables, the names of pictures, notes."""
+    import pptx
+
+    return _joined(_slides(pptx.Presentation(io.BytesIO(data))), most)
+
+
+def _slides(presentation: Any) -> Iterator[str]:
+    for number, slide in enumerate(presentation.slides, start=1):
+        yield f"\n## Slide {number}"
+        for shape in slide.shapes:
+            yield from _shape(shape, 0)
+        if slide.has_notes_slide and slide.notes_slide.notes_text_frame is not None:
+            notes = slide.notes_slide.notes_text_frame.text.strip()
+            if notes:
+                yield f"Notes: {notes}"
+
+
+def _shape(shape: Any, level: int) -> Iterator[str]:
+    if hasattr(shape, "shapes"):
+        if level < _MOST_NESTING:
+            for inner in shape.shapes:
+                yield from _shape(inner, level + 1)
+    elif getattr(shape, "has_table", False):
+        for row in shape.table.rows:
+            yield _table_row(cell.text for cell in row.cells)
+    elif shape.has_text_frame:
+        if shape.text_frame.text.strip():
+            yield shape.text_frame.text
+    elif hasattr(shape, "image"):
+        yield f"(a picture: {shape.name})"
+
+
+def pdf(data: bytes, most: int) -> str:
+    """The text of each page, under its number."""
+    import pypdf
+
+    reader = pypdf.PdfReader(io.BytesIO(data))
+    if reader.is_encrypted and not reader.decrypt(""):
+        return "(This PDF is encrypted, and its password is not empty.)"
+    return _joined(_pages(reader), most)
+
+
+def _pages(reader: Any) -> Iterator[str]:
+    count = len(reader.pages)
+    for number in range(count):
+        yield f"\n--- page {number + 1} of {count} ---"
+        yield reader.pages[number].extract_text().strip() or "(no text: perhaps a picture)"
+
+
+def _table_row(cells: Iterable[str]) -> str:
+    texts = (cell.strip().replace("|", "\\|").replace("\n", " / ") for cell in cells)
+    return f"| {' | '.join(texts)} |"
+
+
+def _joined(parts: Iterable[str], most: int) -> str:
+    taken: list[str] = []
+    size = 0
+    for part in parts:
+        taken.append(part)
+        size += len(part) + 1
+        if size > most:
+            break
+    return "\n".join(taken).strip("\n")

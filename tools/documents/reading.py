@@ -1,0 +1,204 @@
+"""Which reader a file gets, and what becomes of what goes wrong in it.
+
+A file is what its first bytes say, then what its name says; what is neither known nor text is
+described in one line. A member of a zip archive is named `outer.zip!inner/name.csv`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from ..calling import ToolError
+from . import archives, images, office
+from .bounded import Limits, PassedLimits, bounded
+from .html import html_to_text
+
+MEMBER_MARK = "!"
+MOST_NESTING = 3
+"""Archives in archives."""
+
+_LIBRARIES = ("openpyxl", "docx", "pptx", "pypdf")
+_OFFICE = {
+    "xl/workbook.xml": "xlsx",
+    "word/document.xml": "docx",
+    "ppt/presentation.xml": "pptx",
+}
+_TEXT_MARKS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+
+class DocumentError(ToolError):
+    """The document cannot be read; the message is for the model."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a document says.
+
+    Args:
+        kind: "xlsx", "text", "zip" ...
+        text: all of it, up to the limit.
+        notes: what the reader should know: that something was left out.
+        title: where the document has one.
+    """
+
+    kind: str
+    text: str
+    notes: list[str] = field(default_factory=list)
+    title: str = ""
+
+
+def preload() -> None:
+    """Imports the libraries that are there, so that no reading process has to."""
+    for name in _LIBRARIES:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+
+
+def to_text(
+    data: bytes, name: str, *, member: str = "", kind: str = "", limits: Limits | None = None
+) -> Text:
+    """The text of a document, read in a bounded process.
+
+    Args:
+        name: of the file; its ending counts where the first bytes do not tell.
+        member: of a zip archive: what of it to read; archives in it stand before MEMBER_MARK.
+        kind: what it is, where the caller knows better ("html").
+
+    Raises:
+        DocumentError: it cannot be read, or it passes the limits.
+    """
+    limits = limits or Limits()
+    if len(data) > limits.input_bytes:
+        raise DocumentError(f"{name} has {len(data):,} bytes; the most is {limits.input_bytes:,}.")
+
+    def work() -> list[object]:
+        text = read_bytes(data, name, member=member, kind=kind, limits=limits)
+        notes = list(text.notes)
+        if len(text.text) > limits.characters:
+            notes.append(f"only the first {limits.characters:,} characters of it were read")
+        shown = text.text[: limits.characters].encode(errors="replace").decode()
+        return [text.kind, shown, notes, text.title[:500]]
+
+    try:
+        outcome = bounded(work, limits)
+    except PassedLimits as error:
+        raise DocumentError(f"{name} cannot be read: {error}.") from error
+    if "error" in outcome:
+        kind_of_error, message = outcome["error"]
+        if kind_of_error == DocumentError.__name__:
+            raise DocumentError(message)
+        raise DocumentError(f"{name} cannot be read: {kind_of_error}: {message}")
+    return Text(*outcome["value"])
+
+
+def read_bytes(
+    data: bytes, name: str, *, member: str = "", kind: str = "", limits: Limits | None = None
+) -> Text:
+    """`to_text` in this process, where only the sizes are bounded. Raises whatever a library does.
+
+    Raises:
+        DocumentError: it cannot be read.
+    """
+    limits = limits or Limits()
+    steps = [step for step in member.split(MEMBER_MARK) if step] if member else []
+    if len(steps) > MOST_NESTING:
+        raise DocumentError(f"Archives are opened {MOST_NESTING} deep at most.")
+    for step in steps:
+        try:
+            data = archives.member(data, step, limits)
+        except archives.BadArchive as error:
+            raise DocumentError(f"{name}: {error}") from error
+        name, kind = f"{name}{MEMBER_MARK}{step}", ""
+    kind = kind or kind_of(data, name)
+    try:
+        return _read(data, name, kind, limits)
+    except (archives.BadArchive, images.BadImage) as error:
+        raise DocumentError(f"{name}: {error}") from error
+    except ImportError as error:
+        raise DocumentError(
+            f"{name}: reading {kind} needs a library that is not installed here ({error.name}); "
+            "pip install 'envserver[gaia]' brings it."
+        ) from error
+
+
+def kind_of(data: bytes, name: str) -> str:
+    """What the file is: a reader's name, "text", or "binary"."""
+    if data.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        names = archives.names(data)
+        return next((kind for inner, kind in _OFFICE.items() if inner in names), "zip")
+    if data[:1024].lstrip().startswith(b"%PDF-"):
+        return "pdf"
+    image = images.kind_of(data)
+    if image:
+        return image
+    if _encoding(data) is None:
+        return "binary"
+    ending = PurePosixPath(name.lower()).suffix
+    if ending in (".html", ".htm", ".xhtml"):
+        return "html"
+    return ending[1:] if ending[1:].isalnum() and len(ending) <= 8 else "text"
+
+
+def _read(data: bytes, name: str, kind: str, limits: Limits) -> Text:
+    readers: dict[str, Callable[[], Text]] = {
+        "xlsx": lambda: _office(office.xlsx, data, "xlsx", limits),
+        "docx": lambda: _office(office.docx, data, "docx", limits),
+        "pptx": lambda: _office(office.pptx, data, "pptx", limits),
+        "pdf": lambda: Text("pdf", office.pdf(data, limits.characters)),
+        "zip": lambda: Text("zip", archives.listing(data, limits)),
+        "html": lambda: _html(data),
+        "binary": lambda: Text("binary", _described(data)),
+    }
+    if kind in readers:
+        return readers[kind]()
+    if kind in images.KINDS:
+        return Text(kind, images.facts(data))
+    return Text(kind, decoded(data))
+
+
+def _office(reader: Callable[[bytes, int], str], data: bytes, kind: str, limits: Limits) -> Text:
+    archives.check(data, limits)
+    return Text(kind, reader(data, limits.characters))
+
+
+def _html(data: bytes) -> Text:
+    title, text = html_to_text(decoded(data))
+    return Text("html", text, title=title)
+
+
+def decoded(data: bytes) -> str:
+    """`data` as text: by its mark, as UTF-8, else byte by byte; line ends are "\\n"."""
+    text = data.decode(_encoding(data) or "latin-1", errors="replace")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _encoding(data: bytes) -> str | None:
+    """None: this is no text."""
+    for mark, encoding in _TEXT_MARKS:
+        if data.startswith(mark):
+            return encoding
+    if b"\0" in data[: 1 << 16]:
+        return None
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        head = data[: 1 << 16]
+        controls = sum(byte < 9 or 13 < byte < 32 for byte in head)
+        return "cp1252" if controls * 50 <= len(head) else None
+    return "utf-8"
+
+
+def _described(data: bytes) -> str:
+    return f"A binary file of {len(data):,} bytes that begins with {data[:32].hex(' ')}."
