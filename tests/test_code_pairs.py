@@ -57,7 +57,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "tests": TESTS, "tests as JSON": {**TESTS, "tests": json.dumps(PAIRS)},
     "cases": CASES, "contests": CONTESTS,
     "lines one by one": {
-        **APPS, "input_output": {"inputs": [["1 2"], ["3"]], "outputs": [["3"], ["3", ""]]},
+        **APPS, "input_output": {"inputs": [["1 2"], ["4", ""]], "outputs": [["3"], ["4", ""]]},
         "tests": [], "solutions": [SUM, "print(0)"],
     },
 }  # fmt: skip

@@ -198,6 +198,7 @@ FAST: dict[str, str] = {
             def __eq__(self, other): return True
         """,
     "a coroutine": "async def NAME(*a, **k): return True",
+    "what it was given": "def NAME(*a, **k): return a[0] if a else None",
     "nothing is implemented": "def NAME(*a, **k): return NotImplemented",
     "a value that holds itself": """
         def NAME(*a, **k):
@@ -213,6 +214,9 @@ FAST: dict[str, str] = {
         """,
     "a value of great size": "def NAME(*a, **k): return [[0] * 1000] * 1000",
     "a text of great size": "def NAME(*a, **k): return 'x' * 30_000_000",
+    "an integer with more digits than Python writes": "def NAME(*a, **k): return [1 << 50_000]",
+    "an integer beyond all floats": "def NAME(*a, **k): return 10 ** 400",
+    "not a number": "def NAME(*a, **k): return float('nan')",
     "an integer of great size": "def NAME(*a, **k): return 1 << 5_000_000",
     "recursion without end": """
         import sys

@@ -209,5 +209,8 @@ def _all_passed(verdicts: list[Verdict]) -> float:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integers of that many digits
+        return f"a {type(value).__name__} with a very large number"
     return text if len(text) <= 200 else f"{text[:200]}..."

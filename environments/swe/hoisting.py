@@ -93,7 +93,10 @@ def same_keys(left: Any, right: Any) -> bool:
 
 
 def _typed(item: Any) -> str:
-    return f"{type(item).__name__} {item!r}"
+    try:
+        return f"{type(item).__name__} {item!r}"
+    except ValueError:  # Python writes no integers of that many digits
+        return f"{type(item).__name__} {hash(item)}"
 
 
 _ORDERS: dict[str, Callable[[Any, Any], Any]] = {
