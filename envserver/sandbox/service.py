@@ -151,6 +151,7 @@ class SandboxService:
             except (ConfigError, OSError) as error:
                 _log.error("sandbox_supervisor_not_started", reason=str(error))
                 self._stop_process()
+
     def _stop_process(self) -> None:
         self._control.close()
         if self._process is not None:
