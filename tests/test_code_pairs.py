@@ -99,7 +99,8 @@ async def test_rows_that_name_a_function_are_calls(name: str) -> None:
         task = env.task_from_row(FUNCTIONS[name])
         assert task.public["tests"] == ["assert close(add(*[1, 2]), 3)"]
         assert task.hidden["tests"] == ["assert close(add(*[3, 4]), 7)"]
-        method = "class Solution:\n    def add(self, a, b): return a + b"
+        hint = ": List[int]" if name == "cases" else ""
+        method = f"class Solution:\n    def add(self, a{hint}, b): return a + b"
         programs = {"def add(a, b): return a + b": 1.0, method: 1.0, "def add(a, b): return 3": 0.0}
         for program, reward in programs.items():
             assert (await env.score(task, Result(output=fenced(program)))).reward == reward

@@ -52,6 +52,9 @@ class Writer:
         if level > self.depth:
             raise Unwritable("the value is nested too deeply")
         kind = type(value)
+        if any((base.__module__, base.__name__) == ("numpy", "generic") for base in type.mro(kind)):
+            # A number of numpy is the number; whatever a class of that name gives is data, too.
+            return self.write(value.item(), level + 1)
         if value is None or kind is bool:
             return value
         if kind is str:

@@ -36,6 +36,17 @@ MAX_PAIRS = 40
 MAX_PAIR_CHARACTERS = 2**20
 MAX_CHARACTERS = 2**21
 MAX_PACKED_BYTES = 64 * 2**20
+IMPORTS = """\
+from typing import *
+from collections import *
+from functools import *
+from itertools import *
+from math import *
+import bisect, collections, functools, heapq, itertools, math, re, string
+from bisect import *
+from heapq import *
+"""
+"""What programs that begin as `class Solution` rely on, for where they come from it is there."""
 PYTHON3 = 3
 """CodeContests' number for the language of a solution."""
 
@@ -61,6 +72,7 @@ def read_pairs(row: dict[str, Any]) -> Problem:
         tests,
         visible,
         _reference(row),
+        preamble=IMPORTS if "class Solution" in starter else "",
         left_out=left_out,
         seconds=_seconds(row.get("time_limit")),
     )
