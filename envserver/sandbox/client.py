@@ -14,13 +14,22 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 
 from ..errors import InputError, SandboxLost, SandboxUnavailable
 from ..records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
-from .wire import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, WHOLE_WALLS, Frames, encode
+from .wire import (
+    MAX_ANSWER_TEXT_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_MESSAGE_BYTES,
+    WHOLE_WALLS,
+    Frames,
+    encode,
+)
+
+T = TypeVar("T")
 
 _GRACE_SECONDS = 10.0
 """Beyond its wall limit, until a sandbox that does not answer is taken for lost."""
@@ -152,7 +161,7 @@ class ConnectedSandbox:
         self._channel = channel
         self._channel.setblocking(False)
         self._pidfd = pidfd
-        self._frames = Frames()
+        self._frames = Frames(most_text=MAX_ANSWER_TEXT_BYTES)
         self._turn = asyncio.Lock()
         self._limits = SandboxLimits()
         self._closed = False
@@ -197,14 +206,16 @@ class ConnectedSandbox:
         return await self._run(list(argv), code, stdin, cwd, {}, limits)
 
     async def read(self, path: str, max_bytes: int = 1 << 20) -> bytes:
-        data: bytes = await self._ask(_FILE_SECONDS, "read", path, max_bytes)
+        data = self._checked(await self._ask(_FILE_SECONDS, "read", path, max_bytes), bytes)
+        if len(data) > max_bytes:
+            raise self._lost("it sent more than was asked for")
         return data
 
     async def write(self, path: str, data: bytes) -> None:
         await self._ask(_FILE_SECONDS, "write", path, data)
 
     async def total(self) -> SandboxUsage:
-        return msgspec.convert(await self._ask(_FILE_SECONDS, "total"), SandboxUsage)
+        return self._checked(await self._ask(_FILE_SECONDS, "total"), SandboxUsage)
 
     async def close(self) -> None:
         if self._closed:
@@ -260,7 +271,7 @@ class ConnectedSandbox:
             "limits": None if limits is None else msgspec.structs.asdict(limits),
         }
         answer = await self._ask(bound.wall_seconds + _GRACE_SECONDS, "run", request)
-        return msgspec.convert(answer, ExecResult)
+        return self._checked(answer, ExecResult)
 
     async def _ask(self, seconds: float, *request: Any) -> Any:
         """One request and its answer; requests of several tasks take turns.
@@ -289,6 +300,12 @@ class ConnectedSandbox:
             case ["error", str(), str() as message]:
                 raise InputError(f"In the sandbox: {message}.")
         raise self._lost("it sent an unknown answer")
+
+    def _checked(self, answer: object, kind: type[T]) -> T:
+        try:
+            return msgspec.convert(answer, kind)
+        except msgspec.ValidationError as error:
+            raise self._lost(f"its answer is none: {error}") from error
 
     async def _cancel(self, exchange: asyncio.Future[list[Any]]) -> None:
         loop = asyncio.get_running_loop()

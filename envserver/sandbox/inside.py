@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 _RECEIVE_BYTES = 2**18
+_LONGEST_PLACE = 4096
 
 
 class Refused(Exception):
@@ -91,7 +92,8 @@ class _Server:
             except OSError as error:
                 named = isinstance(error.filename, (str, bytes))  # else a descriptor's number
                 place = os.fsencode(error.filename if named else "").decode(errors="replace")
-                answer = ["error", "input", f"{place}: {error.strerror}".strip(": ")]
+                words = f"{place[:_LONGEST_PLACE]}: {error.strerror}"
+                answer = ["error", "input", words.strip(": ")]
             self._send(*answer)
 
     def _answer(self, request: list[Any]) -> list[Any]:
@@ -131,7 +133,12 @@ class _Server:
             limits=_tighter(self._limits, wanted["limits"]),
         )
         execution = Execution(program, wanted["stdin"], self._room, self._accounts, self._totals)
-        return execution.run(self._channel.fileno(), self._asked_to_cancel)
+        try:
+            return execution.run(self._channel.fileno(), self._asked_to_cancel)
+        except ConnectionError:
+            raise
+        except OSError as error:  # the machine's fault, not the asker's: the sandbox is lost
+            raise RuntimeError(f"the program could not be run: {error}") from error
 
     def _asked_to_cancel(self) -> bool:
         """Reads what has come while a program runs."""
@@ -190,5 +197,7 @@ def _unpack(archive: bytes, directory: str) -> None:
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
             tar.extractall(directory, filter="data")
-    except (tarfile.TarError, EOFError) as error:
+    except OSError:
+        raise
+    except Exception as error:
         raise Refused(f"the archive cannot be unpacked: {error}") from error

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import select
 import selectors
 import signal
@@ -42,6 +43,7 @@ MAX_ZYGOTES = 8
 READY = 2
 """Sandboxes that each zygote keeps for whoever comes next, while half of the places is free."""
 _END_SECONDS = 3.0
+_PAUSE_SECONDS = 0.01
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from envserver.sandbox.{module} import main; main(sys.argv[2])"
@@ -84,6 +86,8 @@ def main(boot_json: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to answer
     linux.die_with(boot.server_pid, signal.SIGTERM)
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)  # so that at the end we can wait for all
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # some for each client and sandbox
     Supervisor(boot, control).run()
 
 
@@ -208,7 +212,12 @@ class Supervisor:
     # Clients.
 
     def _accept(self, listening: socket.socket) -> None:
-        connection, _ = listening.accept()
+        try:
+            connection, _ = listening.accept()
+        except OSError:  # it has gone again, or no descriptor is left: then it waits
+            time.sleep(_PAUSE_SECONDS)
+            return
+        connection.setblocking(False)
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         _, uid, _ = struct.unpack("iII", credentials)
         if uid not in (os.geteuid(), 0):
@@ -221,7 +230,7 @@ class Supervisor:
         try:
             data = client.socket.recv(MAX_MESSAGE_BYTES)
             message = msgspec.msgpack.decode(data, type=tuple[str, int, tuple[str, ...]])
-        except (ConnectionError, msgspec.DecodeError):
+        except (ConnectionError, msgspec.DecodeError, UnicodeDecodeError):
             self._forget(client)
             return
         word, request_id, preload = message
@@ -246,8 +255,9 @@ class Supervisor:
     def _answer(self, client: _Client, *message: Any, descriptors: tuple[int, ...] = ()) -> None:
         try:
             socket.send_fds(client.socket, [msgspec.msgpack.encode(message)], descriptors)
-        except OSError:  # it is gone: the selector tells, and its sandboxes die then
-            return
+        except OSError:  # gone, or deaf: nobody waits for it, and its sandboxes die
+            with contextlib.suppress(OSError):
+                client.socket.shutdown(socket.SHUT_RDWR)  # so that the selector tells
 
     # Making sandboxes.
 
@@ -258,7 +268,12 @@ class Supervisor:
                 self._hand_over(zygote.ready.pop(0), self._queue.popleft())
             elif self._free:
                 wanted = self._queue.popleft()
-                self._make(self._zygote(wanted.preload), wanted)
+                try:
+                    zygote = self._zygote(wanted.preload)
+                except OSError as error:
+                    self._refuse(wanted, f"no zygote could be started: {error}")
+                    continue
+                self._make(zygote, wanted)
             else:
                 self._give_up_a_ready_one()
                 return
@@ -299,6 +314,10 @@ class Supervisor:
             theirs.close()
 
     def _zygote(self, preload: tuple[str, ...]) -> _Zygote:
+        """
+        Raises:
+            OSError: the machine has no room for another process or directory.
+        """
         zygote = self._zygotes.get(preload)
         if zygote is None:
             if len(self._zygotes) >= MAX_ZYGOTES:
@@ -447,9 +466,12 @@ class Supervisor:
             return
         if wanted.channel is not None:
             wanted.channel.close()
+        self._refuse(wanted, reason)
+        self._release(wanted.slot)
+
+    def _refuse(self, wanted: _Wanted, reason: str) -> None:
         if wanted.client is not None:
             self._answer(wanted.client, "failed", wanted.request_id, reason)
-        self._release(wanted.slot)
 
     # What goes wrong.
 

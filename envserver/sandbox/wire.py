@@ -24,6 +24,9 @@ MAX_MESSAGE_BYTES = 65536
 WHOLE_WALLS = ("namespace", "bubblewrap")
 """Behind these, the end of the server inside is the end of all its programs."""
 
+MAX_ANSWER_TEXT_BYTES = 2**20
+"""What programs wrote comes beside the text."""
+
 _lengths = struct.Struct(">II")
 _MARK = "$bytes"
 
@@ -49,9 +52,14 @@ def encode(*parts: Any) -> bytes:
 
 
 class Frames:
-    """Collects bytes into frames."""
+    """Collects bytes into frames.
 
-    def __init__(self) -> None:
+    Args:
+        most_text: bytes of text in one; text may be a hundred times as large when it is read.
+    """
+
+    def __init__(self, most_text: int = MAX_FRAME_BYTES) -> None:
+        self._most_text = most_text
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[list[Any]]:
@@ -64,7 +72,8 @@ class Frames:
         found = []
         while len(self._buffer) >= _lengths.size:
             size, text_size = _lengths.unpack_from(self._buffer)
-            if not _lengths.size + text_size <= size <= MAX_FRAME_BYTES:
+            whole = _lengths.size + text_size <= size <= MAX_FRAME_BYTES
+            if not whole or text_size > self._most_text:
                 raise ValueError(f"a frame of {size} bytes, {text_size} of them text")
             if len(self._buffer) < size:
                 break
@@ -78,6 +87,8 @@ def _decode(body: bytes, text_size: int) -> list[Any]:
         plain, lengths = json.loads(body[:text_size])
         pieces, start = [], text_size
         for length in lengths:
+            if not 0 <= length <= len(body) - start:
+                raise ValueError("bytes that are not there")
             pieces.append(body[start : start + length])
             start += length
         message = _restored(plain, pieces) if pieces else plain
