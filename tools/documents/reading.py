@@ -67,7 +67,13 @@ def preload() -> None:
 
 
 def to_text(
-    data: bytes, name: str, *, member: str = "", kind: str = "", limits: Limits | None = None
+    data: bytes,
+    name: str,
+    *,
+    member: str = "",
+    kind: str = "",
+    base_url: str = "",
+    limits: Limits | None = None,
 ) -> Text:
     """The text of a document, read in a bounded process.
 
@@ -75,6 +81,7 @@ def to_text(
         name: of the file; its ending counts where the first bytes do not tell.
         member: of a zip archive: what of it to read; archives in it stand before MEMBER_MARK.
         kind: what it is, where the caller knows better ("html").
+        base_url: where a page is, for the addresses of its links.
 
     Raises:
         DocumentError: it cannot be read, or it passes the limits.
@@ -84,7 +91,7 @@ def to_text(
         raise DocumentError(f"{name} has {len(data):,} bytes; the most is {limits.input_bytes:,}.")
 
     def work() -> list[object]:
-        text = read_bytes(data, name, member=member, kind=kind, limits=limits)
+        text = read_bytes(data, name, member=member, kind=kind, base_url=base_url, limits=limits)
         notes = list(text.notes)
         if len(text.text) > limits.characters:
             notes.append(f"only the first {limits.characters:,} characters of it were read")
@@ -104,7 +111,13 @@ def to_text(
 
 
 def read_bytes(
-    data: bytes, name: str, *, member: str = "", kind: str = "", limits: Limits | None = None
+    data: bytes,
+    name: str,
+    *,
+    member: str = "",
+    kind: str = "",
+    base_url: str = "",
+    limits: Limits | None = None,
 ) -> Text:
     """`to_text` in this process, where only the sizes are bounded. Raises whatever a library does.
 
@@ -123,7 +136,7 @@ def read_bytes(
         name, kind = f"{name}{MEMBER_MARK}{step}", ""
     kind = kind or kind_of(data, name)
     try:
-        return _read(data, name, kind, limits)
+        return _read(data, kind, base_url, limits)
     except (archives.BadArchive, images.BadImage) as error:
         raise DocumentError(f"{name}: {error}") from error
     except ImportError as error:
@@ -151,14 +164,14 @@ def kind_of(data: bytes, name: str) -> str:
     return ending[1:] if ending[1:].isalnum() and len(ending) <= 8 else "text"
 
 
-def _read(data: bytes, name: str, kind: str, limits: Limits) -> Text:
+def _read(data: bytes, kind: str, base_url: str, limits: Limits) -> Text:
     readers: dict[str, Callable[[], Text]] = {
         "xlsx": lambda: _office(office.xlsx, data, "xlsx", limits),
         "docx": lambda: _office(office.docx, data, "docx", limits),
         "pptx": lambda: _office(office.pptx, data, "pptx", limits),
         "pdf": lambda: Text("pdf", office.pdf(data, limits.characters)),
         "zip": lambda: Text("zip", archives.listing(data, limits)),
-        "html": lambda: _html(data),
+        "html": lambda: _html(data, base_url),
         "binary": lambda: Text("binary", _described(data)),
     }
     if kind in readers:
@@ -173,8 +186,8 @@ def _office(reader: Callable[[bytes, int], str], data: bytes, kind: str, limits:
     return Text(kind, reader(data, limits.characters))
 
 
-def _html(data: bytes) -> Text:
-    title, text = html_to_text(decoded(data))
+def _html(data: bytes, base_url: str) -> Text:
+    title, text = html_to_text(decoded(data), base_url)
     return Text("html", text, title=title)
 
 

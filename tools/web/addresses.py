@@ -1,0 +1,114 @@
+"""Which addresses a page reader may reach, and how one address is always written.
+
+A model names the pages, so what it names must not lead into the server's own network: not by a
+number, not by a name that stands for one, not after a redirect. Names are looked up once, checked,
+and the connection goes to what was checked.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from typing import Any
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
+
+from aiohttp import ThreadedResolver
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+MOST_URL_CHARACTERS = 2000
+_NUMBER = re.compile(r"(0x[0-9a-f]*|[0-9]+)\Z", re.I)
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_PORTS = {"http": 80, "https": 443}
+_SAFE = "%/:=&?~#+!$,;'@()*[]|"
+
+
+class BadAddress(ValueError):
+    """No address that may be read; says why."""
+
+
+class PrivateAddress(OSError):
+    """The name stands for an address that is none of the public internet."""
+
+
+def normal_url(url: str) -> str:
+    """The one way in which `url` is written: no fragment, no default port, no tracking words.
+
+    Raises:
+        BadAddress: it is no address of a web page.
+    """
+    url = url.strip()
+    if len(url) > MOST_URL_CHARACTERS:
+        raise BadAddress("the address is too long")
+    if "://" not in url:
+        url = f"https://{url}"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+        host = (parts.hostname or "").rstrip(".")
+        if not host.isascii():
+            host = host.encode("idna").decode()
+    except (ValueError, UnicodeError) as error:
+        raise BadAddress(f"it is no address: {error}") from error
+    if parts.scheme not in _PORTS:
+        raise BadAddress("only http and https can be read")
+    if not host or any(character.isspace() for character in host):
+        raise BadAddress("it names no host")
+    if parts.username is not None or parts.password is not None:
+        raise BadAddress("an address with a user name is not read")
+    host = f"[{host}]" if ":" in host else host
+    place = host if port in (None, _PORTS[parts.scheme]) else f"{host}:{port}"
+    query = parts.query
+    if "utm_" in query:
+        pairs = parse_qsl(query, keep_blank_values=True)
+        query = urlencode([pair for pair in pairs if not pair[0].startswith("utm_")])
+    path = quote(parts.path or "/", safe=_SAFE)
+    return urlunsplit((parts.scheme, place, path, quote(query, safe=_SAFE), ""))
+
+
+def check_literal(host: str) -> None:
+    """Refuses a host that is a number of a private network, or a number in disguise.
+
+    Raises:
+        PrivateAddress: it is one.
+    """
+    try:
+        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        if _NUMBER.match(host.rstrip(".").rpartition(".")[2]):
+            raise PrivateAddress(f"{host} is no proper address") from None
+        return
+    if not is_public(address):
+        raise PrivateAddress(f"{host} is no public address")
+
+
+def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Whether it is of the public internet, also when it is wrapped in another."""
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour
+        if inner is None and address in _NAT64:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(inner)
+        if address.teredo is not None:
+            return False
+    return address.is_global and not address.is_multicast
+
+
+class PublicResolver(AbstractResolver):
+    """Looks names up; one that leads to any private address leads nowhere."""
+
+    def __init__(self) -> None:
+        self._resolver = ThreadedResolver()
+
+    async def resolve(
+        self, host: str, port: int = 0, family: Any = socket.AF_INET
+    ) -> list[ResolveResult]:
+        found = await self._resolver.resolve(host, port, family)
+        for result in found:
+            if not is_public(ipaddress.ip_address(result["host"].partition("%")[0])):
+                raise PrivateAddress(f"{host} leads to a private address")
+        return found
+
+    async def close(self) -> None:
+        await self._resolver.close()

@@ -1,0 +1,207 @@
+"""Search providers: how each is asked, and how its raw answer is read.
+
+Asking and reading are apart, for recordings keep the raw answer: what is read from it then is the
+same on every day.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from typing import Any, Protocol
+from urllib.parse import parse_qs, urlsplit
+
+from .fetching import Fetcher, ProviderFailed, Raw
+
+TAVILY_URL = "https://api.tavily.com"
+DUCKDUCKGO_URL = "https://html.duckduckgo.com/html/"
+_OF_TAVILY = frozenset(
+    (
+        *("search_depth", "topic", "time_range", "start_date", "end_date", "days", "country"),
+        *("include_domains", "exclude_domains", "include_answer", "include_raw_content"),
+        *("include_images", "chunks_per_source", "exact_match", "format", "extract_depth"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One result of a search."""
+
+    title: str
+    url: str
+    text: str
+    published: str = ""
+
+
+class SearchProvider(Protocol):
+    """Finds pages."""
+
+    name: str
+
+    async def search(self, fetcher: Fetcher, query: str, most: int, options: dict[str, Any]) -> Raw:
+        """Its raw answer.
+
+        Raises:
+            ProviderFailed: it gives none.
+        """
+
+    def hits(self, raw: Raw) -> list[Hit]:
+        """What stands in it. Raises ProviderFailed where it is no answer."""
+
+
+class Tavily:
+    """https://tavily.com by its HTTP API: search, and text of pages.
+
+    Args:
+        key: stays in this object; it goes to `url` and nowhere else.
+    """
+
+    name = "tavily"
+
+    def __init__(self, key: str, url: str = TAVILY_URL) -> None:
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._url = url.rstrip("/")
+
+    async def search(self, fetcher: Fetcher, query: str, most: int, options: dict[str, Any]) -> Raw:
+        body = {"query": query, "max_results": most, **known_options(options)}
+        return await self._ask(fetcher, "search", body)
+
+    async def extract(self, fetcher: Fetcher, url: str) -> Raw:
+        """Its reading of one page. Raises like `search`."""
+        return await self._ask(fetcher, "extract", {"urls": [url]})
+
+    def hits(self, raw: Raw) -> list[Hit]:
+        found = _object(raw).get("results")
+        return [
+            Hit(
+                title=str(result.get("title") or ""),
+                url=str(result.get("url") or ""),
+                text=str(result.get("content") or ""),
+                published=str(result.get("published_date") or ""),
+            )
+            for result in (found if isinstance(found, list) else [])
+            if isinstance(result, dict)
+        ]
+
+    async def _ask(self, fetcher: Fetcher, path: str, body: dict[str, Any]) -> Raw:
+        raw = await fetcher.ask("POST", f"{self._url}/{path}", headers=self._headers, json=body)
+        if raw.status != 200:
+            words = _WORDS.get(raw.status, "it refuses the request")
+            raise ProviderFailed(f"Tavily answered HTTP status {raw.status}: {words}.")
+        return raw
+
+
+_WORDS = {
+    401: "the key is missing or wrong (TAVILY_API_KEY of the server)",
+    403: "the key may not do this",
+    432: "the plan's limit is reached",
+    433: "the pay-as-you-go limit is reached",
+}
+
+
+def known_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of Tavily's options that change what is found."""
+    return {name: value for name, value in options.items() if name in _OF_TAVILY}
+
+
+def extracted(raw: Raw) -> str:
+    """The text in an answer of Tavily's `extract`; "" where it could not read the page."""
+    results = _object(raw).get("results")
+    first = results[0] if isinstance(results, list) and results else {}
+    return str(first.get("raw_content") or "") if isinstance(first, dict) else ""
+
+
+def _object(raw: Raw) -> dict[str, Any]:
+    try:
+        value = json.loads(raw.body)
+    except (ValueError, RecursionError) as error:
+        raise ProviderFailed("The provider's answer is no JSON.") from error
+    if not isinstance(value, dict):
+        raise ProviderFailed("The provider's answer is no JSON object.")
+    return value
+
+
+class DuckDuckGo:
+    """https://duckduckgo.com without a key, by its page for browsers without scripts."""
+
+    name = "duckduckgo"
+
+    def __init__(self, url: str = DUCKDUCKGO_URL) -> None:
+        self._url = url
+
+    async def search(self, fetcher: Fetcher, query: str, most: int, options: dict[str, Any]) -> Raw:
+        raw = await fetcher.ask(
+            "POST", self._url, headers={"user-agent": "Mozilla/5.0"}, data={"q": query}
+        )
+        if raw.status != 200:  # 202 is its riddle for robots
+            raise ProviderFailed(
+                f"DuckDuckGo answered HTTP status {raw.status}: it lets us ask no more for now."
+            )
+        return raw
+
+    def hits(self, raw: Raw) -> list[Hit]:
+        page = _ResultPage()
+        page.feed(raw.body.decode(errors="replace"))
+        page.close()
+        return page.hits()
+
+
+class _ResultPage(HTMLParser):
+    """Links of class result__a, each followed by an element of class result__snippet."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self._found: list[dict[str, str]] = []
+        self._part = ""
+        self._tag = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        facts = dict(attrs)
+        classes = (facts.get("class") or "").split()
+        if "result__a" in classes:
+            self._found.append({"title": "", "url": _target(facts.get("href") or ""), "text": ""})
+            self._part, self._tag = "title", tag
+        elif "result__snippet" in classes and self._found:
+            self._part, self._tag = "text", tag
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == self._tag:
+            self._part = self._tag = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._part:
+            self._found[-1][self._part] += data
+
+    def hits(self) -> list[Hit]:
+        def plain(text: str) -> str:
+            return " ".join(text.split())
+
+        return [
+            Hit(plain(found["title"]), found["url"], plain(found["text"]))
+            for found in self._found
+            if found["url"].startswith(("http://", "https://"))
+            and "duckduckgo.com/y.js" not in found["url"]  # an advertisement
+        ]
+
+
+def _target(href: str) -> str:
+    """Where a link of the result page leads at last."""
+    inner = parse_qs(urlsplit(href).query).get("uddg")
+    return inner[0] if inner else href
+
+
+def answer_like_tavily(query: str, hits: Iterable[Hit]) -> dict[str, Any]:
+    """Hits in the shape of an answer of Tavily's, for its own client."""
+    return {
+        "query": query,
+        "answer": None,
+        "images": [],
+        "follow_up_questions": None,
+        "results": [
+            {"title": hit.title, "url": hit.url, "content": hit.text, "score": 0.0} for hit in hits
+        ],
+        "response_time": 0.0,
+    }

@@ -1,0 +1,324 @@
+"""What of the web was seen, kept by its content: the same request gives the same answer again.
+
+    live    ask the web; equal requests of one group are answered once, nothing is kept on disk
+    record  what is there is taken from the recording, the rest is asked for and kept
+    replay  only what is there; anything else is NotRecorded
+    off     no web at all
+
+In the folder: `index/ab/{key}.json` says what a request was answered with, `blobs/cd/{sha256}` is
+the raw body. The key is the SHA-256 of the request's canonical JSON with the epoch. Files appear
+whole or not at all, and many processes may use one folder at once: a request is asked for by one of
+them, the others wait for it. What failed for a reason that may pass is kept for replays only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import io
+import json
+import os
+import re
+import secrets
+import tarfile
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from .fetching import Raw
+
+Mode = Literal["live", "record", "replay", "off"]
+
+_LOCK_SECONDS = 180.0
+_LOOK_SECONDS = 0.02
+_MOST_REMEMBERED_BYTES = 256 << 20
+_INDEX_NAME = re.compile(r"index/[0-9a-f]{2}/([0-9a-f]{64})\.json")
+_BLOB_NAME = re.compile(r"blobs/[0-9a-f]{2}/([0-9a-f]{64})")
+_MOST_MEMBER_BYTES = 256 << 20
+
+
+class NotRecorded(Exception):
+    """The request is none of the recorded web, and nothing else may be asked."""
+
+
+@dataclass
+class Metrics:
+    """Counts since the start. `joined`: requests that another one's answer served."""
+
+    hits: int = 0
+    joined: int = 0
+    misses: int = 0
+    stored: int = 0
+    failures: int = 0
+    upstream_calls: int = 0
+    upstream_seconds: float = 0.0
+    upstream_bytes: int = 0
+    leaks_dropped: int = 0
+
+    def as_dict(self) -> dict[str, float]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+class Recorder:
+    """Answers requests in one of the modes.
+
+    Args:
+        folder: of the recording; needed to record and to replay.
+        epoch: names one state of the web; another epoch shares nothing with it.
+    """
+
+    def __init__(self, mode: Mode, folder: Path | str | None = None, epoch: str = "1") -> None:
+        if mode in ("record", "replay") and folder is None:
+            raise ValueError(f"mode {mode} needs a folder")
+        self.mode = mode
+        self.epoch = epoch
+        self.metrics = Metrics()
+        self._store = Store(Path(folder)) if folder is not None else None
+        self._flights: dict[str, asyncio.Task[Raw]] = {}
+        self._seen: OrderedDict[str, Raw] = OrderedDict()
+        self._seen_bytes = 0
+
+    async def get(
+        self,
+        request: Mapping[str, Any],
+        fetch: Callable[[], Awaitable[Raw]],
+        *,
+        group: str = "",
+    ) -> Raw:
+        """The answer to `request`.
+
+        Args:
+            request: JSON-like, written in one way only; all that the answer depends on.
+            fetch: asks the web for it; what it raises, every waiter gets, and nothing keeps.
+            group: whose equal requests get one answer in mode live.
+
+        Raises:
+            NotRecorded: modes replay and off.
+            Exception: as `fetch` does.
+        """
+        if self.mode == "off":
+            raise NotRecorded("there is no web here")
+        key = key_of(request, self.epoch)
+        place = key if self.mode != "live" else f"{group}/{key}"
+        if place in self._seen:
+            self.metrics.hits += 1
+            self._seen.move_to_end(place)
+            return self._seen[place]
+        flight = self._flights.get(place)
+        if flight is None:
+            flight = asyncio.create_task(self._answer(key, request, fetch))
+            self._flights[place] = flight
+            flight.add_done_callback(lambda task: self._landed(place, group, task))
+        else:
+            self.metrics.joined += 1
+        # One that asks no more must not end it for the others.
+        return await asyncio.shield(flight)
+
+    async def aclose(self) -> None:
+        """Ends what is still asked for."""
+        flights = list(self._flights.values())
+        for flight in flights:
+            flight.cancel()
+        await asyncio.gather(*flights, return_exceptions=True)
+
+    def _landed(self, place: str, group: str, flight: asyncio.Task[Raw]) -> None:
+        del self._flights[place]
+        if flight.cancelled() or flight.exception() is not None:
+            return
+        raw = flight.result()
+        if (self.mode == "live" and not group) or (self.mode == "record" and not raw.lasting):
+            return
+        self._seen[place] = raw
+        self._seen_bytes += len(raw.body)
+        while self._seen_bytes > _MOST_REMEMBERED_BYTES or len(self._seen) > 10_000:
+            _, old = self._seen.popitem(last=False)
+            self._seen_bytes -= len(old.body)
+
+    async def _answer(
+        self, key: str, request: Mapping[str, Any], fetch: Callable[[], Awaitable[Raw]]
+    ) -> Raw:
+        if self._store is None or self.mode == "live":
+            return await self._fetched(fetch)
+        found = await asyncio.to_thread(self._store.load, key)
+        if self.mode == "replay":
+            if found is None:
+                self.metrics.misses += 1
+                raise NotRecorded("this is not in the recorded web")
+            self.metrics.hits += 1
+            return found
+        if found is not None and found.lasting:
+            self.metrics.hits += 1
+            return found
+        async with self._store.alone(key):
+            found = await asyncio.to_thread(self._store.load, key)
+            if found is not None and found.lasting:
+                self.metrics.joined += 1
+                return found
+            self.metrics.misses += 1
+            raw = await self._fetched(fetch)
+            self.metrics.stored += 1
+            return await asyncio.to_thread(self._store.save, key, request, self.epoch, raw)
+
+    async def _fetched(self, fetch: Callable[[], Awaitable[Raw]]) -> Raw:
+        started = time.monotonic()
+        self.metrics.upstream_calls += 1
+        try:
+            raw = await fetch()
+        except Exception:
+            self.metrics.failures += 1
+            raise
+        finally:
+            self.metrics.upstream_seconds += time.monotonic() - started
+        self.metrics.upstream_bytes += len(raw.body)
+        return raw
+
+
+def key_of(request: Mapping[str, Any], epoch: str) -> str:
+    """Under which the answer to `request` is kept."""
+    whole = {"epoch": epoch, "request": request}
+    canonical = json.dumps(whole, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(canonical.encode(errors="surrogatepass")).hexdigest()
+
+
+class Store:
+    """A folder of recorded answers; the methods block."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def load(self, key: str) -> Raw | None:
+        """The answer under `key`; None where there is none, or its files are damaged."""
+        try:
+            facts = json.loads(self._index(key).read_bytes())
+            body = self._blob(facts["blob"]).read_bytes()
+            if hashlib.sha256(body).hexdigest() != facts["blob"]:
+                return None
+            return Raw(body=body, **facts["answer"])
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def save(self, key: str, request: Mapping[str, Any], epoch: str, raw: Raw) -> Raw:
+        """Keeps `raw` under `key`, unless an answer that lasts is there already; what is there."""
+        digest = hashlib.sha256(raw.body).hexdigest()
+        if not self._is_whole(digest):
+            _replace(self._blob(digest), raw.body)
+        there = self.load(key)
+        if there is not None and there.lasting:
+            return there
+        answer = {name: value for name, value in asdict(raw).items() if name != "body"}
+        facts = {
+            "request": dict(request),
+            "epoch": epoch,
+            "answer": answer,
+            "blob": digest,
+            "fetched_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        _replace(self._index(key), json.dumps(facts, ensure_ascii=True, indent=1).encode())
+        return raw
+
+    @asynccontextmanager
+    async def alone(self, key: str) -> AsyncIterator[None]:
+        """Only one process at a time is within this for `key`; one that dies lets the next in."""
+        path = self._folder / "locks" / key[:2] / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            until = time.monotonic() + _LOCK_SECONDS
+            while time.monotonic() < until:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    await asyncio.sleep(_LOOK_SECONDS)
+            yield
+        finally:
+            os.close(lock)
+
+    def export(self, path: Path) -> int:
+        """Writes all of it to a tar archive, the same bytes for the same recording; how many
+        answers.
+        """
+        count = 0
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        with tarfile.open(partial, "w") as archive:
+            for part, pattern in (("blobs", _BLOB_NAME), ("index", _INDEX_NAME)):
+                for file in sorted((self._folder / part).glob("*/*")):
+                    name = file.relative_to(self._folder).as_posix()
+                    if not pattern.fullmatch(name):
+                        continue
+                    content = file.read_bytes()
+                    facts = tarfile.TarInfo(name)
+                    facts.size = len(content)
+                    archive.addfile(facts, io.BytesIO(content))
+                    count += part == "index"
+        partial.replace(path)
+        return count
+
+    def take_in(self, path: Path) -> int:
+        """Adds what an archive of `export` holds; what is here already stays. How many are new.
+
+        Raises:
+            ValueError: it holds something else, or a damaged body; what came before it is in.
+        """
+        count = 0
+        with tarfile.open(path, "r:") as archive:
+            for facts in archive:
+                stream = archive.extractfile(facts) if facts.isreg() else None
+                if stream is None or facts.size > _MOST_MEMBER_BYTES:
+                    raise ValueError(f"{facts.name[:200]!r} is no part of a recording")
+                content = stream.read()
+                blob, index = _BLOB_NAME.fullmatch(facts.name), _INDEX_NAME.fullmatch(facts.name)
+                if blob and hashlib.sha256(content).hexdigest() == blob[1]:
+                    if not self._is_whole(blob[1]):
+                        _replace(self._blob(blob[1]), content)
+                elif index and _key_in(content) == index[1]:
+                    if self.load(index[1]) is None:
+                        _replace(self._index(index[1]), content)
+                        count += 1
+                else:
+                    raise ValueError(f"{facts.name[:200]!r} is no part of a recording")
+        return count
+
+    def _is_whole(self, digest: str) -> bool:
+        try:
+            return hashlib.sha256(self._blob(digest).read_bytes()).hexdigest() == digest
+        except FileNotFoundError:
+            return False
+
+    def _index(self, key: str) -> Path:
+        return self._folder / "index" / key[:2] / f"{key}.json"
+
+    def _blob(self, digest: str) -> Path:
+        if not re.fullmatch("[0-9a-f]{64}", digest):
+            raise ValueError("no name of a body")
+        return self._folder / "blobs" / digest[:2] / digest
+
+
+def _key_in(content: bytes) -> str:
+    """The key that an index file must stand under; "" where it is none."""
+    try:
+        facts = json.loads(content)
+        return key_of(facts["request"], facts["epoch"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """`path` holds `content` now, or what it held before; nothing between."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

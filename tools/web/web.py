@@ -1,0 +1,345 @@
+"""Search and pages as agents see them: asked for by way of the recording, filtered, in pages.
+
+What is shown is made anew from the raw answer each time, by the same code: the same recording gives
+the same words. What the agent did wrong, and what the web does not have, is a ToolError; that a
+provider fails is ProviderFailed, which is nobody's observation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import unicodedata
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from ..calling import Tool, ToolError, toolbox
+from ..documents import DocumentError, Limits, Text, page_of, to_text
+from ..documents.tool import MOST_PAGE_CHARACTERS, PAGE_CHARACTERS, found_in
+from .addresses import BadAddress, normal_url
+from .fetching import Fetcher, FetchLimits, ProviderFailed, Raw
+from .leaks import DENIED, LeakFilter
+from .providers import DuckDuckGo, Hit, SearchProvider, Tavily, extracted, known_options
+from .recording import Mode, NotRecorded, Recorder
+
+VERSION = 1
+"""Of what requests mean; another one shares no recording with it."""
+MOST_RESULTS = 20
+LEAK = "web_leak_dropped"
+_MOST_QUERY = 400
+_MOST_HIT = 1000
+_MOST_TEXTS = 64
+_READERS = 4
+"""Pages that are turned into text at a time."""
+_PAGE_LIMITS = Limits(seconds=20, memory_mb=512, characters=1_000_000)
+_CHARSET = re.compile(r"charset\s*=\s*[\"']?([\w.:-]{1,40})", re.I)
+_KINDS = {"text/html": "html", "application/xhtml+xml": "html"}
+
+
+@dataclass(frozen=True)
+class WebSettings:
+    """How agents see the web.
+
+    Args:
+        mode, folder, epoch: see `recording`.
+        provider: "tavily" needs a key, "duckduckgo" none.
+        provider_url: unset: the provider's own.
+        reader: who reads pages: "own", or "tavily" by its extraction.
+        allow_private: let pages be of private networks.
+        denied: places that are never shown, in the form of `leaks.DENIED`.
+    """
+
+    mode: Mode = "live"
+    folder: Path | str | None = None
+    epoch: str = "1"
+    provider: Literal["tavily", "duckduckgo"] = "tavily"
+    provider_url: str = ""
+    reader: Literal["own", "tavily"] = "own"
+    allow_private: bool = False
+    denied: tuple[str, ...] = DENIED
+    limits: FetchLimits = field(default_factory=FetchLimits)
+
+
+@dataclass(frozen=True)
+class Viewer:
+    """Who looks.
+
+    Args:
+        group: whose members see one web in mode live; "": nobody else's.
+        question: that no text may repeat; "": no such check.
+        flag: is told LEAK when something was kept from the viewer.
+    """
+
+    group: str = ""
+    question: str = ""
+    flag: Callable[[str], object] = lambda name: None
+
+
+class Web:
+    """The web. `async with` it.
+
+    Args:
+        key: of the provider; it goes nowhere but there.
+
+    Raises:
+        ValueError: the settings need a key or a folder that is not there.
+    """
+
+    def __init__(self, settings: WebSettings | None = None, *, key: str = "") -> None:
+        self._settings = settings = settings or WebSettings()
+        asks = settings.mode in ("live", "record")
+        needs_key = "tavily" in (settings.provider, settings.reader)
+        if asks and needs_key and not key:
+            raise ValueError("Tavily needs a key: set TAVILY_API_KEY, or take provider duckduckgo")
+        self._tavily = Tavily(key, **_at(settings.provider_url))
+        self._provider: SearchProvider = (
+            DuckDuckGo(**_at(settings.provider_url))
+            if settings.provider == "duckduckgo"
+            else self._tavily
+        )
+        self._recorder = Recorder(settings.mode, settings.folder, settings.epoch)
+        self._fetcher = Fetcher(settings.limits, allow_private=settings.allow_private)
+        self._leaks = LeakFilter(settings.denied)
+        self._texts: OrderedDict[str, Text] = OrderedDict()
+        self._places = asyncio.Semaphore(_READERS)
+        self.metrics = self._recorder.metrics
+
+    async def __aenter__(self) -> Self:
+        await self._fetcher.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._recorder.aclose()
+        await self._fetcher.__aexit__(*error)
+
+    async def search(self, query: str, max_results: int, viewer: Viewer) -> str:
+        """Results, best first, as a numbered list. Raises ToolError, ProviderFailed."""
+        hits = await self.hits(query, max_results, {}, viewer)
+        if not hits:
+            return f"[no results for {query[:_MOST_QUERY]!r}]"
+        return "\n\n".join(_shown(number, hit) for number, hit in enumerate(hits, start=1))
+
+    async def hits(
+        self, query: str, most: int, options: dict[str, Any], viewer: Viewer
+    ) -> list[Hit]:
+        """Results that the viewer may see. Raises like `search`."""
+        raw = await self.raw_search(query, most, options, viewer)
+        return [hit for hit in self._provider.hits(raw) if self.may_see(hit, viewer)][:most]
+
+    async def raw_search(
+        self, query: str, most: int, options: dict[str, Any], viewer: Viewer
+    ) -> Raw:
+        """The provider's own answer, not filtered. Raises like `search`."""
+        query = " ".join(unicodedata.normalize("NFC", query).split())
+        if not query:
+            raise ToolError("the query is empty.")
+        if len(query) > _MOST_QUERY:
+            raise ToolError(f"the query is over {_MOST_QUERY} characters.")
+        options = known_options(options) if self._provider is self._tavily else {}
+        request = {
+            "tool": "search",
+            "version": VERSION,
+            "provider": self._provider.name,
+            "query": query,
+            "max_results": most,
+            "options": options,
+        }
+
+        async def ask() -> Raw:
+            raw = await self._provider.search(self._fetcher, query, most, options)
+            self._provider.hits(raw)  # what is no answer must not be kept
+            return raw
+
+        return await self._recorded(request, ask, viewer)
+
+    def may_see(self, hit: Hit, viewer: Viewer) -> bool:
+        """Whether a result is none that gives the task away; if it does, that is told."""
+        text = f"{hit.title}\n{hit.text}"
+        if self._leaks.denies(hit.url) or self._leaks.repeats(text, viewer.question):
+            self._dropped(viewer)
+            return False
+        return True
+
+    async def visit(self, url: str, offset: int, limit: int, viewer: Viewer) -> str:
+        """One page of the text at `url`. Raises ToolError, ProviderFailed."""
+        where, text = await self.page(url, viewer)
+        return page_of(text, where, offset, limit)
+
+    async def find(self, url: str, text: str, viewer: Viewer) -> str:
+        """Where `text` stands at `url`. Raises ToolError, ProviderFailed."""
+        where, page = await self.page(url, viewer)
+        return found_in(page, where, text)
+
+    async def page(self, url: str, viewer: Viewer) -> tuple[str, Text]:
+        """Where a page is at last, and its text. Raises ToolError, ProviderFailed."""
+        try:
+            url = normal_url(url)
+        except BadAddress as error:
+            raise ToolError(f"{url[:200]!r} cannot be read: {error}.") from error
+        self._check_place(url, viewer)
+        raw = await self._recorded(
+            {"tool": "page", "version": VERSION, "reader": self._settings.reader, "url": url},
+            lambda: self._fetch(url),
+            viewer,
+        )
+        self._check_place(raw.url, viewer)
+        if raw.error:
+            raise ToolError(f"{url} cannot be read: {raw.error}.")
+        text = await self._text(raw)
+        if self._leaks.repeats(text.text, viewer.question):
+            self._dropped(viewer)
+            raise ToolError(f"{url} is not shown: it repeats the question of this task.")
+        return raw.url, text
+
+    async def _fetch(self, url: str) -> Raw:
+        if self._settings.reader == "own":
+            return await self._fetcher.page(url)
+        answer = await self._tavily.extract(self._fetcher, url)
+        words = extracted(answer)
+        if not words:
+            return Raw(url, 200, "", b"", "Tavily gives no text of it", lasting=False)
+        return Raw(url, 200, "text/markdown; charset=utf-8", words.encode(errors="replace"))
+
+    async def _recorded(
+        self, request: dict[str, Any], fetch: Callable[[], Any], viewer: Viewer
+    ) -> Raw:
+        try:
+            return await self._recorder.get(request, fetch, group=viewer.group)
+        except NotRecorded as error:
+            raise ToolError(f"{error}.") from error
+
+    def _check_place(self, url: str, viewer: Viewer) -> None:
+        if self._leaks.denies(url):
+            self._dropped(viewer)
+            raise ToolError(f"{url} is not shown: benchmarks are kept there.")
+
+    def _dropped(self, viewer: Viewer) -> None:
+        self.metrics.leaks_dropped += 1
+        viewer.flag(LEAK)
+
+    async def _text(self, raw: Raw) -> Text:
+        key = hashlib.sha256(raw.body + f"\0{raw.url}\0{raw.content_type}".encode()).hexdigest()
+        if key not in self._texts:
+            async with self._places:
+                try:
+                    text = await asyncio.to_thread(_read, raw)
+                except DocumentError as error:
+                    raise ToolError(str(error)) from error
+            self._texts[key] = text
+            if len(self._texts) > _MOST_TEXTS:
+                self._texts.popitem(last=False)
+        else:
+            self._texts.move_to_end(key)
+        return self._texts[key]
+
+
+def _at(url: str) -> dict[str, str]:
+    return {"url": url} if url else {}
+
+
+def _shown(number: int, hit: Hit) -> str:
+    lines = [f"{number}. {hit.title or '(no title)'}", f"   {hit.url}"]
+    if hit.published:
+        lines.append(f"   published: {hit.published}")
+    if hit.text:
+        text = " ".join(hit.text.split())
+        lines.append(f"   {text if len(text) <= _MOST_HIT else text[:_MOST_HIT] + ' ...'}")
+    return "\n".join(lines)
+
+
+def _read(raw: Raw) -> Text:
+    kind = raw.content_type.partition(";")[0].strip().lower()
+    data = _in_unicode(raw) if kind.startswith("text/") or kind in _KINDS else raw.body
+    name = raw.url.partition("?")[0]
+    return to_text(data, name, kind=_KINDS.get(kind, ""), base_url=raw.url, limits=_PAGE_LIMITS)
+
+
+def _in_unicode(raw: Raw) -> bytes:
+    """The body in UTF-8, by what the server or the page itself says of its letters."""
+    head = raw.body[:2048].decode("latin-1")
+    found = _CHARSET.search(raw.content_type) or _CHARSET.search(head)
+    if found is None:
+        return raw.body
+    try:
+        return raw.body.decode(found[1], errors="replace").encode(errors="replace")
+    except (LookupError, ValueError):
+        return raw.body
+
+
+def web_tools(web: Web, viewer: Viewer | None = None) -> dict[str, Tool]:
+    """`web_search`, `visit_page` and `find_in_page` for one viewer."""
+    looks = viewer or Viewer()
+
+    async def search(query: str, max_results: int = 5) -> str:
+        return await web.search(query, max_results, looks)
+
+    async def visit(url: str, offset: int = 0, limit: int = PAGE_CHARACTERS) -> str:
+        return await web.visit(url, offset, limit, looks)
+
+    async def find(url: str, text: str) -> str:
+        return await web.find(url, text, looks)
+
+    most = MOST_PAGE_CHARACTERS + 3000
+    return toolbox(Tool(SEARCH, search, most), Tool(VISIT, visit, most), Tool(FIND, find, most))
+
+
+def _description(name: str, words: str, needed: int, **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": words,
+            "parameters": {
+                "type": "object",
+                "properties": properties,
+                "required": list(properties)[:needed],
+                "additionalProperties": False,
+            },
+        },
+    }
+
+
+_URL = {"type": "string", "description": "The address of the page."}
+SEARCH = _description(
+    "web_search",
+    "Searches the web; the best results with title, address and an excerpt.",
+    1,
+    query={"type": "string", "description": "What to search for."},
+    max_results={
+        "type": "integer",
+        "minimum": 1,
+        "maximum": MOST_RESULTS,
+        "description": "How many results; default 5.",
+    },
+)
+VISIT = _description(
+    "visit_page",
+    "The text of a web page, or of a document on the web (PDF, spreadsheet ...), in pages.",
+    1,
+    url=_URL,
+    offset={
+        "type": "integer",
+        "minimum": 0,
+        "description": "The first character of the page; default 0.",
+    },
+    limit={
+        "type": "integer",
+        "minimum": 1,
+        "maximum": MOST_PAGE_CHARACTERS,
+        "description": f"Characters of the page; default {PAGE_CHARACTERS}.",
+    },
+)
+FIND = _description(
+    "find_in_page",
+    "Where words stand on a web page, with what is around them.",
+    2,
+    url=_URL,
+    text={"type": "string", "description": "The words to look for."},
+)
+DESCRIPTIONS = (SEARCH, VISIT, FIND)
+
+__all__ = ["DESCRIPTIONS", "LEAK", "ProviderFailed", "Viewer", "Web", "WebSettings", "web_tools"]
