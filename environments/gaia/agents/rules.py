@@ -1,0 +1,79 @@
+"""How an agent is run: which one, and when it is stopped."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from envserver import ConfigError, LimitReached
+
+from .endpoint import CutOff
+
+Kind = Literal["code", "tools", "plain"]
+Ending = Literal[
+    "answered", "max_steps", "turns", "tokens", "time", "context", "cut_off", "no_answer"
+]
+"""How a run ended. turns, tokens, time, context: a limit; cut_off: a turn of the model was longer
+than it may be; no_answer: the plain agent said something that is neither a call nor an answer."""
+_LIMITS: tuple[Ending, ...] = ("turns", "tokens", "time", "context")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How an agent is run.
+
+    Args:
+        agent: code: smolagents' CodeAgent; tools: its ToolCallingAgent; plain: a loop of ours.
+        max_steps: answers of the model, plans not counted; there is no extra call at the end.
+        planning_interval: a plan is asked for before the first step and then every so many.
+        extra_imports: modules that are imported before the first step; the model is told of them.
+        token_budget: tokens that the model may write in all.
+        seconds: for the whole run; the rollout's own deadline holds, too.
+        step_seconds: for the code of one step, time in tools not counted.
+        observation_characters: of what a step printed or returned, that are shown; the middle is
+            left out.
+        verbosity: smolagents' own log: -1 nothing, 0 errors, 1 steps, 2 all.
+    """
+
+    agent: Kind = "code"
+    max_steps: int = 12
+    planning_interval: int | None = None
+    extra_imports: tuple[str, ...] = ()
+    token_budget: int | None = None
+    seconds: float | None = None
+    step_seconds: float = 60.0
+    observation_characters: int = 10_000
+    verbosity: int = -1
+
+    def check(self) -> None:
+        """Raises ConfigError where a module of `extra_imports` is not installed."""
+        for name in self.extra_imports:
+            if not _is_installed(name):
+                raise ConfigError(f"extra_imports: there is no module {name!r} here.")
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What became of a run; `as_output` is what a rollout returns."""
+
+    answer: str | None
+    state: Ending
+    steps: list[dict[str, Any]]
+
+    def as_output(self) -> dict[str, Any]:
+        return {"answer": self.answer, "state": self.state, "steps": self.steps}
+
+
+def ending_of(error: LimitReached | CutOff) -> Ending:
+    """How a run ended that `error` ended."""
+    if isinstance(error, CutOff):
+        return "cut_off"
+    return next((known for known in _LIMITS if known == error.detail.get("limit")), "turns")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False

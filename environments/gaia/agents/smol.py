@@ -1,0 +1,153 @@
+"""smolagents' CodeAgent and ToolCallingAgent, with our prompts, executor and memory.
+
+Their loop, parsing and memory are smolagents' own. What is ours: each turn of the model goes back
+as it was sampled, plans are turns of the same conversation, tool calls are native, and a prompt is
+written once. So an ordinary run is one sequence of tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import smolagents
+from smolagents.agents import EMPTY_PROMPT_TEMPLATES, ToolOutput
+from smolagents.memory import ActionStep, PlanningStep, Timing, ToolCall
+from smolagents.models import ChatMessage, MessageRole
+from smolagents.utils import AgentParsingError
+
+from . import prompts
+from .executor import ProcessExecutor
+from .inside import ANSWER
+from .interpreter import observation
+from .model import ProxyModel
+from .tool_use import Tools
+
+
+class _AsSampled:
+    """A memory in which the model's turns stand as they came."""
+
+    model: ProxyModel
+    memory: Any
+
+    def write_memory_to_messages(self, summary_mode: bool = False) -> list[ChatMessage]:
+        """All that was said until now."""
+        messages: list[ChatMessage] = self.memory.system_prompt.to_messages()
+        for step in self.memory.steps:
+            if isinstance(step, PlanningStep):
+                messages += [_user(prompts.PLAN), step.model_output_message, _user(prompts.GO_ON)]
+            elif not isinstance(step, ActionStep):
+                messages += step.to_messages()
+            elif step.model_output_message is not None:
+                messages += [step.model_output_message, *self.observed(step)]
+        return messages
+
+    def observed(self, step: ActionStep) -> list[ChatMessage]:
+        """What the model is told of a step."""
+        raise NotImplementedError
+
+    def _generate_planning_step(
+        self, task: str, is_first_step: bool, step: int
+    ) -> Iterator[PlanningStep]:
+        began = time.time()
+        messages = [*self.write_memory_to_messages(), _user(prompts.PLAN)]
+        answer = self.model.plan(messages)
+        yield PlanningStep(
+            model_input_messages=messages,
+            model_output_message=answer,
+            plan=answer.content or "",
+            token_usage=answer.token_usage,
+            timing=Timing(start_time=began, end_time=time.time()),
+        )
+
+
+class CodeAgent(_AsSampled, smolagents.CodeAgent):  # type: ignore[misc]  # no types there
+    """Acts by Python code."""
+
+    def __init__(
+        self,
+        model: ProxyModel,
+        executor: ProcessExecutor,
+        system_prompt: str,
+        characters: int,
+        **options: Any,
+    ) -> None:
+        self._prompt = system_prompt
+        self._characters = characters
+        super().__init__(
+            [], model, executor=executor, prompt_templates=EMPTY_PROMPT_TEMPLATES, **options
+        )
+
+    def initialize_system_prompt(self) -> str:
+        return self._prompt
+
+    def observed(self, step: ActionStep) -> list[ChatMessage]:
+        if isinstance(step.error, AgentParsingError):
+            return [_user(prompts.NO_CODE)]
+        return [_user(f"Observation:\n{step.observations}")]
+
+    def _step_stream(self, memory_step: ActionStep) -> Iterator[Any]:
+        """The library's, with the observation as we write it."""
+        executor = self.python_executor
+        executor.outcome = None
+        try:
+            yield from super()._step_stream(memory_step)
+        finally:
+            if executor.outcome is not None:
+                memory_step.observations = observation(executor.outcome, self._characters)
+
+
+class ToolCallingAgent(_AsSampled, smolagents.ToolCallingAgent):  # type: ignore[misc]
+    """Acts by native tool calls, whose results go back by their ids."""
+
+    def __init__(self, model: ProxyModel, tools: Tools, system_prompt: str, **options: Any) -> None:
+        self._prompt = system_prompt
+        self._tools = tools
+        self.results: dict[int, list[tuple[str, str, bool]]] = {}
+        """Of each step: a call's id, its result, and whether it was in order."""
+        super().__init__([], model, prompt_templates=EMPTY_PROMPT_TEMPLATES, **options)
+
+    def initialize_system_prompt(self) -> str:
+        return self._prompt
+
+    def observed(self, step: ActionStep) -> list[ChatMessage]:
+        results = self.results.get(step.step_number)
+        if not results:
+            return [_user(prompts.NO_CALL)]
+        return [
+            _as_is({"role": "tool", "tool_call_id": call_id, "content": text})
+            for call_id, text, _ in results
+        ]
+
+    def process_tool_calls(
+        self, chat_message: ChatMessage, memory_step: ActionStep
+    ) -> Iterator[ToolOutput]:
+        """One call after the other; a call that is not in order is its result, not the end."""
+        calls = (chat_message.raw or {}).get("tool_calls") or []
+        results = self.results.setdefault(memory_step.step_number, [])
+        for call in calls:
+            is_answer = call["function"]["name"] == ANSWER
+            if is_answer and len(calls) > 1:
+                results.append((call["id"], "Error: call final_answer alone.", False))
+                continue
+            result = self._tools.run(call)
+            results.append((call["id"], result.text, result.ok))
+            if is_answer and result.ok:
+                made = ToolCall(name=ANSWER, arguments=call["function"]["arguments"], id=call["id"])
+                yield ToolOutput(
+                    id=call["id"],
+                    output=result.text,
+                    is_final_answer=True,
+                    observation=result.text,
+                    tool_call=made,
+                )
+        memory_step.observations = "\n".join(text for _, text, _ in results)
+
+
+def _user(text: str) -> ChatMessage:
+    return ChatMessage(role=MessageRole.USER, content=text)
+
+
+def _as_is(message: dict[str, Any]) -> ChatMessage:
+    return ChatMessage(role=MessageRole.USER, content=message["content"], raw=message)

@@ -1,0 +1,52 @@
+"""What an agent did, step by step, as data that goes into the trajectory."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .interpreter import shortened
+
+THOUGHT_CHARACTERS = 4000
+CODE_CHARACTERS = 8000
+OBSERVATION_CHARACTERS = 4000
+
+
+def step_data(
+    number: int,
+    *,
+    thought: str,
+    action: str | list[dict[str, Any]] | None,
+    observation: str,
+    error: tuple[str, str] | None,
+    tokens: tuple[int, int],
+    seconds: float,
+    final: bool = False,
+) -> dict[str, Any]:
+    """One step.
+
+    Args:
+        action: code, or tool calls as name and arguments.
+        error: its kind and the first words of it: parsing, execution, timeout, died, tool.
+        tokens: of the prompt and of the turn.
+    """
+    return {
+        "step": number,
+        "thought": shortened(thought.strip(), THOUGHT_CHARACTERS),
+        "action": shortened(action, CODE_CHARACTERS) if isinstance(action, str) else action,
+        "observation": shortened(observation, OBSERVATION_CHARACTERS),
+        "error": None if error is None else {"kind": error[0], "message": error[1][-500:]},
+        "tokens": {"prompt": tokens[0], "completion": tokens[1]},
+        "seconds": round(seconds, 3),
+        "final": final,
+    }
+
+
+def call_data(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call in OpenAI's shape as its name and arguments."""
+    arguments = call["function"]["arguments"]
+    try:
+        arguments = json.loads(arguments)
+    except (TypeError, ValueError):
+        arguments = str(arguments)
+    return {"name": call["function"]["name"], "arguments": arguments}
