@@ -86,7 +86,10 @@ def _obey(boot: Boot, control: socket.socket) -> None:
     gc.disable()  # until a program runs: a collection would copy what forks share
     _tell(control, "up")
     while True:
-        data, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 1)
+        try:
+            data, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 1)
+        except ConnectionError:  # it ended and has not read all that we told it
+            return
         if not data:
             return
         request_id, uid = json.loads(data)
