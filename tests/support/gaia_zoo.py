@@ -1,0 +1,24 @@
+"""A sandboxed environment of the agents of `gaia`, for test_gaia_walled.py and bench_agents.py."""
+
+from __future__ import annotations
+
+from environments.gaia.agents import Rules, solve
+from envserver import Environment, Score, Task
+
+
+class GaiaZoo(Environment):
+    isolation = "sandboxed"
+
+    class Config(Environment.Config):
+        step_seconds: float = 1.0
+        agent: str = "code"
+
+    def tasks(self, split):
+        yield Task("only", {"question": "How much is it?"}, {"answer": "42"})
+
+    def score(self, task, result):
+        return Score(reward=float(result.output["answer"] == task.hidden["answer"]))
+
+    async def rollout(self, task, run):
+        rules = Rules(agent=self.config.agent, step_seconds=self.config.step_seconds, max_steps=4)
+        return await solve(task, run, rules)
