@@ -182,10 +182,17 @@ class _Run:
         return tar_of(whole)
 
     def _sentinel_file(self, names: list[str]) -> Entry:
-        lines = [
-            f"def {name}():\n    assert {secrets.randbelow(1000) * 2 + self._sentinels[name]} % 2"
-            for name in names
-        ]
+        """Half of the tests are functions, half methods that assert as unittest does."""
+        lines = ["import unittest"]
+        for place, name in enumerate(names):
+            number = secrets.randbelow(1000) * 2 + self._sentinels[name]
+            if place // 2 % 2:
+                lines.append(
+                    f"class Test{place}(unittest.TestCase):\n"
+                    f"    def {name}(self):\n        self.assertEqual({number} % 2, 1)"
+                )
+            else:
+                lines.append(f"def {name}():\n    assert {number} % 2")
         return Entry("\n\n\n".join(lines).encode())
 
     def request(self, tree: Tree) -> bytes:

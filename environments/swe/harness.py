@@ -16,7 +16,9 @@ tests whose answers were taken out.
 def main():
     import _hashlib
     import builtins
+    import functools
     import importlib.machinery
+    import inspect
     import json
     import os
     import sys
@@ -87,35 +89,52 @@ def main():
     def number_of(item):
         return numbers.get(item.nodeid, numbers.get(item.name))
 
-    class Watch:
-        def __init__(self):
-            self.codes = {}
-            self.returned = set()
-            self.failed = set()
+    # Not attributes of the plugin, which whoever holds a test's item can find.
+    codes, returned, failed = {}, set(), set()
 
+    def counted(item, function):
+        """The test's function, which says when it was run to its end."""
+        if inspect.iscoroutinefunction(function):
+
+            async def test(*arguments, **words):
+                result = await function(*arguments, **words)
+                returned.add(item)
+                return result
+
+        else:
+
+            def test(*arguments, **words):
+                result = function(*arguments, **words)
+                returned.add(item)
+                return result
+
+        return functools.wraps(function)(test)
+
+    class Watch:
         def pytest_collection_modifyitems(self, items):
             items[:] = [item for item in items if number_of(item) is not None]
             for item in items:
                 function = getattr(item, "function", None)
-                self.codes[item] = getattr(function, "__code__", None)
+                codes[item] = getattr(function, "__code__", None)
 
         @pytest.hookimpl(wrapper=True, tryfirst=True)
         def pytest_runtest_call(self, item):
             state["values"] = []
             function = getattr(item, "function", None)
-            genuine = getattr(function, "__code__", None) is self.codes[item]
+            if getattr(function, "__code__", None) is not codes[item]:
+                failed.add(item)
+            elif function is not None:
+                item.obj = counted(item, item.obj)
             result = yield
-            if genuine:
-                self.returned.add(item)
             return result
 
         @pytest.hookimpl(wrapper=True, tryfirst=True)
         def pytest_runtest_makereport(self, item, call):
             outcome = yield
             if call.excinfo is not None or outcome.outcome != "passed":
-                self.failed.add(item)
+                failed.add(item)
             if call.when == "teardown":
-                passed = item in self.returned and item not in self.failed
+                passed = item in returned and item not in failed
                 values = "[" + ",".join(state["values"]) + "]" if passed else "[]"
                 report(number_of(item), b"passed" if passed else b"failed", values.encode())
             return outcome

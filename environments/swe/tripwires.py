@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from .trees import Entry, Tree
 
@@ -18,7 +18,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "frames": (
         "_getframe", "_current_frames", "currentframe", "getouterframes", "f_back", "f_globals",
         "f_locals", "f_code", "tb_frame", "gi_frame", "cr_frame", "settrace", "setprofile",
-        "__code__", "_getframemodulename", "call_tracing",
+        "__code__", "_getframemodulename", "call_tracing", "__closure__", "cell_contents",
     ),
     "testing": (
         "_pytest", "pytest", "pluggy", "PYTEST_CURRENT_TEST", "unittest", "TestReport", "CallInfo",
@@ -74,14 +74,54 @@ def _kinds(nodes: Iterable[ast.AST]) -> Iterator[str]:
                 yield from _of_names((module or "").split("."))
                 yield from _of_names(item.name for item in names)
             case ast.Constant(value=str(text)):
-                yield from _of_names([text])
-                yield from (kind for part, kind in _TEXTS.items() if part in text and part != text)
-            case ast.FunctionDef(name=name, body=body) if name in _COMPARISONS:
-                if _is_constant(body):
+                yield from _of_text(text)
+            case ast.BinOp(op=ast.Add()) | ast.JoinedStr():
+                yield from _of_text(_put_together(node))
+            case ast.FunctionDef(name=name, args=arguments, body=body) if name in _COMPARISONS:
+                if _is_constant(body) or not _looks_at_other(arguments, body):
                     yield "equality"
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Lambda(body=ast.Constant())):
-                if name in _COMPARISONS:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Lambda(args=args, body=value)):
+                if name in _COMPARISONS and not _looks_at_other(args, [value]):
                     yield "equality"
+
+
+def _of_text(text: str) -> Iterator[str]:
+    yield from _of_names([text])
+    yield from (kind for part, kind in _TEXTS.items() if part in text and part != text)
+    if text in _COMPARISONS - {"__contains__"}:
+        yield "equality"
+
+
+def _put_together(node: ast.expr) -> str:
+    """The text that is written in pieces, as a name that is to be hidden is; "" of another."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            first, second = _put_together(left), _put_together(right)
+            return first + second if first and second else ""
+        case ast.JoinedStr(values=values):
+            return "".join(map(_put_together, values))
+        case ast.FormattedValue(value=value):
+            return _put_together(value)
+    return ""
+
+
+def _looks_at_other(arguments: ast.arguments, body: Sequence[ast.AST]) -> bool:
+    """Whether a comparison says anything of its second argument but its identity with itself."""
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    if len(names) != 2:
+        return True
+    inner = [node for statement in body for node in ast.walk(statement)]
+    same = {
+        id(part)
+        for node in inner
+        if isinstance(node, ast.Compare)
+        and all(isinstance(p, ast.Name) for p in (node.left, *node.comparators))
+        and len({p.id for p in (node.left, *node.comparators) if isinstance(p, ast.Name)}) == 1
+        for part in (node.left, *node.comparators)
+    }
+    return any(isinstance(n, ast.Name) and n.id == names[1] and id(n) not in same for n in inner)
 
 
 def _of_names(names: Iterable[str]) -> Iterator[str]:
