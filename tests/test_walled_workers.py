@@ -84,11 +84,12 @@ async def test_ordinary_work_goes_on(pool: LocalPool, proxy: StandIn) -> None:
     assert "No space left" in answer or "too large" in answer.lower()
 
 
+@pytest.mark.parametrize("do", ["eat_memory", "fill_sockets"])
 async def test_memory_is_bounded_for_all_its_processes_together(
-    pool: LocalPool, proxy: StandIn
+    pool: LocalPool, proxy: StandIn, do: str
 ) -> None:
     with pytest.raises(WorkerDied) as caught:
-        await pool.run(assign(proxy, "eat_memory"))
+        await pool.run(assign(proxy, do))
     assert "passed its 400 MB" in caught.value.detail["output"]
 
 

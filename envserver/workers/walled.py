@@ -178,7 +178,7 @@ def _watch(wall: Wall, room: NamespaceRoom, pid: int) -> int:
     poll.register(pidfd, select.POLLIN)
     limit = wall.memory_mb * _MB
     while not poll.poll(LOOK_SECONDS * 1000):
-        if sample(room.programs(), limit).memory_bytes > limit:
+        if sample(room.programs(), limit).memory_bytes + room.kernel_bytes() > limit:
             sys.stderr.write(f"The worker passed its {wall.memory_mb} MB of memory.\n")
             sys.stderr.flush()
             os.kill(pid, signal.SIGKILL)
