@@ -94,6 +94,9 @@ def read_patch(text: str) -> list[Change]:
         raise PatchError("malformed", "the patch is no Unicode text") from error
     if len(data) > MAX_PATCH_BYTES:
         raise PatchError("size", f"the patch has {len(data)} bytes, over {MAX_PATCH_BYTES}")
+    if _CRLF.fullmatch(data):
+        # The whole patch was written so; in a patch of such files, the headers end otherwise.
+        data = data.replace(b"\r\n", b"\n")
     sections = _sections(data.split(b"\n"))
     if len(sections) > MAX_CHANGES:
         raise PatchError("size", f"the patch changes {len(sections)} files, over {MAX_CHANGES}")
@@ -167,6 +170,7 @@ def _check_place(tree: Tree, path: str) -> None:
         raise PatchError("conflict", f"{path} is a folder")
 
 
+_CRLF = re.compile(rb"(?:[^\n]*\r\n)+[^\n]*")
 _HEADER = b"diff --git "
 
 
@@ -330,13 +334,17 @@ def _unquoted(name: bytes) -> bytes:
         raise PatchError("path", "a quoted path cannot be read") from error
 
 
+_IN_HUNK = re.compile(rb"[+ ]|-(?!- )")
+
+
 def _read_hunks(lines: list[bytes]) -> list[Hunk]:
     hunks = []
     place = 0
     while place < len(lines):
         match = _HUNK.match(lines[place])
         if match is None:
-            if lines[place].strip() and not lines[place].startswith((b"-- ", b"\\")):
+            # As git does: what follows the hunks and is no line of one is a text about the patch.
+            if lines[place].strip() and _IN_HUNK.match(lines[place]):
                 raise PatchError("malformed", "there is a line outside of every hunk")
             place += 1
             continue
