@@ -124,6 +124,24 @@ time.sleep(0.1)
         then=NOBODY,
     ),
     Hostile(
+        name="children whose end is told to nobody, and brothers",
+        must="are killed",
+        source="""\
+if os.uname().machine == "x86_64":
+    for flags in (0, 0x8000, 0x8000 | 10, 34, 0x80000000):  # no signal, CLONE_PARENT, others, CLONE_IO
+        if libc.syscall(56, flags, 0, 0, 0, 0) == 0:
+            libc.setsid()
+            if libc.syscall(56, flags, 0, 0, 0, 0) == 0:
+                libc.prctl(1, 19)  # stopped when its parent ends
+            libc.sleep(20)
+            libc._exit(0)
+time.sleep(0.05)
+""",
+        ends=("exit 0",),
+        seconds=3,
+        then=NOBODY,
+    ),
+    Hostile(
         name="the first thread ends before the others",
         must="ends in its time",
         source="""\

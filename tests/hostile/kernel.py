@@ -215,6 +215,28 @@ libc.prctl(22, 0, None)
 attempt("mount", b"none", b"/work", b"no-such-type", 0, None)
 """,
     ),
+    refused(
+        "rights regained by executing a file",
+        """\
+import shutil, subprocess
+shutil.copy("/bin/cat", "tool")
+try:
+    os.chmod("tool", 0o6755)
+    os.setxattr("tool", "security.capability", struct.pack("<5I", 0x02000001, 0xFFFFFFFF, 0, 0xFFFFFFFF, 0))
+    got("capabilities of a file")
+except OSError:
+    pass
+for option, value in ((8, 1), (28, 0x2F), (38, 0), (23, 0)):  # keep, secure bits, new privileges
+    libc.prctl(option, value, 0, 0, 0)
+libc.prctl(47, 2, 21, 0, 0)  # an ambient right
+for tool in ("./tool", "/bin/cat"):
+    told = subprocess.run([tool, "/proc/self/status"], capture_output=True, text=True).stdout
+    for line in told.splitlines():
+        name, _, value = line.partition(":")
+        if name in ("CapEff", "CapPrm", "CapAmb") and int(value, 16) or (name, value.strip()) == ("NoNewPrivs", "0"):
+            got(line)
+""",
+    ),
     Hostile(
         name="nonsense calls",
         must="leaves the sandbox alive",

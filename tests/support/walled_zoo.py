@@ -65,6 +65,7 @@ class Walled(Environment):
         while True:
             pieces.append(bytearray(16 * 2**20))
             pieces[-1][::4096] = b"x" * len(pieces[-1][::4096])
+            time.sleep(0.02)  # so that it is seen before a process meets its own limit
             if len(pieces) % 4 == 0:  # one process is bounded by itself: share it out
                 child = os.fork()
                 if child:
