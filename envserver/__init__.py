@@ -20,6 +20,8 @@ _HOMES = {
     "KnownResult": "environment",
     "Sandbox": "environment",
     "Sandboxes": "environment",
+    "Caller": "environment",
+    "Service": "environment",
     "Task": "records",
     "PublicTask": "records",
     "Result": "records",
@@ -47,6 +49,7 @@ _HOMES = {
     "EngineError": "errors",
     "ScorerError": "errors",
     "SandboxError": "errors",
+    "ServiceError": "errors",
     "main": "cli",
 }
 
@@ -54,6 +57,7 @@ if TYPE_CHECKING:
     from .cli import main
     from .config import EnvironmentConfig
     from .environment import (
+        Caller,
         Environment,
         Isolation,
         KnownResult,
@@ -61,6 +65,7 @@ if TYPE_CHECKING:
         Rollout,
         Sandbox,
         Sandboxes,
+        Service,
     )
     from .errors import (
         AgentError,
@@ -74,6 +79,7 @@ if TYPE_CHECKING:
         NotFoundError,
         SandboxError,
         ScorerError,
+        ServiceError,
         StoreError,
     )
     from .records import (
@@ -104,6 +110,8 @@ __all__ = [
     "KnownResult",
     "Sandbox",
     "Sandboxes",
+    "Caller",
+    "Service",
     "SandboxLimits",
     "SandboxSpec",
     "SandboxUsage",
@@ -131,6 +139,7 @@ __all__ = [
     "EngineError",
     "ScorerError",
     "SandboxError",
+    "ServiceError",
     "main",
 ]
 

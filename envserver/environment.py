@@ -27,8 +27,9 @@ state between the three; `setup` and `close` run once per worker process.
 from __future__ import annotations
 
 import abc
-from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
@@ -144,6 +145,27 @@ class Sandboxes(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Caller:
+    """On whose behalf a service is asked.
+
+    Args:
+        group_id: of the rollouts that are compared with this one.
+        task: what is known of it outside of scoring.
+        flag: puts a word on the trajectory, such as "web_leak_dropped".
+    """
+
+    rollout_id: str
+    group_id: str
+    task: PublicTask
+    flag: Callable[[str], object]
+
+
+Service = Callable[[dict[str, Any], Caller], Awaitable[Any]]
+"""Takes a JSON object, gives something JSON-like. It may raise InputError, which the agent is told;
+ServiceError and whatever else it raises is our failure, and the rollout is tried again."""
+
+
 class Rollout(Protocol):
     """What `rollout` gets as `run`: the way to the model and what is left of the budget.
 
@@ -211,6 +233,22 @@ class Rollout(Protocol):
 
     def open_sandbox_blocking(self, spec: SandboxSpec | None = None) -> AbstractContextManager[Any]:
         """`open_sandbox` for a plain `def rollout`: a Sandbox whose methods wait."""
+
+    @property
+    def tools_url(self) -> str:
+        """Below which the environment's services answer `POST {name}`, to whoever sends JSON."""
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+        """What the service `name` of the environment (`Environment.services`) answers.
+
+        Raises:
+            InputError: it refuses these arguments, or there is no such service.
+            LimitReached: time or calls are used up; let it pass: the rollout is scored.
+            ServiceError: it failed; let it pass: the rollout is tried again.
+        """
+
+    def call_tool_blocking(self, name: str, arguments: dict[str, Any]) -> Any:
+        """`call_tool` for a thread."""
 
     def log(self, event: str, **facts: Any) -> None:
         """A line in the server's log, with this rollout's id."""
@@ -280,6 +318,17 @@ class Environment(abc.ABC):
     def score_group(self, task: Task, results: list[Result], scores: list[Score]) -> list[Score]:
         """Last word on a group, for relative rewards; same length and order as `scores`."""
         return scores
+
+    def services(self) -> AbstractAsyncContextManager[Mapping[str, Service]]:
+        """What the server does for agents that cannot or must not do it themselves: what needs the
+        network, a key, a large index. By name; names may hold slashes ("tavily/search").
+
+        The block is entered once in the server process and left at its end. A service runs on the
+        server's event loop: it must not block it. It ends with the attempt that asked; a failure
+        is told by raising (see `Service`). Agents ask with `run.call_tool`, or any HTTP client at
+        `run.tools_url`.
+        """
+        return nullcontext({})
 
     async def setup(self) -> None:  # noqa: B027 - a hook, empty by default
         """Once per worker process, before its first rollout."""

@@ -23,6 +23,7 @@
     │   ├── SandboxError       the place for the model's programs failed          retry, then drop
     │   │   ├── SandboxUnavailable none can be made (room, wall, supervisor)      retry, then drop
     │   │   └── SandboxLost    it ended under a program by no fault of its own    retry, then drop
+    │   ├── ServiceError       a service of the environment failed                retry, then drop
     │   ├── ScorerError        scoring raised, died or ran out of time            retry, then drop
     │   ├── Unscorable         its score has no reward                            drop
     │   ├── Straggler          the time of its group was over before it ended     drop
@@ -194,6 +195,10 @@ class SandboxUnavailable(SandboxError):
 
 class SandboxLost(SandboxError):
     kind = "sandbox_lost"
+
+
+class ServiceError(RolloutError):
+    kind, blame, outcome, status = "service_error", Blame.ENVIRONMENT, Outcome.RETRY, 502
 
 
 class ScorerError(RolloutError):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.websites import KEY, QUESTION, Websites, websites
 
-from tests.support.websites import KEY, QUESTION, Websites, websites
 from tools.calling import ToolError, use_tool
 from tools.web import FetchLimits, ProviderFailed, Recorder, Store, Viewer, Web, WebSettings
 from tools.web import web_tools as tools_of

@@ -67,7 +67,8 @@ async def machinery(
         sandboxes = await stack.enter_async_context(SandboxClient(address)) if address else None
         trying = await stack.enter_async_context(_beside(_tried(sandboxes, environment)))
         host = await stack.enter_async_context(_host(settings, environment, sandboxes))
-        proxy = Proxy(engine, source=source, sandboxes=host)
+        services = await stack.enter_async_context(environment.services())
+        proxy = Proxy(engine, source=source, sandboxes=host, services=services)
         server = await serve_api(proxy.asgi(), "127.0.0.1", 0)
         stack.push_async_callback(server.close)
         scorer = ScorerPool(

@@ -25,6 +25,7 @@ from ..errors import (
     Outcome,
     SandboxError,
     SandboxUnavailable,
+    ServiceError,
 )
 from ..records import Call, PublicTask
 from ..tokens.history import History
@@ -48,6 +49,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         env_reference: from which a worker loads the environment.
         deadline: `time.time()` in seconds.
+        group_id: of the rollouts that are compared with this one; "": of none.
         sampling: `temperature`, `top_p` (both forced) and `max_tokens` (a cap).
     """
 
@@ -61,6 +63,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float
     limits: Limits
     sampling: dict[str, Any]
+    group_id: str = ""
 
 
 @dataclass(eq=False)
@@ -75,6 +78,9 @@ class Attempt:
         engine_failures: how many times it did so.
         sandbox_failure: how a sandbox of the attempt failed, or why it could not get one; None
             where all is well.
+        service_failure: how a service of the environment failed it, None where none did.
+        service_calls: how often it asked one.
+        flags: words that services put on its trajectory.
         output, metrics, posted, failure: what the worker posted.
         late_calls: model calls that came after the end.
         memory: what each dialect keeps of this attempt.
@@ -90,6 +96,9 @@ class Attempt:
     engine_failure: Failure | None = None
     engine_failures: int = 0
     sandbox_failure: Failure | None = None
+    service_failure: Failure | None = None
+    service_calls: int = 0
+    flags: set[str] = field(default_factory=set)
     output: Any = None
     metrics: dict[str, float] = field(default_factory=dict)
     posted: bool = False
@@ -201,6 +210,11 @@ class Attempt:
         """There is one now: that there was none before is overcome."""
         if self.sandbox_failure and self.sandbox_failure.kind == SandboxUnavailable.kind:
             self.sandbox_failure = None
+
+    def service_failed(self, error: ServiceError) -> None:
+        """Notes a failure that is ours: what the agent makes of it is not the model's doing."""
+        if self.service_failure is None:
+            self.service_failure = error.failure()
 
     def return_turn(self) -> None:
         """The request that took it came to nothing."""

@@ -11,11 +11,12 @@ import secrets
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
 
+from ..environment import Service
 from ..errors import (
     EnvserverError,
     InputError,
@@ -44,6 +45,7 @@ from .guest import generate, pass_through
 from .request import ModelRequest
 from .retries import Marks, digest_of
 from .sandboxing import PREFIX, SandboxHost, answer_about_sandboxes
+from .services import TOOLS_PREFIX, ServiceDesk
 from .source import Source
 from .worker import rollout_body, take_log, take_result
 
@@ -73,6 +75,7 @@ class Proxy:
         engine: open as long as the proxy is used; the proxy neither opens nor closes it.
         source: how attempts' calls are asked of it; unset: through its chat API only.
         sandboxes: has those that agents may open; unset: none.
+        services: what the environment does for its agents; unset: nothing.
         max_body_bytes: of a request, as sent and inflated.
         clock: seconds; only for how long sealed keys are remembered.
     """
@@ -83,12 +86,14 @@ class Proxy:
         *,
         source: Source | None = None,
         sandboxes: SandboxHost | None = None,
+        services: Mapping[str, Service] | None = None,
         max_body_bytes: int = 64 * 1024 * 1024,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._source = source or Source(engine)
         self._sandboxes = sandboxes
+        self._services = ServiceDesk(services or {})
         self._max_body_bytes = max_body_bytes
         self._clock = clock
         self._attempts: dict[str, Attempt] = {}
@@ -199,6 +204,11 @@ class Proxy:
             _require(method, "POST")
             path = path.removeprefix(PREFIX)
             await answer_about_sandboxes(self._sandboxes, attempt, path, scope, receive, send)
+            return
+        if path.startswith(TOOLS_PREFIX):
+            _require(method, "POST")
+            name = path.removeprefix(TOOLS_PREFIX)
+            await self._services.answer(attempt, name, scope, receive, send)
             return
         match path:
             case "v1/models":

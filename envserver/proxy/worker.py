@@ -20,6 +20,7 @@ from ..errors import (
     InputError,
     LimitReached,
     SandboxError,
+    ServiceError,
     TooLargeError,
     WorkerGarbage,
     by_kind,
@@ -31,7 +32,7 @@ _MAX_MESSAGE = 4000
 
 _log = structlog.get_logger("envserver.worker")
 
-_FAILURES = by_kind(LimitReached, AgentError, EngineError, SandboxError)
+_FAILURES = by_kind(LimitReached, AgentError, EngineError, SandboxError, ServiceError)
 """The kinds that a worker may post, and what they mean. How a worker died, others see."""
 
 

@@ -121,20 +121,21 @@ def ending_limit(attempt: Attempt) -> str | None:
         RolloutError: it ended by a failure that is not the model's fault.
     """
     failure, unanswered = attempt.failure, attempt.engine_failure
-    sandbox = attempt.sandbox_failure
+    # Nor is it the model's doing what an agent made of a sandbox or a service that failed.
+    ours = attempt.sandbox_failure or attempt.service_failure
     if failure is None:
         if not attempt.posted:
             raise WorkerGarbage("The worker said that it is done, but posted no result.")
         if unanswered is not None and unanswered.outcome is Outcome.RETRY:
             # The agent made something of the engine's silence; that is not the model's doing.
             raise as_error(unanswered)
-        if sandbox is not None:  # nor what it made of a sandbox that failed
-            raise as_error(sandbox)
+        if ours is not None:
+            raise as_error(ours)
         return attempt.limit
     if failure.kind in (LimitReached.kind, AgentError.kind):
         # The agent's framework may have wrapped what the proxy told it, or tried again until a
         # limit was reached: then that is the cause.
-        cause = unanswered or sandbox
+        cause = unanswered or ours
         if cause is not None:
             raise as_error(cause)
         if attempt.limit is not None:
@@ -178,7 +179,7 @@ def _usage(
 
 
 def _flags(attempt: Attempt, calls: list[Call], sequences: list[Sequence]) -> list[str]:
-    flags = set(all_flags(calls, sequences))
+    flags = set(all_flags(calls, sequences)) | attempt.flags
     if attempt.engine_failures:
         flags.add("engine_error_seen")
     return sorted(flags)

@@ -262,6 +262,7 @@ def attempt_spec(
             max_turns=config.max_turns, max_completion_tokens=config.max_completion_tokens
         ),
         sampling=machinery.sampling.model_dump(),
+        group_id=rollout_id.rpartition("-r")[0],
     )
 
 

@@ -22,6 +22,7 @@ from ..errors import (
     RolloutError,
     SandboxError,
     SandboxLost,
+    ServiceError,
     by_kind,
 )
 
@@ -65,6 +66,20 @@ def error_of_sandbox(status: int, body: bytes) -> EnvserverError:
     return InputError(message)
 
 
+def error_of_service(status: int, body: bytes) -> EnvserverError:
+    """The error that an answer other than 200 of a service stands for."""
+    told = _told(body)
+    if told is None:
+        text = body[:MAX_MESSAGE_CHARACTERS].decode(errors="replace")
+        return ServiceError(f"The server answered HTTP {status}: {text}", status=status)
+    message = str(told["message"])
+    if told.get("code") == LimitReached.kind:
+        return _limit(message, told)
+    if status >= 500 or status == _HTTP_CONFLICT:
+        return ServiceError(message, status=status)
+    return InputError(message)
+
+
 def _told(body: bytes) -> dict[str, Any] | None:
     """The `error` in an answer of the proxy, None where it holds none."""
     try:
@@ -85,7 +100,7 @@ def failure_of(error: BaseException, own_file: str = "") -> dict[str, Any]:
     Args:
         own_file: traceback entries of this file are left out at the top; they are not the agent's.
     """
-    if isinstance(error, LimitReached | EngineError | SandboxError):
+    if isinstance(error, LimitReached | EngineError | SandboxError | ServiceError):
         return {"kind": error.kind, "message": str(error), "detail": error.detail}
     message = str(error) if isinstance(error, AgentError) else f"{type(error).__name__}: {error}"
     return {

@@ -1,7 +1,7 @@
 """What `rollout` gets as `run`: the Rollout protocol, over HTTP to the proxy.
 
-Model calls, requests to sandboxes, log lines and metrics go out; typed errors come back. It belongs
-to one attempt: `finish` closes what it opened and sends what it still has to say.
+Model calls, requests to sandboxes and services, log lines and metrics go out; typed errors come
+back. It belongs to one attempt: `finish` closes what it opened and sends what it still has to say.
 """
 
 from __future__ import annotations
@@ -16,15 +16,22 @@ from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from contextvars import Context
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
 import orjson
 
 from ..environment import Reply, Sandbox
-from ..errors import EngineGarbage, EngineUnavailable, LimitReached, SandboxUnavailable
+from ..errors import (
+    EngineGarbage,
+    EngineUnavailable,
+    LimitReached,
+    SandboxUnavailable,
+    ServiceError,
+)
 from ..records import Message, PublicTask, SandboxSpec
-from .failures import error_of_answer, error_of_sandbox
+from .failures import error_of_answer, error_of_sandbox, error_of_service
 from .sandboxes import BlockingSandbox, Opening, open_blocking
 
 if TYPE_CHECKING:
@@ -152,6 +159,36 @@ class AttemptRun:
         self, spec: SandboxSpec | None = None
     ) -> AbstractContextManager[BlockingSandbox]:
         return open_blocking(self._ask_sandbox, spec, self._wait)
+
+    @property
+    def tools_url(self) -> str:
+        return f"{self._url}/tools"
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+        if self._ended:
+            raise _is_over()
+        timeout = aiohttp.ClientTimeout(total=max(self.seconds_left, 0.001))
+        address = f"{self.tools_url}/{quote(name)}"
+        headers = {"content-type": "application/json"}
+        data = orjson.dumps(arguments)
+        try:
+            async with self._http.post(
+                address, data=data, headers=headers, timeout=timeout
+            ) as answer:
+                content = await answer.read()
+        except TimeoutError:
+            raise _is_over() from None
+        except aiohttp.ClientError as error:
+            raise ServiceError(f"The server cannot be reached: {error}") from error
+        if answer.status != 200:
+            raise error_of_service(answer.status, content)
+        try:
+            return orjson.loads(content)
+        except orjson.JSONDecodeError as error:
+            raise ServiceError(f"The server's answer is no JSON: {error}") from error
+
+    def call_tool_blocking(self, name: str, arguments: dict[str, Any]) -> Any:
+        return self._wait(self.call_tool(name, arguments))
 
     def log(self, event: str, **facts: Any) -> None:
         line = orjson.dumps(

@@ -1,13 +1,14 @@
 """The web for agents: search, pages, words in pages; recorded, so that it stays the same.
 
 Whoever has a network of its own uses `Web` directly; agents behind a wall ask the server, which has
-one `Web` for all of them.
+one `Web` for all of them (see `serving`).
 """
 
 from __future__ import annotations
 
 from .fetching import FetchLimits, ProviderFailed
 from .recording import Metrics, NotRecorded, Recorder, Store
+from .serving import KEY_VARIABLE, remote_tools, services_of
 from .web import Viewer, Web, WebSettings, web_tools
 
 __all__ = [
@@ -17,8 +18,11 @@ __all__ = [
     "ProviderFailed",
     "Recorder",
     "Store",
+    "KEY_VARIABLE",
     "Viewer",
     "Web",
     "WebSettings",
+    "remote_tools",
+    "services_of",
     "web_tools",
 ]

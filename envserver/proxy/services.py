@@ -1,0 +1,122 @@
+"""Calls of an attempt to its environment's services: bounded, and ended with the attempt.
+
+`POST tools/{name}` takes a JSON object and gives JSON; errors look as everywhere here. What a
+service is, only the environment knows (`Environment.services`). A failure that is not the agent's
+fault is noted in the attempt before the agent is told, for it may hide it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import orjson
+import structlog
+
+from ..environment import Caller, Service
+from ..errors import LimitReached, NotFoundError, ServiceError, UsageError
+from .asgi import Interrupted, Interrupts, Receive, Scope, Send, parse_object, read_body, send_bytes
+from .attempts import Attempt, ended
+
+TOOLS_PREFIX = "tools/"
+MOST_CALLS = 2000
+"""Of one attempt."""
+_AT_A_TIME = 8
+"""Calls of one attempt; more wait."""
+_MOST_BODY_BYTES = 1 << 20
+_MOST_ANSWER_BYTES = 16 << 20
+_MOST_FLAGS = 16
+
+_log = structlog.get_logger("envserver.services")
+
+
+class ServiceDesk:
+    """Where agents ask for `services`, by their names."""
+
+    def __init__(self, services: Mapping[str, Service]) -> None:
+        self._services = services
+        self._places: WeakKeyDictionary[Attempt, asyncio.Semaphore] = WeakKeyDictionary()
+
+    async def answer(
+        self, attempt: Attempt, name: str, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Answers one call.
+
+        Raises:
+            EnvserverError: to be told to the worker; nothing of an answer has left yet.
+            ConflictError: the attempt is sealed.
+        """
+        service = self._services.get(name)
+        if service is None:
+            known = ", ".join(self._services) or "none"
+            raise NotFoundError(f"There is no service {name[:80]!r} here; there are: {known}.")
+        arguments = parse_object(await read_body(scope, receive, _MOST_BODY_BYTES))
+        if attempt.sealed:
+            raise ended()
+        attempt.check_time()
+        attempt.service_calls += 1
+        if attempt.service_calls > MOST_CALLS:
+            raise attempt.reached("turns", f"All {MOST_CALLS} tool calls are used up.")
+        try:
+            body = await self._within(attempt, name, service, arguments, receive)
+        except Interrupted as interrupted:
+            if interrupted.reason == "sealed":
+                raise ended() from None
+            if interrupted.reason == "time":
+                raise attempt.reached("time", "The time of this rollout is used up.") from None
+            raise
+        except ServiceError as error:
+            attempt.service_failed(error)
+            raise
+        await send_bytes(send, 200, body, b"application/json")
+
+    async def _within(
+        self,
+        attempt: Attempt,
+        name: str,
+        service: Service,
+        arguments: dict[str, Any],
+        receive: Receive,
+    ) -> bytes:
+        """The answer's body, while somebody waits for it and there is time."""
+        places = self._places.setdefault(attempt, asyncio.Semaphore(_AT_A_TIME))
+        interrupts = Interrupts(receive, max(0.0, attempt.seconds_left))
+        attempt.working(interrupts)
+        try:
+            async with interrupts, places:
+                return await _asked(attempt, name, service, arguments)
+        finally:
+            attempt.done(interrupts)
+
+
+async def _asked(attempt: Attempt, name: str, service: Service, arguments: dict[str, Any]) -> bytes:
+    """
+    Raises:
+        UsageError, LimitReached: the asker's fault.
+        ServiceError: ours.
+    """
+    spec = attempt.spec
+    caller = Caller(
+        rollout_id=spec.rollout_id,
+        group_id=spec.group_id,
+        task=spec.task,
+        flag=lambda word: _flag(attempt, word),
+    )
+    try:
+        body = orjson.dumps(await service(arguments, caller))
+    except (UsageError, LimitReached, ServiceError):
+        raise
+    except Exception as error:
+        # Its words may hold addresses and keys: they are for the log alone.
+        _log.exception("service_failed", rollout_id=spec.rollout_id, service=name)
+        raise ServiceError(f"The service {name!r} failed: {type(error).__name__}.") from error
+    if len(body) > _MOST_ANSWER_BYTES:
+        raise ServiceError(f"The answer of {name!r} is over {_MOST_ANSWER_BYTES} bytes.")
+    return body
+
+
+def _flag(attempt: Attempt, word: str) -> None:
+    if len(attempt.flags) < _MOST_FLAGS:
+        attempt.flags.add(word)
