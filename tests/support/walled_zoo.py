@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -61,6 +62,9 @@ class Walled(Environment):
         return [printed.stdout.strip(), Path("notes.txt").read_text()]
 
     async def eat_memory(self, public, run):
+        return await asyncio.to_thread(self._eat_memory)  # it stays responsive
+
+    def _eat_memory(self):
         pieces = []
         while True:
             pieces.append(bytearray(16 * 2**20))
@@ -72,6 +76,9 @@ class Walled(Environment):
                     os.waitpid(child, 0)
 
     async def fill_sockets(self, public, run):
+        return await asyncio.to_thread(self._fill_sockets)  # it stays responsive
+
+    def _fill_sockets(self):
         """What waits in them is memory of no process."""
         pairs = []
         for _ in range(8):
