@@ -10,7 +10,7 @@ class GaiaZoo(Environment):
     isolation = "sandboxed"
 
     class Config(Environment.Config):
-        step_seconds: float = 1.0
+        step_seconds: float = 2.0
         agent: str = "code"
 
     def tasks(self, split):
@@ -20,5 +20,5 @@ class GaiaZoo(Environment):
         return Score(reward=float(result.output["answer"] == task.hidden["answer"]))
 
     async def rollout(self, task, run):
-        rules = Rules(agent=self.config.agent, step_seconds=self.config.step_seconds, max_steps=4)
+        rules = Rules(agent=self.config.agent, step_seconds=self.config.step_seconds, max_steps=8)
         return await solve(task, run, rules)

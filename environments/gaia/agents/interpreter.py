@@ -24,6 +24,8 @@ from .inside import Setup, live
 
 INTERRUPT_SECONDS = 1.0
 """For code that was interrupted to end by itself."""
+DYING_SECONDS = 0.02
+"""A process that ends closes its socket a moment before it is dead."""
 FRAME_SECONDS = 2.0
 """For a frame that has begun to arrive whole."""
 
@@ -115,7 +117,10 @@ class Interpreter:
     def finish(self) -> None:
         """`close`, from the thread that runs the steps: nothing of it is left then."""
         self.close()
-        self._end()
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            process.bury()
 
     def _started(self) -> _Process | None:
         with self._lock:
@@ -215,20 +220,24 @@ class _Process:
 
     def end(self) -> str:
         """Kills what is left of it; how it had ended, in words."""
-        os.set_blocking(self.output, False)
         if not _has_ended(self.pid):
-            time.sleep(0.02)  # its socket closes a moment before it is dead
+            time.sleep(DYING_SECONDS)
         had_ended = _has_ended(self.pid)
         self.kill()
+        status = self.bury()
+        if not had_ended:
+            return "was killed"
+        code = os.waitstatus_to_exitcode(status)
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+
+    def bury(self) -> int:
+        """Waits for its end, which must be near; its status."""
         with self._lock:
             _, status = os.waitpid(self.pid, 0)
             self._ended = True
         self.channel.close()
         os.close(self.output)
-        if not had_ended:
-            return "was killed"
-        code = os.waitstatus_to_exitcode(status)
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        return status
 
 
 def _has_ended(pid: int) -> bool:

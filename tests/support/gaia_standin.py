@@ -1,0 +1,50 @@
+"""A stand-in for the proxy whose model says what a task's `codes` say, without latency."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from envserver.workers.pool import Assignment
+from support.worker_standin import StandIn
+
+ZOO = str(Path(__file__).with_name("gaia_zoo.py"))
+
+
+class Scripted(StandIn):
+    """Says the task's `codes`, one a turn, then the answer 42."""
+
+    def ask(self, *codes: str, seconds: float = 20.0) -> Assignment:
+        """An attempt at the question of a GaiaZoo."""
+        public = {"question": "How much is it?", "codes": list(codes)}
+        how: dict[str, Any] = {"file": ZOO, "kind": "GaiaZoo", "isolation": "sandboxed"}
+        return self.open("", seconds=seconds, **how, **public)
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        codes = self._jobs[request.match_info["key"]]["task"]["public"]["codes"]
+        messages = (await request.json())["messages"]
+        turn = sum(message["role"] == "assistant" for message in messages)
+        code = codes[turn] if turn < len(codes) else "final_answer('42')"
+        message = {"role": "assistant", "content": f"Now.\n<code>\n{code}\n"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return web.json_response({"choices": [{**choice, "stop_reason": "</code>"}]})
+
+
+@asynccontextmanager
+async def scripted() -> AsyncIterator[Scripted]:
+    """Serves one."""
+    standin = Scripted()
+    runner = web.AppRunner(standin.app(), access_log=None)
+    await runner.setup()
+    standin.runner = runner
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0]
+    standin.url = f"http://{host}:{port}"
+    try:
+        yield standin
+    finally:
+        await runner.cleanup()
