@@ -234,6 +234,42 @@ PROGRAMS: dict[str, str] = {
         signal.setitimer(signal.ITIMER_REAL, 0.02)
         time.sleep(0.05)
     """,
+    "tests that are not run": """
+        import sys
+        for _name, _module in list(getattr(sys, "mod" + "ules").items()):
+            for _kind in ("Func" + "tion", "TestCase" + "Function"):
+                _class = getattr(_module, _kind, None)
+                if isinstance(_class, type) and hasattr(_class, "run" + "test"):
+                    _old = getattr(_class, "run" + "test")
+                    setattr(_class, "run" + "test", lambda self, _old=_old: (
+                        None if "tests/" in self.nodeid else _old(self)))
+    """,
+    "tests found among all classes": """
+        _left, _known = getattr(object, "__sub" + "classes__")(), set()
+        while _left:
+            _class = _left.pop()
+            if _class in _known or _class is type:
+                continue
+            _known.add(_class)
+            _left += getattr(_class, "__sub" + "classes__")()
+            if "run" + "test" in vars(_class):
+                _old = vars(_class)["run" + "test"]
+                setattr(_class, "run" + "test", lambda self, _old=_old: (
+                    None if "tests/" in self.nodeid else _old(self)))
+    """,
+    "assertions of unittest that hold": """
+        import sys
+        for _name, _module in list(getattr(sys, "mod" + "ules").items()):
+            if _name == "unit" + "test.case":
+                for _key in dir(_module.TestCase):
+                    if _key.startswith("assert"):
+                        setattr(_module.TestCase, _key, lambda *a, **k: None)
+    """,
+    "numbers beyond what is written": """
+        for _name, _value in list(globals().items()):
+            if callable(_value) and getattr(_value, "__module__", "") == __name__:
+                globals()[_name] = lambda *a, **k: {1 << 50_000}
+    """,
     "an import hook": """
         import sys
         class _Finder:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from environments.rows import file_rows, hub_rows
+from environments.rows import NumberedRow, file_rows, hub_rows
 from envserver import (
     ConfigError,
     Environment,
@@ -34,12 +34,14 @@ from envserver import (
     Split,
     Task,
 )
+from tools.visible import visible_text
 
 from .agent import AgentKind, Rules, solve
 from .cheats import known_results, result_of
 from .demonstrations import demonstrate
 from .grading import Verdict, grade
 from .loading import HUBS, read_row
+from .local_tasks import folder_rows, task_folders
 from .repositories import SPEC, base_tree, limits_of
 from .sample import hidden_tests, sample_tasks
 
@@ -66,7 +68,7 @@ class Swe(Environment):
         data_set: DataSetName = "sample"
         """Data set; `sample`: 20 own tasks."""
         data_path: Path | None = None
-        """Local .jsonl, .json or .parquet file, or folder with one per split, not the hub."""
+        """Local .jsonl, .json or .parquet file, folder with one per split, or folders of tasks."""
         mirror: Path | None = None
         """Folder with the git repositories of a data set: owner__name, or owner__name.git."""
         agent: AgentKind = "bash"
@@ -139,12 +141,13 @@ class Swe(Environment):
         return read_row(row, f"row-{name}", self.config.mirror, tuple(self.config.plugins))
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
-        result = result_of(response)
+        result = result_of(visible_text(response) or "")
         result.messages = messages
         return result
 
     async def _grade(self, task: Task, patch: str) -> Verdict:
-        limits = limits_of(self.config.test_seconds)
+        seconds = task.hidden.get("seconds", self.config.test_seconds)
+        limits = limits_of(min(seconds, self.config.test_seconds))
         return await grade(
             base_tree(task.public), patch, hidden_tests(task.hidden), self.sandboxes, limits
         )
@@ -152,7 +155,7 @@ class Swe(Environment):
     def _row_tasks(self, split: Split) -> Iterator[Task]:
         name, seed = self.config.data_set, self.config.seed
         if self.config.data_path is not None:
-            rows = file_rows(self.config.data_path, split, seed)
+            rows = _file_rows(self.config.data_path, split, seed)
         else:
             rows = hub_rows(HUBS[name], split, seed)
         used = 0
@@ -190,6 +193,16 @@ class Swe(Environment):
     def _reasons(self) -> str:
         reasons = (f"{count} x {reason}" for reason, count in self.dropped.most_common(8))
         return ", ".join(reasons) or "it is empty"
+
+
+def _file_rows(path: Path, split: Split, seed: int) -> Iterator[NumberedRow]:
+    """Rows of files, or of folders with a task.json each, which are the same for every split."""
+    folders = task_folders(path)
+    if not folders:
+        yield from file_rows(path, split, seed)
+        return
+    random.Random(f"folders-{seed}-{split}").shuffle(folders)
+    yield from folder_rows(folders)
 
 
 def _score(task: Task, patch: str, verdict: Verdict) -> Score:

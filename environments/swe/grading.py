@@ -52,6 +52,7 @@ class HiddenTests:
             files are read too.
         plugins: pytest plugins, by module.
         deleted: files that are taken away.
+        protected: patterns of further files, changes of which do not count.
     """
 
     files: dict[str, str]
@@ -61,6 +62,7 @@ class HiddenTests:
     hoisted: bool
     plugins: tuple[str, ...] = ()
     deleted: tuple[str, ...] = ()
+    protected: tuple[str, ...] = ()
 
     @property
     def ids(self) -> list[str]:
@@ -108,7 +110,7 @@ async def grade(
     """
     verdict = Verdict()
     try:
-        kept, dropped = split_protected(read_patch(patch), tests.paths)
+        kept, dropped = split_protected(read_patch(patch), tests.paths, tests.protected)
         verdict.changed, verdict.dropped = len(kept), len(dropped)
         if not kept:
             verdict.refused = "empty"
@@ -132,7 +134,7 @@ async def grade(
 
 
 def _gold_suspicions(tree: Tree, tests: HiddenTests) -> Counter[str]:
-    changes = split_protected(read_patch(tests.gold), tests.paths)[0]
+    changes = split_protected(read_patch(tests.gold), tests.paths, tests.protected)[0]
     return added_suspicions(tree, apply_changes(tree, changes))
 
 

@@ -23,6 +23,7 @@ def main():
     import os
     import sys
     import types
+    import unittest
 
     request = json.loads(sys.stdin.buffer.read())
     channel = os.dup(1)
@@ -125,6 +126,10 @@ def main():
                 failed.add(item)
             elif function is not None:
                 item.obj = counted(item, item.obj)
+                case = getattr(item, "instance", None)
+                if isinstance(case, unittest.TestCase):
+                    # Of an asynchronous one pytest leaves the method as it is.
+                    setattr(case, item.name, item.obj)
             result = yield
             return result
 

@@ -23,9 +23,10 @@ from typing import Any
 from environments.rows import Hub
 from envserver import InputError, Task
 
+from .local_tasks import FOLDER, read_folder, rules_of
 from .patches import PatchError, apply_changes, is_protected, read_patch
-from .repositories import SPEC, archived_tree, git, mirror_tree
-from .trees import Entry, Tree, make_patch
+from .repositories import SPEC, git, mirror_tree
+from .trees import Tree, make_patch
 
 HUBS: dict[str, Hub] = {
     "swe_bench": Hub(
@@ -55,6 +56,8 @@ def read_row(
     problem = str(row.get("problem_statement") or "").strip()
     if not problem:
         raise InputError("There is no problem statement.")
+    if row.get(FOLDER):
+        mirror = Path(str(row[FOLDER]))
     if mirror is None:
         raise InputError("There is no mirror with its repository (--env.mirror).")
     if row.get("repo_archive"):
@@ -93,21 +96,19 @@ def _bench(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
 
 def _local(row: dict[str, Any], task_id: str, folder: Path) -> Task:
     """A task in files: a tar of the repository, and a folder with its hidden tests."""
-    archive = (folder / str(row["repo_archive"])).resolve()
-    place = (folder / str(row.get("hidden_tests") or "hidden")).resolve()
-    tree = archived_tree(str(archive))
-    found = sorted(path for path in place.rglob("*") if path.is_file())
-    files = {str(path.relative_to(place)): Entry(path.read_bytes()) for path in found}
-    if not files:
-        raise InputError("Its hidden tests are not there.")
-    _applied(tree, str(row["patch"]), "gold patch")
+    archive, tree, files = read_folder(row, folder)
+    _applied(_bounded(tree), str(row["patch"]), "gold patch")
+    fail = _ids(row, "FAIL_TO_PASS", tree | files)
+    if not fail:
+        raise InputError("FAIL_TO_PASS is empty.")
     hidden = {
         "tests": _texts(files),
-        "fail_to_pass": _ids(row, "FAIL_TO_PASS", tree | files),
+        "fail_to_pass": fail,
         "pass_to_pass": _ids(row, "PASS_TO_PASS", tree | files),
         "patch": str(row["patch"]),
+        **rules_of(row),
     }
-    return Task(task_id, {"archive": str(archive)}, hidden)
+    return Task(task_id, {"archive": archive}, hidden)
 
 
 def _smith(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
@@ -233,7 +234,10 @@ def _commit(repository: Path, name: str) -> str:
 
 
 def _tree(repository: Path, commit: str) -> Tree:
-    tree = mirror_tree(str(repository), commit)
+    return _bounded(mirror_tree(str(repository), commit))
+
+
+def _bounded(tree: Tree) -> Tree:
     if sum(len(entry.data) for entry in tree.values()) > _MOST_BYTES:
         raise InputError("Its repository is too large.")
     if len(tree) * 2 > SPEC.limits.inodes // 2:

@@ -11,7 +11,7 @@ tests, of test configuration, of what an interpreter reads when it starts, and o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
@@ -115,18 +115,30 @@ def is_protected(path: str) -> bool:
 
 
 def split_protected(
-    changes: Iterable[Change], also: frozenset[str] = frozenset()
+    changes: Iterable[Change], also: frozenset[str] = frozenset(), patterns: Sequence[str] = ()
 ) -> tuple[list[Change], list[Change]]:
     """Changes that count, and those that do not.
 
     Args:
         also: further files that are protected, with the places of the folders that they are in.
+        patterns: of further files: `docs/**`, `*.lock`, `**/data.json`.
     """
     kept, dropped = [], []
     for change in changes:
-        protected = any(is_protected(path) or _in_the_way(path, also) for path in change.paths)
+        protected = any(
+            is_protected(path) or _in_the_way(path, also) or _matches(path, patterns)
+            for path in change.paths
+        )
         (dropped if protected else kept).append(change)
     return kept, dropped
+
+
+def _matches(path: str, patterns: Sequence[str]) -> bool:
+    """A `**` stands for any folders, also for none."""
+    return any(
+        fnmatchcase(path, pattern) or fnmatchcase(f"/{path}", pattern.replace("**/", "*/"))
+        for pattern in patterns
+    )
 
 
 def _in_the_way(path: str, files: frozenset[str]) -> bool:

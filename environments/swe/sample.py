@@ -127,6 +127,7 @@ def hidden_tests(hidden: dict[str, Any]) -> HiddenTests:
         hoisted=hidden.get("hoisted", False),
         plugins=tuple(hidden.get("plugins", ())),
         deleted=tuple(hidden.get("deleted", ())),
+        protected=tuple(hidden.get("protected", ())),
     )
 
 
