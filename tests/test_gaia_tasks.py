@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import subprocess
@@ -15,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import envserver, read_jsonl
 
+from environments.gaia.agents import Rules
 from environments.gaia.download import ANNOTATED, RAW, fetch, main, summary
+from environments.gaia.env import Gaia
 from environments.gaia.loading import Item, Refusal, copy_items, is_official, own_items
 from environments.gaia.scoring import is_usable_truth, question_scorer
-from envserver import ConfigError, NotFoundError
+from envserver import ConfigError, NotFoundError, PublicTask, Result
 
 SOLVED = "\nimport sys\nsys.stdout.write(str(answer))\n"
 
@@ -277,3 +281,138 @@ def test_without_access_it_is_told_what_to_do(
         assert main(["--output-dir", str(tmp_path), "--endpoint", hub.url]) == 1
     told = capsys.readouterr().err
     assert words in told and ANNOTATED.repo in told and "Traceback" not in told
+
+
+def test_an_agent_is_shown_the_question_and_the_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = Gaia(Gaia.Config(data_path=copy_in("jsonl", tmp_path), split="validation"))
+    tasks = {task.public["question"]: task for task in env.tasks("validation")}
+    task = tasks["Which?"]
+    assert task.public == {
+        "question": "Which?",
+        "files": [{"name": "attachment.txt", "data": base64.b64encode(b"red and blue").decode()}],
+    }
+    assert task.hidden == {
+        "answer": "red, blue", "level": 2, "task_id": "b", "solution": None,
+    }  # fmt: skip
+    assert "count them" not in repr(tasks) and env.dropped.total() == 4
+    assert [len(task.id) for task in tasks.values()] == [21, 21]
+
+
+async def test_the_file_is_in_the_agents_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[tuple[PublicTask, Rules]] = []
+
+    async def solve(task: PublicTask, run: Any, rules: Rules, tools: Any) -> dict[str, Any]:
+        shown.append((task, rules))
+        return {"answer": Path("attachment.txt").read_text(), "state": "answered", "steps": []}
+
+    monkeypatch.setattr("environments.gaia.env.solve", solve)
+    monkeypatch.chdir(tmp_path)
+    env = Gaia(Gaia.Config(agent="plain", max_steps=5, max_completion_tokens=700))
+    data = base64.b64encode(b"42").decode()
+    files = [{"name": "attachment.txt", "data": data}]
+    task = PublicTask("gaia-1", {"question": "How much?", "files": files})
+    output: Any = await env.rollout(task, None)  # type: ignore[arg-type]
+    assert output["answer"] == "42"
+    ((task, rules),) = shown
+    assert task.public == {"question": "How much?", "files": ["attachment.txt"]}
+    assert (rules.agent, rules.max_steps, rules.token_budget) == ("plain", 5, 700)
+
+
+def test_gaia_itself_is_for_evaluation_unless_training_is_asked_for(tmp_path: Path) -> None:
+    copy = copy_in("jsonl", tmp_path)
+    with pytest.raises(ConfigError, match="ask not to train"):
+        list(Gaia(Gaia.Config(data_path=copy)).tasks("train"))
+    with pytest.raises(ConfigError, match="cannot be scored"):
+        list(Gaia(Gaia.Config(data_path=copy, train_on_gaia=True)).tasks("test"))
+    assert len(list(Gaia(Gaia.Config(data_path=copy, train_on_gaia=True)).tasks("train"))) == 2
+    assert len(list(Gaia(Gaia.Config(data_path=copy)).tasks("validation"))) == 2
+
+
+def test_tasks_are_chosen_by_level_file_and_size(tmp_path: Path) -> None:
+    def ids(**settings: Any) -> list[str]:
+        return [task.id for task in Gaia(Gaia.Config(**settings)).tasks("train")]
+
+    assert len(ids()) == 30 and ids() == ids() != ids(seed=1)
+    assert len(ids(levels="1,3")) + len(ids(levels=[2])) == 30
+    assert 0 < len(ids(max_file_mb=0.005)) < 30
+    with pytest.raises(ConfigError, match="no task of use"):
+        ids(text_only=True)
+    with pytest.raises(ValueError, match="1, 2 and 3"):
+        Gaia.Config(levels=[4])
+
+
+def test_plans_have_model_calls_of_their_own() -> None:
+    assert Gaia.Config(max_steps=7).max_turns == 7
+    assert Gaia.Config(max_steps=7, planning_interval=3).max_turns == 10
+    assert Gaia.Config(max_steps=7, max_turns=20).max_turns == 20
+
+
+def test_the_reward_is_of_what_the_proxy_counted_and_of_typed_errors() -> None:
+    env = Gaia(Gaia.Config(max_steps=12, max_completion_tokens=1000))
+    task = next(env.tasks("train"))
+    gold = task.hidden["answer"]
+
+    def score(answer: Any, *kinds: str | None, turns: int = 1, tokens: int = 1) -> Any:
+        steps = [
+            {"observation": "Error: Traceback", "error": {"kind": kind} if kind else None}
+            for kind in kinds
+        ]
+        output = {"answer": answer, "state": "answered", "steps": steps}
+        return env.score(task, Result(output=output, turns=turns, completion_tokens=tokens))
+
+    assert score(gold, None, None, turns=3, tokens=250).reward == 1.0
+    assert score(gold, turns=12, tokens=1000).reward == pytest.approx(0.9)
+    assert score(gold, "parsing", None).reward == pytest.approx(0.975)
+    assert score(gold, "execution", "died", None).reward == 1.0
+    assert score(gold, "execution", "died", "tool", "timeout").reward == pytest.approx(0.975)
+    wrong = score("7x", "parsing")
+    assert wrong.reward == 0.0 and wrong.metrics["folded"] == pytest.approx(-0.05)
+    assert wrong.components["format"] == 1.0
+    assert score(None).reward == 0.0
+    env = Gaia(Gaia.Config(unfinished="drop"))
+    assert score(None).reward is None and score("7x").reward == 0.0
+
+
+@pytest.mark.parametrize("agent", ["code", "tools", "plain"])
+def test_a_model_that_is_right_gets_everything_by_each_agent(agent: str, tmp_path: Path) -> None:
+    if agent != "plain":
+        pytest.importorskip("smolagents", reason="smolagents (extra gaia) is not installed")
+    ran = envserver(
+        "process", "--env", "gaia", "--model", "sim", "--sim.solve_probability", 1,
+        "--env.group_size", 1, "--env.agent", agent, "--env.data_path_to_save_groups", "out.jsonl",
+        folder=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    groups = read_jsonl(tmp_path / "out.jsonl")
+    assert [group["scores"] for group in groups] == [[1.0]] * 30
+
+
+def test_every_known_result_is_scored_as_it_should_be(tmp_path: Path) -> None:
+    ran = envserver("check", "--env", "gaia", folder=tmp_path)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_the_earlier_names_still_work(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [
+            sys.executable, "-m", "environments.smolagents_integration.smolagents_env", "process",
+            "--env.data_path_to_save_groups", "out.jsonl", "--env.total_steps", "1",
+            "--env.group_size", "2", "--env.include_messages", "true",
+            "--env.max_concurrent_processes", "8", "--env.use_chat_completion", "true",
+            "--env.process_timeout", "200", "--openai.model_name", "m", "--model", "sim",
+            "--env.agent", "plain",
+        ],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    (group,) = read_jsonl(tmp_path / "out.jsonl")
+    assert len(group["scores"]) == 2
+    helped = subprocess.run(
+        [sys.executable, "-m", "environments.smolagents_integration.download_gaia", "--help"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert "--use-raw" in helped.stdout

@@ -10,12 +10,17 @@ from __future__ import annotations
 
 RENAMED: dict[str, str] = {
     "env.max_batches_offpolicy": "rollouts.max_batches_offpolicy",
+    "env.max_concurrent_processes": "workers.dedicated",
+    "env.process_timeout": "env.worker_timeout",
+    "env.dataset_path": "env.data_path",
+    "env.agent_verbosity": "env.verbosity",
 }
 
 _METRICS = "numbers are served at /metrics and shown while a command runs"
 _PROMPTS = "prompts belong to the environment; see its own --env.* settings"
 _EVALUATION = "training and evaluation are separate commands"
 _ALONE = "one environment runs at a time"
+_RUBRIC = "what counts is the environment's; see --env.rubric.*"
 _EXACT = "token ids come from the engine, so that no tokenizer is needed"
 
 IGNORED: dict[str, str] = {
@@ -36,6 +41,11 @@ IGNORED: dict[str, str] = {
     "env.eval_handling": _EVALUATION,
     "env.eval_limit_ratio": _EVALUATION,
     "env.data_dir_to_save_evals": _EVALUATION,
+    "env.use_chat_completion": "agents ask in whichever API they like",
+    "env.scoring_strategy": _RUBRIC,
+    "env.length_penalty_weight": _RUBRIC,
+    "env.debug_scoring": _RUBRIC,
+    "env.save_full_traces": "the trace of every agent is in its trajectory",
     "env.thinking_mode": _PROMPTS,
     "env.reasoning_effort": _PROMPTS,
     "env.max_reasoning_tokens": _PROMPTS,

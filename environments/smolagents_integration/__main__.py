@@ -1,0 +1,10 @@
+"""`python -m environments.smolagents_integration process ...`, as in `smolagents_env`."""
+
+from __future__ import annotations
+
+import sys
+
+from envserver import main
+
+if __name__ == "__main__":
+    sys.exit(main(environment="gaia"))
