@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from environments.gaia.download import ANNOTATED, RAW, fetch, main, summary
 from environments.gaia.env import Gaia
 from environments.gaia.loading import Item, Refusal, copy_items, is_official, own_items
 from environments.gaia.scoring import is_usable_truth, question_scorer
-from envserver import ConfigError, NotFoundError, PublicTask, Result
+from envserver import Caller, ConfigError, NotFoundError, PublicTask, Result
 
 SOLVED = "\nimport sys\nsys.stdout.write(str(answer))\n"
 
@@ -304,9 +305,11 @@ async def test_the_file_is_in_the_agents_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[tuple[PublicTask, Rules]] = []
+    offered: list[set[str]] = []
 
     async def solve(task: PublicTask, run: Any, rules: Rules, tools: Any) -> dict[str, Any]:
         shown.append((task, rules))
+        offered.append({tool.name for tool in tools})
         return {"answer": Path("attachment.txt").read_text(), "state": "answered", "steps": []}
 
     monkeypatch.setattr("environments.gaia.env.solve", solve)
@@ -320,6 +323,24 @@ async def test_the_file_is_in_the_agents_folder(
     ((task, rules),) = shown
     assert task.public == {"question": "How much?", "files": ["attachment.txt"]}
     assert (rules.agent, rules.max_steps, rules.token_budget) == ("plain", 5, 700)
+    env = Gaia(Gaia.Config(web="replay", documents=False))
+    await env.rollout(
+        PublicTask("gaia-1", {"question": "?", "files": files}), SimpleNamespace(call_tool=None)
+    )  # type: ignore[arg-type]
+    assert offered == [
+        {"read_document", "find_in_document"}, {"web_search", "visit_page", "find_in_page"}
+    ]  # fmt: skip
+
+
+async def test_the_server_looks_at_the_web_for_agents_only_if_asked_to(tmp_path: Path) -> None:
+    async with Gaia().services() as services:
+        assert not services
+    (tmp_path / "web").mkdir()
+    config = Gaia.Config(web="replay", web_folder=tmp_path / "web")
+    async with Gaia(config).services() as services:
+        caller = Caller("r", "g", PublicTask("t", {"question": "?"}), lambda word: None)
+        answer = await services["web_search"]({"query": "skarvik harbour"}, caller)
+        assert not answer["ok"] and answer["text"].startswith("Error: ")
 
 
 def test_gaia_itself_is_for_evaluation_unless_training_is_asked_for(tmp_path: Path) -> None:

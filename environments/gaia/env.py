@@ -15,7 +15,8 @@ import logging
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,10 +32,12 @@ from envserver import (
     Result,
     Rollout,
     Score,
+    Service,
     Split,
     Task,
 )
 from tools.documents import document_tools, preload
+from tools.web import WebSettings, remote_tools, services_of
 
 from .agents import Kind, Rules, solve
 from .known import demonstrate, known_results
@@ -92,6 +95,15 @@ class Gaia(Environment):
         """Modules that are imported before the first step."""
         documents: bool = True
         """Give agents read_document and find_in_document."""
+        web: Literal["none", "live", "record", "replay"] = "none"
+        """Give agents web_search, visit_page and find_in_page. record: what was never asked before
+        is fetched and kept in web_folder; replay: only what stands there; live: nothing is kept."""
+        web_folder: Path = Path("data/web")
+        """Where the web is recorded."""
+        web_epoch: str = "1"
+        """Which recording in web_folder."""
+        web_provider: Literal["tavily", "duckduckgo"] = "tavily"
+        """Who searches. tavily: with the server's variable TAVILY_API_KEY."""
         step_seconds: float = Field(default=60.0, gt=0)
         """The most that the code of one step may take."""
         verbosity: int = Field(default=-1, ge=-1, le=2)
@@ -164,6 +176,8 @@ class Gaia(Environment):
             verbosity=config.verbosity,
         )
         tools = list(document_tools(folder).values()) if config.documents else []
+        if config.web != "none":
+            tools += remote_tools(run.call_tool).values()
         shown = PublicTask("task", {"question": task.public["question"], "files": names})
         return await solve(shown, run, rules, tools)
 
@@ -172,6 +186,18 @@ class Gaia(Environment):
         return judge(
             task, result, self.config.rubric, limits, drops=self.config.unfinished == "drop"
         )
+
+    def services(self) -> AbstractAsyncContextManager[Mapping[str, Service]]:
+        config = self.config
+        if config.web == "none":
+            return super().services()
+        settings = WebSettings(
+            mode=config.web,
+            folder=None if config.web == "live" else config.web_folder,
+            epoch=config.web_epoch,
+            provider=config.web_provider,
+        )
+        return services_of(settings)
 
     def demonstration(self, task: Task) -> list[Message]:
         return demonstrate(task, self.config.agent)
