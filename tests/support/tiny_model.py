@@ -93,7 +93,8 @@ def _corpus() -> list[str]:
     calls = ['<tool_call>{"name": "calculate", "arguments": {"expression": "1+1"}}</tool_call>'] * 9
     # What environments really send, so that their prompts stay short.
     root = Path(__file__).parent.parent.parent
-    patterns = ("environments/*/prompts/*.txt", "environments/*/agent.py", "environments/*/data/*")
+    kinds = ("prompts/*.txt", "agent.py", "data/*.jsonl", "data/*.txt")
+    patterns = [f"environments/*/{kind}" for kind in kinds]
     sent = [path for pattern in patterns for path in sorted(root.glob(pattern))]
     sent += sorted((root / "tools").glob("*.py"))
     texts = [path.read_text() for path in [Path(__file__), *sent]] * 3
