@@ -215,7 +215,7 @@ class SandboxConfig(Section):
     concurrent: int = Field(default=32, ge=1)
     """Sandboxes at a time; more wait."""
     docker_image: str = ""
-    """Image for the wall `docker`; it needs python3, bash and git."""
+    """Image for the wall `docker`, where no other is named; it needs python3, bash and git."""
 
 
 class RolloutsConfig(Section):

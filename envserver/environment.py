@@ -279,6 +279,8 @@ class Environment(abc.ABC):
     """Short name; unset: the class name in lower case."""
     isolation: ClassVar[Isolation] = "pooled"
     """The least isolation that its agents need."""
+    sandbox_images: ClassVar[bool] = False
+    """Whether an agent's sandbox may have the image that its task's public part names (`image`)."""
     sandbox: ClassVar[SandboxSpec | None] = None
     """The sandbox that rollouts and scores may open, and the most that one may use; None: none."""
     score_timeout_seconds: ClassVar[float] = 30.0

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from envserver import Message, PublicTask, Rollout, Sandbox
+from envserver import Message, PublicTask, Rollout, Sandbox, SandboxSpec
 from tools.calling import ToolError
 from tools.sandboxed import read_patch
 
 from . import bash_agent, text_agent, tools_agent
+from .images import ImageRules, Images
 from .patches import MAX_PATCH_BYTES
 from .prompts import task_prompt
 from .repositories import workspace
@@ -35,10 +36,12 @@ class Rules:
     Args:
         command_seconds: the most that a command may take.
         max_format_errors: messages in a row that cannot be used, before it ends.
+        images: the files of repositories in images.
     """
 
     command_seconds: int = 60
     max_format_errors: int = 3
+    images: Images = field(default_factory=lambda: Images(ImageRules()))
 
 
 Loop = Callable[[list[Message], Sandbox, Rollout, Rules], Awaitable[bool]]
@@ -53,8 +56,7 @@ LOOPS: dict[AgentKind, Loop] = {
 async def solve(task: PublicTask, run: Rollout, kind: AgentKind, rules: Rules) -> dict[str, Any]:
     """One attempt at `task`."""
     messages: list[Message] = [{"role": "user", "content": task_prompt(task.public["problem"])}]
-    # A large repository takes seconds; others in this process must not wait for it.
-    spec, commit = await asyncio.to_thread(workspace, task.public, rules.command_seconds)
+    spec, commit = await _prepared(task.public, run, rules)
     async with run.open_sandbox(spec) as sandbox:
         submitted = await LOOPS[kind](messages, sandbox, run, rules)
         run.log_metric("submitted", submitted)
@@ -65,3 +67,14 @@ async def solve(task: PublicTask, run: Rollout, kind: AgentKind, rules: Rules) -
         except ToolError as error:
             return {"patch": "", "submitted": True, "reason": str(error)}
     return {"patch": patch.decode("utf-8", "replace"), "submitted": True, "reason": ""}
+
+
+async def _prepared(public: dict[str, Any], run: Rollout, rules: Rules) -> tuple[SandboxSpec, str]:
+    """The agent's sandbox, and the id of its one commit."""
+    image, seconds = public.get("image", ""), rules.command_seconds
+    # A large repository takes seconds; others in this process must not wait for it.
+    if not image:
+        return await asyncio.to_thread(workspace, public, seconds)
+    files = await rules.images.files(image, run.open_sandbox)
+    spec, commit = await asyncio.to_thread(workspace, public, seconds, files.tree, files.built)
+    return rules.images.rules.spec(spec, image, for_agent=True), commit

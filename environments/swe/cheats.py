@@ -341,9 +341,9 @@ REFUSED: dict[str, str] = {
 """Patches that are taken for none."""
 
 
-def known_results(task: Task) -> Iterator[KnownResult]:
-    """See Environment.known_results."""
-    tree, gold = base_tree(task.public), str(task.hidden["patch"])
+def known_results(task: Task, in_image: Tree | None = None) -> Iterator[KnownResult]:
+    """See Environment.known_results, and `base_tree`."""
+    tree, gold = base_tree(task.public, in_image), str(task.hidden["patch"])
     solved = apply_changes(tree, read_patch(gold))
     yield _right("gold", gold)
     yield _right("gold, and tests that are changed", _patch(tree, _with_easy_tests(tree, solved)))

@@ -1,7 +1,8 @@
 """The environment `swe`: repair a repository so that tests pass that the agent never sees.
 
-Tasks: `public` holds the problem and where the repository is (`files`, or `mirror` and `commit`),
-`hidden` the tests, which of them must pass (`fail_to_pass`, `pass_to_pass`) and the gold `patch`.
+Tasks: `public` holds the problem and where the repository is (`files`, `mirror` and `commit`, or
+`image`), `hidden` the tests, which of them must pass (`fail_to_pass`, `pass_to_pass`) and the gold
+`patch`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import json
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -30,6 +31,7 @@ from envserver import (
     PublicTask,
     Result,
     Rollout,
+    SandboxError,
     Score,
     Split,
     Task,
@@ -39,7 +41,8 @@ from tools.visible import visible_text
 from .agent import AgentKind, Rules, solve
 from .cheats import known_results, result_of
 from .demonstrations import demonstrate
-from .grading import Verdict, grade
+from .grading import Container, Verdict, grade
+from .images import ImageFiles, ImageRules, Images, image_of
 from .loading import HUBS, read_row
 from .local_tasks import folder_rows, task_folders
 from .repositories import SPEC, base_tree, limits_of
@@ -52,6 +55,8 @@ DataSetName = Literal[
 MAX_UNUSABLE_ROWS = 1000
 """Unusable rows at the start of a data set, before it is taken for the wrong one."""
 
+T = TypeVar("T")
+
 _logger = logging.getLogger(__name__)
 
 
@@ -60,6 +65,7 @@ class Swe(Environment):
 
     name = "swe"
     sandbox = SPEC
+    sandbox_images = True
     score_timeout_seconds = 700.0
 
     class Config(Environment.Config):
@@ -71,6 +77,12 @@ class Swe(Environment):
         """Local .jsonl, .json or .parquet file, folder with one per split, or folders of tasks."""
         mirror: Path | None = None
         """Folder with the git repositories of a data set: owner__name, or owner__name.git."""
+        image_name: str = ""
+        """Image of rows that name none: sweb.eval.x86_64.{owner}_1776_{name} (of instance_id)."""
+        image_repository: str = "/testbed"
+        """Where a repository is in its image."""
+        image_path: str = "/opt/miniconda3/envs/testbed/bin"
+        """What comes first in PATH in containers: there is the Python that tests need."""
         agent: AgentKind = "bash"
         """bash: one command block per message; tools: tool calls; text: THOUGHT and TOOL_CALL."""
         command_seconds: int = Field(default=60, ge=1, le=590)
@@ -94,6 +106,8 @@ class Swe(Environment):
         super().__init__(config)
         self.dropped: Counter[str] = Counter()
         """Rows that were dropped by `tasks`, by reason."""
+        rules = ImageRules(self.config.image_repository, self.config.image_path)
+        self._images = Images(rules)
 
     def tasks(self, split: Split) -> Iterator[Task]:
         if importlib.util.find_spec("pytest") is None:
@@ -119,7 +133,7 @@ class Swe(Environment):
             )
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
-        rules = Rules(self.config.command_seconds, self.config.max_format_errors)
+        rules = Rules(self.config.command_seconds, self.config.max_format_errors, self._images)
         return await solve(task, run, self.config.agent, rules)
 
     async def score(self, task: Task, result: Result) -> Score:
@@ -133,12 +147,13 @@ class Swe(Environment):
         return demonstrate(task, self.config.agent)
 
     def known_results(self, task: Task) -> Iterator[KnownResult]:
-        return known_results(task)
+        files = self._files_now(task.public.get("image", ""))
+        return known_results(task, None if files is None else files.tree)
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
         text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return read_row(row, f"row-{name}", self.config.mirror, tuple(self.config.plugins))
+        return self._task(row, f"row-{name}")
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
         result = result_of(visible_text(response) or "")
@@ -148,9 +163,42 @@ class Swe(Environment):
     async def _grade(self, task: Task, patch: str) -> Verdict:
         seconds = task.hidden.get("seconds", self.config.test_seconds)
         limits = limits_of(min(seconds, self.config.test_seconds))
-        return await grade(
-            base_tree(task.public), patch, hidden_tests(task.hidden), self.sandboxes, limits
-        )
+        tests = hidden_tests(task.hidden)
+        image = task.public.get("image", "")
+        if not image:
+            return await grade(base_tree(task.public), patch, tests, self.sandboxes, limits)
+        files = await self._images.files(image, self.sandboxes.open)
+        python = task.hidden.get("python", "python")
+        container = Container(image, self._images.rules, files.built, python)
+        tree = base_tree(task.public, files.tree)
+        return await grade(tree, patch, tests, self.sandboxes, limits, container)
+
+    def _task(self, row: dict[str, Any], task_id: str) -> Task:
+        """
+        Raises:
+            InputError, SandboxError: the row cannot be run here.
+        """
+        elsewhere = self.config.mirror is not None or row.get("repo_archive")
+        image = "" if elsewhere else image_of(row, self.config.image_name)
+        files = self._files_now(image)
+        found = None if files is None else (image, files.tree)
+        return read_row(row, task_id, self.config.mirror, tuple(self.config.plugins), found)
+
+    def _files_now(self, image: str) -> ImageFiles | None:
+        """What is in an image, None without one."""
+        if not image:
+            return None
+        return self._waited(lambda: self._images.files(image, self.sandboxes.open))
+
+    def _waited(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What `work` gives, in a thread: whoever reads tasks may itself be in an event loop."""
+        if not hasattr(self, "sandboxes"):
+            raise ConfigError(
+                "Images are read, and gold patches tried, in a sandbox, and there is none here.",
+                hint="check_gold=False leaves the latter out.",
+            )
+        with ThreadPoolExecutor(1, thread_name_prefix="swe") as thread:
+            return thread.submit(lambda: asyncio.run(work())).result()
 
     def _row_tasks(self, split: Split) -> Iterator[Task]:
         name, seed = self.config.data_set, self.config.seed
@@ -174,21 +222,24 @@ class Swe(Environment):
         if row is None:
             return None, "no JSON object"
         try:
-            task = read_row(row, task_id, self.config.mirror, tuple(self.config.plugins))
+            task = self._task(row, task_id)
         except InputError as error:
             return None, error.message
+        except SandboxError as error:
+            return None, self._unusable(task_id, error)
         if not self.config.check_gold:
             return task, ""
-        if not hasattr(self, "sandboxes"):
-            raise ConfigError(
-                "Gold patches are tried in a sandbox, and there is none here.",
-                hint="check_gold=False leaves that out.",
-            )
-        # In a thread: whoever reads tasks may itself be in an event loop.
-        with ThreadPoolExecutor(1, thread_name_prefix="gold") as thread:
-            trial = self._grade(task, str(task.hidden["patch"]))
-            verdict = thread.submit(asyncio.run, trial).result()
+        try:
+            verdict = self._waited(lambda: self._grade(task, str(task.hidden["patch"])))
+        except SandboxError as error:
+            if "image" not in task.public:
+                raise
+            return None, self._unusable(task_id, error)
         return (task, "") if verdict.solved else (None, "the gold patch does not pass its tests")
+
+    def _unusable(self, task_id: str, error: SandboxError) -> str:
+        _logger.info("%s: its image cannot be used: %s", task_id, error.message)
+        return error.message.partition(":")[0]
 
     def _reasons(self) -> str:
         reasons = (f"{count} x {reason}" for reason, count in self.dropped.most_common(8))

@@ -19,10 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from environments.code.values import BadValue, read_json, read_value
 from envserver import ExecResult, SandboxError, Sandboxes, SandboxLimits, SandboxSpec
 
 from .hoisting import Answer, hoist
+from .images import ImageRules
 from .patches import PatchError, apply_changes, read_patch, split_protected
 from .repositories import GRADING_PRELOAD
 from .trees import Entry, Tree, tar_of
@@ -100,8 +103,28 @@ class Verdict:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Container:
+    """In which tests run that need an image.
+
+    Args:
+        built: files beside the repository that its tests need.
+        python: of the image, with pytest and what the repository needs.
+    """
+
+    image: str
+    rules: ImageRules
+    built: Tree
+    python: str
+
+
 async def grade(
-    tree: Tree, patch: str, tests: HiddenTests, sandboxes: Sandboxes, limits: SandboxLimits
+    tree: Tree,
+    patch: str,
+    tests: HiddenTests,
+    sandboxes: Sandboxes,
+    limits: SandboxLimits,
+    container: Container | None = None,
 ) -> Verdict:
     """Grades `patch`, which was made by an agent that started from `tree`.
 
@@ -124,7 +147,14 @@ async def grade(
         verdict.refused = "fraud"
         return verdict
     run = _Run(tests)
-    result = await _run_tests(run, tree, patched, sandboxes, limits)
+    spec = SandboxSpec(archive=run.archive(patched), preload=GRADING_PRELOAD, limits=limits)
+    if container is not None:
+        archive = run.archive({**container.built, **patched})
+        spec = container.rules.spec(
+            structs.replace(spec, archive=archive, preload=()), container.image, for_agent=False
+        )
+    python = None if container is None else container.python
+    result = await _run_tests(run, tree, spec, python, sandboxes)
     verdict.killed_by = result.killed_by
     verdict.seconds = result.usage.wall_seconds
     verdict.tampered, verdict.passed = run.read(result)
@@ -139,11 +169,15 @@ def _gold_suspicions(tree: Tree, tests: HiddenTests) -> Counter[str]:
 
 
 async def _run_tests(
-    run: _Run, tree: Tree, patched: Tree, sandboxes: Sandboxes, limits: SandboxLimits
+    run: _Run, tree: Tree, spec: SandboxSpec, python: str | None, sandboxes: Sandboxes
 ) -> ExecResult:
-    spec = SandboxSpec(archive=run.archive(patched), preload=GRADING_PRELOAD, limits=limits)
+    request, place = run.request(tree), "/work/grade"
     async with sandboxes.open(spec) as sandbox:
-        result = await sandbox.run_python(HARNESS, stdin=run.request(tree), cwd="/work/grade")
+        if python is None:
+            result = await sandbox.run_python(HARNESS, stdin=request, cwd=place)
+        else:
+            words = [python, "-I", "-c", HARNESS]
+            result = await sandbox.exec(words, stdin=request, cwd=place)
     if result.killed_by in _OURS:
         raise SandboxError(f"The sandbox of the tests was {result.killed_by}.")
     if not run.began(result):

@@ -23,6 +23,7 @@ from typing import Any
 from environments.rows import Hub
 from envserver import InputError, Task
 
+from .images import python_of
 from .local_tasks import FOLDER, read_folder, rules_of
 from .patches import PatchError, apply_changes, is_protected, read_patch
 from .repositories import SPEC, git, mirror_tree
@@ -46,9 +47,16 @@ _MOST_BYTES = SPEC.limits.disk_mb * 2**20 // 4
 
 
 def read_row(
-    row: dict[str, Any], task_id: str, mirror: Path | None, plugins: tuple[str, ...] = ()
+    row: dict[str, Any],
+    task_id: str,
+    mirror: Path | None,
+    plugins: tuple[str, ...] = (),
+    in_image: tuple[str, Tree] | None = None,
 ) -> Task:
     """The task of a row.
+
+    Args:
+        in_image: an image, and the repository's files in it, instead of a mirror.
 
     Raises:
         InputError: the row is of none of the shapes, or cannot be run here.
@@ -58,9 +66,11 @@ def read_row(
         raise InputError("There is no problem statement.")
     if row.get(FOLDER):
         mirror = Path(str(row[FOLDER]))
-    if mirror is None:
+    if in_image is not None:
+        task = _from_image(row, task_id, *in_image)
+    elif mirror is None:
         raise InputError("There is no mirror with its repository (--env.mirror).")
-    if row.get("repo_archive"):
+    elif row.get("repo_archive"):
         task = _local(row, task_id, mirror)
     elif "expected_output_json" in row:
         task = _r2e(row, task_id, mirror)
@@ -75,10 +85,30 @@ def read_row(
     return task
 
 
+def _from_image(row: dict[str, Any], task_id: str, image: str, tree: Tree) -> Task:
+    if len(tree) * 2 > SPEC.limits.inodes // 2:
+        raise InputError("Its repository has too many files.")
+    public = {"image": image}
+    if "expected_output_json" in row:
+        raise InputError("Images of R2E-Gym hold their Python in the repository: use a mirror.")
+    if row.get("test_patch"):
+        task = _bench_task(row, task_id, tree, public)
+    elif "FAIL_TO_PASS" in row and "patch" in row:
+        task = _smith_task(row, task_id, tree, public)
+    else:
+        raise InputError("The row has none of the known shapes.")
+    task.hidden["python"] = python_of(row)
+    return task
+
+
 def _bench(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
     repository = _repository(mirror, str(row["repo"]))
     commit = _commit(repository, str(row["base_commit"]))
-    tree = _tree(repository, commit)
+    public = {"mirror": str(repository), "commit": commit}
+    return _bench_task(row, task_id, _tree(repository, commit), public)
+
+
+def _bench_task(row: dict[str, Any], task_id: str, tree: Tree, public: dict[str, Any]) -> Task:
     tested = _applied(tree, str(row["test_patch"]), "test patch")
     _applied(tree, str(row["patch"]), "gold patch")
     fail, keep = _ids(row, "FAIL_TO_PASS", tested), _ids(row, "PASS_TO_PASS", tested)
@@ -91,7 +121,7 @@ def _bench(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
         "pass_to_pass": keep,
         "patch": str(row["patch"]),
     }
-    return Task(task_id, {"mirror": str(repository), "commit": commit}, hidden)
+    return Task(task_id, public, hidden)
 
 
 def _local(row: dict[str, Any], task_id: str, folder: Path) -> Task:
@@ -116,7 +146,11 @@ def _smith(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
     name, wanted = (match[1], match[2]) if match else (str(row["repo"]), "HEAD")
     repository = _repository(mirror, name)
     commit = _commit(repository, str(row.get("base_commit") or wanted))
-    clean = _tree(repository, commit)
+    public = {"mirror": str(repository), "commit": commit}
+    return _smith_task(row, task_id, _tree(repository, commit), public)
+
+
+def _smith_task(row: dict[str, Any], task_id: str, clean: Tree, public: dict[str, Any]) -> Task:
     bug = str(row["patch"])
     broken = _applied(clean, bug, "patch")
     fail, keep = _ids(row, "FAIL_TO_PASS", clean), _ids(row, "PASS_TO_PASS", clean)
@@ -130,8 +164,7 @@ def _smith(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
         "pass_to_pass": keep,
         "patch": make_patch(broken, clean),
     }
-    public = {"mirror": str(repository), "commit": commit, "bug": bug, "removed": shown}
-    return Task(task_id, public, hidden)
+    return Task(task_id, {**public, "bug": bug, "removed": shown}, hidden)
 
 
 def _r2e(row: dict[str, Any], task_id: str, mirror: Path) -> Task:

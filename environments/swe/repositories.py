@@ -1,7 +1,8 @@
 """The repository of a task: the tree that the agent starts from, and the sandboxes for it.
 
 A task's public part says where the tree is: `files` (the texts themselves), `archive` (a tar file
-on this machine), or `mirror` and `commit` (a git repository on this machine); then `bug` (a patch
+on this machine), `mirror` and `commit` (a git repository on this machine), or `image` (of a
+container: see `images`); then `bug` (a patch
 that is applied to it) and `removed` (files that the agent does not get). Trees of mirrors are read
 by the git of this machine, and some are kept.
 """
@@ -48,15 +49,20 @@ SPEC = SandboxSpec(
 _GIT_SECONDS = 120
 
 
-def base_tree(public: dict[str, Any]) -> Tree:
+def base_tree(public: dict[str, Any], in_image: Tree | None = None) -> Tree:
     """The tree that the agent starts from.
+
+    Args:
+        in_image: the files in the image that the task names, where it names one.
 
     Raises:
         ConfigError: the mirror has not what the task names.
     """
     if "files" in public:
         return tree_of(public["files"])
-    if "archive" in public:
+    if in_image is not None:
+        tree = dict(in_image)
+    elif "archive" in public:
         tree = dict(archived_tree(public["archive"]))
     else:
         tree = dict(mirror_tree(public["mirror"], public["commit"]))
@@ -106,11 +112,21 @@ def git(mirror: str, *arguments: str) -> bytes:
     return ran.stdout
 
 
-def workspace(public: dict[str, Any], command_seconds: float) -> tuple[SandboxSpec, str]:
-    """The agent's sandbox, with a git repository of one commit in it, and that commit's id."""
-    tree = base_tree(public)
+def workspace(
+    public: dict[str, Any],
+    command_seconds: float,
+    in_image: Tree | None = None,
+    built: Tree | None = None,
+) -> tuple[SandboxSpec, str]:
+    """The agent's sandbox, with a git repository of one commit in it, and that commit's id.
+
+    Args:
+        in_image: see `base_tree`.
+        built: files beside the repository that are no part of it.
+    """
+    tree = base_tree(public, in_image)
     repository, commit = git_files(tree)
-    archive = tar_of({**tree, **repository})
+    archive = tar_of({**(built or {}), **tree, **repository})
     # What looks after a command needs a little longer than it.
     limits = limits_of(command_seconds + 5)
     return SandboxSpec(archive=archive, preload=SPEC.preload, limits=limits), commit

@@ -175,7 +175,8 @@ async def _host(
         yield None
         return
     places = _sandbox_places(settings)
-    async with AttemptSandboxes(sandboxes, environment.sandbox, places) as host:
+    images = environment.sandbox_images
+    async with AttemptSandboxes(sandboxes, environment.sandbox, places, images=images) as host:
         yield host
 
 

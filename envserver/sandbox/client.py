@@ -73,6 +73,10 @@ class SandboxClient:
         isolation, channel, pidfd = await self._request(spec.preload)
         sandbox = ConnectedSandbox(isolation, channel, pidfd)
         try:
+            if spec.image and isolation != "docker":
+                raise SandboxUnavailable(
+                    f"The image of a container needs the wall docker; this one is {isolation}."
+                )
             await sandbox.set_up(spec)
         except BaseException:
             await asyncio.shield(sandbox.close())
@@ -170,7 +174,7 @@ class ConnectedSandbox:
         """Gives it its files, variables and limits.
 
         Raises:
-            InputError, SandboxLost: see `Sandboxes.open`.
+            InputError, SandboxLost, SandboxUnavailable: see `Sandboxes.open`.
         """
         self._limits = spec.limits
         request = {
@@ -178,6 +182,8 @@ class ConnectedSandbox:
             "archive": spec.archive,
             "env": spec.env,
             "limits": msgspec.structs.asdict(spec.limits),
+            "image": spec.image,
+            "image_hides": spec.image_hides,
         }
         await self._ask(_FILE_SECONDS, "setup", request)
 
@@ -297,6 +303,8 @@ class ConnectedSandbox:
         match answer:
             case ["ok", value]:
                 return value
+            case ["error", "unavailable", str() as message]:
+                raise SandboxUnavailable(f"No sandbox could be made: {message}.")
             case ["error", str(), str() as message]:
                 raise InputError(f"In the sandbox: {message}.")
         raise self._lost("it sent an unknown answer")

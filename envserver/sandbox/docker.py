@@ -4,9 +4,10 @@
     client --(frames)--> relay --(stdin, stdout)--> docker run ... python3 --> the server inside
 
 A maker stands where other walls have a zygote. A relay is a process of this machine, one a sandbox:
-it hears the limits, starts a container that has them, sends our modules (the image needs Python
-alone), then passes bytes on. Its end is the end of the container. Containers get no network, no
-capability, a read-only root and an ordinary user.
+it hears the spec, starts a container that has its limits, of the image that it names or else the
+engine's own, sends our modules (the image needs Python alone), then passes bytes on. Its end is the
+end of the container. Containers get no network, no capability, a read-only root and an ordinary
+user.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -31,7 +33,7 @@ import msgspec
 from . import linux
 from .namespaces import SOCKET_BUFFERS
 from .system import OUR_PACKAGES
-from .wire import MAX_MESSAGE_BYTES, Frames
+from .wire import MAX_MESSAGE_BYTES, Frames, encode
 
 ENGINES = ("docker", "podman")
 _SECONDS = 15.0
@@ -40,6 +42,9 @@ _SERVER_MB = 64
 """Beside what programs may use: the server inside, and the kernel's own for them."""
 _SERVER_PROCESSES = 4
 _CHUNK = 2**18
+_IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]{0,500}", re.ASCII)
+_DIRECTORY = re.compile(r"(/[\w.-]+)+", re.ASCII)
+"""What these take is a word of its own on the engine's command line, and no option."""
 
 _VARIABLES = (
     *("PATH", "HOME", "XDG_RUNTIME_DIR", "TMPDIR"),
@@ -164,18 +169,20 @@ def _asked(program: str, variables: Mapping[str, str], *words: str) -> str:
     return lines[-1][:300] if lines else f"status {told.returncode}"
 
 
-def command(engine: Engine, name: str, limits: Mapping[str, Any], words: list[str]) -> list[str]:
+def command(engine: Engine, name: str, spec: Mapping[str, Any], words: list[str]) -> list[str]:
     """The command line that starts a container for one sandbox.
 
     Args:
         name: of the container.
-        limits: see SandboxLimits, by name.
+        spec: see SandboxSpec, by name; `usable` was asked about it.
         words: arguments of its python3.
     """
+    limits = spec["limits"]
     disk, inodes = int(limits["disk_mb"]), int(limits["inodes"])
     memory = int(limits["memory_mb"]) + 3 * disk + _SERVER_MB  # files in memory count, too
     mount = f"rw,exec,nosuid,nodev,size={disk}m,nr_inodes={inodes + 4},mode=1777"
     processes = int(limits["processes"]) + _SERVER_PROCESSES
+    hidden = (f"{place}:ro,nosuid,nodev,size=4k,mode=0755" for place in spec["image_hides"])
     return [
         *(engine.program, "run", "--rm", "--interactive", "--name", name, "--init=false"),
         *("--sysctl", f"net.ipv4.tcp_rmem={SOCKET_BUFFERS}"),
@@ -185,9 +192,23 @@ def command(engine: Engine, name: str, limits: Mapping[str, Any], words: list[st
         *("--memory", f"{memory}m", "--memory-swap", f"{memory}m"),
         *("--pids-limit", str(processes), "--shm-size", f"{disk}m", "--ulimit", "core=0"),
         *("--tmpfs", f"/work:{mount}", "--tmpfs", f"/tmp:{mount}", "--workdir", "/work"),
+        *(word for settings in hidden for word in ("--tmpfs", settings)),
         *("--log-driver", "none", "--pull", "never", "--label", "envserver=sandbox"),
-        *("--entrypoint", "python3", engine.image, *words),
+        *("--entrypoint", "python3", spec["image"] or engine.image, *words),
     ]
+
+
+def usable(engine: Engine, spec: Mapping[str, Any]) -> str:
+    """Why no container can be made of the image that `spec` names, "" where one can."""
+    image = spec["image"]
+    if image and not _IMAGE.fullmatch(image):
+        return f"{image[:80]!r} is no name of an image"
+    for place in spec["image_hides"]:
+        if not _DIRECTORY.fullmatch(place) or ".." in place:
+            return f"{place[:80]!r} is no directory of an image"
+    if not image or image == engine.image:
+        return ""
+    return _asked(engine.program, engine.variables, "image", "inspect", image)
 
 
 def serve(channel: socket.socket, engine: Engine, preload: list[str], maker_pid: int) -> NoReturn:
@@ -212,13 +233,17 @@ def serve(channel: socket.socket, engine: Engine, preload: list[str], maker_pid:
 
 
 def _relay(channel: socket.socket, engine: Engine, preload: list[str]) -> None:
-    first, limits = _hear_limits(channel)
+    first, spec = _hear_spec(channel)
+    reason = usable(engine, spec)
+    if reason:
+        channel.sendall(encode("error", "unavailable", reason))
+        return
     name = f"envserver-{uuid.uuid4().hex}"
     sent = bundle(preload)
     words = ["-I", "-c", _BOOT, str(len(sent)), json.dumps(preload)]
     parent = os.getpid()
     container = subprocess.Popen(
-        command(engine, name, limits, words),
+        command(engine, name, spec, words),
         env=engine.variables,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -239,8 +264,8 @@ def _relay(channel: socket.socket, engine: Engine, preload: list[str]) -> None:
         container.wait()
 
 
-def _hear_limits(channel: socket.socket) -> tuple[bytes, dict[str, Any]]:
-    """What the client sent until it had set its sandbox up, and the limits in it."""
+def _hear_spec(channel: socket.socket) -> tuple[bytes, dict[str, Any]]:
+    """What the client sent until it had set its sandbox up, and its spec, by name."""
     frames, heard = Frames(), bytearray()
     while True:
         data = channel.recv(_CHUNK)
@@ -248,7 +273,7 @@ def _hear_limits(channel: socket.socket) -> tuple[bytes, dict[str, Any]]:
             raise SystemExit  # closed before it was set up
         heard += data
         for frame in frames.feed(data):
-            return bytes(heard), frame[1]["limits"]
+            return bytes(heard), frame[1]
 
 
 def _pass_on(channel: socket.socket, to_inside: IO[bytes], from_inside: IO[bytes]) -> None:

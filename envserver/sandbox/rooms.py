@@ -44,11 +44,15 @@ class AttemptSandboxes:
         sandboxes: makes them; open for as long as this is.
         most: the environment's own spec: what an attempt gets, and the most that it may ask for.
         concurrent: sandboxes of all attempts together; more wait in order.
+        images: whether an attempt may have the image that its task's public part names (`image`).
     """
 
-    def __init__(self, sandboxes: Sandboxes, most: SandboxSpec, concurrent: int) -> None:
+    def __init__(
+        self, sandboxes: Sandboxes, most: SandboxSpec, concurrent: int, *, images: bool = False
+    ) -> None:
         self._sandboxes = sandboxes
         self._most = most
+        self._images = images
         self._places = asyncio.Semaphore(concurrent)
         self._rooms: WeakKeyDictionary[Attempt, _Room] = WeakKeyDictionary()
         self._tenants: set[asyncio.Task[Any]] = set()
@@ -170,7 +174,7 @@ class AttemptSandboxes:
             SandboxError: none can be made.
             ConflictError: the attempt has ended.
         """
-        spec = self._most if asked.spec is None else self._allowed(asked.spec)
+        spec = self._most if asked.spec is None else self._allowed(attempt, asked.spec)
         attempt.check_time()
         if room.sealed:
             raise ended()
@@ -190,11 +194,14 @@ class AttemptSandboxes:
         attempt.sandbox_opened()
         return Opened(name, sandbox.isolation)
 
-    def _allowed(self, asked: SandboxSpec) -> SandboxSpec:
+    def _allowed(self, attempt: Attempt, asked: SandboxSpec) -> SandboxSpec:
         """`asked`, with nothing in it that goes beyond the environment's own spec."""
         most = self._most
         if not set(asked.preload) <= set(most.preload):
             raise InputError(f"Only these modules may be preloaded: {', '.join(most.preload)}.")
+        named = attempt.spec.task.public.get("image", "") if self._images else most.image
+        if asked.image not in ("", most.image, named):
+            raise InputError("An attempt may only have the image that its task names.")
         for path in asked.files:
             _plain(path)
         return msgspec.structs.replace(

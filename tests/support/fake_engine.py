@@ -1,7 +1,8 @@
 """Stands in for Docker's command line: `run` makes a container of namespaces, with what it is told.
 
 It knows the words that `envserver.sandbox.docker` says, and writes each command line to
-`commands.jsonl` beside its own executable (`install` makes that).
+`commands.jsonl` beside its own executable (`install` makes that). It has two images: one is empty,
+the other has what lies in `testbed` there, and a Python with what is installed here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pathlib import Path
 from envserver.sandbox import linux, namespaces, system
 
 IMAGE = "an-image"
+WITH_REPOSITORY = "acme/tool:1"
+_ENVIRONMENT = "/opt/miniconda3/envs/testbed"
 
 
 def install(folder: Path) -> None:
@@ -35,7 +38,7 @@ def main(folder: Path, words: list[str]) -> None:
     with (folder / "commands.jsonl").open("a") as file:
         file.write(json.dumps(words) + "\n")
     match words:
-        case ["version"] | ["image", "inspect", "an-image"]:
+        case ["version"] | ["image", "inspect", "an-image" | "acme/tool:1"]:
             return
         case ["image", "inspect", name]:
             sys.exit(f"Error: No such image: {name}")
@@ -43,18 +46,20 @@ def main(folder: Path, words: list[str]) -> None:
             os.kill(int((folder / name).read_text()), signal.SIGKILL)
         case ["run", *options]:
             (folder / options[options.index("--name") + 1]).write_text(str(os.getpid()))
-            sys.exit(_run(options))
+            sys.exit(_run(folder, options))
         case _:
             sys.exit(f"unknown: {words}")
 
 
-def _run(options: list[str]) -> int:
-    after_image = options.index(IMAGE) + 1
+def _run(folder: Path, options: list[str]) -> int:
+    image, *words = options[options.index("--entrypoint") + 2 :]
     tmpfs = [options[n + 1] for n, word in enumerate(options) if word == "--tmpfs"]
 
     python = os.path.realpath(sys.executable)
 
     def inside() -> None:
+        if image == WITH_REPOSITORY:
+            _furnish(folder / "testbed", python)
         for mount in (*tmpfs, "/dev/shm:size=1m"):
             place, _, settings = mount.partition(":")
             kept = [s for s in settings.split(",") if s.partition("=")[0] in _TMPFS]
@@ -63,11 +68,27 @@ def _run(options: list[str]) -> int:
         linux.raise_loopback()
         if os.geteuid() == 0:
             namespaces.become_user(1000)
-        os.execve(python, [python, *options[after_image:]], {"PATH": "/usr/bin:/bin"})
+        os.execve(python, [python, *words], {"PATH": "/usr/bin:/bin"})
 
     namespaces.own_users()
     with tempfile.TemporaryDirectory() as root:
-        return namespaces.enter_outer(root, system.visible_paths(), system.etc_files(), inside)
+        visible = [*system.visible_paths(), str(folder)]
+        return namespaces.enter_outer(root, visible, system.etc_files(), inside)
+
+
+def _furnish(repository: Path, python: str) -> None:
+    """What the image has beside the system, before its writable places hide the host's."""
+    linux.mount("", "/", flags=linux.MS_REMOUNT | linux.MS_BIND)
+    installed = f"lib/python3.{sys.version_info.minor}/site-packages"
+    for source, place in (
+        (str(repository), "/testbed"),
+        (f"{sys.prefix}/{installed}", f"{_ENVIRONMENT}/{installed}"),
+    ):
+        Path(place).mkdir(parents=True)
+        linux.mount(source, place, flags=linux.MS_BIND | linux.MS_REC)
+    Path(_ENVIRONMENT, "bin").mkdir()
+    Path(_ENVIRONMENT, "bin/python").symlink_to(python)
+    Path(_ENVIRONMENT, "pyvenv.cfg").write_text(f"home = {Path(python).parent}\n")
 
 
 _TMPFS = ("size", "nr_inodes", "mode")
