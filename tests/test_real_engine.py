@@ -139,7 +139,7 @@ def test_process_delivers_exactly_what_vllm_sampled(
     groups = read_jsonl(tmp_path / "out.jsonl")
     assert len(groups) == 4
     assert_is_what_was_echoed(groups, echoes)
-    assert assert_scores_again(vllm_server.root_url, vllm_server.model, groups) > 50
+    assert assert_scores_again(vllm_server.root_url, vllm_server.model, groups) > 20
 
 
 def test_several_turns_streamed_or_not_are_exact(vllm_server: VllmServer, tmp_path: Path) -> None:

@@ -399,16 +399,16 @@ async def test_files_are_read_and_written(box: Sandbox) -> None:
 
 
 async def test_what_cannot_be_read_is_told(box: Sandbox) -> None:
-    await box.exec(["sh", "-c", "mkfifo pipe; ln -s loop loop; ln -s /dev/zero zero; mkdir folder"])
+    await box.exec(["sh", "-c", "mkfifo pipe; ln -s loop loop; ln -s /dev/full full; mkdir folder"])
     for path in (
         "absent",
         "pipe",
         "loop",
-        "zero",
+        "full",
         "folder",
         "",
         ".",
-        "/dev/zero",
+        "/dev/full",
         "a\0b",
         "x" * 5000,
     ):

@@ -43,6 +43,7 @@ from envserver.rollouts.group import Machinery, attempt_spec, make_group
 from envserver.rollouts.stream import Ticket
 from envserver.sandbox.requests import Exec, Open, Opened
 from envserver.sandbox.rooms import cut_down, summed
+from envserver.sandbox.supervisor import READY
 from envserver.tokens.flags import chosen
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -116,11 +117,11 @@ def supervisors() -> Iterator[int]:
                 yield int(child)
 
 
-def sandboxes_of(supervisor: int) -> Iterator[int]:
-    """The process 1 of each sandbox: children of its zygotes."""
+def sandboxes_of(supervisor: int) -> Iterator[list[int]]:
+    """The process 1 of each sandbox, by zygote; some are kept ready for whoever comes next."""
     for outer in children_of(supervisor):
         for zygote in children_of(outer):
-            yield from children_of(zygote)
+            yield children_of(zygote)
 
 
 def children_of(pid: int) -> list[int]:
@@ -334,7 +335,7 @@ async def test_two_hundred_rollouts_whose_workers_are_killed_at_random() -> None
         service = set(supervisors()) - before
         assert len(service) == 1
         await until(lambda: parts.pool.snapshot()["processes"] <= 1)
-        await until(lambda: not any(list(sandboxes_of(pid)) for pid in service))
+        await until(lambda: all(len(zygote) <= READY for zygote in sandboxes_of(*service)))
     assert killed > 20
     for group in groups:
         assert isinstance(group, Group)
