@@ -103,11 +103,14 @@ class _Interpreter:
     def serve(self) -> None:
         for name in self._setup.imports:
             self._names[name.partition(".")[0]] = __import__(name)
+        self._asking.acquire()  # between steps a thread of the code waits with its call
         while True:
             frame = frames.receive(self._channel)
+            self._asking.release()
             ended = self._step(str(frame["code"]), int(frame["step"]))
             if os.getpid() != self._pid:  # the code has forked, and this is not the process we are
                 os._exit(0)
+            self._asking.acquire()  # a call on its way ends first: its answer is not our next frame
             frames.send(self._channel, ended)
 
     def _step(self, code: str, step: int) -> dict[str, Any]:
