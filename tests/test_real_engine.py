@@ -132,7 +132,8 @@ def test_process_delivers_exactly_what_vllm_sampled(
 ) -> None:
     with relay(vllm_server.root_url) as (url, echoes):
         ran = envserver(
-            "process", "--env", "math", *flags(url, vllm_server.model), "--env.group_size", 2,
+            "process", "--env", "math", "--env.mode", "single", *flags(url, vllm_server.model),
+            "--env.group_size", 2,
             "--env.total_steps", 4, "--env.data_path_to_save_groups", "out.jsonl", folder=tmp_path,
         )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
@@ -196,7 +197,8 @@ def test_serve_delivers_exactly_what_vllm_sampled(vllm_server: VllmServer, tmp_p
     with (
         relay(vllm_server.root_url) as (url, echoes),
         running(
-            "serve", "--env", "math", *flags(url, vllm_server.model), "--env.group_size", 2,
+            "serve", "--env", "math", "--env.mode", "single", *flags(url, vllm_server.model),
+            "--env.group_size", 2,
             "--env.ensure_scores_are_not_same", "false", "--env.total_steps", 3,
             "--port", port, "--store", "groups.db", folder=tmp_path,
         ) as server,
