@@ -126,7 +126,8 @@ class Agent:
         )
         assert messages[at]["role"] == "assistant"
         # What was added to one answer may go on from another of the same words without an end.
-        open_end = plan.edge == "appended" and not before.eot_sampled
+        ended = before.finish_reason != "length" and before.stop_reason is None
+        open_end = plan.edge == "appended" and not ended
         assert open_end or all(message is not messages[at] for message in self.edited)
         if plan.edge != "think_kept":
             assert re.fullmatch(self.pattern(plan), plan.text, re.DOTALL)
