@@ -32,7 +32,8 @@
     │   └── StoreFull          no space left                                      HTTP 507
     └── AllFailed              every rollout failed; the run was stopped          exit 1
 
-An infrastructure failure is never a reward of 0: only what is scored reaches a trainer.
+An infrastructure failure is never a reward of 0: only what is scored reaches a trainer. A worker
+that code of the model ended (isolation "sandboxed") is none: see `policy.limit_of_death`.
 """
 
 from __future__ import annotations

@@ -20,12 +20,14 @@ from envserver.errors import (
     SandboxLost,
     SandboxUnavailable,
     WorkerDied,
+    WorkerError,
     WorkerGarbage,
+    WorkerHung,
 )
 from envserver.models.replicas import Replica
 from envserver.proxy import Attempt
 from envserver.rollouts.attempt import ending_limit
-from envserver.rollouts.policy import counts_as_attempt, retry_delay_seconds
+from envserver.rollouts.policy import counts_as_attempt, limit_of_death, retry_delay_seconds
 
 AWAY, REFUSED = EngineUnavailable("away"), EngineRefused("no such field")
 LOST, NO_ROOM = SandboxLost("it is gone"), SandboxUnavailable("no room")
@@ -127,6 +129,35 @@ def test_a_worker_may_call_its_facts_as_it_likes() -> None:
 
 def _fields(failure: Failure) -> dict[str, object]:
     return {name: getattr(failure, name) for name in failure.__struct_fields__}
+
+
+KILLED, EXITED = WorkerDied("killed", signal="SIGKILL"), WorkerDied("gone", exit_code=0)
+HUNG = WorkerHung("It went on after it was cancelled.")
+
+
+@pytest.mark.parametrize(
+    ("death", "limit"),
+    [
+        (KILLED, "crash"),
+        (EXITED, "crash"),
+        (HUNG, "time"),
+        (WorkerDied("our code raised", exit_code=70), None),
+        (WorkerDied("the machine had no memory", signal="SIGKILL", out_of_memory=True), None),
+        (WorkerDied("another one's", signal="SIGKILL", mate=True), None),
+        (WorkerDied("nobody saw it"), None),
+        (WorkerGarbage("?"), None),
+    ],
+)
+def test_who_ends_its_own_worker_is_scored_and_ours_are_not(
+    death: WorkerError, limit: str | None
+) -> None:
+    assert limit_of_death(death, "sandboxed", spoke=True, overdue=True) == limit
+    assert limit_of_death(death, "sandboxed", spoke=False, overdue=True) is None
+    assert limit_of_death(death, "dedicated", spoke=True, overdue=True) is None
+
+
+def test_a_worker_that_fell_silent_before_its_deadline_may_be_ours() -> None:
+    assert limit_of_death(HUNG, "sandboxed", spoke=True, overdue=False) is None
 
 
 def test_only_the_pool_says_that_a_death_was_anothers() -> None:

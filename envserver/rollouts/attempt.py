@@ -19,6 +19,7 @@ from ..errors import (
     LimitReached,
     Outcome,
     RolloutError,
+    WorkerError,
     WorkerGarbage,
     by_kind,
 )
@@ -30,10 +31,11 @@ from ..tokens.flags import Actions
 from ..tokens.invariants import check
 from ..tokens.trace import pack_calls
 from ..workers.pool import Assignment, Spent, WorkerPool
+from .policy import limit_of_death
 
 _ERRORS = by_kind(RolloutError)
 
-_CUTTING_LIMITS = ("tokens", "time", "context")
+_CUTTING_LIMITS = ("tokens", "time", "context", "crash")
 """These end an agent in the middle; where turns are used up, its last answer is whole."""
 
 
@@ -70,6 +72,7 @@ async def run_attempt(
     """
     started = time.time()
     attempt = proxy.open(spec)
+    spent, death = None, None
     try:
         spent = await pool.run(
             Assignment(
@@ -80,10 +83,12 @@ async def run_attempt(
                 deadline=spec.deadline,
             )
         )
+    except WorkerError as error:
+        death = error
     finally:
         proxy.seal(attempt)
     in_sandboxes = await proxy.settle(attempt)
-    limit = ending_limit(attempt)
+    limit = ending_limit(attempt) if death is None else dying_limit(attempt, death, isolation)
     calls = list(attempt.calls)
     sequences = await asyncio.to_thread(_checked_sequences, calls, actions)
     last = main_call(calls)
@@ -143,6 +148,22 @@ def ending_limit(attempt: Attempt) -> str | None:
         if failure.kind == LimitReached.kind:
             return str(failure.detail.get("limit", "time"))
     raise as_error(failure)
+
+
+def dying_limit(attempt: Attempt, death: WorkerError, isolation: Isolation) -> str:
+    """The limit that the model passed by ending its own worker.
+
+    Raises:
+        RolloutError: the death is, or may be, ours; or something of ours had failed before.
+    """
+    overdue = attempt.seconds_left <= 0
+    limit = limit_of_death(death, isolation, spoke=bool(attempt.calls), overdue=overdue)
+    if limit is None:
+        raise death
+    cause = attempt.engine_failure or attempt.sandbox_failure or attempt.service_failure
+    if cause is not None and cause.outcome is Outcome.RETRY:
+        raise as_error(cause)
+    return limit
 
 
 def as_error(failure: Failure) -> RolloutError:

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import msgspec
 
-from ..errors import Outcome, RolloutError, TokensError, Unscorable, WorkerError
+from ..environment import Isolation
+from ..errors import (
+    Outcome,
+    RolloutError,
+    TokensError,
+    Unscorable,
+    WorkerDied,
+    WorkerError,
+    WorkerHung,
+)
 from ..records import Group, Trajectory
 from ..tokens.flags import Actions
+from ..workers.child import EXIT_CRASHED
 
 
 def is_retried(error: RolloutError, attempts: int, max_attempts: int) -> bool:
@@ -20,6 +30,29 @@ def counts_as_attempt(error: RolloutError) -> bool:
     Only the pool knows that: what an agent says of its own failure does not count.
     """
     return not (isinstance(error, WorkerError) and error.detail.get("mate", False))
+
+
+def limit_of_death(
+    error: WorkerError, isolation: Isolation, *, spoke: bool, overdue: bool
+) -> str | None:
+    """The limit that the model passed by ending its own worker; None: the death may be ours.
+
+    Only where `isolation` is "sandboxed" does code of the model run in reach of its worker. It may
+    end it by exit or by any signal ("crash"), or keep it from ending in time ("time"). If that were
+    retried until it is dropped, it would cost the model nothing, and its whole group us.
+
+    Args:
+        spoke: the model had answered: before that there is no code of it.
+        overdue: the rollout's deadline had passed.
+    """
+    if isolation != "sandboxed" or not spoke or error.detail.get("mate"):
+        return None
+    if isinstance(error, WorkerHung):
+        return "time" if overdue else None
+    if not isinstance(error, WorkerDied) or error.detail.get("out_of_memory"):
+        return None
+    code = error.detail.get("exit_code", EXIT_CRASHED)  # with which our own failures end
+    return "crash" if "signal" in error.detail or code != EXIT_CRASHED else None
 
 
 def retry_delay_seconds(attempts: int, jitter: float) -> float:

@@ -63,7 +63,7 @@ def _leave_the_nursery(birth: Birth) -> None:
     linux.die_with_parent(birth.parent_pid, signal.SIGKILL)
     linux.adopt_orphans()
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, signal.SIGTERM):
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):  # each ends us, and is seen
         signal.signal(number, signal.SIG_DFL)
     os.dup2(birth.output_fd, 1)
     os.dup2(birth.output_fd, 2)

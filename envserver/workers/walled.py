@@ -178,13 +178,19 @@ def _watch(wall: Wall, room: NamespaceRoom, pid: int) -> int:
     poll.register(pidfd, select.POLLIN)
     limit = wall.memory_mb * _MB
     while not poll.poll(LOOK_SECONDS * 1000):
+        if os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG) is not None:
+            _kill(pid, "The worker was stopped by a signal.")  # which it never does to itself
         if sample(room.programs(), limit).memory_bytes + room.kernel_bytes() > limit:
-            sys.stderr.write(f"The worker passed its {wall.memory_mb} MB of memory.\n")
-            sys.stderr.flush()
-            os.kill(pid, signal.SIGKILL)
+            _kill(pid, f"The worker passed its {wall.memory_mb} MB of memory.")
         _bury_orphans(pid)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return code if code >= 0 else _FORKED_STATUS - code
+
+
+def _kill(pid: int, why: str) -> None:
+    sys.stderr.write(f"{why}\n")
+    sys.stderr.flush()
+    os.kill(pid, signal.SIGKILL)
 
 
 def _bury_orphans(worker_pid: int) -> None:
