@@ -22,6 +22,7 @@ _HOMES = {
     "Sandboxes": "environment",
     "Caller": "environment",
     "Service": "environment",
+    "Services": "environment",
     "Task": "records",
     "PublicTask": "records",
     "Result": "records",
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
         Sandbox,
         Sandboxes,
         Service,
+        Services,
     )
     from .errors import (
         AgentError,
@@ -112,6 +114,7 @@ __all__ = [
     "Sandboxes",
     "Caller",
     "Service",
+    "Services",
     "SandboxLimits",
     "SandboxSpec",
     "SandboxUsage",

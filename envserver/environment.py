@@ -166,6 +166,27 @@ Service = Callable[[dict[str, Any], Caller], Awaitable[Any]]
 ServiceError and whatever else it raises is our failure, and the rollout is tried again."""
 
 
+class Services(dict[str, Service]):
+    """Services by name, with what is to be known of them.
+
+    Args:
+        counts: of what was asked since the start, by name, for `/metrics`.
+        shown: what the rollouts of a group (by its id) were shown, JSON-like, so that a later run
+            can be compared; it is written into the group. Asked once a group, at its end.
+    """
+
+    def __init__(
+        self,
+        services: Mapping[str, Service],
+        *,
+        counts: Callable[[], Mapping[str, float]] = dict,
+        shown: Callable[[str], dict[str, Any]] = lambda group_id: {},
+    ) -> None:
+        super().__init__(services)
+        self.counts = counts
+        self.shown = shown
+
+
 class Rollout(Protocol):
     """What `rollout` gets as `run`: the way to the model and what is left of the budget.
 
@@ -323,7 +344,8 @@ class Environment(abc.ABC):
 
     def services(self) -> AbstractAsyncContextManager[Mapping[str, Service]]:
         """What the server does for agents that cannot or must not do it themselves: what needs the
-        network, a key, a large index. By name; names may hold slashes ("tavily/search").
+        network, a key, a large index. By name; names may hold slashes ("tavily/search"). As
+        `Services` they are counted in `/metrics`, and groups tell what they showed.
 
         The block is entered once in the server process and left at its end. A service runs on the
         server's event loop: it must not block it. It ends with the attempt that asked; a failure

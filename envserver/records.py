@@ -81,6 +81,7 @@ class Result(msgspec.Struct, kw_only=True):
         turns: model calls made.
         completion_tokens: tokens sampled over all calls.
         metrics: numbers the agent logged with `run.log_metric`.
+        flags: words that services of the server put on the rollout (`Caller.flag`).
     """
 
     output: Any = None
@@ -91,6 +92,7 @@ class Result(msgspec.Struct, kw_only=True):
     turns: int = 0
     completion_tokens: int = 0
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    flags: list[str] = msgspec.field(default_factory=list)
 
 
 Dialect = Literal["chat", "completions", "responses", "messages"]
@@ -371,6 +373,7 @@ class Group(msgspec.Struct, kw_only=True):
         generation_params: the sampling settings that all rollouts shared.
         rendering: how their prompts came to be: the engine's server and mode, whether calls were
             continued by tokens (or why not), the think policy, digests of template and tokenizer.
+        services: what its environment's services say of what they showed it (`Services.shown`).
     """
 
     group_id: str
@@ -386,6 +389,7 @@ class Group(msgspec.Struct, kw_only=True):
     failures: list[Failure] = msgspec.field(default_factory=list)
     created_at: float = 0.0
     seed: int = 0
+    services: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 _DTYPES = {"i4": np.int32, "f4": np.float32, "u1": np.uint8}

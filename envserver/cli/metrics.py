@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -34,6 +33,12 @@ class ServeMetrics(Collector):
         yield _labelled(
             "envserver_groups_dropped", "Groups not delivered by reason", "reason", tally.drops
         )
+        yield _labelled(
+            "envserver_services",
+            "What the environment's services counted",
+            "count",
+            proxy.services.counts(),
+        )
         for name, words, count in (
             ("envserver_groups_delivered", "Groups made durable", tally.groups),
             ("envserver_rollouts_scored", "Rollouts that have a score", tally.rollouts),
@@ -51,7 +56,7 @@ class ServeMetrics(Collector):
             yield GaugeMetricFamily(name, words, value=number)
 
 
-def _labelled(name: str, words: str, label: str, counts: Counter[str]) -> Metric:
+def _labelled(name: str, words: str, label: str, counts: Mapping[str, float]) -> Metric:
     family = CounterMetricFamily(name, words, labels=[label])
     for value, count in sorted(counts.items()):
         family.add_metric([value], count)

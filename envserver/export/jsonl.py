@@ -53,6 +53,7 @@ def group_line(group: Group, *, include_messages: bool, score_range: ScoreRange)
         "model": group.model,
         "policy_version": group.policy_version,
         "rendering": group.rendering,
+        "services": group.services,
         "created_at": group.created_at,
         "rollouts": _rollouts(group.trajectories),
         "failures": [_failure(failure) for failure in group.failures],

@@ -117,6 +117,11 @@ class Proxy:
         return self._source.described()
 
     @property
+    def services(self) -> ServiceDesk:
+        """Where agents ask for the environment's services."""
+        return self._services
+
+    @property
     def gate(self) -> Gate:
         """Before which the attempts' calls wait while the engine's weights change."""
         return self._source.gate

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import orjson
 import structlog
 
-from ..environment import Caller, Service
+from ..environment import Caller, Service, Services
 from ..errors import LimitReached, NotFoundError, ServiceError, UsageError
 from .asgi import Interrupted, Interrupts, Receive, Scope, Send, parse_object, read_body, send_bytes
 from .attempts import Attempt, ended
@@ -37,7 +37,16 @@ class ServiceDesk:
 
     def __init__(self, services: Mapping[str, Service]) -> None:
         self._services = services
+        self._known = services if isinstance(services, Services) else Services(services)
         self._places: WeakKeyDictionary[Attempt, asyncio.Semaphore] = WeakKeyDictionary()
+
+    def counts(self) -> Mapping[str, float]:
+        """What the services counted since the start, by name."""
+        return self._known.counts()
+
+    def shown(self, group_id: str) -> dict[str, Any]:
+        """What they showed the rollouts of a group that is at its end."""
+        return self._known.shown(group_id)
 
     async def answer(
         self, attempt: Attempt, name: str, scope: Scope, receive: Receive, send: Send

@@ -102,6 +102,7 @@ async def run_attempt(
             turns=sum(call.choice == 0 for call in calls),
             completion_tokens=sum(len(call.completion_ids) for call in calls),
             metrics=dict(attempt.metrics),
+            flags=sorted(attempt.flags),
         ),
         sequences=sequences,
         tools=last.tools if last else [],

@@ -336,6 +336,7 @@ def _judged(
         policy_version=min(versions, default=-1),
         generation_params=machinery.sampling.model_dump(),
         rendering=machinery.proxy.engine_described(),
+        services=machinery.proxy.services.shown(ticket.group_id),
         failures=failures.seen,
         created_at=time.time(),
         seed=ticket.seed,

@@ -59,6 +59,9 @@ FLAGS: dict[str, Flag] = {
     "render_mismatch": Flag("train", "our rendering of the prompt is not the engine's"),
     "suffix_refused": Flag("train", "the conversation could not be continued exactly"),
     "multimodal_unstitched": Flag("train", "images: the prompt was rendered by the engine"),
+    # What the web gave away of its task; what such a rollout is worth, its environment decides.
+    "web_leak_dropped": Flag("train", "a page that gives the task away was kept from the agent"),
+    "web_leak_seen": Flag("train", "the agent was shown what gives the task away"),
     # The engine failed, and the agent went on.
     "engine_error_seen": Flag("train", "the engine failed and the agent went on"),
 }
