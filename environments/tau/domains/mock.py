@@ -1,0 +1,162 @@
+"""tau2-bench's domain `mock`: a to-do list, and a customer with an inbox of notifications.
+
+Names, parameters and outcomes are those of src/tau2/domains/mock there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from .database import Record
+from .toolkit import Row, Toolkit, tool
+from .world import DomainKind, Side
+
+TaskStatus = Literal["pending", "completed"]
+
+
+class Task(BaseModel):
+    """An item of the list."""
+
+    task_id: str
+    title: str
+    description: str | None = None
+    status: TaskStatus
+
+
+class User(BaseModel):
+    """Somebody who has tasks."""
+
+    user_id: str
+    name: str
+    tasks: list[str]
+
+
+class MockDB(BaseModel):
+    """What the assistant works on."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tasks: dict[str, Task]
+    users: dict[str, User]
+
+
+class Notification(BaseModel):
+    """A message in the customer's inbox."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    notification_id: str
+    message: str
+    status: Literal["unread", "read"] = "unread"
+    task_id: str | None = None
+
+
+class MockUserDB(BaseModel):
+    """What the customer sees on his side."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    notifications: dict[str, Notification] = {}
+
+
+class MockTools(Toolkit):
+    """The assistant's functions."""
+
+    @tool(
+        "write",
+        "Adds a task to the list of a user.",
+        types={"description": str},
+        user_id="Id of the user who gets the task.",
+        title="Title of the task.",
+        description="What the task is about; may be left out.",
+    )
+    def create_task(self, user_id: str, title: str, description: str | None = None) -> Row:
+        self._existing("users", "User", user_id)
+        task_id = f"task_{len(self.db.table('tasks')) + 1}"
+        task = Task(task_id=task_id, title=title, description=description, status="pending")
+        record = task.model_dump()
+        self.db.put("tasks", task_id, record)
+        self.db.edit("users", user_id)["tasks"].append(task_id)
+        return Row(record)
+
+    @tool("read", "Lists all users.")
+    def get_users(self) -> list[Row]:
+        return [Row(user) for user in self.db.rows("users")]
+
+    @tool(
+        "write",
+        "Sets the status of a task.",
+        task_id="Id of the task.",
+        status="Its new status.",
+    )
+    def update_task_status(self, task_id: str, status: TaskStatus) -> Row:
+        self._existing("tasks", "Task", task_id)
+        task = self.db.edit("tasks", task_id)
+        task["status"] = status
+        return Row(task)
+
+    def assert_number_of_tasks(self, user_id: str, expected_number: int) -> bool:
+        return len(self._existing("users", "User", user_id)["tasks"]) == expected_number
+
+    def assert_task_status(self, task_id: str, expected_status: str) -> Any:
+        return self._existing("tasks", "Task", task_id)["status"] == expected_status
+
+    @tool(
+        "generic",
+        "Hands the user over to a human colleague. Do so only if the user asks for one, or if "
+        "policy and tools leave you no way to solve the issue.",
+        summary="What the user's issue is, in short.",
+    )
+    def transfer_to_human_agents(self, summary: str) -> str:
+        return "Transfer successful"
+
+    def _existing(self, table: str, what: str, key: str) -> Record:
+        record = self.db.get(table, key)
+        if record is None:
+            raise ValueError(f"{what} {key} not found")
+        return record
+
+
+class MockUserTools(Toolkit):
+    """The customer's functions."""
+
+    @tool("read", "Shows all notifications of your inbox.")
+    def check_notifications(self) -> list[Row]:
+        return [Row(notification) for notification in self.db.rows("notifications")]
+
+    @tool(
+        "write",
+        "Marks a notification as read.",
+        notification_id="Id of the notification.",
+    )
+    def dismiss_notification(self, notification_id: str) -> str:
+        self._existing(notification_id)
+        self.db.edit("notifications", notification_id)["status"] = "read"
+        return f"Notification {notification_id} dismissed"
+
+    def add_notification(
+        self, notification_id: str, message: str, task_id: str | None = None
+    ) -> None:
+        notification = Notification(
+            notification_id=notification_id, message=message, task_id=task_id
+        )
+        self.db.table("notifications")
+        self.db.put("notifications", notification_id, notification.model_dump())
+
+    def assert_notification_status(self, notification_id: str, expected_status: str) -> Any:
+        return self._existing(notification_id)["status"] == expected_status
+
+    def _existing(self, notification_id: str) -> Record:
+        record = self.db.get("notifications", notification_id)
+        if record is None:
+            raise ValueError(f"Notification {notification_id} not found")
+        return record
+
+
+MOCK = DomainKind(
+    name="mock",
+    agent=Side(MockTools, MockDB, keyed=("tasks", "users")),
+    user=Side(MockUserTools, MockUserDB, keyed=("notifications",), file="user_db"),
+)

@@ -1,0 +1,162 @@
+"""How a domain declares its tools, and how a result is written for a model.
+
+A toolkit is a class whose methods are the functions of one side of a domain. Those marked by
+`@tool` may be called by a model; the others serve the set-up of tasks and their assertions. Names
+of classes, methods and parameters are tau2-bench's, since Python's own words about a wrong call
+("RetailTools.f() missing 1 required positional argument: 'a'") are what the model reads.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import date
+from functools import cache
+from typing import Any, Literal, TypeVar, get_type_hints
+
+from pydantic import BaseModel, Field, create_model
+
+from .database import Database
+
+Requestor = Literal["assistant", "user"]
+Kind = Literal["read", "write", "think", "generic"]
+"""What a tool does, for people: only `write` tools change data, unless `mutates` says otherwise."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Row:
+    """A record as the result of a tool: all its fields, numbers as numbers."""
+
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ToolInfo:
+    """A tool as models and evaluations know it."""
+
+    name: str
+    kind: Kind
+    mutates: bool
+    schema: dict[str, Any]
+    """In OpenAI's shape."""
+
+
+@dataclass(frozen=True)
+class _Declared:
+    kind: Kind
+    mutates: bool
+    description: str
+    parameters: Mapping[str, str]
+    types: Mapping[str, Any]
+
+
+def tool(
+    kind: Kind,
+    description: str,
+    /,
+    *,
+    mutates: bool | None = None,
+    types: Mapping[str, Any] | None = None,
+    **parameters: str,
+) -> Callable[[_Function], _Function]:
+    """Marks a method of a toolkit as a tool.
+
+    Args:
+        description: for the model.
+        mutates: does it change data, so that an evaluation must replay it? Unset: if it is `write`.
+        types: parameters whose type in the schema is another one than their annotation.
+        parameters: description of each parameter, for the model.
+    """
+    changes = kind == "write" if mutates is None else mutates
+
+    def mark(function: _Function) -> _Function:
+        declared = _Declared(kind, changes, description, parameters, types or {})
+        function.__tau_tool__ = declared  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+class Toolkit:
+    """The functions of one side of a domain over its data."""
+
+    def __init__(self, db: Database) -> None:
+        self.db = db
+
+    @classmethod
+    def tools(cls) -> Mapping[str, ToolInfo]:
+        """The tools that a model may call, in the order in which they are declared."""
+        return _tools_of(cls)
+
+    def use(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Calls a tool.
+
+        Raises:
+            ValueError: there is no such tool.
+            Exception: what the tool raises, also about its arguments.
+        """
+        if name not in self.tools():
+            raise ValueError(f"Tool '{name}' not found.")
+        return getattr(self, name)(**arguments)
+
+
+@cache
+def _tools_of(toolkit: type[Toolkit]) -> Mapping[str, ToolInfo]:
+    functions: dict[str, Any] = {}
+    for base in reversed(toolkit.__mro__):
+        functions.update(vars(base))
+    marked = {name: f for name, f in functions.items() if hasattr(f, "__tau_tool__")}
+    return {name: _info(name, function) for name, function in marked.items()}
+
+
+def _info(name: str, function: Callable[..., Any]) -> ToolInfo:
+    declared: _Declared = function.__tau_tool__  # type: ignore[attr-defined]
+    hints = get_type_hints(function)
+    fields: dict[str, Any] = {}
+    for parameter in list(inspect.signature(function).parameters.values())[1:]:
+        default = ... if parameter.default is parameter.empty else parameter.default
+        words = declared.parameters.get(parameter.name)
+        field = default if words is None else Field(default, description=words)
+        fields[parameter.name] = (declared.types.get(parameter.name, hints[parameter.name]), field)
+    description = {
+        "name": name,
+        "description": declared.description,
+        "parameters": create_model("parameters", **fields).model_json_schema(),
+    }
+    schema = {"type": "function", "function": description}
+    return ToolInfo(name, declared.kind, declared.mutates, schema)
+
+
+def result_text(result: Any) -> str:
+    """A tool's result as the model reads it.
+
+    Strings are left as they are. Records (`Row`, pydantic models) become JSON with all their
+    fields; in any other value numbers and booleans become strings, as in tau2-bench.
+
+    Raises:
+        ValueError: it is of a type that no tool may return.
+    """
+    return result if isinstance(result, str) else json.dumps(_shown(result), default=str)
+
+
+def _shown(value: Any) -> Any:
+    match value:
+        case Row():
+            return value.fields
+        case BaseModel():
+            return value.model_dump()
+        case str() | None:
+            return value
+        case int() | float():
+            return str(value)
+        case list() | tuple():
+            return [_shown(item) for item in value]
+        case dict():
+            return {key: _shown(item) for key, item in value.items()}
+        case date():
+            return value.isoformat()
+    raise ValueError(f"Unsupported type: {type(value)}")

@@ -1,0 +1,188 @@
+"""The world of one episode: both sides' tools over their data, and what calls do to it.
+
+A `DomainKind` is what is fixed about a domain (tools, shape of its data); a `Domain` is a kind
+with data, policy and tasks, loaded once (`loading.py`); a `World` is one episode's own state,
+made in microseconds. A call by a model never raises: what goes wrong is the result's text,
+"Error: ..." in the words of tau2-bench.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+
+from .database import Base, Database
+from .toolkit import Requestor, ToolInfo, Toolkit, result_text
+
+
+@dataclass(frozen=True)
+class Side:
+    """The tools of one side and what their data look like.
+
+    Args:
+        toolkit: its functions.
+        model: the shape of its data.
+        keyed: fields of `model` that map keys to records (see `Base`).
+        file: where the data are, without extension: `db` is db.json, db.json.gz or db.toml.
+    """
+
+    toolkit: type[Toolkit]
+    model: type[BaseModel]
+    keyed: tuple[str, ...]
+    file: str = "db"
+
+
+@dataclass(frozen=True)
+class DomainKind:
+    """What is fixed about a domain.
+
+    Args:
+        agent: the assistant's side.
+        user: the customer's, where he has tools.
+        sync: called with both toolkits after every call that a model made (and after each step of
+            the set-up), to carry over what one side's change means for the other.
+    """
+
+    name: str
+    agent: Side
+    user: Side | None = None
+    sync: Callable[[Any, Any], None] | None = None
+    policy_file: str = "policy.md"
+
+
+@dataclass(frozen=True)
+class Domain:
+    """A domain with its data; shared by all episodes.
+
+    Args:
+        tasks: by id, in the order of the file, in tau2-bench's format.
+        splits: ids of the tasks of each split.
+    """
+
+    kind: DomainKind
+    agent_base: Base
+    user_base: Base | None
+    policy: str
+    tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    splits: Mapping[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.kind.name
+
+    def world(self) -> World:
+        """A fresh one, as the data file has it."""
+        return World(self)
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """What a model reads about its call."""
+
+    content: str
+    error: bool
+
+
+class World:
+    """The state of one episode."""
+
+    def __init__(self, domain: Domain) -> None:
+        self.domain = domain
+        kind = domain.kind
+        self.agent = kind.agent.toolkit(Database(domain.agent_base))
+        self.user: Toolkit | None = None
+        if kind.user is not None and domain.user_base is not None:
+            self.user = kind.user.toolkit(Database(domain.user_base))
+        self.sync()
+
+    def call(self, requestor: Requestor, name: str, arguments: Mapping[str, Any]) -> CallResult:
+        """Does what a model asked for."""
+        try:
+            result = self.act(requestor, name, arguments)
+            self.sync()
+        except Exception as error:  # noqa: BLE001  (whatever a tool raises is for the model)
+            return CallResult(f"Error: {error}", error=True)
+        return CallResult(result_text(result), error=False)
+
+    def act(self, requestor: Requestor, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Calls a tool without the sync that follows a model's call.
+
+        Raises:
+            Exception: what the tool raises; ValueError: there is no such tool.
+        """
+        for reserved in ("self", "tool_name", "requestor"):
+            if reserved in arguments:
+                raise TypeError(_RESERVED[reserved])
+        if requestor == "user" and self.user is None:
+            raise ValueError("User tools not available")
+        return self._side(requestor).use(name, arguments)
+
+    def run_function(self, env_type: Requestor, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Runs any function of a toolkit: a step of the set-up, or an assertion.
+
+        Raises:
+            AttributeError: there is no such function.
+            Exception: what it raises.
+        """
+        function = getattr(self._side(env_type), name)
+        result = function(**arguments)
+        self.sync()
+        return result
+
+    def sync(self) -> None:
+        if self.domain.kind.sync is not None:
+            self.domain.kind.sync(self.agent, self.user)
+
+    def tool(self, name: str) -> ToolInfo | None:
+        """The tool `name` of either side; the assistant's goes first."""
+        for toolkit in (self.agent, self.user):
+            if toolkit is not None and name in toolkit.tools():
+                return toolkit.tools()[name]
+        return None
+
+    def merge_data(self, agent: Mapping[str, Any] | None, user: Mapping[str, Any] | None) -> None:
+        """Lays a task's own data over the domain's.
+
+        As in tau2-bench, where both sides have data, the one that is given then serves both sides.
+        """
+        if agent is not None:
+            self.agent.db.merge(agent)
+            if self.user is not None:
+                self.user.db = self.agent.db
+        if user is not None and self.user is not None:
+            self.user.db.merge(user)
+            self.agent.db = self.user.db
+
+    def agent_hash(self) -> str:
+        return self.agent.db.hash()
+
+    def user_hash(self) -> str | None:
+        return None if self.user is None else self.user.db.hash()
+
+    def same_as(self, other: World) -> bool:
+        """Do both sides' data have the same hashes as `other`'s?"""
+        if not self.agent.db.same_as(other.agent.db):
+            return False
+        if self.user is None or other.user is None:
+            return self.user is other.user
+        return self.user.db.same_as(other.user.db)
+
+    def _side(self, requestor: Requestor) -> Any:
+        match requestor:
+            case "assistant":
+                return self.agent
+            case "user":
+                return self.user
+        raise ValueError(f"Invalid requestor: {requestor}")
+
+
+_RESERVED = {
+    "self": "Environment.make_tool_call() got multiple values for argument 'self'",
+    "tool_name": "Environment.make_tool_call() got multiple values for argument 'tool_name'",
+    "requestor": "tau2.environment.environment.Environment.make_tool_call() "
+    "got multiple values for keyword argument 'requestor'",
+}
+"""What tau2-bench answers to arguments that have the names of its own function's."""
