@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Environment": "environment",
+    "AgentRole": "environment",
     "EnvironmentConfig": "config",
     "Reply": "environment",
     "Rollout": "environment",
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from .cli import main
     from .config import EnvironmentConfig
     from .environment import (
+        AgentRole,
         Caller,
         Environment,
         Isolation,
@@ -105,6 +107,7 @@ if TYPE_CHECKING:
 __all__ = [
     "__version__",
     "Environment",
+    "AgentRole",
     "EnvironmentConfig",
     "Reply",
     "Rollout",

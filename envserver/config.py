@@ -54,6 +54,37 @@ class Section(BaseModel):
     )
 
 
+class AgentConfig(Section):
+    """One of several agents of a rollout: `--env.agents.NAME.*`; unset: as the run has it."""
+
+    model_name: str | None = None
+    """Name of its model, on the rollouts' own engine or at `base_url`; "default": the first."""
+    base_url: str | None = None
+    """Address of an engine of its own: an OpenAI-compatible server."""
+    api_key: SecretStr = SecretStr("")
+    """Key of its own engine; never logged, written or told to a worker."""
+    server_type: Literal["vllm", "openai"] = "vllm"
+    """vllm: its own engine gives token ids and logprobs; openai: text only."""
+    timeout: float = Field(default=1200.0, gt=0)
+    """Seconds for one call of its own engine."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature of its calls."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Nucleus sampling of its calls; 1: off."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Its longest single answer in tokens."""
+    trained: bool | None = None
+    """Whether its tokens are trained; unset: as the environment declares it."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _address(cls, value: str | None) -> str | None:
+        if value is not None:
+            value = value.strip().rstrip("/")
+            _check_url(value)
+        return value
+
+
 class EnvironmentConfig(Section):
     """Base of every environment's `Config`; its fields are `--env.*`."""
 
@@ -69,18 +100,22 @@ class EnvironmentConfig(Section):
     """JSONL file for the groups; unset: data/<environment>.jsonl."""
     include_messages: bool = True
     """Write the conversations beside the tokens."""
+    include_actions: bool = False
+    """Write the readable actions of agents beside the tokens."""
     ensure_scores_are_not_same: bool | None = None
     """Drop groups whose rewards are all equal; unset: yes in `serve`, no in `process`."""
     max_token_length: int = Field(default=8192, ge=1)
     """Longest training sequence in tokens; a group with a longer one is dropped and counted."""
     max_turns: int = Field(default=8, ge=1)
-    """Model calls per rollout."""
+    """Model calls per rollout (of each of its agents, where it has several)."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    """Tokens sampled per rollout, over all calls; unset: no such limit."""
+    """Tokens sampled per rollout, over all calls that are trained; unset: no such limit."""
     worker_timeout: float = Field(default=240.0, gt=0)
     """Seconds of wall clock per rollout, from start to result."""
     score_range: Literal["unit", "pm1"] = "unit"
     """Rewards in Atropos groups as [0, 1] (unit) or mapped to [-1, 1] (pm1)."""
+    agents: dict[str, AgentConfig] = {}
+    """Models, engines and sampling of single agents, where a rollout has several."""
 
 
 class OpenAIConfig(Section):

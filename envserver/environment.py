@@ -34,7 +34,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
 
-from .config import EnvironmentConfig
+from .config import EnvironmentConfig, Section
 from .errors import InputError
 from .records import (
     ExecResult,
@@ -50,6 +50,18 @@ from .records import (
 )
 
 Isolation = Literal["pooled", "dedicated", "sandboxed"]
+
+
+class AgentRole(msgspec.Struct, frozen=True):
+    """One of several agents of a rollout, as the environment declares it.
+
+    Args:
+        trained: whether its tokens are trained, unless a person says otherwise
+            (`--env.agents.NAME.trained`). Those of an agent that is not are recorded, but stand in
+            no training row and count for no limit of the others.
+    """
+
+    trained: bool = True
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -237,9 +249,17 @@ class Rollout(Protocol):
         """
 
     def chat_blocking(
-        self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None, **sampling: Any
+        self,
+        messages: list[Message],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        agent: str | None = None,
+        **sampling: Any,
     ) -> Reply:
         """`chat` for a plain `def rollout`."""
+
+    def base_url_of(self, agent: str) -> str:
+        """`base_url` for the framework of one of several agents: what it asks is asked by it."""
 
     def open_sandbox(self, spec: SandboxSpec | None = None) -> AbstractAsyncContextManager[Sandbox]:
         """A sandbox on the server for what the model writes; what it used is in the trajectory.
@@ -277,6 +297,14 @@ class Rollout(Protocol):
     def log_metric(self, name: str, value: float) -> None:
         """A number that is stored with the trajectory; the last value of a name counts."""
 
+    def log_action(self, tool: str, input: Any = None, output: Any = None) -> None:
+        """One step for readers and for data: what was done, with what, and what came of it.
+
+        Kept in order (`result.actions`, the unified trajectory), also of a rollout that is cut off.
+        Input and output are JSON-like; what is very long is cut off and marked, and so is what
+        comes after thousands of steps. A reward never reads them: the agent's process writes them.
+        """
+
 
 class KnownResult(msgspec.Struct, frozen=True):
     """A result whose reward is known.
@@ -310,6 +338,18 @@ class Environment(abc.ABC):
     class Config(EnvironmentConfig):
         """Settings of this environment: `--env.*`."""
 
+    class Question(Section):
+        """What a person may ask by `run`: each field is a flag there."""
+
+        question: str
+        """What is asked."""
+        answer: str | None = None
+        """The right answer, where it is known: the run is scored by it."""
+
+        def settings(self) -> dict[str, Any]:
+            """Settings of the environment (`--env.*`) that this question implies."""
+            return {}
+
     config: Any
     sandboxes: Sandboxes
     """For `score` and `tasks`, where `sandbox` is declared (agents have `run.open_sandbox`)."""
@@ -341,6 +381,12 @@ class Environment(abc.ABC):
     def score_group(self, task: Task, results: list[Result], scores: list[Score]) -> list[Score]:
         """Last word on a group, for relative rewards; same length and order as `scores`."""
         return scores
+
+    def agents(self) -> Mapping[str, AgentRole]:
+        """The agents of a rollout where it has several, by name (small letters, digits and _); the
+        first is the main one. They name themselves in `run.chat(..., agent=name)`, or ask at
+        `run.base_url_of(name)`. Empty: there is one, without a name."""
+        return {}
 
     def services(self) -> AbstractAsyncContextManager[Mapping[str, Service]]:
         """What the server does for agents that cannot or must not do it themselves: what needs the
@@ -384,6 +430,38 @@ class Environment(abc.ABC):
             f"Environment {self.name!r} cannot read data-set rows.", hint="Name a task id instead."
         )
 
+    def task_from_question(self, asked: Any) -> Task:
+        """The task of one question (`asked` is a `Question` of this environment), for `run`.
+
+        Raises:
+            InputError: it cannot be asked.
+        """
+        raise InputError(
+            f"Environment {self.name!r} cannot be asked single questions.",
+            hint="Name one of its data sets to `process`.",
+        )
+
+    def final_answer(self, result: Result) -> str:
+        """The answer of a rollout as text, for people and data; "" for none."""
+        return answer_text(result)
+
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
         """The result that a bare response (`envserver score`) stands for."""
         return Result(output=response, messages=messages)
+
+
+_ANSWERS = ("final_answer", "answer", "patch", "code", "plan", "text")
+"""Under which names outputs hold what was answered; the first that says something counts."""
+
+
+def answer_text(result: Result) -> str:
+    """What `result` says in the end: its output, or what stands in it, else its last message."""
+    output = result.output
+    if isinstance(output, dict):
+        output = next((output[name] for name in _ANSWERS if output.get(name) not in (None, "")), "")
+    if output in (None, "") and result.messages:
+        last = result.messages[-1]
+        output = last.get("content") if last.get("role") == "assistant" else ""
+    if output is None or isinstance(output, str):
+        return output or ""
+    return msgspec.json.encode(output).decode()

@@ -76,12 +76,18 @@ class Result(msgspec.Struct, kw_only=True):
         messages: the conversation as the agent sent it last, plus the model's last answer.
         finish_reason: of the last call ("length" means cut off), None without a call.
         truncated: the model was cut off: its last call ended by length, or tokens, time or the
-            context were used up (where turns were, its last answer is whole).
-        limit: which limit ended the rollout: "turns", "tokens", "time", "context" or None.
+            context were used up (where turns were, its last answer is whole), or by "crash".
+        limit: which limit ended the rollout: "turns", "tokens", "time", "context", "crash" (code of
+            the model ended the process of its agent) or None.
         turns: model calls made.
         completion_tokens: tokens sampled over all calls.
         metrics: numbers the agent logged with `run.log_metric`.
         flags: words that services of the server put on the rollout (`Caller.flag`).
+        actions: steps the agent logged with `run.log_action`, each {"step", "tool", "input",
+            "output", "ts"} with `step` from 1 and `ts` in seconds. For readers: no reward may hang
+            on them.
+
+    Turns, tokens, messages and ends are those of the trained agents, where there are any.
     """
 
     output: Any = None
@@ -93,6 +99,7 @@ class Result(msgspec.Struct, kw_only=True):
     completion_tokens: int = 0
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     flags: list[str] = msgspec.field(default_factory=list)
+    actions: list[dict[str, Any]] = msgspec.field(default_factory=list)
 
 
 Dialect = Literal["chat", "completions", "responses", "messages"]
@@ -320,7 +327,7 @@ class Usage(msgspec.Struct, kw_only=True):
     """Resources of one rollout. Seconds are wall clock.
 
     `sandbox`: what the programs used that its agent ran in sandboxes, None where it had none.
-    `ended_by`: "agent" (by itself), or the limit that was reached: turns, tokens, time, context.
+    `ended_by`: "agent" (by itself), or the limit that was reached, see `Result`.
     `worker_cpu_seconds`, `worker_peak_memory_mb`: of the agent's own process and all that it waited
     for, None where it shared one with others. MB are 2**20 bytes.
     """
@@ -358,6 +365,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     flags: list[str] = msgspec.field(default_factory=list)
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     calls: list[TracedCall] = msgspec.field(default_factory=list)
+    actions: list[dict[str, Any]] = msgspec.field(default_factory=list)
 
 
 class Group(msgspec.Struct, kw_only=True):

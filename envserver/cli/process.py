@@ -79,6 +79,7 @@ async def process(
         resume=settings.resume,
         overwrite=settings.overwrite,
         include_messages=config.include_messages,
+        include_actions=config.include_actions,
         score_range=config.score_range,
     ) as sink:
         failures = FailuresFile(output, resume=settings.resume)

@@ -33,7 +33,13 @@ _BEGINNING = b'{"tokens"'
 ScoreRange = Literal["unit", "pm1"]
 
 
-def group_line(group: Group, *, include_messages: bool, score_range: ScoreRange) -> bytes:
+def group_line(
+    group: Group,
+    *,
+    include_messages: bool,
+    score_range: ScoreRange,
+    include_actions: bool = False,
+) -> bytes:
     """`group` as one line of JSON, with its newline.
 
     Keys: those of an Atropos scored data group (row i of each list is one training sequence), and
@@ -55,7 +61,7 @@ def group_line(group: Group, *, include_messages: bool, score_range: ScoreRange)
         "rendering": group.rendering,
         "services": group.services,
         "created_at": group.created_at,
-        "rollouts": _rollouts(group.trajectories),
+        "rollouts": _rollouts(group.trajectories, include_actions),
         "failures": [_failure(failure) for failure in group.failures],
     }
     return orjson.dumps(
@@ -63,7 +69,7 @@ def group_line(group: Group, *, include_messages: bool, score_range: ScoreRange)
     )
 
 
-def _rollouts(trajectories: list[Trajectory]) -> list[dict[str, Any]]:
+def _rollouts(trajectories: list[Trajectory], include_actions: bool) -> list[dict[str, Any]]:
     facts, row = [], 0
     for trajectory in trajectories:
         rows = max(1, len(trajectory.sequences))
@@ -96,6 +102,8 @@ def _rollouts(trajectories: list[Trajectory]) -> list[dict[str, Any]]:
                 },
             }
         )
+        if include_actions:
+            facts[-1]["actions"] = trajectory.actions
         row += rows
     return facts
 
@@ -132,6 +140,7 @@ class JsonlSink:
         written: _Written,
         *,
         include_messages: bool,
+        include_actions: bool,
         score_range: ScoreRange,
     ) -> None:
         self.path = path
@@ -140,6 +149,7 @@ class JsonlSink:
         self._done = written.group_ids
         self._models = written.models
         self._include_messages = include_messages
+        self._include_actions = include_actions
         self._score_range = score_range
         self._lock = asyncio.Lock()
 
@@ -167,6 +177,7 @@ class JsonlSink:
             group_line,
             group,
             include_messages=self._include_messages,
+            include_actions=self._include_actions,
             score_range=self._score_range,
         )
         async with self._lock:
@@ -216,6 +227,7 @@ async def open_sink(
     overwrite: bool,
     include_messages: bool,
     score_range: ScoreRange,
+    include_actions: bool = False,
 ) -> AsyncIterator[JsonlSink]:
     """The file at `path`, new or to be gone on with.
 
@@ -236,7 +248,12 @@ async def open_sink(
         written = await asyncio.to_thread(_read, path, {"env": env, "split": split, "seed": seed})
         cut_torn_line(file)
         yield JsonlSink(
-            path, file, written, include_messages=include_messages, score_range=score_range
+            path,
+            file,
+            written,
+            include_messages=include_messages,
+            include_actions=include_actions,
+            score_range=score_range,
         )
 
 

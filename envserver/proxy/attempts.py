@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from ..actions import Steps
 from ..errors import (
     ConflictError,
     EngineError,
@@ -81,7 +82,7 @@ class Attempt:
         service_failure: how a service of the environment failed it, None where none did.
         service_calls: how often it asked one.
         flags: words that services put on its trajectory.
-        output, metrics, posted, failure: what the worker posted.
+        output, metrics, steps, posted, failure: what the worker posted.
         late_calls: model calls that came after the end.
         memory: what each dialect keeps of this attempt.
         retries: its latest requests.
@@ -101,6 +102,7 @@ class Attempt:
     flags: set[str] = field(default_factory=set)
     output: Any = None
     metrics: dict[str, float] = field(default_factory=dict)
+    steps: Steps = field(default_factory=Steps)
     posted: bool = False
     failure: Failure | None = None
     late_calls: int = 0

@@ -47,7 +47,7 @@ from .retries import Marks, digest_of
 from .sandboxing import PREFIX, SandboxHost, answer_about_sandboxes
 from .services import TOOLS_PREFIX, ServiceDesk
 from .source import Source
-from .worker import rollout_body, take_log, take_result
+from .worker import rollout_body, take_actions, take_log, take_result
 
 _REMEMBER_SEALED_SECONDS = 60.0
 _HEALTH_SECONDS = 1.0
@@ -232,6 +232,10 @@ class Proxy:
             case "log":
                 _require(method, "POST")
                 take_log(attempt, await read_body(scope, receive, self._max_body_bytes))
+                await send_nothing(send)
+            case "actions":
+                _require(method, "POST")
+                take_actions(attempt, await read_body(scope, receive, self._max_body_bytes))
                 await send_nothing(send)
             case _:
                 # An endpoint that is not recorded must not give tokens to an attempt.

@@ -1,8 +1,8 @@
 """What a worker asks and posts about its attempt, beside the model calls.
 
 `GET rollout` gives what running it needs (never a hidden part, no key), `POST result` takes its end
-once, `POST log` writes a line. A result that has not the agreed form is a WorkerGarbage of the
-attempt.
+once, `POST log` writes a line, `POST actions` tells of readable steps. A result that has not the
+agreed form is a WorkerGarbage of the attempt.
 """
 
 from __future__ import annotations
@@ -118,6 +118,21 @@ def take_log(attempt: Attempt, body: bytes) -> None:
         env=attempt.spec.env,
         facts=line.facts,
     )
+
+
+def take_actions(attempt: Attempt, body: bytes) -> None:
+    """`POST actions`: some of the attempt's readable steps (see `actions`).
+
+    Raises:
+        ConflictError: the attempt is sealed, or its result was posted.
+        InputError: they have not their form.
+    """
+    if attempt.sealed or attempt.posted:
+        raise ended()
+    try:
+        attempt.steps.take(_without_key(attempt, body))
+    except _UNDECODABLE as error:
+        raise InputError(f"These are no steps: {error}.") from None
 
 
 def _without_key(attempt: Attempt, body: bytes) -> bytes:

@@ -103,6 +103,7 @@ async def run_attempt(
             completion_tokens=sum(len(call.completion_ids) for call in calls),
             metrics=dict(attempt.metrics),
             flags=sorted(attempt.flags),
+            actions=attempt.steps.taken(),
         ),
         sequences=sequences,
         tools=last.tools if last else [],

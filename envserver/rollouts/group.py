@@ -303,6 +303,7 @@ def _trajectory(
         usage=finished.usage,
         metrics=result.metrics,
         calls=finished.calls,
+        actions=result.actions,
         flags=[*finished.flags, *_LATE[: finished.attempt.late_calls]],
     )
 

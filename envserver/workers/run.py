@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from contextvars import Context
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -22,6 +19,7 @@ import aiohttp
 import msgspec
 import orjson
 
+from ..actions import encode
 from ..environment import Reply, Sandbox
 from ..errors import (
     EngineGarbage,
@@ -33,13 +31,12 @@ from ..errors import (
 from ..records import Message, PublicTask, SandboxSpec
 from .failures import error_of_answer, error_of_sandbox, error_of_service
 from .sandboxes import BlockingSandbox, Opening, open_blocking
+from .telling import Telling
 
 if TYPE_CHECKING:
     import openai
 
 AGENT_HEADER = "x-agent"
-MAX_WAITING_LOG_LINES = 1000
-LOG_SECONDS = 5.0
 CLOSE_SECONDS = 10.0
 """Beyond the deadline, for sandboxes to be closed."""
 CLIENT_RETRIES = 1
@@ -90,9 +87,7 @@ class AttemptRun:
         self._asked_from_threads: set[Future[Any]] = set()
         self._client: openai.AsyncOpenAI | None = None
         self._blocking_client: openai.OpenAI | None = None
-        self._lines: deque[bytes] = deque()
-        self._lines_dropped = 0
-        self._sending: asyncio.Task[None] | None = None
+        self._telling = Telling(job.rollout_id, url, http)
 
     @property
     def seconds_left(self) -> float:
@@ -147,10 +142,18 @@ class AttemptRun:
         return reply_of(await self._ask(orjson.dumps(body), agent))
 
     def chat_blocking(
-        self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None, **sampling: Any
+        self,
+        messages: list[Message],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        agent: str | None = None,
+        **sampling: Any,
     ) -> Reply:
-        reply: Reply = self._wait(self.chat(messages, tools=tools, **sampling))
+        reply: Reply = self._wait(self.chat(messages, tools=tools, agent=agent, **sampling))
         return reply
+
+    def base_url_of(self, agent: str) -> str:
+        return f"{self._url}/a/{quote(agent, safe='')}/v1"
 
     def open_sandbox(self, spec: SandboxSpec | None = None) -> AbstractAsyncContextManager[Sandbox]:
         return Opening(self._ask_sandbox, spec)
@@ -194,13 +197,17 @@ class AttemptRun:
         line = orjson.dumps(
             {"event": event, "facts": facts}, default=repr, option=orjson.OPT_NON_STR_KEYS
         )
-        self._loop.call_soon_threadsafe(self._queue_line, line)
+        self._loop.call_soon_threadsafe(self._telling.line, line)
 
     def log_metric(self, name: str, value: float) -> None:
         number = float(value)
         if not math.isfinite(number):
             raise ValueError(f"metric {name!r} is {value}; metrics are finite numbers")
         self.metrics[name] = number
+
+    def log_action(self, tool: str, input: Any = None, output: Any = None) -> None:
+        step = encode(tool, input, output, time.time())
+        self._loop.call_soon_threadsafe(self._telling.step, step)
 
     def end(self) -> None:
         """No more requests: those from threads end now, later ones raise LimitReached."""
@@ -209,12 +216,8 @@ class AttemptRun:
             asked.cancel()
 
     async def finish(self) -> None:
-        """Sends the log lines that wait and closes what was opened."""
-        if self._sending is not None:
-            await self._sending
-        if self._lines_dropped:
-            facts = {"lines": self._lines_dropped}
-            await self._send_line(orjson.dumps({"event": "log_lines_dropped", "facts": facts}))
+        """Sends the steps and log lines that wait and closes what was opened."""
+        await self._telling.finish()
         if self._client is not None:
             await self._client.close()
         if self._blocking_client is not None:
@@ -275,31 +278,6 @@ class AttemptRun:
             raise _is_over() from None
         finally:
             self._asked_from_threads.discard(asked)
-
-    def _queue_line(self, line: bytes) -> None:
-        if len(self._lines) >= MAX_WAITING_LOG_LINES:
-            self._lines_dropped += 1
-            return
-        self._lines.append(line)
-        if self._sending is None or self._sending.done():
-            self._sending = self._loop.create_task(self._send_lines(), context=Context())
-
-    async def _send_lines(self) -> None:
-        while self._lines:
-            await self._send_line(self._lines.popleft())
-
-    async def _send_line(self, line: bytes) -> None:
-        headers = {"content-type": "application/json"}
-        timeout = aiohttp.ClientTimeout(total=LOG_SECONDS)
-        try:
-            async with self._http.post(
-                f"{self._url}/log", data=line, headers=headers, timeout=timeout
-            ) as answer:
-                refused = answer.status >= 400
-        except (aiohttp.ClientError, TimeoutError):
-            refused = True
-        if refused:  # stderr still reaches the server's log
-            sys.stderr.write(f"{self.rollout_id}: {line.decode(errors='replace')}\n")
 
 
 def reply_of(answer: bytes) -> Reply:

@@ -1,0 +1,130 @@
+"""What a worker tells the server beside model calls: log lines, and readable steps in batches.
+
+Neither waits for the server. Steps are sent a moment after they are logged, those of that moment
+together, one request at a time: what is lost when the worker is killed is that moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import deque
+from contextvars import Context
+from typing import Any
+
+import aiohttp
+import orjson
+
+from ..actions import MAX_STEPS, batch
+
+MAX_WAITING_LOG_LINES = 1000
+TELL_SECONDS = 5.0
+GATHER_SECONDS = 0.1
+"""Between a step and the request that tells of it."""
+_BATCH_BYTES = 1 << 20
+_TRIES = 3
+
+
+class Telling:
+    """For one attempt; its methods are called on the loop.
+
+    Args:
+        url: of the attempt, with its key.
+    """
+
+    def __init__(self, rollout_id: str, url: str, http: aiohttp.ClientSession) -> None:
+        self._rollout_id = rollout_id
+        self._url = url
+        self._http = http
+        self._lines: deque[bytes] = deque()
+        self._lines_dropped = 0
+        self._sending_lines: asyncio.Task[None] | None = None
+        self._steps: deque[bytes] = deque()
+        self._steps_sent = 0
+        self._steps_dropped = 0
+        self._sending_steps: asyncio.Task[None] | None = None
+        self._hurry = asyncio.Event()
+
+    def line(self, line: bytes) -> None:
+        """A log line (JSON) to be sent; what is over the bound is dropped and counted."""
+        if len(self._lines) >= MAX_WAITING_LOG_LINES:
+            self._lines_dropped += 1
+            return
+        self._lines.append(line)
+        if self._sending_lines is None or self._sending_lines.done():
+            self._sending_lines = _started(self._send_lines())
+
+    def step(self, step: bytes) -> None:
+        """A step (see `actions.encode`) to be sent."""
+        if self._steps_sent + len(self._steps) >= MAX_STEPS:
+            self._steps_dropped += 1
+            return
+        self._steps.append(step)
+        if self._sending_steps is None or self._sending_steps.done():
+            self._sending_steps = _started(self._send_steps())
+
+    async def finish(self) -> None:
+        """Sends what waits."""
+        self._hurry.set()
+        if self._sending_steps is not None:
+            await self._sending_steps
+        if self._steps_dropped:
+            await self._post("actions", batch(self._steps_sent, [], self._steps_dropped))
+        if self._sending_lines is not None:
+            await self._sending_lines
+        if self._lines_dropped:
+            facts = {"lines": self._lines_dropped}
+            await self._send_line(orjson.dumps({"event": "log_lines_dropped", "facts": facts}))
+
+    async def _send_lines(self) -> None:
+        while self._lines:
+            await self._send_line(self._lines.popleft())
+
+    async def _send_line(self, line: bytes) -> None:
+        if not await self._post("log", line):  # stderr still reaches the server's log
+            sys.stderr.write(f"{self._rollout_id}: {line.decode(errors='replace')}\n")
+
+    async def _send_steps(self) -> None:
+        while self._steps:
+            if not self._hurry.is_set():
+                await _either(self._hurry, GATHER_SECONDS)
+            steps = self._next_steps()
+            body = batch(self._steps_sent, steps, self._steps_dropped)
+            self._steps_sent += len(steps)
+            for _ in range(_TRIES):  # the server takes each step once
+                if await self._post("actions", body):
+                    break
+
+    def _next_steps(self) -> list[bytes]:
+        steps: list[bytes] = []
+        size = 0
+        while self._steps and (not steps or size + len(self._steps[0]) <= _BATCH_BYTES):
+            steps.append(self._steps.popleft())
+            size += len(steps[-1])
+        return steps
+
+    async def _post(self, path: str, body: bytes) -> bool:
+        """Whether the server took it."""
+        headers = {"content-type": "application/json"}
+        timeout = aiohttp.ClientTimeout(total=TELL_SECONDS)
+        try:
+            async with self._http.post(
+                f"{self._url}/{path}", data=body, headers=headers, timeout=timeout
+            ) as answer:
+                return answer.status < 400
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+
+def _started(work: Any) -> asyncio.Task[None]:
+    """Not one of the agent's own tasks, which end with it."""
+    return asyncio.get_running_loop().create_task(work, context=Context())
+
+
+async def _either(event: asyncio.Event, seconds: float) -> None:
+    """Returns when `event` is set, or after `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return
