@@ -67,9 +67,17 @@ def _load(kind: DomainKind, folder: Path) -> Domain:
         kind=kind,
         agent_base=_base(kind.agent, folder),
         user_base=None if kind.user is None else _base(kind.user, folder),
-        policy=read_text(folder, kind.policy_file),
+        policy=_policy(kind, folder),
         tasks={str(task["id"]): task for task in tasks},
         splits=_read_data(folder, "split_tasks", required=False) or {},
+    )
+
+
+def _policy(kind: DomainKind, folder: Path) -> str:
+    if not kind.policy_parts:
+        return read_text(folder, kind.policy_file)
+    return "\n".join(
+        f"<{tag}>\n{read_text(folder, name)}\n</{tag}>" for tag, name in kind.policy_parts
     )
 
 

@@ -44,6 +44,9 @@ class DomainKind:
         user: the customer's, where he has tools.
         sync: called with both toolkits after every call that a model made (and after each step of
             the set-up), to carry over what one side's change means for the other.
+        policy_parts: (tag, file) of the parts of a policy that is more than one file; each is put
+            between `<tag>` and `</tag>`.
+        folder: where its files are, among tau2-bench's domains; empty: its name.
     """
 
     name: str
@@ -51,6 +54,8 @@ class DomainKind:
     user: Side | None = None
     sync: Callable[[Any, Any], None] | None = None
     policy_file: str = "policy.md"
+    policy_parts: tuple[tuple[str, str], ...] = ()
+    folder: str = ""
 
 
 @dataclass(frozen=True)
