@@ -1,0 +1,138 @@
+"""Customers, their lines and their bills: look-ups, and the changes that several tools share.
+
+What look-ups give may be shared with other episodes, so it is only read; what the `edited_`
+functions give may be changed. Wordings of errors: tau2-bench's domain telecom (MIT), since they
+are what its agents read.
+"""
+
+from __future__ import annotations
+
+import uuid
+from calendar import monthrange
+from collections.abc import Iterator
+from datetime import date
+
+from ..database import Record
+from ..toolkit import Toolkit
+from .models import Bill, LineItem
+
+TODAY = date(2025, 2, 25)
+"""The day on which all conversations take place."""
+END_OF_CYCLE = TODAY.replace(day=monthrange(TODAY.year, TODAY.month)[1])
+
+_LABELS = {
+    "customers": ("Customer", "customer_id"),
+    "lines": ("Line", "line_id"),
+    "devices": ("Device", "device_id"),
+    "bills": ("Bill", "bill_id"),
+    "plans": ("Plan", "plan_id"),
+}
+"""Table -> what a record of it is called, and the field that holds its id."""
+
+
+class Accounts(Toolkit):
+    """The company's records of one episode."""
+
+    def found(self, table: str, record_id: str) -> Record:
+        """The record `record_id` of `table`, to be read only.
+
+        Raises:
+            ValueError: there is none.
+        """
+        label, field = _LABELS[table]
+        for record in self.db.table(table):
+            if record[field] == record_id:
+                return record  # type: ignore[no-any-return]
+        raise ValueError(f"{label} with ID {record_id} not found")
+
+    def edited(self, table: str, record_id: str) -> Record:
+        """The record `record_id` of `table`, to be changed in place.
+
+        Raises:
+            ValueError: there is none.
+        """
+        self.found(table, record_id)
+        self.db.edit_table(table)
+        return self.found(table, record_id)
+
+    def line_of(self, customer_id: str, line_id: str) -> Record:
+        """A line of that customer, to be read only.
+
+        Raises:
+            ValueError: there is no such customer, line, or the line is another one's.
+        """
+        customer = self.found("customers", customer_id)
+        if line_id not in customer["line_ids"]:
+            raise ValueError(f"Line {line_id} not found for customer {customer_id}")
+        return self.found("lines", line_id)
+
+    def line_by_number(self, phone_number: str) -> Record:
+        """The line with that number, to be read only.
+
+        Raises:
+            ValueError: there is none.
+        """
+        for line in self.db.table("lines"):
+            if line["phone_number"] == phone_number:
+                return line  # type: ignore[no-any-return]
+        raise ValueError(f"Line with phone number {phone_number} not found")
+
+    def customer_by_number(self, phone_number: str) -> Record:
+        """Whose own number or whose line's number it is, to be read only.
+
+        Raises:
+            ValueError: nobody's.
+        """
+        owners = {line["line_id"] for line in self._lines_with(phone_number)}
+        for customer in self.db.table("customers"):
+            if customer["phone_number"] == phone_number or owners & {*customer["line_ids"]}:
+                return customer  # type: ignore[no-any-return]
+        raise ValueError(f"Customer with phone number {phone_number} not found")
+
+    def bills_of(self, customer: Record, status: str | None = None) -> list[Record]:
+        """The bills of a customer, in the order of his record; with a status: only such."""
+        bills = (self.found("bills", bill_id) for bill_id in customer["bill_ids"])
+        return [bill for bill in bills if status is None or bill["status"] == status]
+
+    def is_data_used_up(self, line: Record) -> bool:
+        """Has the line used all that its plan and what was added to it allow?"""
+        allowed = self.found("plans", line["plan_id"])["data_limit_gb"] + line["data_refueling_gb"]
+        return bool(line["data_used_gb"] >= allowed)
+
+    def charge(self, customer_id: str, dollars: float, description: str) -> None:
+        """Adds an amount to the customer's draft bill, which is made where there is none."""
+        drafts = self.bills_of(self.found("customers", customer_id), "Draft")
+        bill_id = drafts[0]["bill_id"] if drafts else self._new_draft(customer_id)
+        bill = self.edited("bills", bill_id)
+        item = LineItem(
+            description=description,
+            amount=dollars,
+            date=TODAY,
+            item_type="Credit" if dollars < 0 else "Charge",
+        )
+        bill["line_items"].append(item.model_dump())
+        bill["total_due"] = round(bill["total_due"] + dollars, 2)
+
+    def add_bill(self, bill: Bill) -> None:
+        """Adds a bill to the database and to its customer."""
+        self.db.edit_table("bills").append(bill.model_dump())
+        self.edited("customers", bill.customer_id)["bill_ids"].append(bill.bill_id)
+
+    def _new_draft(self, customer_id: str) -> str:
+        start = END_OF_CYCLE.replace(day=1)
+        start = start.replace(year=start.year + start.month // 12, month=start.month % 12 + 1)
+        bill = Bill(
+            bill_id=f"B{uuid.uuid4().hex[:8]}",
+            customer_id=customer_id,
+            period_start=start,
+            period_end=start.replace(day=monthrange(start.year, start.month)[1]),
+            issue_date=start,
+            total_due=0.0,
+            due_date=start.replace(day=15),
+            status="Draft",
+        )
+        self.add_bill(bill)
+        return bill.bill_id
+
+    def _lines_with(self, phone_number: str) -> Iterator[Record]:
+        return (line for line in self.db.table("lines") if line["phone_number"] == phone_number)

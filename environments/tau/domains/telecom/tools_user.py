@@ -1,0 +1,239 @@
+"""The customer's tools: what he can look up and change on his own phone.
+
+Names, parameters and outcomes are those of tau2-bench's domain telecom (MIT, Sierra Research); the
+descriptions are ours. Whatever changes the phone answers with its status bar after the change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..toolkit import tool
+from . import words
+from .models import APNSettings, NetworkModePreference
+from .network import can_send_mms, sim_status, speed
+from .phone_setup import PhoneSetup
+
+_MODES = [mode.value for mode in NetworkModePreference]
+
+
+class TelecomUserTools(PhoneSetup):
+    """The customer's functions."""
+
+    @tool(
+        "read",
+        "Shows the icons at the top of your phone's screen: signal, mobile data, data saver, "
+        "Wi-Fi, VPN and battery.",
+    )
+    def check_status_bar(self) -> str:
+        return words.status_bar(self.device)
+
+    @tool(
+        "read",
+        "Shows how your phone is connected: airplane mode, SIM card, cellular service and its "
+        "signal, mobile data, roaming and Wi-Fi.",
+    )
+    def check_network_status(self) -> str:
+        return words.network_status(self.device)
+
+    @tool("read", "Shows which kinds of cellular network your phone prefers.")
+    def check_network_mode_preference(self) -> str:
+        return f"Network Mode Preference: {self.device['network_mode_preference']}"
+
+    @tool(
+        "write",
+        "Sets which kinds of cellular network your phone prefers. Newer ones are faster and may "
+        "use more battery.",
+    )
+    def set_network_mode_preference(self, mode: NetworkModePreference | str) -> str:
+        if mode not in _MODES:
+            outcome = f"Failed to set network mode: '{mode}' is none of {', '.join(_MODES)}."
+        else:
+            chosen = NetworkModePreference(mode).value
+            self.prefer_network(chosen)
+            outcome = f"Preferred Network Mode set to: {chosen}"
+        return self._with_status_bar(outcome)
+
+    @tool("read", "Measures how fast your phone downloads, and tells what that is enough for.")
+    def run_speed_test(self) -> str:
+        return words.speed_test(speed(self.device, self.surroundings))
+
+    @tool(
+        "write",
+        "Switches airplane mode on or off. While it is on, your phone is cut off from every "
+        "network. Tells the new state.",
+    )
+    def toggle_airplane_mode(self) -> str:
+        self.switch_airplane_mode(not self.device["airplane_mode"])
+        return self._switched("Airplane Mode", "airplane_mode")
+
+    @tool("read", "Shows whether your SIM card works, is missing or is locked.")
+    def check_sim_status(self) -> str:
+        return words.sim_card(sim_status(self.device))
+
+    @tool("write", "Takes your SIM card out and puts it in again.")
+    def reseat_sim_card(self) -> str:
+        self.seat_sim(True)
+        return self._with_status_bar("SIM card re-seated successfully.")
+
+    @tool("write", "Switches mobile data on or off. Tells the new state.")
+    def toggle_data(self) -> str:
+        self.switch_data(not self.device["data_enabled"])
+        return self._switched("Mobile Data", "data_enabled")
+
+    @tool(
+        "write",
+        "Switches data roaming on or off: the use of networks outside your carrier's area. Tells "
+        "the new state.",
+    )
+    def toggle_roaming(self) -> str:
+        self.switch_roaming(not self.device["roaming_enabled"])
+        return self._switched("Data Roaming", "roaming_enabled")
+
+    @tool("read", "Shows whether your phone is set to save data.")
+    def check_data_restriction_status(self) -> str:
+        if self.device["data_saver_mode"]:
+            return "Data Saver mode is ON (limits data usage)."
+        return "Data Saver mode is OFF."
+
+    @tool(
+        "write",
+        "Switches data saver mode on or off. It makes data slower. Tells the new state.",
+    )
+    def toggle_data_saver_mode(self) -> str:
+        self.change(data_saver_mode=not self.device["data_saver_mode"])
+        return self._switched("Data Saver Mode", "data_saver_mode")
+
+    @tool(
+        "read",
+        "Shows the settings by which your phone reaches your carrier's data network: the name of "
+        "the access point (APN) and the server of picture messages (MMSC).",
+    )
+    def check_apn_settings(self) -> str:
+        return words.apn(self.device)
+
+    @tool("write", "Sets by which access point your phone reaches your carrier's data network.")
+    def set_apn_settings(self, apn_settings: APNSettings | dict[str, Any]) -> str:
+        try:
+            self.use_apn(APNSettings.model_validate(apn_settings).model_dump())
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        name = self.device["active_apn_settings"]["apn_name"]
+        return self._with_status_bar(f"APN settings set to: {name}")
+
+    @tool("write", "Sets the access point settings back to your carrier's, at the next reboot.")
+    def reset_apn_settings(self) -> str:
+        self.change_apn(reset_at_reboot=True)
+        self.simulate_network_search()
+        return self._with_status_bar("APN settings will reset at reboot.")
+
+    @tool("read", "Shows whether Wi-Fi is on, which network you are in and how strong it is.")
+    def check_wifi_status(self) -> str:
+        return words.wifi(self.device)
+
+    @tool("write", "Switches your phone's Wi-Fi on or off. Tells the new state.")
+    def toggle_wifi(self) -> str:
+        self.switch_wifi(not self.device["wifi_enabled"])
+        return self._switched("Wi-Fi", "wifi_enabled")
+
+    @tool("read", "Shows whether your phone makes calls over Wi-Fi.")
+    def check_wifi_calling_status(self) -> str:
+        state = "ON" if self.device["wifi_calling_enabled"] else "OFF"
+        return f"Wi-Fi Calling is currently turned {state}."
+
+    @tool(
+        "write",
+        "Switches calls over Wi-Fi on or off, which help where cellular signal is weak. Tells the "
+        "new state.",
+    )
+    def toggle_wifi_calling(self) -> str:
+        self.change(wifi_calling_enabled=not self.device["wifi_calling_enabled"])
+        return self._switched("Wi-Fi Calling", "wifi_calling_enabled")
+
+    @tool("read", "Shows whether your phone goes through a VPN, and what is known about it.")
+    def check_vpn_status(self) -> str:
+        return words.vpn(self.device)
+
+    @tool("write", "Connects your phone to your VPN.")
+    def connect_vpn(self) -> str:
+        if self.device["vpn_connected"]:
+            return self._with_status_bar("VPN is already connected.")
+        self.join_vpn()
+        return self._with_status_bar("VPN connected successfully.")
+
+    @tool("write", "Ends your VPN connection, through which data may be slower.")
+    def disconnect_vpn(self) -> str:
+        if not self.device["vpn_connected"]:
+            return self._with_status_bar("There is no VPN connection to end.")
+        self.leave_vpn()
+        return self._with_status_bar("VPN disconnected successfully.")
+
+    @tool("read", "Lists the apps on your phone.")
+    def check_installed_apps(self) -> str:
+        return f"Installed apps: {', '.join(self.device['app_statuses'])}."
+
+    @tool("read", "Shows what there is to know about an app.")
+    def check_app_status(self, app_name: str) -> str:
+        state = self.device["app_statuses"].get(app_name)
+        return words.app(state) if state else self._no_app(app_name)
+
+    @tool("read", "Shows what an app may use: text messages, storage, telephone, network.")
+    def check_app_permissions(self, app_name: str) -> str:
+        state = self.device["app_statuses"].get(app_name)
+        return words.permissions(state) if state else self._no_app(app_name)
+
+    @tool(
+        "write",
+        "Lets an app use something: text messages, storage, telephone or network.",
+        app_name="Name of the app.",
+        permission="What it may use, in lower case, such as storage.",
+    )
+    def grant_app_permission(self, app_name: str, permission: str) -> str:
+        state = self.device["app_statuses"].get(app_name)
+        if state is None:
+            outcome = f"Error. App '{app_name}' not found. Cannot grant permission."
+        elif permission.lower() not in state["permissions"]:
+            outcome = f"Error. Permission '{permission}' is unknown to app '{app_name}'."
+        else:
+            self.permit(app_name, permission.lower(), True)
+            outcome = f"Success. Permission '{permission}' granted to app '{app_name}'."
+        return self._with_status_bar(outcome)
+
+    @tool("read", "Shows whether your messaging app can send picture messages (MMS).")
+    def can_send_mms(self) -> str:
+        able = can_send_mms(self.device, self.surroundings)
+        return f"Your messaging app {'can' if able else 'cannot'} send MMS messages."
+
+    @tool("write", "Switches your phone off and on again.")
+    def reboot_device(self) -> str:
+        started = "Restarting network services..."
+        reset = "Resetting APN settings...\n" if self.restart() else ""
+        return self._with_status_bar(f"{reset}{started}")
+
+    @tool("read", "Shows whether you were asked to pay a bill.")
+    def check_payment_request(self) -> str:
+        asked = self.surroundings["payment_request"]
+        if asked is None:
+            return "No payment request has been made."
+        amount = f"{asked['amount_due']} USD"
+        return f"You have a payment request for bill {asked['bill_id']} of {amount}."
+
+    @tool("write", "Pays the bill that you were asked to pay.")
+    def make_payment(self) -> str:
+        asked = self.surroundings["payment_request"]
+        if asked is None:
+            return "You do not have a payment request."
+        self.surround(payment_request={**asked, "paid": True})
+        return f"Payment of {asked['amount_due']} USD has been made for bill {asked['bill_id']}."
+
+    def _switched(self, what: str, field: str) -> str:
+        return self._with_status_bar(words.now(what, self.device[field]))
+
+    def _with_status_bar(self, outcome: str) -> str:
+        return f"{outcome}\n{words.status_bar(self.device)}"
+
+    def _no_app(self, app_name: str) -> str:
+        return f"App '{app_name}' not found on this phone."
