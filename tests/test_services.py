@@ -188,4 +188,6 @@ async def test_walled_agents_of_a_group_see_one_web_and_no_key(tmp_path: Path) -
     (group,) = read_jsonl(groups)
     assert group["scores"] == [1.0] * 4  # the environment checks what its agents saw
     assert "web_leak_dropped" in groups.read_text()
+    shown = group["envserver"]["services"]["web"]
+    assert (shown["mode"], shown["provider"], shown["answers"]) == ("live", "tavily", 3)
     assert KEY not in groups.read_text()

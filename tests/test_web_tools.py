@@ -88,6 +88,7 @@ async def test_a_provider_that_fails_is_asked_again_and_then_no_observation(
         ("/none", "HTTP status 404"),
         ("/loop", "redirects more than 5"),
         ("/bomb", "more than 1,048,576 bytes"),
+        ("/trailing", "more than 1,048,576 bytes"),
         ("/film", "video/mp4 is no document"),
         ("/hang", "within 0.5 seconds"),
         ("/out?to=file:///etc/passwd", "only http and https"),
@@ -176,21 +177,53 @@ async def test_what_gives_the_task_away_is_left_out_and_told(sites: Websites) ->
         assert "Seven" not in text
         assert "huggingface" not in text
         assert len(told) == 2
-        for path in ("/leak", "/hop?to=/sheets/x", "/sheets"):
-            with pytest.raises(ToolError, match="is not shown"):
+        hop = "/hop?to=/sheets/x"
+        for path in ("/leak", "/titled", hop, "/sheets", "/x/%2e%2e/sheets", "/x/../sheets/y"):
+            with pytest.raises(ToolError, match="it is not available"):
                 await web.visit(f"{sites.url}{path}", 0, 1000, viewer)
-        with pytest.raises(ToolError, match="benchmarks are kept"):
+        with pytest.raises(ToolError, match="it is not available"):
             await web.visit("https://www.HuggingFace.co//data%73ets/x", 0, 100, viewer)
-        assert len(told) == 6
+        assert told == ["web_leak_dropped"] * 9
+        assert web.metrics.leaks_dropped == 9
+        assert not {path for path in sites.asked if "sheets" in path}
         assert "7" in await web.visit(f"{sites.url}/leak", 0, 1000, ANYBODY)
+
+
+async def test_what_is_seen_of_the_question_in_parts_is_told(sites: Websites) -> None:
+    told: list[str] = []
+
+    def viewer(rollout: str) -> Viewer:
+        return Viewer(question=QUESTION, flag=told.append, rollout=rollout)
+
+    async with seen_at(sites) as web:
+        for rollout in ("a", "b"):  # one page each: no more than a phrase in common
+            page = await web.visit(f"{sites.url}/half?from=0", 0, 1000, viewer(rollout))
+            assert "How many blue herons" in page
+        assert told == []
+        await web.find(f"{sites.url}/half?from=6", "elbe", viewer("a"))
+        assert told == ["web_leak_seen"]
+    async with seen_at(sites, leaks="show", denied=()) as web:
+        told.clear()
+        assert "7" in await web.visit(f"{sites.url}/leak", 0, 1000, viewer("c"))
+        assert set(told) == {"web_leak_seen"}
 
 
 def test_the_filter_lets_other_pages_through() -> None:
     leaks = LeakFilter()
     assert not leaks.denies("https://huggingface.co/papers")
-    assert leaks.denies("https://cdn.example/x?repo=gaia-benchmark")
+    assert not leaks.denies("https://nothuggingface.co/datasets")
+    for url in (
+        "https://cdn.example/x?repo=gaia-benchmark",
+        "https://web.archive.org/web/2024/https://huggingface.co/datasets/x",
+        "https://reader.example/?u=https%3A%2F%2Fwww.huggingface.co%2Fdatasets%2Fx",
+        "https://huggingface-co.translate.goog/datasets/x",
+        "https://huggingface.co/api/datasets/x/tree/main",
+    ):
+        assert leaks.denies(url), url
     assert not leaks.repeats("Blue herons nested on the northern bank of the Rhine.", QUESTION)
     assert not leaks.repeats("anything", "short question")
+    six = "Who was first on the summit"
+    assert leaks.repeats("Answers: WHO_WAS \u2167 ... Who was first on the summit? Nobody", six)
 
 
 class Asked:
@@ -298,10 +331,15 @@ async def test_the_same_run_offline_shows_the_same(sites: Websites, tmp_path: Pa
         ("web_search", {"query": " herons ", "max_results": 5}),
     ]
 
+    shown: list[dict[str, Any]] = []
+
     async def run(mode: str) -> list[str]:
-        async with seen_at(sites, mode=mode, folder=tmp_path) as web:
-            tools = tools_of(web)
-            return [(await use_tool(tools, *call)).text for call in calls]
+        async with seen_at(sites, mode=mode, folder=tmp_path, epoch="spring") as web:
+            tools = tools_of(web, Viewer(group="g"))
+            said = [(await use_tool(tools, *call)).text for call in calls]
+            shown.append(web.shown("g"))
+            assert web.metrics.credits == (2 if mode == "record" and len(shown) == 1 else 0)
+            return said
 
     first = await run("record")
     asked = sites.asked.total()
@@ -309,6 +347,15 @@ async def test_the_same_run_offline_shows_the_same(sites: Websites, tmp_path: Pa
     assert await run("record") == first
     assert await run("replay") == first
     assert sites.asked.total() == asked
+    assert [facts["mode"] for facts in shown] == ["record", "record", "replay"]
+    assert (shown[0]["epoch"], shown[0]["recording"], shown[0]["answers"]) == (
+        "spring", tmp_path.name, 3,
+    )  # fmt: skip
+    assert len({facts["digest"] for facts in shown}) == 1
+    calls.append(("web_search", {"query": "what nobody asked"}))
+    await run("replay")
+    assert shown[-1]["digest"] != shown[0]["digest"]
+    calls.pop()
     async with seen_at(sites, mode="replay", folder=tmp_path) as web:
         with pytest.raises(ToolError, match="not in the recorded web"):
             await web.search("other", 5, ANYBODY)

@@ -63,6 +63,14 @@ class Websites:
             case "/latin":
                 page = "<meta charset='iso-8859-15'><p>10 €</p>".encode("iso-8859-15")
                 return web.Response(body=page, headers={"content-type": "text/html"})
+            case "/trailing":  # a page of some bytes, and then packed nothings
+                head = {"content-encoding": "gzip", "content-type": "text/html"}
+                return web.Response(body=gzip.compress(b"x") + bytes(8 << 20), headers=head)
+            case "/titled":
+                return web.Response(text=f"<title>{QUESTION}</title>7", content_type="text/html")
+            case "/half":
+                words = QUESTION.split()[int(request.query["from"]) :][:9]
+                return web.Response(text=" ".join(words), content_type="text/plain")
             case "/leak":
                 return web.Response(text=f"<p>{QUESTION}?</p><p>7</p>", content_type="text/html")
             case "/hang":
@@ -73,7 +81,8 @@ class Websites:
         self.keys.add(request.headers.get("authorization", ""))
         body = await request.json()
         found = self.results(body["query"])
-        return web.json_response({"query": body["query"], "results": found, "response_time": 0.1})
+        answer = {"query": body["query"], "results": found, "usage": {"credits": 2}}
+        return web.json_response(answer)
 
     def _browsable(self, query: str) -> web.Response:
         parts = "".join(

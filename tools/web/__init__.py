@@ -9,7 +9,7 @@ from __future__ import annotations
 from .fetching import FetchLimits, ProviderFailed
 from .recording import Metrics, NotRecorded, Recorder, Store
 from .serving import KEY_VARIABLE, remote_tools, services_of
-from .web import Viewer, Web, WebSettings, web_tools
+from .web import LEAK, LEAK_SEEN, Viewer, Web, WebSettings, web_tools
 
 __all__ = [
     "FetchLimits",
@@ -19,6 +19,8 @@ __all__ = [
     "Recorder",
     "Store",
     "KEY_VARIABLE",
+    "LEAK",
+    "LEAK_SEEN",
     "Viewer",
     "Web",
     "WebSettings",

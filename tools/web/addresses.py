@@ -62,8 +62,22 @@ def normal_url(url: str) -> str:
     if "utm_" in query:
         pairs = parse_qsl(query, keep_blank_values=True)
         query = urlencode([pair for pair in pairs if not pair[0].startswith("utm_")])
-    path = quote(parts.path or "/", safe=_SAFE)
+    path = quote(_without_dots(parts.path) or "/", safe=_SAFE)
     return urlunsplit((parts.scheme, place, path, quote(query, safe=_SAFE), ""))
+
+
+def _without_dots(path: str) -> str:
+    """The place that `path` leads to by its steps `.` and `..`, as clients walk them themselves."""
+    steps: list[str] = []
+    parts = re.sub("%2e", ".", path, flags=re.I).split("/")
+    for step in parts:
+        if step == ".." and len(steps) > 1:
+            steps.pop()
+        if step not in (".", ".."):
+            steps.append(step)
+    if parts[-1] in (".", ".."):
+        steps.append("")
+    return "/".join(steps)
 
 
 def check_literal(host: str) -> None:

@@ -7,8 +7,12 @@ Out: the raw answer as it came (inflated), which is what recordings keep. What i
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 from urllib.parse import urljoin
 
@@ -41,6 +45,12 @@ class Raw:
     error: str = ""
     lasting: bool = True
 
+    @cached_property
+    def digest(self) -> str:
+        """The same for equal answers."""
+        facts = json.dumps([self.url, self.status, self.content_type, self.error])
+        return hashlib.sha256(facts.encode() + b"\0" + self.body).hexdigest()
+
 
 class ProviderFailed(Exception):
     """A search provider does not answer as it should: the server's trouble, not the agent's."""
@@ -60,11 +70,19 @@ class Fetcher:
 
     Args:
         allow_private: let pages be of private networks, for sites of your own.
+        denies: which addresses are not asked, also where another leads to them.
     """
 
-    def __init__(self, limits: FetchLimits | None = None, *, allow_private: bool = False) -> None:
+    def __init__(
+        self,
+        limits: FetchLimits | None = None,
+        *,
+        allow_private: bool = False,
+        denies: Callable[[str], bool] = lambda url: False,
+    ) -> None:
         self._limits = limits or FetchLimits()
         self._allow_private = allow_private
+        self._denies = denies
 
     async def __aenter__(self) -> Self:
         resolver = None if self._allow_private else PublicResolver()
@@ -94,6 +112,8 @@ class Fetcher:
         for _ in range(self._limits.redirects + 1):
             try:
                 url = normal_url(url)
+                if self._denies(url):
+                    return Raw(url, 0, "", b"", "it is not available")
                 host = URL(url).host or ""
                 if not self._allow_private:
                     check_literal(host)
@@ -133,7 +153,7 @@ class Fetcher:
         url: str,
         *,
         headers: dict[str, str] | None = None,
-        json: Any = None,
+        body: Any = None,
         data: dict[str, str] | None = None,
         seconds: float = 60.0,
         tries: int = 3,
@@ -146,7 +166,7 @@ class Fetcher:
         wait, said = 1.0, ""
         for left in reversed(range(tries)):
             try:
-                raw = await self._asked(method, url, headers, json, data, seconds)
+                raw = await self._asked(method, url, headers, body, data, seconds)
             except (aiohttp.ClientError, TimeoutError) as error:
                 said = type(error).__name__
             else:
@@ -163,7 +183,7 @@ class Fetcher:
         method: str,
         url: str,
         headers: dict[str, str] | None,
-        json: Any,
+        body: Any,
         data: dict[str, str] | None,
         seconds: float,
     ) -> Raw:
@@ -172,21 +192,21 @@ class Fetcher:
             method,
             url,
             headers=headers,
-            json=json,
+            json=body,
             data=data,
             timeout=timeout,
             allow_redirects=False,
         ) as answer:
-            body = await answer.content.read(self._limits.bytes)
-            while more := await answer.content.read(1 << 16):
-                body += more
-                if len(body) > self._limits.bytes:
+            said = bytearray()
+            async for piece in answer.content.iter_chunked(1 << 16):
+                said += piece
+                if len(said) > self._limits.bytes:
                     raise ProviderFailed(f"The answer of {url} is too long.")
-            return Raw(url, answer.status, answer.headers.get("content-type", ""), body)
+            return Raw(url, answer.status, answer.headers.get("content-type", ""), bytes(said))
 
 
 async def _bounded(answer: aiohttp.ClientResponse, most: int) -> bytes | None:
-    """The body, inflated; None where it has more than `most` bytes.
+    """The body, inflated; None where it has more than `most` bytes, packed or inflated.
 
     Raises:
         ValueError: it is not compressed as it says.
@@ -198,8 +218,11 @@ async def _bounded(answer: aiohttp.ClientResponse, most: int) -> bytes | None:
     elif encoding not in ("", "identity"):
         raise ValueError(f"unknown encoding {encoding[:40]!r}")
     parts: list[bytes] = []
-    size = 0
+    size = packed = 0
     async for piece in answer.content.iter_chunked(1 << 16):
+        packed += len(piece)
+        if packed > most:  # also what stands behind the end of what is packed
+            return None
         try:
             part = inflater.decompress(piece, most + 1 - size) if inflater else piece
         except zlib.error as error:

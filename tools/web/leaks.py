@@ -5,30 +5,43 @@ Two signs: the address is of a place where benchmarks are kept, or the text repe
 
 from __future__ import annotations
 
+import posixpath
 import re
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Sequence, Set
+from functools import lru_cache
 from urllib.parse import unquote, urlsplit
 
 DENIED = (
     "huggingface.co/datasets",
     "huggingface.co/spaces",
+    "huggingface.co/api",
     "hf.co/datasets",
     "hf.co/spaces",
+    "hf.co/api",
     "hf-mirror.com/datasets",
+    "hf-mirror.com/api",
     "datasets-server.huggingface.co",
     "*gaia-benchmark*",
     "*gaia_benchmark*",
     "github.com/aymeric-roucher/agent_reasoning_benchmark",
     "raw.githubusercontent.com/aymeric-roucher/agent_reasoning_benchmark",
 )
-"""`host/path`: that place and all below it; `*word*`: any address with that word."""
+"""`host/path`: that place and all below it, also as a part of another address (of an archive, a
+translator); `*word*`: any address with that word."""
 
 _WORDS = 8
 """Of the question, that must follow each other in the text."""
+_LEAST_WORDS = 6
+"""A shorter question says too little to be known again; one up to _WORDS is looked for whole."""
 _SHARE = 0.3
 """Of all such runs of words, that make a text one that repeats the question."""
 _MOST_READ = 2_000_000
-_WORD = re.compile(r"\w+")
+_WORD = re.compile(r"[^\W_]+")
+_TRANSLATED = ".translate.goog"
+
+Runs = frozenset[tuple[str, ...]]
+"""Of words that follow each other."""
 
 
 class LeakFilter:
@@ -40,29 +53,66 @@ class LeakFilter:
 
     def __init__(self, denied: Sequence[str] = DENIED) -> None:
         self._words = [rule.strip("*").lower() for rule in denied if rule.startswith("*")]
-        self._places = [rule.lower().strip("/") for rule in denied if not rule.startswith("*")]
+        places = [rule.lower().strip("/") for rule in denied if not rule.startswith("*")]
+        any_place = "|".join(map(_pattern, places)) or "(?!)"
+        self._places = re.compile(rf"(?<![\w.-])(?:www\.)?(?:{any_place})(?![\w-])")
 
     def denies(self, url: str) -> bool:
-        """Whether the address is of a denied place."""
+        """Whether the address is of a denied place, or holds the address of one."""
         for _ in range(3):  # letters may be written as numbers, and those again
             url = unquote(url)
-        parts = urlsplit(url.lower())
-        host = (parts.hostname or "").rstrip(".")
-        path = re.sub(r"/+", "/", parts.path)
-        place = f"{host}{path}/"
-        if any(word in url.lower() for word in self._words):
-            return True
-        hosts = [place, place.removeprefix("www.")]
-        return any(each.startswith(f"{rule}/") for rule in self._places for each in hosts)
+        url = re.sub(r"[/\\]+", "/", url.lower())
+        parts = urlsplit(url.replace(":/", "://", 1))
+        path = posixpath.normpath(parts.path).lstrip("/")
+        direct = f"{_host(parts.hostname or '')}/{path}"
+        return any(word in url for word in self._words) or any(
+            self._places.search(each) for each in (direct, url)
+        )
+
+    def repeated(self, text: str, question: str) -> Runs:
+        """The parts of `question` that stand in `text` word for word."""
+        return _found(text[:_MOST_READ], _wanted(question))
+
+    def is_much(self, parts: Set[tuple[str, ...]], question: str) -> bool:
+        """Whether `parts` are so much of `question` that who saw them saw a copy of it."""
+        wanted = _wanted(question)
+        return bool(wanted) and len(parts) >= _SHARE * len(wanted)
 
     def repeats(self, text: str, question: str) -> bool:
         """Whether `text` holds a good part of `question` word for word."""
-        wanted = _runs(question)
-        if not wanted:
-            return False
-        return len(wanted & _runs(text[:_MOST_READ])) >= _SHARE * len(wanted)
+        return self.is_much(self.repeated(text, question), question)
 
 
-def _runs(text: str) -> set[tuple[str, ...]]:
-    words = [word.lower() for word in _WORD.findall(text)]
-    return {tuple(words[at : at + _WORDS]) for at in range(len(words) - _WORDS + 1)}
+def _pattern(place: str) -> str:
+    host, slash, path = place.partition("/")
+    return rf"{re.escape(host)}(?::\d+)?{slash}{re.escape(path)}"
+
+
+def _host(name: str) -> str:
+    name = name.rstrip(".")
+    if name.endswith(_TRANSLATED):  # its way to write another host
+        name = name.removesuffix(_TRANSLATED).replace("--", "\0").replace("-", ".")
+    return name.replace("\0", "-")
+
+
+@lru_cache(maxsize=1024)
+def _wanted(question: str) -> Runs:
+    words = _words_of(question)
+    size = min(_WORDS, len(words))
+    if size < _LEAST_WORDS:
+        return frozenset()
+    return frozenset(tuple(words[at : at + size]) for at in range(len(words) - size + 1))
+
+
+def _found(text: str, wanted: Runs) -> Runs:
+    if not wanted:
+        return frozenset()
+    size = len(next(iter(wanted)))
+    first = {run[0] for run in wanted}
+    words = _words_of(text)
+    starts = (tuple(words[at : at + size]) for at, word in enumerate(words) if word in first)
+    return frozenset(run for run in starts if run in wanted)
+
+
+def _words_of(text: str) -> list[str]:
+    return _WORD.findall(unicodedata.normalize("NFKC", text).lower())

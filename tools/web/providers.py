@@ -87,7 +87,8 @@ class Tavily:
         ]
 
     async def _ask(self, fetcher: Fetcher, path: str, body: dict[str, Any]) -> Raw:
-        raw = await fetcher.ask("POST", f"{self._url}/{path}", headers=self._headers, json=body)
+        body = {**body, "include_usage": True}
+        raw = await fetcher.ask("POST", f"{self._url}/{path}", headers=self._headers, body=body)
         if raw.status != 200:
             words = _WORDS.get(raw.status, "it refuses the request")
             raise ProviderFailed(f"Tavily answered HTTP status {raw.status}: {words}.")
@@ -105,6 +106,13 @@ _WORDS = {
 def known_options(options: dict[str, Any]) -> dict[str, Any]:
     """Those of Tavily's options that change what is found."""
     return {name: value for name, value in options.items() if name in _OF_TAVILY}
+
+
+def credits_of(raw: Raw) -> float:
+    """What Tavily says that an answer cost; 0 where it says nothing."""
+    usage = _object(raw).get("usage")
+    spent = usage.get("credits") if isinstance(usage, dict) else None
+    return float(spent) if isinstance(spent, int | float) and spent > 0 else 0.0
 
 
 def extracted(raw: Raw) -> str:

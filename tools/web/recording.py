@@ -37,6 +37,8 @@ Mode = Literal["live", "record", "replay", "off"]
 _LOCK_SECONDS = 180.0
 _LOOK_SECONDS = 0.02
 _MOST_REMEMBERED_BYTES = 256 << 20
+_MOST_GROUPS = 10_000
+"""That are not at their end."""
 _INDEX_NAME = re.compile(r"index/[0-9a-f]{2}/([0-9a-f]{64})\.json")
 _BLOB_NAME = re.compile(r"blobs/[0-9a-f]{2}/([0-9a-f]{64})")
 _MOST_MEMBER_BYTES = 256 << 20
@@ -48,7 +50,13 @@ class NotRecorded(Exception):
 
 @dataclass
 class Metrics:
-    """Counts since the start. `joined`: requests that another one's answer served."""
+    """Counts since the start.
+
+    Args:
+        joined: requests that another one's answer served.
+        credits: what the provider says it has charged.
+        leaks_dropped, leaks_seen: what gave a task away and was kept back, or shown.
+    """
 
     hits: int = 0
     joined: int = 0
@@ -58,7 +66,9 @@ class Metrics:
     upstream_calls: int = 0
     upstream_seconds: float = 0.0
     upstream_bytes: int = 0
+    credits: float = 0.0
     leaks_dropped: int = 0
+    leaks_seen: int = 0
 
     def as_dict(self) -> dict[str, float]:
         return {each.name: getattr(self, each.name) for each in fields(self)}
@@ -82,6 +92,7 @@ class Recorder:
         self._flights: dict[str, asyncio.Task[Raw]] = {}
         self._seen: OrderedDict[str, Raw] = OrderedDict()
         self._seen_bytes = 0
+        self._shown: OrderedDict[str, dict[str, str]] = OrderedDict()
 
     async def get(
         self,
@@ -104,6 +115,36 @@ class Recorder:
         if self.mode == "off":
             raise NotRecorded("there is no web here")
         key = key_of(request, self.epoch)
+        try:
+            raw = await self._got(key, request, fetch, group)
+        except NotRecorded:
+            self._showed(group, key, "nothing")
+            raise
+        self._showed(group, key, raw.digest)
+        return raw
+
+    def shown(self, group: str) -> tuple[int, str]:
+        """How many requests of a group were answered, and a digest of them with their answers: the
+        same where the same was asked and seen, in whatever order. The group is forgotten then.
+        """
+        answers = self._shown.pop(group, {})
+        lines = "\n".join(f"{key} {digest}" for key, digest in sorted(answers.items()))
+        return len(answers), hashlib.sha256(lines.encode()).hexdigest()
+
+    def _showed(self, group: str, key: str, digest: str) -> None:
+        if not group:
+            return
+        self._shown.setdefault(group, {})[key] = digest
+        while len(self._shown) > _MOST_GROUPS:
+            self._shown.popitem(last=False)
+
+    async def _got(
+        self,
+        key: str,
+        request: Mapping[str, Any],
+        fetch: Callable[[], Awaitable[Raw]],
+        group: str,
+    ) -> Raw:
         place = key if self.mode != "live" else f"{group}/{key}"
         if place in self._seen:
             self.metrics.hits += 1

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from envserver import Caller, ConfigError, InputError, PublicTask, Service, ServiceError
+from envserver import Caller, ConfigError, InputError, PublicTask, Service, ServiceError, Services
 
 from ..calling import Tool, ToolError, use_tool
 from .fetching import ProviderFailed
@@ -41,7 +41,7 @@ async def services_of(
     *,
     key: str | None = None,
     question: Callable[[PublicTask], str] = question_of,
-) -> AsyncIterator[Mapping[str, Service]]:
+) -> AsyncIterator[Services]:
     """What `Environment.services` may give.
 
     Args:
@@ -58,14 +58,19 @@ async def services_of(
         raise ConfigError(f"The web cannot be offered: {error}.") from error
 
     def viewer(caller: Caller) -> Viewer:
-        return Viewer(caller.group_id, question(caller.task), caller.flag)
+        return Viewer(caller.group_id, question(caller.task), caller.flag, caller.rollout_id)
 
     async with web:
-        yield {
+        services = {
             **{name: _tool(web, viewer, name) for name in web_tools(web)},
             "tavily/search": _like_search(web, viewer),
             "tavily/extract": _like_extract(web, viewer),
         }
+        yield Services(
+            services,
+            counts=lambda: {f"web_{name}": n for name, n in web.metrics.as_dict().items()},
+            shown=lambda group_id: {"web": web.shown(group_id)},
+        )
 
 
 def remote_tools(ask: Asking) -> dict[str, Tool]:
@@ -130,7 +135,9 @@ def _like_extract(web: Web, viewer: Callable[[Caller], Viewer]) -> Service:
         results, failed = [], []
         for url in urls:
             try:
-                _, text = await web.page(url, viewer(caller))
+                looks = viewer(caller)
+                _, text = await web.page(url, looks)
+                web.showing(text.text, looks)
             except ToolError as error:
                 failed.append({"url": url, "error": str(error)})
             except ProviderFailed as error:

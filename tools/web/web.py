@@ -8,7 +8,6 @@ provider fails is ProviderFailed, which is nobody's observation.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
 import unicodedata
 from collections import OrderedDict
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
+from urllib.parse import unquote
 
 from ..calling import Tool, ToolError, toolbox
 from ..documents import DocumentError, Limits, Text, page_of, to_text
@@ -23,16 +23,19 @@ from ..documents.tool import MOST_PAGE_CHARACTERS, PAGE_CHARACTERS, found_in
 from .addresses import BadAddress, normal_url
 from .fetching import Fetcher, FetchLimits, ProviderFailed, Raw
 from .leaks import DENIED, LeakFilter
-from .providers import DuckDuckGo, Hit, SearchProvider, Tavily, extracted, known_options
+from .providers import DuckDuckGo, Hit, SearchProvider, Tavily, credits_of, extracted, known_options
 from .recording import Mode, NotRecorded, Recorder
 
 VERSION = 1
 """Of what requests mean; another one shares no recording with it."""
 MOST_RESULTS = 20
 LEAK = "web_leak_dropped"
+LEAK_SEEN = "web_leak_seen"
 _MOST_QUERY = 400
 _MOST_HIT = 1000
 _MOST_TEXTS = 64
+_MOST_JUDGED = 4096
+_MOST_VIEWERS = 10_000
 _READERS = 4
 """Pages that are turned into text at a time."""
 _PAGE_LIMITS = Limits(seconds=20, memory_mb=512, characters=1_000_000)
@@ -50,7 +53,9 @@ class WebSettings:
         provider_url: unset: the provider's own.
         reader: who reads pages: "own", or "tavily" by its extraction.
         allow_private: let pages be of private networks.
-        denied: places that are never shown, in the form of `leaks.DENIED`.
+        denied: places that give tasks away, in the form of `leaks.DENIED`.
+        leaks: hide: what gives the viewer's task away looks as if it were not there; show: it is
+            shown like all else, and that is told.
     """
 
     mode: Mode = "live"
@@ -61,6 +66,7 @@ class WebSettings:
     reader: Literal["own", "tavily"] = "own"
     allow_private: bool = False
     denied: tuple[str, ...] = DENIED
+    leaks: Literal["hide", "show"] = "hide"
     limits: FetchLimits = field(default_factory=FetchLimits)
 
 
@@ -71,12 +77,15 @@ class Viewer:
     Args:
         group: whose members see one web in mode live; "": nobody else's.
         question: that no text may repeat; "": no such check.
-        flag: is told LEAK when something was kept from the viewer.
+        flag: is told LEAK when something was kept from the viewer, LEAK_SEEN when it was shown
+            such a thing all the same: texts of which none repeats the question, but all together.
+        rollout: whose texts are taken together; "": each text stands for itself.
     """
 
     group: str = ""
     question: str = ""
     flag: Callable[[str], object] = lambda name: None
+    rollout: str = ""
 
 
 class Web:
@@ -102,9 +111,15 @@ class Web:
             else self._tavily
         )
         self._recorder = Recorder(settings.mode, settings.folder, settings.epoch)
-        self._fetcher = Fetcher(settings.limits, allow_private=settings.allow_private)
         self._leaks = LeakFilter(settings.denied)
+        self._fetcher = Fetcher(
+            settings.limits,
+            allow_private=settings.allow_private,
+            denies=self._leaks.denies if settings.leaks == "hide" else lambda url: False,
+        )
         self._texts: OrderedDict[str, Text] = OrderedDict()
+        self._judged: OrderedDict[tuple[str, str], bool] = OrderedDict()
+        self._parts: OrderedDict[str, set[tuple[str, ...]]] = OrderedDict()
         self._places = asyncio.Semaphore(_READERS)
         self.metrics = self._recorder.metrics
 
@@ -115,6 +130,23 @@ class Web:
     async def __aexit__(self, *error: object) -> None:
         await self._recorder.aclose()
         await self._fetcher.__aexit__(*error)
+
+    def shown(self, group: str) -> dict[str, Any]:
+        """Which web a group saw: equal where the same was asked and answered. Asked once a group,
+        at its end.
+        """
+        settings = self._settings
+        count, digest = self._recorder.shown(group)
+        return {
+            "mode": settings.mode,
+            "recording": Path(settings.folder).name if settings.folder is not None else "",
+            "epoch": settings.epoch,
+            "provider": settings.provider,
+            "reader": settings.reader,
+            "version": VERSION,
+            "answers": count,
+            "digest": digest,
+        }
 
     async def search(self, query: str, max_results: int, viewer: Viewer) -> str:
         """Results, best first, as a numbered list. Raises ToolError, ProviderFailed."""
@@ -128,7 +160,9 @@ class Web:
     ) -> list[Hit]:
         """Results that the viewer may see. Raises like `search`."""
         raw = await self.raw_search(query, most, options, viewer)
-        return [hit for hit in self._provider.hits(raw) if self.may_see(hit, viewer)][:most]
+        hits = [hit for hit in self._provider.hits(raw) if self.may_see(hit, viewer)][:most]
+        self.showing("\n".join(map(_words, hits)), viewer)
+        return hits
 
     async def raw_search(
         self, query: str, most: int, options: dict[str, Any], viewer: Viewer
@@ -152,27 +186,48 @@ class Web:
         async def ask() -> Raw:
             raw = await self._provider.search(self._fetcher, query, most, options)
             self._provider.hits(raw)  # what is no answer must not be kept
+            if self._provider is self._tavily:
+                self.metrics.credits += credits_of(raw)
             return raw
 
         return await self._recorded(request, ask, viewer)
 
     def may_see(self, hit: Hit, viewer: Viewer) -> bool:
         """Whether a result is none that gives the task away; if it does, that is told."""
-        text = f"{hit.title}\n{hit.text}"
-        if self._leaks.denies(hit.url) or self._leaks.repeats(text, viewer.question):
-            self._dropped(viewer)
-            return False
+        leaks = self._leaks
+        if leaks.denies(hit.url) or leaks.repeats(_words(hit), viewer.question):
+            return self._leaked(viewer)
         return True
+
+    def showing(self, text: str, viewer: Viewer) -> None:
+        """`viewer` is shown `text`: with all that it was shown before, it may be too much."""
+        parts = self._leaks.repeated(text, viewer.question)
+        if not parts:
+            return
+        seen = set(parts)
+        if viewer.rollout:
+            seen = self._parts.setdefault(viewer.rollout, set())
+            seen |= parts
+            self._parts.move_to_end(viewer.rollout)
+            if len(self._parts) > _MOST_VIEWERS:
+                self._parts.popitem(last=False)
+        if self._leaks.is_much(seen, viewer.question):
+            self._seen(viewer)
 
     async def visit(self, url: str, offset: int, limit: int, viewer: Viewer) -> str:
         """One page of the text at `url`. Raises ToolError, ProviderFailed."""
         where, text = await self.page(url, viewer)
-        return page_of(text, where, offset, limit)
+        page = page_of(text, where, offset, limit)
+        self.showing(f"{text.title}\n{text.text[offset : offset + limit]}", viewer)
+        return page
 
     async def find(self, url: str, text: str, viewer: Viewer) -> str:
         """Where `text` stands at `url`. Raises ToolError, ProviderFailed."""
         where, page = await self.page(url, viewer)
-        return found_in(page, where, text)
+        found = found_in(page, where, text)
+        if found.count("\n"):  # the first line says what was looked for
+            self.showing(found.partition("\n")[2], viewer)
+        return found
 
     async def page(self, url: str, viewer: Viewer) -> tuple[str, Text]:
         """Where a page is at last, and its text. Raises ToolError, ProviderFailed."""
@@ -180,25 +235,25 @@ class Web:
             url = normal_url(url)
         except BadAddress as error:
             raise ToolError(f"{url[:200]!r} cannot be read: {error}.") from error
-        self._check_place(url, viewer)
+        self._check_place(url, url, viewer)
         raw = await self._recorded(
             {"tool": "page", "version": VERSION, "reader": self._settings.reader, "url": url},
             lambda: self._fetch(url),
             viewer,
         )
-        self._check_place(raw.url, viewer)
+        self._check_place(raw.url, url, viewer)
         if raw.error:
             raise ToolError(f"{url} cannot be read: {raw.error}.")
         text = await self._text(raw)
-        if self._leaks.repeats(text.text, viewer.question):
-            self._dropped(viewer)
-            raise ToolError(f"{url} is not shown: it repeats the question of this task.")
+        if await self._repeats(raw, text, viewer.question) and not self._leaked(viewer):
+            raise _unavailable(url)
         return raw.url, text
 
     async def _fetch(self, url: str) -> Raw:
         if self._settings.reader == "own":
             return await self._fetcher.page(url)
         answer = await self._tavily.extract(self._fetcher, url)
+        self.metrics.credits += credits_of(answer)
         words = extracted(answer)
         if not words:
             return Raw(url, 200, "", b"", "Tavily gives no text of it", lasting=False)
@@ -212,17 +267,35 @@ class Web:
         except NotRecorded as error:
             raise ToolError(f"{error}.") from error
 
-    def _check_place(self, url: str, viewer: Viewer) -> None:
-        if self._leaks.denies(url):
-            self._dropped(viewer)
-            raise ToolError(f"{url} is not shown: benchmarks are kept there.")
+    def _check_place(self, place: str, url: str, viewer: Viewer) -> None:
+        if self._leaks.denies(place) and not self._leaked(viewer):
+            raise _unavailable(url)
 
-    def _dropped(self, viewer: Viewer) -> None:
+    async def _repeats(self, raw: Raw, text: Text, question: str) -> bool:
+        """`LeakFilter.repeats` for a page, whose text may be long, worked out once."""
+        key = (raw.digest, question)
+        if key not in self._judged:
+            words = f"{text.title}\n{unquote(raw.url)}\n{text.text}"
+            self._judged[key] = await asyncio.to_thread(self._leaks.repeats, words, question)
+            if len(self._judged) > _MOST_JUDGED:
+                self._judged.popitem(last=False)
+        return self._judged[key]
+
+    def _leaked(self, viewer: Viewer) -> bool:
+        """Something gives the viewer's task away; whether it is shown all the same."""
+        if self._settings.leaks == "show":
+            self._seen(viewer)
+            return True
         self.metrics.leaks_dropped += 1
         viewer.flag(LEAK)
+        return False
+
+    def _seen(self, viewer: Viewer) -> None:
+        self.metrics.leaks_seen += 1
+        viewer.flag(LEAK_SEEN)
 
     async def _text(self, raw: Raw) -> Text:
-        key = hashlib.sha256(raw.body + f"\0{raw.url}\0{raw.content_type}".encode()).hexdigest()
+        key = raw.digest
         if key not in self._texts:
             async with self._places:
                 try:
@@ -235,6 +308,15 @@ class Web:
         else:
             self._texts.move_to_end(key)
         return self._texts[key]
+
+
+def _unavailable(url: str) -> ToolError:
+    """Of what gives the task away: in words that say no more than that it is not there."""
+    return ToolError(f"{url} cannot be read: it is not available.")
+
+
+def _words(hit: Hit) -> str:
+    return f"{hit.title}\n{unquote(hit.url)}\n{hit.text}"
 
 
 def _at(url: str) -> dict[str, str]:
@@ -342,4 +424,13 @@ FIND = _description(
 )
 DESCRIPTIONS = (SEARCH, VISIT, FIND)
 
-__all__ = ["DESCRIPTIONS", "LEAK", "ProviderFailed", "Viewer", "Web", "WebSettings", "web_tools"]
+__all__ = [
+    "DESCRIPTIONS",
+    "LEAK",
+    "LEAK_SEEN",
+    "ProviderFailed",
+    "Viewer",
+    "Web",
+    "WebSettings",
+    "web_tools",
+]
