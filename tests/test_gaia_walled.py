@@ -95,4 +95,4 @@ async def test_nothing_hidden_is_in_sight(pool: LocalPool, proxy: Scripted) -> N
     variables, processes, cwd = json.loads(done["steps"][0]["observation"])
     assert cwd == "/work"
     assert not [name for name in variables if "KEY" in name or "TOKEN" in name]
-    assert len([name for name in processes if name.isdigit()]) == 3  # keeper, worker, interpreter
+    assert len([name for name in processes if name.isdigit()]) == 2  # worker, interpreter

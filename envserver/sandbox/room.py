@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 
 from . import linux, namespaces
+from .sampling import numbers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -77,9 +78,7 @@ class NamespaceRoom:
 
     def programs(self) -> Iterator[int]:
         ours = os.getpid()
-        for entry in os.scandir("/proc"):
-            if entry.name.isdigit() and int(entry.name) != ours:
-                yield int(entry.name)
+        return (pid for pid in numbers() if pid != ours)
 
     def kill(self) -> None:
         try:
@@ -96,8 +95,13 @@ class NamespaceRoom:
         return taken, state.f_files - state.f_ffree - namespaces.OWN_INODES
 
     def kernel_bytes(self) -> int:
-        with open("/proc/net/sockstat") as counts:  # of this network namespace
-            return int(counts.readline().split()[2]) * _SOCKET_BYTES
+        return kernel_bytes()
+
+
+def kernel_bytes(proc: str = "/proc") -> int:
+    """The most that may wait in sockets of the network namespace that process 1 of `proc` is in."""
+    with open(f"{proc}/1/net/sockstat") as counts:
+        return int(counts.readline().split()[2]) * _SOCKET_BYTES
 
 
 class HostRoom:

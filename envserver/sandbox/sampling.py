@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 _PAGE = resource.getpagesize()
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -24,13 +24,20 @@ class Sample:
         self.processes = processes
 
 
-def sample(programs: Iterable[int], memory_limit: int) -> Sample:
-    """A look at `programs`; those that end meanwhile count as nothing."""
+def numbers(proc: str = "/proc") -> Iterator[int]:
+    """Of all processes that the file system `proc` shows."""
+    for entry in os.scandir(proc):
+        if entry.name.isdigit():
+            yield int(entry.name)
+
+
+def sample(programs: Iterable[int], memory_limit: int, proc: str = "/proc") -> Sample:
+    """A look at `programs`, numbered as in `proc`; those that end meanwhile count as nothing."""
     resident = cpu_ticks = processes = 0
     found = []
     for pid in programs:
         try:
-            fields = _contents(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+            fields = _contents(f"{proc}/{pid}/stat").rpartition(b")")[2].split()
         except OSError:
             continue
         if fields[0] in (b"Z", b"X"):
@@ -41,7 +48,7 @@ def sample(programs: Iterable[int], memory_limit: int) -> Sample:
         cpu_ticks += sum(map(int, fields[11:15]))
         resident += int(fields[21]) * _PAGE
     if resident > memory_limit:
-        resident = sum(_proportional(pid) for pid in found)
+        resident = sum(_proportional(f"{proc}/{pid}") for pid in found)
     return Sample(resident, cpu_ticks / _TICKS, processes)
 
 
@@ -53,9 +60,9 @@ def _contents(path: str) -> bytes:
         os.close(descriptor)
 
 
-def _proportional(pid: int) -> int:
+def _proportional(place: str) -> int:
     try:
-        lines = _contents(f"/proc/{pid}/smaps_rollup").splitlines()
+        lines = _contents(f"{place}/smaps_rollup").splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith(b"Pss:")) * 1024
     except (OSError, IndexError):  # it ended, or has no memory any more
         return 0

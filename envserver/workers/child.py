@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from . import linux, process
 
+OUTSIDE = 0
 EXIT_CRASHED = 70
 """Exit code of a worker whose own code (not an agent's) raised."""
 
@@ -28,7 +29,7 @@ class Birth:
         control: its socket to the server.
         output_fd: the pipe for all that it prints.
         directory: its own, for the current directory, HOME and TMPDIR.
-        parent_pid: the process whose end is its own.
+        parent_pid: the process whose end is its own; OUTSIDE: of another namespace.
         kept_descriptors: what the environments opened while they were imported.
         heartbeat_seconds: how long it may say nothing.
     """
@@ -63,8 +64,10 @@ def _leave_the_nursery(birth: Birth) -> None:
     linux.die_with_parent(birth.parent_pid, signal.SIGKILL)
     linux.adopt_orphans()
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):  # each ends us, and is seen
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if birth.parent_pid != OUTSIDE:  # else it is deaf to these
+        for number in (signal.SIGTERM, signal.SIGINT):  # each ends us, and is seen
+            signal.signal(number, signal.SIG_DFL)
     os.dup2(birth.output_fd, 1)
     os.dup2(birth.output_fd, 2)
     linux.close_all_but({0, 1, 2, birth.control.fileno(), *birth.kept_descriptors})

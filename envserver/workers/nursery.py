@@ -26,7 +26,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
@@ -36,9 +36,9 @@ from ..sandbox import outer
 from ..sandbox.room import NamespaceRoom
 from ..sandbox.wire import WHOLE_WALLS
 from . import linux
-from .child import Birth, become_worker
+from .child import OUTSIDE, Birth, become_worker
 from .output import Lines
-from .walled import Wall, live_behind
+from .walled import LOOK_SECONDS, Wall, Watch, fork_walled
 
 READ_BYTES = 65536
 LOOK_ROUND_SECONDS = 1.0
@@ -75,6 +75,7 @@ class _Worker:
     lines: Lines
     directory: Path
     user: int | None
+    watch: Watch | None
     oom_kills: int = field(default_factory=linux.out_of_memory_kills)
 
 
@@ -147,6 +148,7 @@ class Nursery:
         self._selector = selectors.DefaultSelector()
         self._wakeup = socket.socketpair()
         self._stopping = False
+        self._next_look = 0.0
 
     def run(self) -> None:
         """Until the server closes its end, or dies."""
@@ -160,8 +162,11 @@ class Nursery:
         self._tell("up", os.getpid())
         try:
             while not self._stopping:
-                for key, _ in self._selector.select(LOOK_ROUND_SECONDS):
+                watching = self._in_own_namespace and self._workers
+                seconds = LOOK_SECONDS if watching else LOOK_ROUND_SECONDS
+                for key, _ in self._selector.select(seconds):
                     key.data()
+                self._look_at_memory()
                 self._reap()
                 self._kill_orphans()
         finally:
@@ -207,19 +212,18 @@ class Nursery:
             control=control,
             output_fd=writing,
             directory=directory,
-            parent_pid=1 if self._in_own_namespace else os.getpid(),
+            parent_pid=OUTSIDE if self._in_own_namespace else os.getpid(),
             kept_descriptors=self._kept_descriptors,
             heartbeat_seconds=self._boot.heartbeat_seconds,
         )
         try:
-            pid = os.fork()
+            pid = self._fork_one(birth, worker_id, user)
         except OSError as error:
             os.close(reading)
             self._tell("exit", worker_id, None, f"it could not be forked: {error}", False, 0.0, 0.0)
         else:
-            if pid == 0:
-                self._become(birth, worker_id, user)
-            worker = _Worker(worker_id, pid, reading, Lines(time.monotonic()), directory, user)
+            lines, watch = Lines(time.monotonic()), self._watch(pid)
+            worker = _Worker(worker_id, pid, reading, lines, directory, user, watch)
             self._workers[pid] = worker
             self._selector.register(reading, selectors.EVENT_READ, lambda: self._read(worker))
             # A number of our own namespace is somebody else's in the server's.
@@ -236,12 +240,19 @@ class Nursery:
             os.chown(directory, user, user)
         return directory
 
-    def _become(self, birth: Birth, worker_id: str, user: int | None) -> NoReturn:
-        """In the fork."""
+    def _fork_one(self, birth: Birth, worker_id: str, user: int | None) -> int:
         wall = self._boot.wall
-        if wall is None:
+        if wall is not None:
+            hand_out = partial(self._hand_out, worker_id)
+            return fork_walled(wall, self.seen, user, birth, hand_out)
+        pid = os.fork()
+        if pid == 0:
             become_worker(birth)
-        live_behind(wall, self.seen, user, birth, partial(self._hand_out, worker_id))
+        return pid
+
+    def _watch(self, pid: int) -> Watch | None:
+        wall = self._boot.wall
+        return Watch(wall, pid) if wall is not None and self._in_own_namespace else None
 
     def _hand_out(self, worker_id: str, listener: socket.socket) -> None:
         message = msgspec.msgpack.encode(["listening", worker_id])
@@ -278,6 +289,18 @@ class Nursery:
             worker.lines.dropped_bytes += dropped + sum(len(line) for line in lines)
         except ConnectionError:
             self._stopping = True
+
+    def _look_at_memory(self) -> None:
+        """Ends every worker that has passed its memory."""
+        wall, now = self._boot.wall, time.monotonic()
+        if wall is None or now < self._next_look:
+            return
+        self._next_look = now + LOOK_SECONDS
+        for pid, worker in self._workers.items():
+            if worker.watch is not None and worker.watch.is_passed:
+                words = f"The worker passed its {wall.memory_mb} MB of memory.\n"
+                self._pass_on(worker, worker.lines.feed(words.encode(), now), 0)
+                linux.kill(pid)
 
     def _reap(self) -> None:
         """Buries every child that has ended, a worker together with its process group."""

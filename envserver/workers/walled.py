@@ -1,39 +1,45 @@
 """A worker whose whole process lives behind the kernel's wall, for agents that execute code in it.
 
-    nursery (in the outer layer) --fork--> holder --fork--> keeper, process 1 --fork--> worker
+    nursery (in the outer layer) --one clone--> worker, process 1 of its namespaces
 
-The holder is the nursery's child and dies as the worker did; its end is the end of the keeper's
-namespace, and so of everything in there. The keeper bounds memory, which limits of single
-processes cannot. The only way out of the worker's private network is one listening socket in it,
-at the proxy's own port, that the keeper hands to the server: whatever HTTP client an agent uses
-reaches the proxy at the address that it was given, and nothing else.
+Its end is the end of everything in there, and no program in there can end or stop it by a signal.
+Memory, which limits of single
+processes cannot bound for all together, is looked at from outside (`Watch`). The only way out of
+the worker's private network is one listening socket in it, at the proxy's own port, that is handed
+to the server: whatever HTTP client an agent uses reaches the proxy at the address that it was
+given, and nothing else.
 """
 
 from __future__ import annotations
 
 import os
 import resource
-import select
 import signal
 import socket
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 
 from ..sandbox import landlock, linux, namespaces
-from ..sandbox.room import NamespaceRoom
-from ..sandbox.sampling import sample
+from ..sandbox.room import NamespaceRoom, kernel_bytes
+from ..sandbox.sampling import numbers, sample
 from ..sandbox.wire import WHOLE_WALLS
 from .child import Birth, become_worker
 
 LOOK_SECONDS = 0.1
+"""Between two looks at the memory of a worker."""
 _MB = 2**20
 _SPARE_ADDRESS_SPACE_MB = 8192
-_FORKED_STATUS = 128
-"""Added by the keeper to the number of the signal that ended the worker, as shells do."""
+_HEARD = {
+    *(signal.SIGKILL, signal.SIGSTOP),  # cannot be handled
+    *(signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCONT, signal.SIGURG),
+    signal.SIGWINCH,
+    *(signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT),  # are faults
+}
 
 
 class Wall(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,47 +61,69 @@ class Wall(msgspec.Struct, frozen=True, kw_only=True):
     processes: int = 256
 
 
-def live_behind(
+def fork_walled(
     wall: Wall,
     seen: dict[str, Any],
     uid: int | None,
     birth: Birth,
     hand_out: Callable[[socket.socket], None],
-) -> NoReturn:
-    """Turns this process, just forked, into a holder with a walled worker below it.
+) -> int:
+    """Forks a worker that lives behind `wall`; only for a process with one thread.
 
     Args:
         seen: what it will see; see `sandbox.layout`.
-        uid: user to become first; None: we are an ordinary one.
-        hand_out: gives a listening socket to the server.
+        uid: user that it is; None: we are an ordinary one.
+        hand_out: in the worker, gives a listening socket to the server.
+
+    Raises:
+        OSError: the kernel refused the fork.
     """
+    if wall.kind not in WHOLE_WALLS:
+        pid = os.fork()
+        if pid == 0:
+            _live(lambda: _confine_on_the_host(wall, seen, uid, birth), birth)
+        return pid
+    owner = namespaces.owner(uid)
+    pid = namespaces.fork_inner(uid)
+    if pid == 0:
+        _live(lambda: _confine_in_namespaces(wall, seen, owner, birth, hand_out), birth)
+    return pid
+
+
+class Watch:
+    """The memory of one worker in namespaces of its own, with all that it started."""
+
+    def __init__(self, wall: Wall, pid: int) -> None:
+        self._limit = wall.memory_mb * _MB
+        self._place = f"/proc/{pid}/root/proc"
+        """Its own list of processes, once it has one: all that can be in there is on it."""
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether they have more than they may. One that has ended has nothing."""
+        try:
+            if Path(self._place).stat().st_dev == Path("/proc").stat().st_dev:
+                return False
+            used = sample(numbers(self._place), self._limit, self._place).memory_bytes
+            return used + kernel_bytes(self._place) > self._limit
+        except OSError:
+            return False
+
+
+def _live(confine: Callable[[], None], birth: Birth) -> NoReturn:
+    """In the fork: behind the wall first, then a worker."""
     try:
         os.dup2(birth.output_fd, 1)
         os.dup2(birth.output_fd, 2)
-        if wall.kind not in WHOLE_WALLS:
-            _confine_on_the_host(wall, seen, uid, birth)
-        os.setsid()
-        for number in (signal.SIGCHLD, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        signal.set_wakeup_fd(-1)
-        owner = namespaces.owner(uid)
-        pid = namespaces.fork_inner(uid)
-        if pid == 0:
-            namespaces.settle_inner(*owner)
-            linux.die_with(0, signal.SIGKILL)  # the holder has no number in our namespace
-            _keep(wall, seen, birth, hand_out)
-        _close_all_but_output()
-        _end_like(os.waitpid(pid, 0)[1])
+        confine()
     except BaseException:  # noqa: BLE001 - the last frame: whatever it is, say it and end
         traceback.print_exc()
         sys.stderr.flush()
-    finally:
         os._exit(1)
+    become_worker(birth)
 
 
-def _confine_on_the_host(
-    wall: Wall, seen: dict[str, Any], uid: int | None, birth: Birth
-) -> NoReturn:
+def _confine_on_the_host(wall: Wall, seen: dict[str, Any], uid: int | None, birth: Birth) -> None:
     """Without namespaces: a user and a directory of its own, Landlock, a filter, limits.
 
     What it may connect to is the proxy's port, at whatever address.
@@ -107,48 +135,35 @@ def _confine_on_the_host(
     if wall.kind == "landlock":
         landlock.restrict(seen["visible"], [str(birth.directory)], connect_ports=[wall.port])
         linux.install_filter(bytes.fromhex(seen["tcp_filter"]))
-    become_worker(birth)
 
 
-def _end_like(status: int) -> NoReturn:
-    code = os.waitstatus_to_exitcode(status)
-    number = code - _FORKED_STATUS if code > _FORKED_STATUS else -code
-    if number > 0:
-        if number != signal.SIGKILL:
-            signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-    os._exit(code & 0xFF)
+def _confine_in_namespaces(
+    wall: Wall,
+    seen: dict[str, Any],
+    owner: tuple[int, int],
+    birth: Birth,
+    hand_out: Callable[[socket.socket], None],
+) -> None:
+    """As process 1 of fresh namespaces: furnishes the place, then gives up every right to it."""
+    namespaces.settle_inner(*owner)
+    room = NamespaceRoom(bytes.fromhex(seen["filter"]), seen["variables"])
+    room.furnish(wall.disk_mb * _MB, wall.inodes)
+    os.environ.clear()
+    os.environ.update(room.variables)
+    hand_out(_listen(wall.port))
+    _bound(wall)
+    room.enclose(wall.processes)
+    _stay_deaf()
 
 
-def _close_all_but_output() -> None:
-    os.closerange(3, 2**30)
+def _stay_deaf() -> None:
+    """To the signals of the namespace that we are process 1 of.
 
-
-def _keep(
-    wall: Wall, seen: dict[str, Any], birth: Birth, hand_out: Callable[[socket.socket], None]
-) -> NoReturn:
-    """In process 1: furnishes the place, forks the worker, watches it."""
-    status = 1
-    try:
-        room = NamespaceRoom(bytes.fromhex(seen["filter"]), seen["variables"])
-        room.furnish(wall.disk_mb * _MB, wall.inodes)
-        os.environ.clear()
-        os.environ.update(room.variables)
-        hand_out(_listen(wall.port))
-        linux.prctl(linux.PR_SET_DUMPABLE, 0)
-        pid = os.fork()
-        if pid == 0:
-            linux.prctl(linux.PR_SET_DUMPABLE, 1)
-            _bound(wall)
-            room.enclose(wall.processes)
-            become_worker(birth)
-        _close_all_but_output()
-        status = _watch(wall, room, pid)
-    except BaseException:  # noqa: BLE001 - the last frame: whatever it is, say it and end
-        traceback.print_exc()
-        sys.stderr.flush()
-    finally:
-        os._exit(status)
+    The kernel keeps those without a handler from it, unless its first thread blocks them at that
+    moment and it has another one. Programs that it executes begin without our handlers.
+    """
+    for number in signal.valid_signals() - _HEARD:
+        signal.signal(number, lambda *_: None)
 
 
 def _listen(port: int) -> socket.socket:
@@ -169,36 +184,3 @@ def _bound(wall: Wall) -> None:
         (resource.RLIMIT_MSGQUEUE, 0),
     ):
         resource.setrlimit(name, (most, most))
-
-
-def _watch(wall: Wall, room: NamespaceRoom, pid: int) -> int:
-    """Until the worker has ended; its status in one byte. Orphans are buried on the way."""
-    poll = select.poll()
-    pidfd = os.pidfd_open(pid)
-    poll.register(pidfd, select.POLLIN)
-    limit = wall.memory_mb * _MB
-    while not poll.poll(LOOK_SECONDS * 1000):
-        if os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG) is not None:
-            _kill(pid, "The worker was stopped by a signal.")  # which it never does to itself
-        if sample(room.programs(), limit).memory_bytes + room.kernel_bytes() > limit:
-            _kill(pid, f"The worker passed its {wall.memory_mb} MB of memory.")
-        _bury_orphans(pid)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return code if code >= 0 else _FORKED_STATUS - code
-
-
-def _kill(pid: int, why: str) -> None:
-    sys.stderr.write(f"{why}\n")
-    sys.stderr.flush()
-    os.kill(pid, signal.SIGKILL)
-
-
-def _bury_orphans(worker_pid: int) -> None:
-    while True:
-        try:
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return
-        if ended is None or ended.si_pid == worker_pid:
-            return
-        os.waitpid(ended.si_pid, 0)

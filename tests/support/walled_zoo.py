@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import socket
 import subprocess
@@ -104,9 +105,18 @@ class Walled(Environment):
             )
         return "left"
 
-    async def die(self, public, run):
+    async def crash(self, public, run):
         print("last words", flush=True)
+        ctypes.string_at(0)
+
+    async def leave(self, public, run):
+        os._exit(9)
+
+    async def attack(self, public, run):
+        for command in (f"kill -{public['signal']} $PPID", f"kill -{public['signal']} 1"):
+            subprocess.run(["sh", "-c", command])
         os.kill(os.getpid(), public["signal"])
+        return "still here"
 
     async def mount(self, public, run):
         return subprocess.run(["unshare", "-Ur", "true"], capture_output=True).returncode
