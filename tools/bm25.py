@@ -49,7 +49,7 @@ class BM25:
     def top(self, query: str, k: int) -> list[tuple[int, float]]:
         """The best `k` texts as (number, score), best first; each score is over 0."""
         scores: dict[int, float] = {}
-        for word in sorted(set(words(query))):
+        for word in words(query):
             for number, weight in self._weights.get(word, ()):
                 scores[number] = scores.get(number, 0.0) + weight
         return sorted(scores.items(), key=lambda found: (-round(found[1], 9), found[0]))[:k]
