@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Ending", "Kind", "Rules", "Solved", "solve"]
 
-LEAVE_SECONDS = 1.0
-"""Before the rollout's deadline an agent ends by itself: so its steps are not lost."""
+LEAVE_SECONDS = 2.5
+"""Before the rollout's deadline an agent ends by itself, code that does not listen included: so its
+steps are not lost."""
 STOP_SECONDS = 5.0
 
 
