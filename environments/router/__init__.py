@@ -1,0 +1,1 @@
+"""Queries to be routed: a plan of steps for sub-agents, in strict JSON, that can be run."""

@@ -1,0 +1,126 @@
+"""The agent: one answer that is a plan, at most one repair, and where it is wanted the plan's run.
+
+In: a task's public part, and `run`. Out: `{"plan", "repaired", "cut_off", "executed", "answer",
+"program"}`: the text of the last plan, and what its final step gave. The router asks as the agent
+`router`; each step is carried out by a sub-agent under that one's name, in the order of the
+dependencies, with the results of the steps that it depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from envserver import LimitReached, Message, PublicTask, Rollout
+
+from .course import read_course
+from .plans import Plan, PlanError, Step, as_json, read_plan
+from .prompts import repair_request, system_prompt
+from .subagents import DEFAULT_TOP_K, SUBAGENTS, Brief, Finding
+
+ROUTER = "router"
+READERS = {"graph": read_plan, "coursegpt": read_course}
+"""What reads the plan in an answer, by profile."""
+
+
+async def solve(task: PublicTask, run: Rollout, *, repair: bool, execute: bool) -> dict[str, Any]:
+    """One attempt at `task`.
+
+    Args:
+        repair: a plan that is not valid may be written once more.
+        execute: a valid plan is run, where its answer can be checked.
+    """
+    output: dict[str, Any] = {
+        "plan": "",
+        "repaired": False,
+        "cut_off": False,
+        "executed": False,
+        "answer": None,
+        "program": None,
+    }
+    plan = await _plan(task, run, repair, output)
+    if plan is None:
+        return output
+    for (before, after), payload in plan.payloads.items() if not execute else ():
+        run.log_action("handoff", {"from": before, "to": after, "payload": payload})
+    if execute and task.public["runs"]:
+        output["executed"] = True
+        found = await _run_plan(plan, task, run)
+        if found is not None:
+            output["answer"], output["program"] = found.answer, found.program
+    run.log_action("finalize", {"final_step": plan.final_step}, output["answer"])
+    return output
+
+
+async def _plan(
+    task: PublicTask, run: Rollout, repair: bool, output: dict[str, Any]
+) -> Plan | None:
+    """Asks for the plan, and notes what was said; None where none is valid."""
+    profile = task.public["profile"]
+    messages: list[Message] = [
+        {"role": "system", "content": system_prompt(profile)},
+        {"role": "user", "content": task.public["query"]},
+    ]
+    while True:
+        reply = await run.chat(messages, agent=ROUTER)
+        output["plan"] = reply.content
+        output["cut_off"] = reply.finish_reason == "length"
+        try:
+            plan = READERS[profile](reply.content)
+        except PlanError as error:
+            problem = error
+        else:
+            run.log_action("plan", {"query": task.public["query"]}, as_json(plan))
+            return plan
+        told = {"error": problem.kind, "message": str(problem), "text": reply.content}
+        run.log_action("plan", {"query": task.public["query"]}, told)
+        if not repair or output["repaired"] or output["cut_off"]:
+            return None
+        output["repaired"] = True
+        messages += [reply.message, {"role": "user", "content": repair_request(problem)}]
+
+
+async def _run_plan(plan: Plan, task: PublicTask, run: Rollout) -> Finding | None:
+    """What the final step found, None where a limit of a sub-agent ended the run before."""
+    findings: dict[str, Finding] = {}
+    try:
+        for step in plan.in_order():
+            handed = {name: findings[name].text for name in step.depends_on}
+            for name, text in handed.items():
+                payload = plan.payloads[name, step.id]
+                run.log_action("handoff", {"from": name, "to": step.id, "payload": payload}, text)
+            brief = _brief(step, handed, plan, task)
+            findings[step.id] = await SUBAGENTS[step.agent](brief, run)
+    except LimitReached:
+        # The plan stands, whatever became of its run.
+        return None
+    return findings[plan.final_step]
+
+
+def _brief(step: Step, handed: Mapping[str, str], plan: Plan, task: PublicTask) -> Brief:
+    parts = [_asked(step)]
+    for name, text in handed.items():
+        parts.append(f"From an earlier step ({plan.payloads[name, step.id]}):\n{text}")
+    return Brief(
+        task_id=task.id,
+        words="\n\n".join(parts),
+        documents=task.public["documents"],
+        entry_point=task.public["entry_point"] if step.id == plan.final_step else "",
+        top_k=int(step.args.get("top_k", DEFAULT_TOP_K)),
+    )
+
+
+def _asked(step: Step) -> str:
+    args = step.args
+    match step.tool:
+        case "calculate":
+            return f"Calculate: {args['expression']}"
+        case "run_tests":
+            return (
+                f"Write and run a program that tests this, and print the result: {args['target']}"
+            )
+        case "write":
+            return str(args["task"])
+        case "query":
+            return str(args["q"])
+    return str(args["problem"])

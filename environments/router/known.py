@@ -1,0 +1,217 @@
+"""Answers whose reward is known: right plans in every form that counts, broken ones, and cheats.
+
+Pure. The cheats are those that pay elsewhere: one plan for every query, a plan that is padded with
+all agents, JSON that a lenient reader would take.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from envserver import KnownResult, Result, Task
+
+from .course import course_of
+from .demonstrations import right_answer
+from .matching import likeness
+from .plans import Plan, Step, as_json, plan_of
+from .schemas import MAX_STEPS
+from .scoring import PLAN_SHARE, REPAIR_FACTOR
+
+ALMOST = 0.96
+"""No other plan than the right one gets more."""
+
+_TOOL = {
+    "math": ("solve", {"problem": "What is asked"}),
+    "code": ("write", {"task": "What is asked"}),
+    "search": ("query", {"q": "What is asked"}),
+}
+CONSTANT = (("search", "math", "code"), ("search", "math"), ("code",), ("search",))
+"""Chains of agents that are tried on every task."""
+
+
+def known_answers(task: Task, *, execute: bool) -> Iterator[KnownResult]:
+    """What is known of any task here.
+
+    Args:
+        execute: plans are run, where the task has an answer.
+    """
+    gold = right_answer(task)
+    if gold is None:
+        return
+    runs = execute and task.hidden["answer"] is not None
+    right = _right_output(task) if runs else {}
+    yield _known("gold", gold, 1.0, **right)
+    yield _known("gold, after thoughts", f"<think>{{}} or so</think>\n{gold}", 1.0, **right)
+    yield _known("gold, indented", json.dumps(json.loads(gold), indent=2), 1.0, **right)
+    yield _known("gold, repaired", gold, REPAIR_FACTOR, repaired=True, **right)
+    if runs:
+        yield _known("gold, run to a wrong answer", gold, PLAN_SHARE, answer="0.123", program="")
+        yield _known("gold, not run", gold, PLAN_SHARE)
+    for name, text in _unreadable(gold):
+        yield _known(name, text, 0.0, **right)
+    yield KnownResult("gold, cut off", Result(output=_output(gold, cut_off=True, **right)))
+    for name, change in _BROKEN[task.public["profile"]].items():
+        yield _known(name, json.dumps(_changed(gold, change)), 0.0, **right)
+    if not runs:
+        yield from _other_plans(task)
+
+
+def _unreadable(gold: str) -> Iterator[tuple[str, str]]:
+    """The right plan in forms that are not strict JSON."""
+    yield "in a fence", f"```json\n{gold}\n```"
+    yield "prose before it", f"Here is the plan: {gold}"
+    yield "prose behind it", f"{gold}\nI hope this helps."
+    yield "only thought", f"<think>{gold}</think>"
+    yield "thoughts without end", f"<think>So: {gold}"
+    yield "twice", f"{gold}\n{gold}"
+    yield "in a list", f"[{gold}]"
+    yield "as a text", json.dumps(gold)
+    yield "a comma behind it", f"{gold[:-1]},}}"
+    yield "a key twice", f"{gold[:-1]}, {gold[1:]}"
+    yield "NaN in it", f'{gold[:-1]}, "x": NaN}}'
+    yield "cut off without a word", gold[:-2]
+
+
+def _widowed(plan: dict[str, Any]) -> None:
+    plan["steps"].append({**plan["steps"][0], "id": "unused", "depends_on": []})
+
+
+def _circular(plan: dict[str, Any]) -> None:
+    step = plan["steps"][0]
+    step["depends_on"] = [step["id"]]
+    plan["handoffs"].append({"from": step["id"], "to": step["id"], "payload": "itself"})
+
+
+def _strange(plan: dict[str, Any]) -> None:
+    plan["steps"][0]["tool"] = "browse"
+
+
+def _bare(plan: dict[str, Any]) -> None:
+    plan["steps"][0]["args"] = {}
+
+
+_BROKEN: dict[str, dict[str, Callable[[dict[str, Any]], Any]]] = {
+    "graph": {
+        "another key": lambda plan: plan.update(confidence=1.0),
+        "a key is missing": lambda plan: plan.pop("rationale"),
+        "no steps": lambda plan: plan.update(steps=[], handoffs=[]),
+        "nine steps": lambda plan: plan.update(steps=plan["steps"][:1] * (MAX_STEPS + 1)),
+        "the same id twice": lambda plan: plan["steps"].append(plan["steps"][0]),
+        "a step that nothing uses": _widowed,
+        "a step that waits for itself": _circular,
+        "a tool that is none": _strange,
+        "a step without arguments": _bare,
+        "a final step that is none": lambda plan: plan.update(final_step="s99"),
+        "a handoff too many": lambda plan: plan["handoffs"].append(
+            {"from": "s8", "to": plan["final_step"], "payload": "more"}
+        ),
+    },
+    "coursegpt": {
+        "another key": lambda plan: plan.update(confidence=1.0),
+        "a key is missing": lambda plan: plan.pop("route_rationale"),
+        "no steps": lambda plan: plan.update(route_plan=[]),
+        "a tool that is none": lambda plan: plan["route_plan"].append("/browser(open it)"),
+        "a search without a mode": lambda plan: plan.update(
+            route_plan=['/general-search(query="What is asked")']
+        ),
+        "a command twice in a row": lambda plan: plan["route_plan"].append(plan["route_plan"][-1]),
+        "a step without arguments": lambda plan: plan.update(route_plan=["/math()"]),
+    },
+}
+
+
+def _other_plans(task: Task) -> Iterator[KnownResult]:
+    """Valid plans that are not the right one, and the right one in other words."""
+    gold = plan_of(task.hidden["plan"])
+    if task.public["profile"] == "graph":
+        yield _known("gold, with other names and in another order", _written(_renamed(gold)), 1.0)
+    for agents in CONSTANT:
+        plan = chain(agents)
+        name, text = f"always {' -> '.join(agents)}", _in_profile(plan, task)
+        if likeness(plan, gold).score == 1.0:
+            yield _known(f"{name}, where that is right", text, 1.0)
+        else:
+            yield _between(name, text, ALMOST)
+    if len(gold.steps) <= MAX_STEPS - 3:
+        padded = _padded(gold)
+        yield _between("gold, behind all other agents", _in_profile(padded, task), ALMOST)
+
+
+def chain(agents: tuple[str, ...]) -> Plan:
+    """A plan of one step after the other, for any query."""
+    steps: list[Step] = []
+    for number, agent in enumerate(agents):
+        tool, args = _TOOL[agent]
+        steps.append(Step(f"s{number}", agent, tool, args, tuple(s.id for s in steps[-1:])))
+    return _plan(steps)
+
+
+def _padded(gold: Plan) -> Plan:
+    """`gold` behind a chain of agents that its first steps do not need."""
+    agents = tuple(a for a in ("search", "math", "code") if a != gold.in_order()[0].agent)
+    before = list(chain(agents).steps)
+    before = [Step(f"p{s.id}", s.agent, s.tool, s.args, ()) for s in before[:1]] + [
+        Step(f"p{s.id}", s.agent, s.tool, s.args, tuple(f"p{name}" for name in s.depends_on))
+        for s in before[1:]
+    ]
+    steps = [
+        s if s.depends_on else Step(s.id, s.agent, s.tool, s.args, (before[-1].id,))
+        for s in gold.in_order()
+    ]
+    return _plan([*before, *steps], gold.final_step)
+
+
+def _renamed(gold: Plan) -> Plan:
+    """The same plan: other ids and words, its steps listed from the last to the first."""
+    names = {step.id: f"other_{number}" for number, step in enumerate(gold.steps)}
+    steps = [
+        Step(names[s.id], s.agent, s.tool, s.args, tuple(names[name] for name in s.depends_on))
+        for s in reversed(gold.steps)
+    ]
+    return _plan(steps, names[gold.final_step])
+
+
+def _plan(steps: list[Step], final_step: str | None = None) -> Plan:
+    payloads = {(name, step.id): "the result" for step in steps for name in step.depends_on}
+    return Plan(tuple(steps), payloads, final_step or steps[-1].id, "It is needed.")
+
+
+def _in_profile(plan: Plan, task: Task) -> str:
+    if task.public["profile"] == "graph":
+        return _written(plan)
+    return json.dumps(course_of(plan, task.public["query"]), ensure_ascii=False)
+
+
+def _written(plan: Plan) -> str:
+    return json.dumps(as_json(plan), ensure_ascii=False)
+
+
+def _changed(gold: str, change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    plan: dict[str, Any] = copy.deepcopy(json.loads(gold))
+    change(plan)
+    return plan
+
+
+def _right_output(task: Task) -> dict[str, Any]:
+    """What the run of the right plan leaves."""
+    answer = task.hidden["answer"]
+    if answer["kind"] == "function":
+        return {"executed": True, "answer": "", "program": answer["code"]}
+    return {"executed": True, "answer": answer["answers"][0]}
+
+
+def _known(name: str, text: str, reward: float, **output: Any) -> KnownResult:
+    return KnownResult(name, Result(output=_output(text, **output)), least=reward, most=reward)
+
+
+def _between(name: str, text: str, most: float) -> KnownResult:
+    return KnownResult(name, Result(output=_output(text)), most=most)
+
+
+def _output(text: str, **output: Any) -> dict[str, Any]:
+    """As the agent returns it."""
+    fresh = {"repaired": False, "cut_off": False, "executed": False, "answer": None}
+    return {"plan": text, "program": None, **fresh, **output}
