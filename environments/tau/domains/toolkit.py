@@ -13,7 +13,6 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date
-from functools import cache
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from pydantic import BaseModel, Field, create_model
@@ -90,7 +89,9 @@ class Toolkit:
     @classmethod
     def tools(cls) -> Mapping[str, ToolInfo]:
         """The tools that a model may call, in the order in which they are declared."""
-        return _tools_of(cls)
+        if cls not in _TOOLS:
+            _TOOLS[cls] = _tools_of(cls)
+        return _TOOLS[cls]
 
     def use(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Calls a tool.
@@ -104,7 +105,9 @@ class Toolkit:
         return getattr(self, name)(**arguments)
 
 
-@cache
+_TOOLS: dict[type[Toolkit], Mapping[str, ToolInfo]] = {}
+
+
 def _tools_of(toolkit: type[Toolkit]) -> Mapping[str, ToolInfo]:
     functions: dict[str, Any] = {}
     for base in reversed(toolkit.__mro__):

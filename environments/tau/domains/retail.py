@@ -1,0 +1,396 @@
+"""tau2-bench's domain `retail`: a shop's orders, exchanges, returns and addresses.
+
+Names, parameters, checks and their order, outcomes and the words of errors are those of
+src/tau2/domains/retail/tools.py, quirks included (they are in the expected hashes):
+`modify_pending_order_items` gives every item price and options of the *last* new one, its payment
+is not rounded, and `exchange_delivered_order_items` sorts the two lists of items separately.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .arithmetic import calculate
+from .database import Record
+from .retail_data import OrderPayment, RetailDB, UserAddress
+from .toolkit import Row, Toolkit, tool
+from .world import DomainKind, Side
+
+_ORDER_ID = "Id of the order, with the '#' that it starts with, such as '#W0000000'."
+_USER_ID = "Id of the user, such as 'sara_doe_496'."
+_PAYMENT = (
+    "Id of the method by which a difference in price is paid or refunded, such as "
+    "'gift_card_0000000'; the user's and the order's details have it."
+)
+_CONFIRM = "Explain the details and get the user's explicit yes before."
+_ADDRESS: Any = {
+    "address1": "First line of the address, such as '123 Main St'.",
+    "address2": "Second line, such as 'Apt 1', or ''.",
+    "city": "City, such as 'San Francisco'.",
+    "state": "State, such as 'CA'.",
+    "country": "Country, such as 'USA'.",
+    "zip": "Zip code, such as '12345'.",
+}
+
+
+class RetailTools(Toolkit):
+    """The assistant's functions."""
+
+    @tool(
+        "generic",
+        "Calculates the value of an arithmetic expression.",
+        expression="Numbers, + - * /, parentheses and blanks, such as '2 + 2'.",
+    )
+    def calculate(self, expression: str) -> str:
+        return calculate(expression)
+
+    @tool(
+        "write",
+        "Cancels a pending order; one that was processed or delivered cannot be cancelled. "
+        f"{_CONFIRM} The payment is refunded: to a gift card at once, else within 5 to 7 business "
+        "days. Returns the order as it is then.",
+        order_id=_ORDER_ID,
+        reason="Why: 'no longer needed' or 'ordered by mistake'.",
+    )
+    def cancel_pending_order(self, order_id: str, reason: str) -> Row:
+        order = self._order(order_id)
+        if order["status"] != "pending":
+            raise ValueError("Non-pending order cannot be cancelled")
+        if reason not in {"no longer needed", "ordered by mistake"}:
+            raise ValueError("Invalid reason")
+        refunds = []
+        for payment in order["payment_history"]:
+            method_id = payment["payment_method_id"]
+            refunds.append(_payment("refund", payment["amount"], method_id))
+            self._payment_method(order["user_id"], method_id)
+            self._change_balance(order["user_id"], method_id, payment["amount"])
+        order = self.db.edit("orders", order_id)
+        order["status"] = "cancelled"
+        order["cancel_reason"] = reason
+        order["payment_history"].extend(refunds)
+        return Row(order)
+
+    @tool(
+        "write",
+        "Exchanges items of a delivered order for others of the same products. A delivered order "
+        f"can be exchanged or returned only once. {_CONFIRM}",
+        order_id=_ORDER_ID,
+        item_ids="Ids of the items to give back, each such as '1008292230'; may have duplicates.",
+        new_item_ids="Ids of the items to get for them, in the same order, each of the same "
+        "product; may have duplicates.",
+        payment_method_id=_PAYMENT,
+    )
+    def exchange_delivered_order_items(
+        self, order_id: str, item_ids: list[str], new_item_ids: list[str], payment_method_id: str
+    ) -> Row:
+        order = self._order(order_id)
+        if order["status"] != "delivered":
+            raise ValueError("Non-delivered order cannot be exchanged")
+        _check_items(order, item_ids, "Number of {} not found.")
+        if len(item_ids) != len(new_item_ids):
+            raise ValueError("The number of items to be exchanged should match.")
+        difference: Any = 0
+        for item_id, new_item_id in zip(item_ids, new_item_ids, strict=True):
+            item, variant = self._replacement(order, item_id, new_item_id)
+            difference += variant["price"] - item["price"]
+        difference = round(difference, 2)
+        method = self._payment_method(order["user_id"], payment_method_id)
+        if method["source"] == "gift_card" and method["balance"] < difference:
+            raise ValueError("Insufficient gift card balance to pay for the price difference")
+        order = self.db.edit("orders", order_id)
+        order["status"] = "exchange requested"
+        order["exchange_items"] = sorted(item_ids)
+        order["exchange_new_items"] = sorted(new_item_ids)
+        order["exchange_payment_method_id"] = payment_method_id
+        order["exchange_price_difference"] = difference
+        return Row(order)
+
+    @tool(
+        "read",
+        "Finds the id of a user by name and zip code; an error if there is none. Try the email "
+        "first, and this only if that fails or the user does not remember it.",
+        first_name="First name of the customer, such as 'John'.",
+        last_name="Last name of the customer, such as 'Doe'.",
+        zip="Zip code of the customer, such as '12345'.",
+    )
+    def find_user_id_by_name_zip(self, first_name: str, last_name: str, zip: str) -> str:
+        for user in self.db.rows("users"):
+            name = user["name"]
+            if (
+                name["first_name"].lower() == first_name.lower()
+                and name["last_name"].lower() == last_name.lower()
+                and user["address"]["zip"] == zip
+            ):
+                return str(user["user_id"])
+        raise ValueError("User not found")
+
+    @tool(
+        "read",
+        "Finds the id of a user by email; an error if there is none.",
+        email="Email of the user, such as 'something@example.com'.",
+    )
+    def find_user_id_by_email(self, email: str) -> str:
+        for user in self.db.rows("users"):
+            if user["email"].lower() == email.lower():
+                return str(user["user_id"])
+        raise ValueError("User not found")
+
+    @tool("read", "Shows an order with its status.", order_id=_ORDER_ID)
+    def get_order_details(self, order_id: str) -> Row:
+        return Row(self._order(order_id))
+
+    @tool(
+        "read",
+        "Shows a product with all its variants.",
+        product_id="Id of the product (not of an item), such as '6086499569'.",
+    )
+    def get_product_details(self, product_id: str) -> Row:
+        return Row(self._product(product_id))
+
+    @tool(
+        "read",
+        "Shows an item: its options, price, and whether it is available.",
+        item_id="Id of the item (not of a product), such as '6086499569'.",
+    )
+    def get_item_details(self, item_id: str) -> Row:
+        for product in self.db.rows("products"):
+            if item_id in product["variants"]:
+                return Row(product["variants"][item_id])
+        raise ValueError("Item not found")
+
+    @tool("read", "Shows a user with the ids of all orders.", user_id=_USER_ID)
+    def get_user_details(self, user_id: str) -> Row:
+        return Row(self._user(user_id))
+
+    @tool(
+        "read",
+        "Lists the names of all product types (there are only 50) with their product ids. Each "
+        "comes in several items that differ in their options.",
+    )
+    def list_all_product_types(self) -> str:
+        names = {product["name"]: product["product_id"] for product in self.db.rows("products")}
+        return json.dumps(names, sort_keys=True)
+
+    @tool(
+        "write",
+        f"Changes the shipping address of a pending order. {_CONFIRM}",
+        order_id=_ORDER_ID,
+        **_ADDRESS,
+    )
+    def modify_pending_order_address(
+        self,
+        order_id: str,
+        address1: str,
+        address2: str,
+        city: str,
+        state: str,
+        country: str,
+        zip: str,
+    ) -> Row:
+        if "pending" not in self._order(order_id)["status"]:
+            raise ValueError("Non-pending order cannot be modified")
+        address = _address(address1, address2, city, state, country, zip)
+        order = self.db.edit("orders", order_id)
+        order["address"] = address
+        return Row(order)
+
+    @tool(
+        "write",
+        "Exchanges items of a pending order for others of the same products. It can be done only "
+        f"once for an order. {_CONFIRM}",
+        order_id=_ORDER_ID,
+        item_ids="Ids of the items to change, each such as '1008292230'; may have duplicates.",
+        new_item_ids="Ids of the items to get for them, in the same order, each of the same "
+        "product; may have duplicates.",
+        payment_method_id=_PAYMENT,
+    )
+    def modify_pending_order_items(
+        self, order_id: str, item_ids: list[str], new_item_ids: list[str], payment_method_id: str
+    ) -> Row:
+        order = self._order(order_id)
+        if order["status"] != "pending":
+            raise ValueError("Non-pending order cannot be modified")
+        _check_items(order, item_ids, "{} not found")
+        if len(item_ids) != len(new_item_ids):
+            raise ValueError("The number of items to be exchanged should match")
+        difference: Any = 0
+        variant: Record = {}
+        for item_id, new_item_id in zip(item_ids, new_item_ids, strict=True):
+            if item_id == new_item_id:
+                raise ValueError("The new item id should be different from the old item id")
+            item, variant = self._replacement(order, item_id, new_item_id)
+            difference += variant["price"] - item["price"]
+        method = self._payment_method(order["user_id"], payment_method_id)
+        if method["source"] == "gift_card" and method["balance"] < difference:
+            raise ValueError("Insufficient gift card balance to pay for the new item")
+        kind = "payment" if difference > 0 else "refund"
+        order = self.db.edit("orders", order_id)
+        order["payment_history"].append(_payment(kind, abs(difference), payment_method_id))
+        self._change_balance(order["user_id"], payment_method_id, -difference)
+        for item_id, new_item_id in zip(item_ids, new_item_ids, strict=True):
+            item = _item(order, item_id)
+            item.update(
+                item_id=new_item_id, price=variant["price"], options=dict(variant["options"])
+            )
+        order["status"] = "pending (item modified)"
+        return Row(order)
+
+    @tool(
+        "write",
+        f"Changes how a pending order is paid. {_CONFIRM}",
+        order_id=_ORDER_ID,
+        payment_method_id="Id of the method to pay by instead, such as 'credit_card_0000000'; the "
+        "user's details have it.",
+    )
+    def modify_pending_order_payment(self, order_id: str, payment_method_id: str) -> Row:
+        order = self._order(order_id)
+        if "pending" not in order["status"]:
+            raise ValueError("Non-pending order cannot be modified")
+        method = self._payment_method(order["user_id"], payment_method_id)
+        history = order["payment_history"]
+        if len(history) != 1 or history[0]["transaction_type"] != "payment":
+            raise ValueError("There should be exactly one payment for a pending order")
+        old_id, amount = history[0]["payment_method_id"], history[0]["amount"]
+        if old_id == payment_method_id:
+            raise ValueError("The new payment method should be different from the current one")
+        if method["source"] == "gift_card" and method["balance"] < amount:
+            raise ValueError("Insufficient gift card balance to pay for the order")
+        order = self.db.edit("orders", order_id)
+        order["payment_history"] += [
+            _payment("payment", amount, payment_method_id),
+            _payment("refund", amount, old_id),
+        ]
+        self._change_balance(order["user_id"], payment_method_id, -amount)
+        self._payment_method(order["user_id"], old_id)
+        self._change_balance(order["user_id"], old_id, amount)
+        return Row(order)
+
+    @tool("write", f"Changes the address of a user. {_CONFIRM}", user_id=_USER_ID, **_ADDRESS)
+    def modify_user_address(
+        self,
+        user_id: str,
+        address1: str,
+        address2: str,
+        city: str,
+        state: str,
+        country: str,
+        zip: str,
+    ) -> Row:
+        self._user(user_id)
+        address = _address(address1, address2, city, state, country, zip)
+        user = self.db.edit("users", user_id)
+        user["address"] = address
+        return Row(user)
+
+    @tool(
+        "write",
+        "Takes back items of a delivered order, whose status becomes 'return requested'; an email "
+        f"tells the user how to send them. {_CONFIRM}",
+        order_id=_ORDER_ID,
+        item_ids="Ids of the items to return, each such as '1008292230'; may have duplicates.",
+        payment_method_id="Id of the method by which the refund is made: the original one or a "
+        "gift card, such as 'gift_card_0000000'.",
+    )
+    def return_delivered_order_items(
+        self, order_id: str, item_ids: list[str], payment_method_id: str
+    ) -> Row:
+        order = self._order(order_id)
+        if order["status"] != "delivered":
+            raise ValueError("Non-delivered order cannot be returned")
+        method = self._payment_method(order["user_id"], payment_method_id)
+        original = order["payment_history"][0]["payment_method_id"]
+        if method["source"] != "gift_card" and payment_method_id != original:
+            raise ValueError("Payment method should be the original payment method")
+        _check_items(order, item_ids, "Some item not found")
+        items = sorted(item_ids)
+        order = self.db.edit("orders", order_id)
+        order["status"] = "return requested"
+        order["return_items"] = items
+        order["return_payment_method_id"] = payment_method_id
+        return Row(order)
+
+    @tool(
+        "generic",
+        "Hands the user over to a human colleague. Do so only if the user asks for one, or if "
+        "policy and tools leave you no way to solve the issue.",
+        summary="What the user's issue is, in short.",
+    )
+    def transfer_to_human_agents(self, summary: str) -> str:
+        return "Transfer successful"
+
+    def _order(self, order_id: str) -> Record:
+        return self._existing("orders", order_id, "Order not found")
+
+    def _user(self, user_id: str) -> Record:
+        return self._existing("users", user_id, "User not found")
+
+    def _product(self, product_id: str) -> Record:
+        return self._existing("products", product_id, "Product not found")
+
+    def _existing(self, table: str, key: str, otherwise: str) -> Record:
+        record = self.db.get(table, key)
+        if record is None:
+            raise ValueError(otherwise)
+        return record
+
+    def _payment_method(self, user_id: str, method_id: str) -> Record:
+        methods: dict[str, Record] = self._user(user_id)["payment_methods"]
+        if method_id not in methods:
+            raise ValueError("Payment method not found")
+        return methods[method_id]
+
+    def _replacement(self, order: Record, item_id: str, new_item_id: str) -> tuple[Record, Record]:
+        """The item of the order and the variant that is to take its place."""
+        item = _item(order, item_id)
+        variants: dict[str, Record] = self._product(item["product_id"])["variants"]
+        if new_item_id not in variants:
+            raise ValueError("Variant not found")
+        if not variants[new_item_id]["available"]:
+            raise ValueError(f"New item {new_item_id} not found or available")
+        return item, variants[new_item_id]
+
+    def _change_balance(self, user_id: str, method_id: str, amount: float) -> None:
+        """Adds to the balance of a gift card; nothing for other methods."""
+        if self._payment_method(user_id, method_id)["source"] == "gift_card":
+            card = self.db.edit("users", user_id)["payment_methods"][method_id]
+            card["balance"] = round(card["balance"] + amount, 2)
+
+
+def _check_items(order: Record, item_ids: list[str], otherwise: str) -> None:
+    """Does the order have each of the items as often as they are named?"""
+    ordered = [item["item_id"] for item in order["items"]]
+    for item_id in item_ids:
+        if item_ids.count(item_id) > ordered.count(item_id):
+            raise ValueError(otherwise.format(item_id))
+
+
+def _item(order: Record, item_id: str) -> Record:
+    for item in order["items"]:
+        if item["item_id"] == item_id:
+            found: Record = item
+            return found
+    raise ValueError(f"Item {item_id} not found")
+
+
+def _payment(kind: Any, amount: float, method_id: str) -> Record:
+    payment = OrderPayment(transaction_type=kind, amount=amount, payment_method_id=method_id)
+    return payment.model_dump()
+
+
+def _address(
+    address1: str, address2: str, city: str, state: str, country: str, zip_code: str
+) -> Record:
+    return UserAddress(
+        address1=address1,
+        address2=address2,
+        city=city,
+        state=state,
+        country=country,
+        zip=zip_code,
+    ).model_dump()
+
+
+RETAIL = DomainKind(
+    name="retail", agent=Side(RetailTools, RetailDB, keyed=("products", "users", "orders"))
+)

@@ -1,0 +1,162 @@
+"""The course of a conversation, as a state machine without models: who speaks next, when it ends.
+
+An `Episode` is told what the assistant or the customer says; it carries out their calls at once and
+tells whose turn it is. Both live conversations and replays drive it. The rules are those of
+tau2-bench's orchestrator (src/tau2/orchestrator/orchestrator.py): a message with calls goes to the
+tools and their results return to the one who called; any other goes to the other side. Every
+message, and every round of tools, is a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .domains.toolkit import Requestor
+from .domains.world import Domain
+from .states import start
+from .tasks import TauMessage, TauTask, has_text
+
+GREETING = "Hi! How can I help you today?"
+"""What the assistant says first, where a task has no message history (tau2-bench's words)."""
+
+STOP, TRANSFER, OUT_OF_SCOPE = "###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###"
+
+Ending = Literal[
+    "user_stop", "agent_stop", "max_steps", "too_many_errors", "agent_error", "user_error"
+]
+COMPLETE: frozenset[Ending] = frozenset({"user_stop", "agent_stop"})
+"""Endings that are scored; after any other the reward is 0."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When a conversation ends early.
+
+    Args:
+        max_steps: messages and rounds of tools.
+        max_errors: calls that failed, of both sides together.
+        validate: text together with calls ends it (agent_error or user_error).
+        agent_may_stop: the assistant ends it by the stop token, as the customer does.
+    """
+
+    max_steps: int = 100
+    max_errors: int = 10
+    validate: bool = False
+    agent_may_stop: bool = False
+
+
+class Episode:
+    """One conversation about `task`."""
+
+    def __init__(self, domain: Domain, task: TauTask, rules: Rules | None = None) -> None:
+        self.task = task
+        self.rules = rules or Rules()
+        self.world = start(domain, task)
+        self.messages: list[TauMessage] = task.history
+        self.steps = 0
+        self.errors = 0
+        self.ending: Ending | None = None
+        self._next: Requestor = "user"
+        if not self.messages:
+            self.messages.append({"role": "assistant", "content": GREETING})
+        else:
+            self._resume(self.messages[-1])
+
+    @property
+    def speaker(self) -> Requestor | None:
+        """Whose turn it is: "assistant", "user", or None at the end."""
+        return None if self.ending else self._next
+
+    def say(
+        self, content: str | None, tool_calls: Sequence[Mapping[str, Any]] = ()
+    ) -> list[TauMessage]:
+        """The message of whoever's turn it is.
+
+        Args:
+            tool_calls: each `{"id", "name", "arguments": {...}}`; arguments that are no object
+                give an error to the caller.
+
+        Returns:
+            The results of its calls (`role` "tool"), in their order.
+
+        Raises:
+            RuntimeError: the conversation is over.
+        """
+        if self.ending is not None:
+            raise RuntimeError("The conversation is over.")
+        message: TauMessage = {"role": self._next, "content": content}
+        if tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.get("id", ""),
+                    "name": call["name"],
+                    "arguments": call["arguments"],
+                    "requestor": self._next,
+                }
+                for call in tool_calls
+            ]
+        self.messages.append(message)
+        self.ending = self._ending_by(message)
+        self.steps += 1
+        self.world.sync()
+        if not tool_calls:
+            self._next = "user" if self._next == "assistant" else "assistant"
+            self._check_limits()
+            return []
+        return [] if self.ending else self._run_calls(message)
+
+    def _run_calls(self, message: TauMessage) -> list[TauMessage]:
+        results = []
+        for call in message["tool_calls"]:
+            result = self.world.call(call["requestor"], call["name"], call["arguments"])
+            self.errors += result.error
+            results.append(
+                {
+                    "role": "tool",
+                    "id": call["id"],
+                    "requestor": call["requestor"],
+                    "content": result.content,
+                    "error": result.error,
+                }
+            )
+        self.messages += results
+        self.steps += 1
+        self._check_limits()
+        return results
+
+    def _ending_by(self, message: TauMessage) -> Ending | None:
+        """How this message itself ends the conversation."""
+        by_agent = message["role"] == "assistant"
+        calls = bool(message.get("tool_calls"))
+        if has_text(message) == calls and (self.rules.validate or not calls):
+            return "agent_error" if by_agent else "user_error"
+        if by_agent:
+            stops = self.rules.agent_may_stop and not calls and STOP in message["content"]
+            return "agent_stop" if stops else None
+        return "user_stop" if is_user_stop(message) else None
+
+    def _check_limits(self) -> None:
+        """Ends it at its limits, also where the last message ended it already."""
+        if self.steps >= self.rules.max_steps:
+            self.ending = "max_steps"
+        if self.errors >= self.rules.max_errors:
+            self.ending = "too_many_errors"
+
+    def _resume(self, last: TauMessage) -> None:
+        """Goes on after the history of a task."""
+        if last["role"] == "tool":
+            self._next = last["requestor"]
+        else:
+            self._next = "user" if last["role"] == "assistant" else "assistant"
+            self.ending = self._ending_by(last)
+
+
+def is_user_stop(message: Mapping[str, Any]) -> bool:
+    """Does the customer end the conversation by this message? Tokens count anywhere in the text,
+    but not beside calls."""
+    content = message.get("content")
+    if not isinstance(content, str) or message.get("tool_calls"):
+        return False
+    return any(token in content for token in (STOP, TRANSFER, OUT_OF_SCOPE))

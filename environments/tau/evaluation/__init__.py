@@ -1,0 +1,27 @@
+"""What a conversation is worth: tau2-bench's reward, and a stricter one."""
+
+from __future__ import annotations
+
+from .checks import Strictness, action_matches, information_given, pass_hat_k, same_call
+from .rewards import (
+    EVALUATION_TYPES,
+    Evaluation,
+    EvaluationError,
+    EvaluationType,
+    MissingVerdicts,
+    evaluate,
+)
+
+__all__ = [
+    "EVALUATION_TYPES",
+    "Evaluation",
+    "EvaluationError",
+    "EvaluationType",
+    "MissingVerdicts",
+    "Strictness",
+    "action_matches",
+    "evaluate",
+    "information_given",
+    "pass_hat_k",
+    "same_call",
+]

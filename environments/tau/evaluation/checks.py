@@ -1,0 +1,112 @@
+"""The single checks on a conversation: was a call made, was something said. Pure functions.
+
+`Strictness.UPSTREAM` is tau2-bench's rule, with its holes (src/tau2/evaluator there): a call with
+fewer arguments than expected matches, whoever made it, and "5" is said by "50". `STRICT` closes
+them: all expected arguments, of the right side, and whole words and numbers.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..tasks import Action, TauMessage, has_text
+
+
+class Strictness(enum.Enum):
+    """Which rule a check follows."""
+
+    UPSTREAM = "upstream"
+    STRICT = "strict"
+
+
+def calls_of(messages: Sequence[TauMessage]) -> list[Mapping[str, Any]]:
+    """All calls of a conversation, of both sides, in their order."""
+    return [call for message in messages for call in message.get("tool_calls") or ()]
+
+
+def action_matches(
+    actions: Sequence[Action],
+    messages: Sequence[TauMessage],
+    strictness: Strictness = Strictness.UPSTREAM,
+) -> list[bool]:
+    """For each expected action: is there such a call anywhere in the conversation?"""
+    calls = calls_of(messages)
+    return [any(same_call(action, call, strictness) for call in calls) for action in actions]
+
+
+def same_call(
+    action: Action, call: Mapping[str, Any], strictness: Strictness = Strictness.UPSTREAM
+) -> bool:
+    """Is `call` (name, arguments, requestor) the expected `action`?
+
+    Only `compare_args` count, none if that is empty. Where it is unset, upstream compares what the
+    call happens to have; strictly, it is all that the action has.
+    """
+    if action.name != call["name"] or not isinstance(call["arguments"], Mapping):
+        return False
+    arguments: Mapping[str, Any] = call["arguments"]
+    strict = strictness is Strictness.STRICT
+    if strict and call.get("requestor", "assistant") != action.requestor:
+        return False
+    compared = action.compare_args
+    if compared is None:
+        compared = list(action.arguments if strict else arguments)
+    return _part(arguments, compared) == _part(action.arguments, compared)
+
+
+def _part(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name in names}
+
+
+def information_given(
+    expected: Sequence[str],
+    messages: Sequence[TauMessage],
+    strictness: Strictness = Strictness.UPSTREAM,
+) -> list[bool]:
+    """For each expected text: does the assistant say it, in any message?
+
+    Case does not count. Upstream removes commas from what is said (so that a text with a comma is
+    never found) and looks for the text anywhere; strictly, commas count only outside numbers, and
+    the text must not be a part of a longer word or number.
+    """
+    said = [m["content"] for m in messages if m["role"] == "assistant" and has_text(m)]
+    is_in = _is_said_strictly if strictness is Strictness.STRICT else _is_said
+    return [any(is_in(info, content) for content in said) for info in expected]
+
+
+def _is_said(info: str, content: str) -> bool:
+    return info.lower() in content.lower().replace(",", "")
+
+
+def _is_said_strictly(info: str, content: str) -> bool:
+    wanted = _without_thousands_commas(info.strip().casefold())
+    text = _without_thousands_commas(content.casefold())
+    if not wanted:
+        return True
+    before = r"(?<![\w.])(?<!\d,)" if wanted[0].isalnum() else ""
+    after = r"(?!\w)(?!\.\d)" if wanted[-1].isalnum() else ""
+    return re.search(before + re.escape(wanted) + after, text) is not None
+
+
+def _without_thousands_commas(text: str) -> str:
+    return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+
+
+def pass_hat_k(trials: int, successes: int, k: int) -> float:
+    """The chance that k trials out of `trials`, drawn without putting back, all are successes.
+
+    Raises:
+        ValueError: there are fewer than k trials.
+    """
+    if trials < k:
+        raise ValueError(f"Number of trials {trials} is less than k {k}.")
+    return math.comb(successes, k) / math.comb(trials, k)
+
+
+def is_success(reward: float) -> bool:
+    """Does a trial count as a success for pass^k?"""
+    return abs(reward - 1.0) <= 1e-6

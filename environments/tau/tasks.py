@@ -1,0 +1,138 @@
+"""A task in tau2-bench's format (src/tau2/data_model/tasks.py), and its messages.
+
+Fields that only upstream's tooling reads (annotations, issues, ...) are kept nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+
+from envserver import InputError
+
+from .domains.toolkit import Requestor
+
+RewardType = Literal["DB", "ENV_ASSERTION", "NL_ASSERTION", "ACTION", "COMMUNICATE"]
+
+TauMessage = dict[str, Any]
+"""`{"role": "assistant" | "user", "content", "tool_calls": [{"id", "name", "arguments",
+"requestor"}]}` or `{"role": "tool", "id", "requestor", "content", "error"}`."""
+
+
+class FunctionCall(BaseModel):
+    """A function of one side's toolkit and its arguments."""
+
+    env_type: Requestor
+    func_name: str
+    arguments: dict[str, Any]
+
+
+class Assertion(FunctionCall):
+    """A function whose outcome is expected."""
+
+    assert_value: bool = True
+    message: str | None = None
+
+
+class Action(BaseModel):
+    """A call that solves a part of the task.
+
+    Args:
+        compare_args: which arguments count; None: those that a call happens to have.
+    """
+
+    action_id: str = ""
+    requestor: Requestor = "assistant"
+    name: str
+    arguments: dict[str, Any]
+    info: str | None = None
+    compare_args: list[str] | None = None
+
+
+class Criteria(BaseModel):
+    """What is expected; only what `reward_basis` names makes the reward."""
+
+    actions: list[Action] | None = None
+    env_assertions: list[Assertion] | None = None
+    communicate_info: list[str] | None = None
+    nl_assertions: list[str] | None = None
+    reward_basis: list[RewardType] = ["DB", "COMMUNICATE"]
+
+
+class InitialData(BaseModel):
+    """What is laid over a domain's data."""
+
+    agent_data: dict[str, Any] | None = None
+    user_data: dict[str, Any] | None = None
+
+
+class InitialState(BaseModel):
+    """What is different from the domain's data when the task starts."""
+
+    initialization_data: InitialData | None = None
+    initialization_actions: list[FunctionCall] | None = None
+    message_history: list[TauMessage] | None = None
+
+
+class TauTask(BaseModel):
+    """One task."""
+
+    id: str
+    user_scenario: dict[str, Any] = Field(default_factory=dict)
+    ticket: str | None = None
+    initial_state: InitialState | None = None
+    evaluation_criteria: Criteria | None = None
+    user_tools: list[str] | None = None
+
+    @property
+    def history(self) -> list[TauMessage]:
+        """The messages that were exchanged before the start."""
+        messages = self.initial_state.message_history if self.initial_state else None
+        return [complete_message(message) for message in messages or []]
+
+
+def read_task(row: Mapping[str, Any]) -> TauTask:
+    """A task from a row of tasks.json.
+
+    Raises:
+        InputError: it has not that format.
+    """
+    try:
+        return TauTask.model_validate(row)
+    except ValidationError as error:
+        raise InputError(
+            f"This is no task of tau2-bench: {str(error)[:500]}", hint="See the README of tau."
+        ) from error
+
+
+def complete_message(message: Mapping[str, Any]) -> TauMessage:
+    """A message with all fields that have defaults in tau2-bench's files."""
+    role = message["role"]
+    if role == "tool":
+        return {
+            "role": "tool",
+            "id": message.get("id", ""),
+            "requestor": message.get("requestor", "assistant"),
+            "content": message.get("content"),
+            "error": bool(message.get("error", False)),
+        }
+    complete: TauMessage = {"role": role, "content": message.get("content")}
+    if message.get("tool_calls"):
+        complete["tool_calls"] = [
+            {
+                "id": call.get("id", ""),
+                "name": call["name"],
+                "arguments": call["arguments"],
+                "requestor": call.get("requestor", role),
+            }
+            for call in message["tool_calls"]
+        ]
+    return complete
+
+
+def has_text(message: Mapping[str, Any]) -> bool:
+    """Does it say anything?"""
+    content = message.get("content")
+    return isinstance(content, str) and bool(content.strip())
