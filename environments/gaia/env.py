@@ -29,6 +29,7 @@ from envserver import (
     KnownResult,
     Message,
     PublicTask,
+    Rehearsal,
     Result,
     Rollout,
     Score,
@@ -40,6 +41,7 @@ from tools.documents import document_tools, preload
 from tools.web import WebSettings, remote_tools, services_of
 
 from .agents import Kind, Rules, solve
+from .agents.rehearsal import REHEARSAL
 from .known import demonstrate, known_results
 from .loading import (
     DEFAULT_COPY,
@@ -54,7 +56,7 @@ from .loading import (
 )
 from .rubric import Weights
 from .scoring import extract_answer
-from .verdict import judge
+from .verdict import Contaminated, Terms, Unfinished, judge
 
 _MB = 2**20
 _SUFFIX = re.compile(r"\.[a-z0-9]{1,8}")
@@ -104,11 +106,23 @@ class Gaia(Environment):
         """Which recording in web_folder."""
         web_provider: Literal["tavily", "duckduckgo"] = "tavily"
         """Who searches. tavily: with the server's variable TAVILY_API_KEY."""
+        web_reader: Literal["own", "tavily"] = "own"
+        """Who reads pages: the server itself, or Tavily's extraction."""
+        web_allow_private: bool = False
+        """Let agents read pages of the server's own network."""
+        web_leaks: Literal["hide", "show"] = "hide"
+        """What repeats the question, and places where benchmarks are kept: hide them as if they
+        were not there (the rollout goes on), or show them. Both are told by a flag."""
+        contaminated: Contaminated = "drop"
+        """Rollouts that saw what gives their task away all the same: left out of training, reward
+        0, or scored as all others."""
+        agent_seconds: float | None = Field(default=None, gt=0)
+        """After so long an agent ends by itself; unset: shortly before worker_timeout."""
         step_seconds: float = Field(default=60.0, gt=0)
         """The most that the code of one step may take."""
         verbosity: int = Field(default=-1, ge=-1, le=2)
         """smolagents' own log on stderr: -1 nothing, 0 errors, 1 steps, 2 all."""
-        unfinished: Literal["score", "drop"] = "score"
+        unfinished: Unfinished = "score"
         """Rollouts that end without an answer: 0, or left out of training."""
         rubric: Weights = Weights()
         max_turns: int = Field(default=0, ge=0)
@@ -172,6 +186,7 @@ class Gaia(Environment):
             planning_interval=config.planning_interval,
             extra_imports=tuple(config.extra_imports),
             token_budget=config.max_completion_tokens,
+            seconds=config.agent_seconds,
             step_seconds=config.step_seconds,
             verbosity=config.verbosity,
         )
@@ -181,11 +196,12 @@ class Gaia(Environment):
         shown = PublicTask("task", {"question": task.public["question"], "files": names})
         return await solve(shown, run, rules, tools)
 
+    @classmethod
+    def rehearsal(cls) -> Rehearsal:
+        return REHEARSAL
+
     def score(self, task: Task, result: Result) -> Score:
-        limits = (self.config.max_turns, self.config.max_completion_tokens)
-        return judge(
-            task, result, self.config.rubric, limits, drops=self.config.unfinished == "drop"
-        )
+        return judge(task, result, self._terms())
 
     def services(self) -> AbstractAsyncContextManager[Mapping[str, Service]]:
         config = self.config
@@ -196,6 +212,9 @@ class Gaia(Environment):
             folder=None if config.web == "live" else config.web_folder,
             epoch=config.web_epoch,
             provider=config.web_provider,
+            reader=config.web_reader,
+            allow_private=config.web_allow_private,
+            leaks=config.web_leaks,
         )
         return services_of(settings)
 
@@ -203,8 +222,7 @@ class Gaia(Environment):
         return demonstrate(task, self.config.agent)
 
     def known_results(self, task: Task) -> Iterator[KnownResult]:
-        limits = (self.config.max_turns, self.config.max_completion_tokens)
-        return known_results(task, self.config.rubric, limits)
+        return known_results(task, self._terms())
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
         text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
@@ -216,6 +234,16 @@ class Gaia(Environment):
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
         answer = extract_answer(response)
         return Result(output={"answer": answer, "state": "answered", "steps": []})
+
+    def _terms(self) -> Terms:
+        config = self.config
+        return Terms(
+            weights=config.rubric,
+            turns=config.max_turns,
+            tokens=config.max_completion_tokens,
+            unfinished=config.unfinished,
+            contaminated=config.contaminated,
+        )
 
     def _items(self, split: Split) -> Iterator[Item]:
         """The rows of use of the levels that are asked for."""

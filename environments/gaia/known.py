@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from envserver import KnownResult, Message, Result, Task
+from tools.web import LEAK_SEEN
 
 from .agents import Kind
-from .rubric import Weights
+from .agents.prompts import FAILED, NO_CALL, NO_CODE, OBSERVED, TOOL_FAILED
 from .scoring import MAX_ANSWER_CHARACTERS, question_scorer
+from .verdict import Terms
 
 
 def demonstrate(task: Task, agent: Kind) -> list[Message]:
@@ -28,21 +30,24 @@ def demonstrate(task: Task, agent: Kind) -> list[Message]:
     return [_call("python", code=program), last]
 
 
-def known_results(task: Task, weights: Weights, limits: tuple[int, int]) -> Iterator[KnownResult]:
-    """What is known of any task here.
-
-    Args:
-        limits: of model calls and of sampled tokens.
-    """
+def known_results(task: Task, terms: Terms) -> Iterator[KnownResult]:
+    """What is known of any task here."""
+    weights = terms.weights
     gold = str(task.hidden["answer"])
     least = 1.0 - weights.steps - weights.tokens - weights.format - weights.errors
     least -= weights.ungrounded
     yield _right("gold", gold, least if weights.ungrounded else 1.0)
     yield _right("gold, after the marker", f"So: 0\nfinal answer: {gold} ", least)
     yield _right("gold, in double stars", f"FINAL ANSWER: **{gold}**", least)
-    errors = [{"error": {"kind": kind}} for kind in ("parsing", "execution", "tool", "died")]
-    worst = _result(gold, errors, turns=limits[0], tokens=limits[1])
+    troubles = (NO_CODE, NO_CALL, f"{FAILED}Error:", f"{TOOL_FAILED}no such file")
+    worst = _result(gold, troubles * terms.turns, turns=terms.turns, tokens=terms.tokens)
     yield KnownResult("gold, after every trouble", worst, least=least, most=1.0)
+    silent = _result(gold, turns=terms.turns, tokens=terms.tokens)
+    yield KnownResult("gold, after steps that nobody sees", silent, least=least, most=1.0)
+    if terms.contaminated == "zero":
+        copied = _result(gold, [f"{OBSERVED}{gold}"], turns=2)
+        copied.flags = [LEAK_SEEN]
+        yield KnownResult("gold, from a copy of the task", copied)
     for name, answer in _hedges(gold):
         if not question_scorer(answer, gold):
             yield KnownResult(name, _result(answer))
@@ -73,9 +78,8 @@ def _hedges(gold: str) -> Iterator[tuple[str, str]]:
 
 def _elsewhere(gold: str) -> Iterator[tuple[str, Result]]:
     """The answer is somewhere, but it was not handed in."""
-    seen = [{"thought": gold, "observation": gold, "error": None}]
     said: list[Message] = [{"role": "assistant", "content": f"FINAL ANSWER: {gold}"}]
-    yield "gold, only observed", _result(None, seen)
+    yield "gold, only observed", _result(None, [f"{OBSERVED}{gold}"])
     yield "gold, only said", Result(output={"answer": None, "steps": []}, messages=said)
     yield "gold as a state", Result(output={"answer": None, "state": gold, "steps": []})
     yield "gold without an agent", Result(output=gold)
@@ -86,12 +90,12 @@ def _right(name: str, answer: str, least: float) -> KnownResult:
     return KnownResult(name, _result(answer), least=least, most=1.0)
 
 
-def _result(
-    answer: Any, steps: list[dict[str, Any]] | None = None, *, turns: int = 1, tokens: int = 1
-) -> Result:
-    """As an agent leaves it."""
-    output = {"answer": answer, "state": "answered", "steps": steps or []}
-    return Result(output=output, turns=turns, completion_tokens=tokens)
+def _result(answer: Any, replies: Sequence[str] = (), *, turns: int = 1, tokens: int = 1) -> Result:
+    """As an agent leaves it that was told `replies`, and then answered."""
+    said: Message = {"role": "assistant", "content": "..."}
+    told = [part for reply in replies for part in (said, {"role": "user", "content": reply})]
+    output = {"answer": answer, "state": "answered", "steps": []}
+    return Result(output=output, messages=[*told, said], turns=turns, completion_tokens=tokens)
 
 
 def _code(thought: str, code: str) -> Message:

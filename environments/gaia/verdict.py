@@ -3,74 +3,93 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 from envserver import Result, Score, Task
+from tools.web import LEAK_SEEN
 
 from .rubric import Facts, Weights, fold, items
 from .scoring import extract_answer, question_scorer
+from .trail import Trail, trail_of
 
-MALFORMED = frozenset({"parsing"})
-"""Kinds of errors of steps that could not be read."""
+_TELLING_CHARACTERS = 16
+"""An author's id of so many is nowhere but in copies of the data set."""
+
+Unfinished = Literal["score", "drop"]
+Contaminated = Literal["drop", "zero", "score"]
 
 
-def judge(
-    task: Task, result: Result, weights: Weights, limits: tuple[int, int], *, drops: bool = False
-) -> Score:
-    """The score.
+@dataclass(frozen=True)
+class Terms:
+    """What a rollout is scored by.
 
     Args:
-        limits: of model calls and of sampled tokens; what was used was counted by the proxy.
-        drops: a rollout without an answer has no reward.
+        turns, tokens: limits of model calls and of sampled tokens.
+        unfinished: rollouts without an answer: as wrong ones, or without a reward.
+        contaminated: rollouts that were shown what gives their task away: without a reward, as
+            wrong ones, or as all others.
     """
+
+    weights: Weights
+    turns: int
+    tokens: int
+    unfinished: Unfinished = "score"
+    contaminated: Contaminated = "drop"
+
+
+def judge(task: Task, result: Result, terms: Terms) -> Score:
+    """The score. What was used was counted by the proxy, what was observed is what it recorded."""
     output = result.output if isinstance(result.output, dict) else {}
     answer = extract_answer(output.get("answer"))
-    facts = _facts(task, result, output, answer, limits)
-    found = items(facts, weights)
-    folded = fold(found, weights)
-    unscored = drops and answer is None
+    trail = trail_of(result.messages, result.turns)
+    facts = _facts(task, result, answer, trail, terms)
+    found = items(facts, terms.weights)
+    folded = fold(found, terms.weights)
+    leaked = _was_leaked(task, result, trail)
     return Score(
-        reward=None if unscored else max(0.0, folded),
+        reward=_reward(folded, terms, answered=answer is not None, leaked=leaked),
         components=dataclasses.asdict(found),
         metrics={
             "folded": folded,
             "level": float(task.hidden["level"]),
             "answered": float(answer is not None),
             "agent_steps": float(facts.steps),
+            "contaminated": float(leaked),
         },
     )
 
 
-def _facts(
-    task: Task, result: Result, output: dict[str, Any], answer: str | None, limits: tuple[int, int]
-) -> Facts:
-    kinds = [_error_kind(step) for step in _steps(output)]
-    malformed = sum(kind in MALFORMED for kind in kinds)
+def _reward(folded: float, terms: Terms, *, answered: bool, leaked: bool) -> float | None:
+    if leaked and terms.contaminated != "score":
+        return None if terms.contaminated == "drop" else 0.0
+    if not answered and terms.unfinished == "drop":
+        return None
+    return max(0.0, folded)
+
+
+def _facts(task: Task, result: Result, answer: str | None, trail: Trail, terms: Terms) -> Facts:
     return Facts(
         correct=answer is not None and question_scorer(answer, str(task.hidden["answer"])),
         turns=result.turns,
-        turn_limit=limits[0],
+        turn_limit=terms.turns,
         tokens=result.completion_tokens,
-        token_limit=limits[1],
-        steps=len(kinds),
-        malformed=malformed,
-        failed=sum(kind is not None for kind in kinds) - malformed,
-        grounded=answer is not None and _was_observed(answer, output),
+        token_limit=terms.tokens,
+        steps=trail.steps,
+        malformed=trail.malformed,
+        failed=trail.failed,
+        grounded=answer is not None and _was_observed(answer, trail.observed),
     )
 
 
-def _steps(output: dict[str, Any]) -> list[dict[str, Any]]:
-    steps = output.get("steps")
-    return [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
+def _was_leaked(task: Task, result: Result, trail: Trail) -> bool:
+    """Whether the agent saw a copy of its task: the web's service says so, or it saw its id."""
+    name = str(task.hidden.get("task_id") or "")
+    named = len(name) >= _TELLING_CHARACTERS and name.casefold() in trail.observed.casefold()
+    return named or LEAK_SEEN in result.flags
 
 
-def _error_kind(step: dict[str, Any]) -> str | None:
-    error = step.get("error")
-    kind = error.get("kind") if isinstance(error, dict) else None
-    return kind if isinstance(kind, str) else None
-
-
-def _was_observed(answer: str, output: dict[str, Any]) -> bool:
-    """Whether each part of the answer stood in something that the agent saw."""
-    seen = " ".join(str(step.get("observation", "")) for step in _steps(output)).casefold()
+def _was_observed(answer: str, observed: str) -> bool:
+    """Whether each part of the answer stood in something that the model was told."""
+    seen = observed.casefold()
     return all(part.strip().casefold() in seen for part in answer.split(","))

@@ -9,9 +9,10 @@ from __future__ import annotations
 from .fetching import FetchLimits, ProviderFailed
 from .recording import Metrics, NotRecorded, Recorder, Store
 from .serving import KEY_VARIABLE, remote_tools, services_of
-from .web import LEAK, LEAK_SEEN, Viewer, Web, WebSettings, web_tools
+from .web import DESCRIPTIONS, LEAK, LEAK_SEEN, Viewer, Web, WebSettings, web_tools
 
 __all__ = [
+    "DESCRIPTIONS",
     "FetchLimits",
     "Metrics",
     "NotRecorded",

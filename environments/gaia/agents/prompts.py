@@ -6,12 +6,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from tools.calling import Tool
+from tools.web import DESCRIPTIONS as WEB_TOOLS
 
 ANSWER_RULES = """\
 Rules for the answer: it is compared with the right one, so give nothing but the answer. A number \
 in digits, without commas in it, and without units ($, %) unless they are asked for. A text in as \
-few words as possible, without articles and abbreviations. A list with commas between its items, \
-each of which follows these rules."""
+few words as possible, without articles and abbreviations (of cities, too), digits as digits. A \
+list with commas between its items, each of which follows these rules. What the task itself says \
+of the form goes before."""
 
 _CODE = """\
 You solve a task by writing Python. In each turn say briefly what you want to do, then write one \
@@ -21,7 +23,7 @@ print(open("notes.txt").read()[:500])
 </code>
 It is executed, and you are told what it printed, the value of its last expression, or its error. \
 Variables and files stay for the next turn. You have the standard library and whatever else is \
-installed; files of the task lie in the current directory; there is no internet. Do not write what \
+installed; files that the task names lie in the current directory; {internet}. Do not write what \
 the code will print.{imports}{functions}
 
 Call final_answer(answer) in the code when you know the answer; that ends the task.
@@ -29,16 +31,23 @@ Call final_answer(answer) in the code when you know the answer; that ends the ta
 {rules}"""
 
 _TOOLS = """\
-You solve a task by calling tools. Files of the task lie in the current directory; there is no \
-internet. Think briefly, then call a tool; you are told its result. Call final_answer, alone, when \
-you know the answer; that ends the task.{imports}
+You solve a task by calling tools. Files that the task names lie in the current directory; \
+{internet}. Think briefly, then call a tool; you are told its result. Call final_answer, alone, \
+when you know the answer; that ends the task.{imports}
 
 {rules}"""
+
+_OF_THE_WEB = frozenset(str(told["function"]["name"]) for told in WEB_TOOLS)
 
 PLAN = """\
 Before you go on, write a plan and nothing else: what is known, what has to be found out, and the \
 next steps, at most ten lines. Do not call anything yet. End with <end_plan>."""
 GO_ON = "Now carry out this plan."
+OBSERVED = "Observation:\n"
+FAILED = "Observation, ended by an error:\n"
+"""How what the model is told of its code begins; nothing that the code printed stands before it."""
+TOOL_FAILED = "Error: "
+"""How the result of a call begins that failed, and no other."""
 NO_CODE = """\
 Error: there is no complete block of code in your turn. Write one between <code> and </code>; give \
 the answer by final_answer(answer) in it."""
@@ -48,12 +57,18 @@ CUT_OFF = "The model's turn was longer than it may be."
 
 def system_prompt(kind: str, tools: Iterable[Tool], imports: tuple[str, ...] = ()) -> str:
     """Of an agent of that kind with these tools."""
-    told = f" Imported already: {', '.join(imports)}." if imports else ""
+    given = list(tools)
+    told = {
+        "imports": f" Imported already: {', '.join(imports)}." if imports else "",
+        "internet": _internet(tool.name for tool in given),
+        "rules": ANSWER_RULES,
+    }
     if kind != "code":
-        return _TOOLS.format(imports=told, rules=ANSWER_RULES)
-    functions = "\n".join(_signature(tool) for tool in tools)
-    told_functions = f"\n\nThese functions are there, too:\n{functions}" if functions else ""
-    return _CODE.format(imports=told, functions=told_functions, rules=ANSWER_RULES)
+        return _TOOLS.format(**told)
+    functions = "\n".join(_signature(tool) for tool in given)
+    if functions:
+        functions = f"\n\nThese functions are there, too; each returns a text:\n{functions}"
+    return _CODE.format(**told, functions=functions)
 
 
 def question(public: dict[str, Any]) -> str:
@@ -61,6 +76,12 @@ def question(public: dict[str, Any]) -> str:
     names = [str(f["name"]) if isinstance(f, dict) else str(f) for f in public.get("files") or ()]
     text = str(public["question"]).strip()
     return f"{text}\n\nFiles: {', '.join(names)}" if names else text
+
+
+def _internet(names: Iterable[str]) -> str:
+    """What is true of it with tools of these names."""
+    ways = [name for name in names if name in _OF_THE_WEB]
+    return f"the internet is reached by {', '.join(ways)} alone" if ways else "there is no internet"
 
 
 def _signature(tool: Tool) -> str:

@@ -85,7 +85,8 @@ class CodeAgent(_AsSampled, smolagents.CodeAgent):  # type: ignore[misc]  # no t
     def observed(self, step: ActionStep) -> list[ChatMessage]:
         if isinstance(step.error, AgentParsingError):
             return [_user(prompts.NO_CODE)]
-        return [_user(f"Observation:\n{step.observations}")]
+        head = prompts.OBSERVED if step.error is None else prompts.FAILED
+        return [_user(f"{head}{step.observations}")]
 
     def _step_stream(self, memory_step: ActionStep) -> Iterator[Any]:
         """The library's, with the observation as we write it."""

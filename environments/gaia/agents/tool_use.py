@@ -12,6 +12,7 @@ from tools.calling import Tool, ToolError, ToolResult, call_tool, run_tool_call,
 
 from .inside import ANSWER, answer_text
 from .interpreter import Interpreter, Outcome, observation, shortened
+from .prompts import TOOL_FAILED
 
 PYTHON = "python"
 _ERROR_CHARACTERS = 3500
@@ -87,7 +88,7 @@ class Tools:
         text = observation(outcome, self._characters)
         if outcome.trouble is not None:
             raise ToolError(shortened(text, _ERROR_CHARACTERS))
-        return text
+        return f"It printed:\n{text}" if text.startswith(TOOL_FAILED) else text
 
 
 def as_function(tool: Tool, loop: asyncio.AbstractEventLoop) -> Callable[..., str]:
