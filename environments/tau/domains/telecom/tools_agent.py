@@ -52,7 +52,7 @@ class TelecomTools(AccountSetup):
         id="Its id, whose first letter tells what it is: C, L, D, B or P.",
     )
     def get_details_by_id(self, id: str) -> Row:
-        table = _TABLES.get(id[:1])
+        table = next((table for letter, table in _TABLES.items() if id.startswith(letter)), None)
         if table is None:
             raise ValueError(f"Unknown ID format or type: {id}")
         return Row(self.found(table, id))
