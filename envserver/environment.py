@@ -406,10 +406,11 @@ class Environment(abc.ABC):
     async def close(self) -> None:  # noqa: B027 - a hook, empty by default
         """Once per worker process, at its end."""
 
-    def demonstration(self, task: Task) -> list[Message] | None:
+    def demonstration(self, task: Task) -> list[Message] | Mapping[str, list[Message]] | None:
         """Assistant messages that solve `task`, one a turn, or None where there is no such thing.
 
-        The simulated engine plays them (right or spoiled).
+        The simulated engine plays them (right or spoiled). Of several agents: those of each, by
+        name; a bare list is played by each trained one.
         """
         return None
 

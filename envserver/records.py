@@ -124,6 +124,7 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
         index: order of commit within the attempt, from 0.
         model: the name that was asked for.
         agent: name of the agent of the rollout that called, None for the only one.
+        trained: whether that agent is.
         choice: which of `n` answers; each choice is its own Call.
         prompt_ids: int32[P], as the engine echoed them (or as it was sent them, where it echoes
             none but takes ids); empty when they are not known.
@@ -162,6 +163,7 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
     tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
     sampling: dict[str, Any] = msgspec.field(default_factory=dict)
     agent: str | None = None
+    trained: bool = True
     choice: int = 0
     stop_reason: int | str | None = None
     eot_sampled: bool = False
@@ -342,10 +344,30 @@ class Usage(msgspec.Struct, kw_only=True):
     worker_peak_memory_mb: float | None = None
 
 
+class Conversation(msgspec.Struct, kw_only=True):
+    """What one of several agents of a rollout and its model said, as it stood last.
+
+    Args:
+        model: the name that was asked for.
+        messages, tools: in OpenAI's chat shape, with the last answer.
+        turns, completion_tokens: of this agent.
+    """
+
+    agent: str | None
+    trained: bool
+    model: str
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    turns: int
+    completion_tokens: int
+
+
 class Trajectory(msgspec.Struct, kw_only=True):
     """A finished and scored rollout. `metrics` are what the agent logged; fields as in Result.
 
-    `calls` are all that was recorded, where that is kept (`tokens.keep_calls`).
+    `sequences` are of trained agents alone. `others`: the conversations of all agents but the one
+    whose `messages` and `tools` these are, also of those that are not trained. `calls` are all that
+    was recorded, where that is kept (`tokens.keep_calls`).
     """
 
     rollout_id: str
@@ -366,6 +388,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     calls: list[TracedCall] = msgspec.field(default_factory=list)
     actions: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    others: list[Conversation] = msgspec.field(default_factory=list)
 
 
 class Group(msgspec.Struct, kw_only=True):

@@ -49,10 +49,14 @@ class CommandLine(Generic[S]):
         """The environment with its settings.
 
         Raises:
-            ConfigError: it cannot be made with them.
+            ConfigError: it cannot be made with them, or has not the agents that they name.
         """
+        from ..rollouts.agents import roles_of
+
         try:
-            return self.environment_class(self.settings.env)
+            environment = self.environment_class(self.settings.env)
+            roles_of(environment)
+            return environment
         except EnvserverError:
             raise
         except Exception as error:

@@ -74,6 +74,7 @@ class _Rollout(msgspec.Struct):
     rollout_id: str
     rows: list[int]
     flags: list[str] = msgspec.field(default_factory=list)
+    row_flags: list[list[str]] = msgspec.field(default_factory=list)
     versions: list[list[tuple[int, int, int]]] = msgspec.field(default_factory=list)
 
 
@@ -231,7 +232,7 @@ class _Reader:
             self._find(kind, words, rollout_id=rollout_id, row=number, position=position)
         if faults or versions is None:
             return
-        flags = rollout.flags if rollout else []
+        flags = _flags(rollout, index)
         self._delivery.rows.append(
             Row(
                 tokens=ids.astype(np.int32),
@@ -265,6 +266,13 @@ class _Reader:
     def _find(self, kind: str, message: str, **place: Any) -> None:
         facts = {"line": self._number, "group_id": self._facts.group_id, **place}
         self._delivery.findings.append(Finding(kind=kind, message=message, **facts))
+
+
+def _flags(rollout: _Rollout | None, index: int) -> list[str]:
+    """Of the row, or of its rollout where only those are known."""
+    if rollout is None:
+        return []
+    return rollout.row_flags[index] if index < len(rollout.row_flags) else rollout.flags
 
 
 def _integers(numbers: list[int]) -> Column:

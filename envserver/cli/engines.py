@@ -11,6 +11,7 @@ from ..config import Settings
 from ..errors import ConfigError, EngineError
 from ..models.engine import Engine
 from ..models.upstream import probe
+from ..proxy.gate import Gate
 from ..proxy.source import VERSION_PLACE, Source
 from ..proxy.ways import Ways, ways_of
 from ..rollouts.group import Demonstrator
@@ -41,23 +42,37 @@ def make_engine(settings: Settings) -> tuple[Engine, Demonstrator | None]:
     )
 
 
-def make_source(settings: Settings, engine: Engine) -> Source:
+def make_source(
+    settings: Settings,
+    engine: Engine,
+    *,
+    model: str = "",
+    is_elsewhere: bool = False,
+    gate: Gate | None = None,
+) -> Source:
     """How `engine`, which need not answer yet, is asked: found out at the first call.
 
     The simulated engine and those that give text only are asked through their chat API.
+
+    Args:
+        model: the name to ask for, where it is not the engine's own.
+        is_elsewhere: it is not the rollouts' engine: what is set for that does not hold for it.
+        gate: of the engine, where it has a source already.
     """
-    if settings.model is not None or not engine.exact:
-        return Source(engine, tokens=settings.tokens)
+    tokens = settings.tokens.model_copy(update={"tokenizer": None}) if model else settings.tokens
+    if engine.kind == SIMULATED or not engine.exact:
+        return Source(engine, tokens=tokens, gate=gate)
 
     async def find() -> Ways:
-        name = await engine.model_name()
-        model = await _any_model(engine) if VERSION_PLACE in name else name
-        upstream = await probe(engine, wanted=settings.openai.mode, model=model)
-        ways = await asyncio.to_thread(ways_of, upstream, settings.tokens)
+        name = model or await engine.model_name()
+        asked = await _any_model(engine) if VERSION_PLACE in name else name
+        mode = "auto" if is_elsewhere else settings.openai.mode
+        upstream = await probe(engine, wanted=mode, model=asked)
+        ways = await asyncio.to_thread(ways_of, upstream, tokens)
         _say(ways)
         return ways
 
-    return Source(engine, find=find, tokens=settings.tokens)
+    return Source(engine, find=find, tokens=tokens, gate=gate)
 
 
 async def look_at(engine: Engine, *, must_answer: bool) -> bool:

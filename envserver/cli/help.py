@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..config import EnvironmentConfig, Section
-from .options import Option, options_of, sections_of
+from .options import ANY_NAME, Option, options_of, sections_of
 from .settings import named_environment, with_environment
 
 _INDENT = "      "
@@ -69,7 +69,7 @@ def _groups(
     ]
     # sorted is stable: the top level first, then the sections in their order.
     for group in sorted(dict.fromkeys(o.group for o in options.values()), key=bool):
-        if group.startswith("env."):
+        if group.startswith("env.") and not group.endswith(f".{ANY_NAME}"):
             continue
         members = [o for o in options.values() if o.group == group and o not in own]
         if group == "env":
@@ -77,11 +77,12 @@ def _groups(
                 yield f"env: what only {reference} has", own
             yield "env: what every environment has", members
         else:
-            yield f"{group}: {sections[group]}" if group else "General", members
+            title = group.replace(ANY_NAME, "NAME")
+            yield f"{title}: {sections[group]}" if group else "General", members
 
 
 def _lines(option: Option, name: str, bold: str, plain: str) -> list[str]:
-    flag = "env" if option.path == "environment" else name
+    flag = "env" if option.path == "environment" else name.replace(ANY_NAME, "NAME")
     width = min(100, shutil.get_terminal_size((100, 24)).columns) - len(_INDENT)
     text = textwrap.wrap(" ".join(option.description.split()), width, break_on_hyphens=False)
     return [

@@ -15,6 +15,7 @@ from ..config import SimConfig
 from ..environment import Environment
 from ..models.sim import Solver, TextSolver, serve_sim
 from ..records import Message, Split, Task
+from ..rollouts.agents import demonstrated
 
 _QUESTION_NAMES = ("question", "problem", "prompt", "instruction", "query", "text")
 
@@ -75,6 +76,6 @@ def _demonstrations(
     environment: Environment, tasks: Iterator[Task]
 ) -> Iterator[tuple[str, list[Message]]]:
     for task in tasks:
-        turns = environment.demonstration(task)
-        if turns:
+        roles = {name: role.trained for name, role in environment.agents().items()}
+        for turns in list(demonstrated(environment, task, roles).values())[:1]:
             yield question_text(task), turns

@@ -2,7 +2,8 @@
 
 In: a pydantic model of sections. Out: one Option per leaf, in the order of the fields. `parse`
 turns the text of a flag or a variable into what pydantic then checks. Pure; a section is never a
-leaf.
+leaf. Where a person gives sections their names (`dict[str, Section]`) `*` stands for the name,
+until `expanded` puts those in that were used.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 _LISTS = (list, tuple, set, frozenset)
+ANY_NAME = "*"
+"""In a path: any name."""
 _PLAIN = {int: "int", float: "float", str: "text", bool: "true|false", Path: "path", dict: "JSON"}
 
 
@@ -82,17 +85,44 @@ class Option:
 
 def options_of(model: type[BaseModel]) -> dict[str, Option]:
     """Every leaf of `model`, sections entered, by dotted path."""
-    options = _leaves(model, "")
-    for path, value in preset(model).items():
+    set_before = preset(model)
+    options = expanded(_leaves(model, ""), set_before)
+    for path, value in set_before.items():
         options[path] = replace(options[path], default=value)
     return options
+
+
+def expanded(options: Mapping[str, Option], names: Iterable[str]) -> dict[str, Option]:
+    """`options` with those of named sections.
+
+    Args:
+        names: dotted paths of sections, such as `env.agents.user`, or of what is in them.
+    """
+    used = list(names)
+    more: dict[str, Option] = {}
+    for path, option in options.items():
+        section, star, rest = path.partition(f".{ANY_NAME}.")
+        for named in used if star else ():
+            if named.startswith(f"{section}."):
+                name = named[len(section) + 1 :].partition(".")[0]
+                own = f"{section}.{name}.{rest}"
+                more.setdefault(own, replace(option, path=own))
+    return {**options, **{path: one for path, one in more.items() if path not in options}}
+
+
+def named_sections(options: Iterable[str]) -> set[str]:
+    """The paths below which a person names sections: `env.agents`."""
+    return {path.partition(f".{ANY_NAME}.")[0] for path in options if f".{ANY_NAME}." in path}
 
 
 def _leaves(model: type[BaseModel], prefix: str) -> dict[str, Option]:
     found: dict[str, Option] = {}
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
-        if is_section(field.annotation):
+        named = _named_section(field.annotation)
+        if named is not None:
+            found |= _leaves(named, f"{path}.{ANY_NAME}.")
+        elif is_section(field.annotation):
             found |= _leaves(typing.cast(type[BaseModel], field.annotation), f"{path}.")
         else:
             found[path] = Option(
@@ -105,6 +135,13 @@ def _leaves(model: type[BaseModel], prefix: str) -> dict[str, Option]:
     return found
 
 
+def _named_section(annotation: Any) -> type[BaseModel] | None:
+    """The sections of a `dict[str, Section]`; None for any other type."""
+    arguments = typing.get_args(annotation)
+    is_one = typing.get_origin(annotation) is dict and is_section(arguments[1])
+    return typing.cast(type[BaseModel], arguments[1]) if is_one else None
+
+
 def is_section(annotation: Any) -> bool:
     """Whether a field of this type holds settings of its own."""
     return inspect.isclass(annotation) and issubclass(annotation, BaseModel)
@@ -114,7 +151,10 @@ def sections_of(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
     """The first line of each section's docstring, by dotted path."""
     found: dict[str, str] = {}
     for name, field in model.model_fields.items():
-        if is_section(field.annotation):
+        if (named := _named_section(field.annotation)) is not None:
+            words = inspect.cleandoc(named.__doc__ or "").partition("\n")[0]
+            found[f"{prefix}{name}.{ANY_NAME}"] = words
+        elif is_section(field.annotation):
             section = typing.cast(type[BaseModel], field.annotation)
             found[f"{prefix}{name}"] = inspect.cleandoc(section.__doc__ or "").partition("\n")[0]
             found |= sections_of(section, f"{prefix}{name}.")
@@ -126,7 +166,10 @@ def preset(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         default = _default(field)
-        if isinstance(default, BaseModel):
+        if _named_section(field.annotation) is not None:
+            for own, section in default.items():
+                found |= _set_in(section, f"{prefix}{name}.{own}.")
+        elif isinstance(default, BaseModel):
             found |= _set_in(default, f"{prefix}{name}.")
         elif is_section(field.annotation):
             found |= preset(typing.cast(type[BaseModel], field.annotation), f"{prefix}{name}.")
@@ -139,6 +182,9 @@ def _set_in(section: BaseModel, prefix: str) -> dict[str, Any]:
         value = getattr(section, name)
         if isinstance(value, BaseModel):
             found |= _set_in(value, f"{prefix}{name}.")
+        elif isinstance(value, dict) and any(isinstance(v, BaseModel) for v in value.values()):
+            for own, one in value.items():
+                found |= _set_in(one, f"{prefix}{name}.{own}.")
         elif name in section.model_fields_set:
             found[f"{prefix}{name}"] = value
     return found

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
 from ..api.server import serve_api
 from ..config import Settings, WorkersConfig
-from ..environment import Environment, Isolation
-from ..errors import ConfigError
+from ..environment import AgentRole, Environment, Isolation
+from ..errors import ConfigError, EngineError
 from ..proxy.server import Proxy
 from ..registry import absolute
+from ..rollouts.agents import roles_of, seats_of
 from ..rollouts.events import Observer
 from ..rollouts.group import Machinery
 from ..rollouts.scheduler import Scheduler
@@ -24,6 +25,7 @@ from ..sandbox.service import SandboxService
 from ..tokens.flags import Actions
 from ..workers.local import LocalPool
 from ..workers.walled import Wall
+from .agents import OwnSource, own_sources
 from .engines import look_at, make_engine, make_source
 from .progress import counted
 from .sandboxing import sandboxes_of, try_sandbox
@@ -54,6 +56,8 @@ async def machinery(
             needs a sandbox, and none can be made.
     """
     reference = absolute(env_reference)
+    roles = roles_of(environment)
+    _check_trained(roles, need_exact)
     engine, demonstrator = make_engine(settings)
     _check_exact(engine.exact, need_exact)
     async with contextlib.AsyncExitStack() as stack:
@@ -64,11 +68,22 @@ async def machinery(
         if await look_at(engine, must_answer=need_engine):
             _check_exact((await source.ready()).exact, need_exact)
         model = await engine.model_name()
+        own = await stack.enter_async_context(
+            own_sources(settings, environment, roles, engine, source, must_answer=need_engine)
+        )
+        if need_engine or need_exact:
+            await _check_own(own, roles, need_exact)
         sandboxes = await stack.enter_async_context(SandboxClient(address)) if address else None
         trying = await stack.enter_async_context(_beside(_tried(sandboxes, environment)))
         host = await stack.enter_async_context(_host(settings, environment, sandboxes))
         services = await stack.enter_async_context(environment.services())
-        proxy = Proxy(engine, source=source, sandboxes=host, services=services)
+        proxy = Proxy(
+            engine,
+            source=source,
+            sources={name: one.source for name, one in own.items()},
+            sandboxes=host,
+            services=services,
+        )
         server = await serve_api(proxy.asgi(), "127.0.0.1", 0)
         stack.push_async_callback(server.close)
         scorer = ScorerPool(
@@ -97,6 +112,13 @@ async def machinery(
             pool=pool,
             scorer=scorer,
             model=model,
+            agents=seats_of(
+                environment,
+                roles,
+                model=model,
+                sampling=settings.sampling.model_dump(),
+                own_models={name: one.model for name, one in own.items()},
+            ),
             sampling=settings.sampling,
             rollouts=settings.rollouts,
             actions=actions,
@@ -135,6 +157,26 @@ def _check_exact(exact: bool, needed: bool) -> None:
             hint="Use `process` for text data, or an engine such as vLLM; "
             "`envserver models probe` says what is missing.",
         )
+
+
+def _check_trained(roles: Mapping[str, AgentRole], needed: bool) -> None:
+    if needed and roles and not any(role.trained for role in roles.values()):
+        raise ConfigError(
+            f"No agent is trained: {', '.join(roles)}.",
+            hint="Set --env.agents.NAME.trained true for one, or make data with `process`.",
+        )
+
+
+async def _check_own(
+    own: Mapping[str, OwnSource], roles: Mapping[str, AgentRole], need_exact: bool
+) -> None:
+    """Finds out now how the engines of single agents can be asked, as far as they answer."""
+    for name, one in own.items():
+        try:
+            ready = await one.source.ready()
+        except EngineError:
+            continue  # it may come later; whoever must have it now has looked at it before
+        _check_exact(ready.exact, need_exact and roles[name].trained)
 
 
 @contextlib.asynccontextmanager

@@ -21,7 +21,19 @@ from ..config import EnvironmentConfig, Section, Settings
 from ..errors import ConfigError
 from ..registry import find
 from .atropos_names import IGNORED, REFUSED, RENAMED
-from .options import Option, flatten, is_section, nearest, nest, options_of, parse, preset
+from .options import (
+    ANY_NAME,
+    Option,
+    expanded,
+    flatten,
+    is_section,
+    named_sections,
+    nearest,
+    nest,
+    options_of,
+    parse,
+    preset,
+)
 from .sources import VARIABLE_PREFIX, Given, YamlFile, read_dotenv, read_flags, read_variables
 
 S = TypeVar("S", bound=Section)
@@ -71,6 +83,9 @@ def load_settings(
         if config_class is not None or reference is not None:
             model = with_environment(settings_class, reference or "", config_class)
     options = options_of(model)
+    names = [given.path for given in (*variables, *flags)]
+    names += [name for section in named_sections(options) for name in file.names_in(section)]
+    options = expanded(options, names)
     from_file = file.read(options_of(Settings) | options)
 
     problems = _Problems()
@@ -203,6 +218,7 @@ def _unknown(
 
 def _spelled(path: str, like: Given) -> str:
     """`path` as it is written in the source that `like` comes from."""
+    path = path.replace(f".{ANY_NAME}", ".NAME")
     if like.kind == "flag":
         return f"--{'env' if path == 'environment' else path}"
     if like.kind == "variable":

@@ -138,6 +138,15 @@ class YamlFile:
             return []
         return self._walk(self._root, "", options)
 
+    def names_in(self, section: str) -> list[str]:
+        """The names below `section` (a dotted path), with its path before each."""
+        node: yaml.Node | None = self._root
+        for part in section.split("."):
+            children = node.value if isinstance(node, yaml.MappingNode) else []
+            node = next((child for key, child in children if key.value == part), None)
+        children = node.value if isinstance(node, yaml.MappingNode) else []
+        return [f"{section}.{key.value}" for key, _ in children]
+
     def _walk(self, node: yaml.Node, prefix: str, options: Mapping[str, Option]) -> list[Given]:
         given: list[Given] = []
         for name, child in self._items(node, prefix):

@@ -90,6 +90,9 @@ def _rollouts(trajectories: list[Trajectory], include_actions: bool) -> list[dic
                 "tools": trajectory.tools,
                 "flags": trajectory.flags,
                 "versions": [_spans(row.versions) for row in trajectory.sequences],
+                "agents": [row.agent for row in trajectory.sequences],
+                "row_flags": [row.flags for row in trajectory.sequences],
+                "others": [msgspec.structs.asdict(other) for other in trajectory.others],
                 "usage": {
                     "seconds": trajectory.usage.seconds,
                     "model_seconds": trajectory.usage.model_seconds,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..errors import (
     EngineRefused,
     EnvserverError,
     Failure,
+    InputError,
     LimitReached,
     Outcome,
     SandboxError,
@@ -38,10 +40,31 @@ _CONTEXT_IS_FULL = re.compile(r"context[ _]length|max_model_len|maximum model le
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one attempt may use. `max_completion_tokens` None: no such limit."""
+    """What one attempt may use. `max_completion_tokens` None: no such limit.
+
+    Turns are of each agent by itself (undeclared names are one), tokens of all that are trained.
+    """
 
     max_turns: int
     max_completion_tokens: int | None
+
+
+class Seat(msgspec.Struct, frozen=True, kw_only=True):
+    """How one agent of an attempt is asked.
+
+    Args:
+        model: the name to ask for.
+        sampling: see AttemptSpec.
+        trained: whether what it samples is trained.
+        source: name of the engine that is asked; "": the one of all rollouts.
+        follows_policy: whether it is sampled by the policy, and so by a version of it.
+    """
+
+    model: str
+    sampling: dict[str, Any]
+    trained: bool = True
+    source: str = ""
+    follows_policy: bool = True
 
 
 class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +75,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
         deadline: `time.time()` in seconds.
         group_id: of the rollouts that are compared with this one; "": of none.
         sampling: `temperature`, `top_p` (both forced) and `max_tokens` (a cap).
+        agents: by name, where there are several; the first is the main one.
     """
 
     rollout_id: str
@@ -65,6 +89,35 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
     sampling: dict[str, Any]
     group_id: str = ""
+    agents: dict[str, Seat] = msgspec.field(default_factory=dict)
+
+    def agent(self, name: str | None) -> str | None:
+        """Who asks that calls itself `name`: who says nothing is the main one.
+
+        Raises:
+            InputError: the environment has declared its agents, and this is none of them.
+        """
+        if not self.agents or name in self.agents:
+            return name
+        if name is None:
+            return next(iter(self.agents))
+        raise InputError(
+            f"There is no agent {name!r} in this rollout; there are: {', '.join(self.agents)}."
+        )
+
+    def seat(self, agent: str | None) -> Seat:
+        """How `agent` is asked."""
+        known = self.agents.get(agent or "")
+        return known or Seat(model=self.model, sampling=self.sampling)
+
+    def line(self, agent: str | None) -> str:
+        """Under which name the engine knows the calls of `agent`: they go to one replica."""
+        return line_of(self.rollout_id, agent if agent in self.agents else None)
+
+
+def line_of(rollout_id: str, agent: str | None) -> str:
+    """See `AttemptSpec.line`; `agent` is a declared one, or None."""
+    return rollout_id if agent is None else f"{rollout_id}/{agent}"
 
 
 @dataclass(eq=False)
@@ -74,8 +127,6 @@ class Attempt:
     Args:
         calls: in order of commit.
         limit: "turns", "tokens", "time" or "context" once a call was refused for it.
-        engine_failure: how the engine failed the agent's last exchange with it, None when that one
-            was answered.
         engine_failures: how many times it did so.
         sandbox_failure: how a sandbox of the attempt failed, or why it could not get one; None
             where all is well.
@@ -86,7 +137,7 @@ class Attempt:
         late_calls: model calls that came after the end.
         memory: what each dialect keeps of this attempt.
         retries: its latest requests.
-        history: what its calls can be continued from; None until something could be.
+        histories: what its calls can be continued from, by how their engine is asked.
     """
 
     key: str
@@ -94,7 +145,6 @@ class Attempt:
     calls: list[Call] = field(default_factory=list)
     sealed: bool = False
     limit: str | None = None
-    engine_failure: Failure | None = None
     engine_failures: int = 0
     sandbox_failure: Failure | None = None
     service_failure: Failure | None = None
@@ -108,8 +158,9 @@ class Attempt:
     late_calls: int = 0
     memory: dict[str, dict[str, Any]] = field(default_factory=dict)
     retries: Retries[Any] = field(default_factory=Retries)
-    history: History | None = None
-    _turns: int = 0
+    histories: dict[Any, History] = field(default_factory=dict)
+    _unanswered: dict[str | None, Failure] = field(default_factory=dict)
+    _turns: Counter[str | None] = field(default_factory=Counter)
     _spent_tokens: int = 0
     _reserved_tokens: int = 0
     _returned: asyncio.Event = field(default_factory=asyncio.Event)
@@ -120,8 +171,13 @@ class Attempt:
     def seconds_left(self) -> float:
         return self.spec.deadline - time.time()
 
-    def take_turn(self) -> None:
-        """Counts one turn.
+    @property
+    def engine_failure(self) -> Failure | None:
+        """How an engine failed an agent's last exchange with it; None when all were answered."""
+        return next(iter(self._unanswered.values()), None)
+
+    def take_turn(self, agent: str | None = None) -> None:
+        """Counts one turn of `agent`.
 
         Raises:
             ConflictError: the attempt is sealed.
@@ -130,9 +186,11 @@ class Attempt:
         if self.sealed:
             raise ended()
         self.check_time()
-        if self._turns >= self.spec.limits.max_turns:
-            raise self.reached("turns", f"All {self._turns} turns of this rollout are used up.")
-        self._turns += 1
+        who, most = self._counted(agent), self.spec.limits.max_turns
+        if self._turns[who] >= most:
+            of = "this rollout" if who is None else f"the agent {who!r}"
+            raise self.reached("turns", f"All {most} turns of {of} are used up.")
+        self._turns[who] += 1
 
     def check_time(self) -> None:
         """
@@ -142,15 +200,18 @@ class Attempt:
         if self.seconds_left <= 0:
             raise self.reached("time", "The time of this rollout is used up.")
 
-    async def reserve(self, wanted: int | None, choices: int) -> Grant:
+    async def reserve(self, wanted: int | None, choices: int, agent: str | None = None) -> Grant:
         """Reserves completion tokens for a request with `choices` answers of up to `wanted` each.
+
+        Those of an agent that is not trained are not counted.
 
         Raises:
             LimitReached: none are left.
         """
-        cap = self.spec.sampling.get("max_tokens")
+        seat = self.spec.seat(agent)
+        cap = seat.sampling.get("max_tokens")
         each = min((n for n in (wanted, cap) if n is not None), default=None)
-        limit = self.spec.limits.max_completion_tokens
+        limit = self.spec.limits.max_completion_tokens if seat.trained else None
         if limit is None:
             return Grant(self, each, 0)
         enough = limit if each is None else each * choices
@@ -170,7 +231,8 @@ class Attempt:
     def settle(self, reserved: int, spent: int) -> None:
         """Returns a reservation of which `spent` tokens were used."""
         self._reserved_tokens -= reserved
-        self._spent_tokens += spent
+        if reserved:
+            self._spent_tokens += spent
         self._returned.set()
 
     def commit(self, calls: list[Call]) -> None:
@@ -185,22 +247,24 @@ class Attempt:
             call.index = len(self.calls)
             self.calls.append(call)
 
-    def engine_answered(self) -> None:
-        """An exchange came to its end: failures before it are overcome."""
-        self.engine_failure = None
+    def engine_answered(self, agent: str | None = None) -> None:
+        """An exchange of `agent` came to its end: its failures before it are overcome."""
+        self._unanswered.pop(self._counted(agent), None)
 
-    def engine_failed(self, error: EngineError, *, recorded: bool) -> EnvserverError:
-        """Notes a failure of which the agent is told; in what words.
+    def engine_failed(
+        self, error: EngineError, *, recorded: bool, agent: str | None = None
+    ) -> EnvserverError:
+        """Notes a failure of which `agent` is told; in what words.
 
         A request of which nothing was recorded is no turn, unless it was itself at fault.
         """
         if isinstance(error, EngineRefused) and _CONTEXT_IS_FULL.search(str(error)):
-            self.engine_answered()
+            self.engine_answered(agent)
             return self.reached("context", str(error))
-        self.engine_failure = error.failure()
+        self._unanswered[self._counted(agent)] = error.failure()
         self.engine_failures += 1
         if not recorded and error.outcome is Outcome.RETRY:
-            self.return_turn()
+            self.return_turn(agent)
         return error
 
     def sandbox_failed(self, error: SandboxError) -> None:
@@ -218,9 +282,13 @@ class Attempt:
         if self.service_failure is None:
             self.service_failure = error.failure()
 
-    def return_turn(self) -> None:
+    def return_turn(self, agent: str | None = None) -> None:
         """The request that took it came to nothing."""
-        self._turns -= 1
+        self._turns[self._counted(agent)] -= 1
+
+    def _counted(self, agent: str | None) -> str | None:
+        """As whom `agent` is counted: whoever is not declared is one, however it calls itself."""
+        return agent if agent in self.spec.agents else None
 
     def working(self, interrupts: Interrupts) -> None:
         """`interrupts` is interrupted when the attempt is sealed."""
@@ -251,7 +319,7 @@ class Attempt:
             interrupts.interrupt("sealed")
         self.retries.clear()
         self.memory.clear()
-        self.history = None
+        self.histories.clear()
 
     def reached(self, limit: str, message: str) -> LimitReached:
         """Notes that `limit` ended the attempt; the error to tell the agent."""

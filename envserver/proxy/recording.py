@@ -34,6 +34,7 @@ class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
         asked_model: the name that the engine was sent (`model` may hold a place for the version).
         first_version, last_version: the policy's at the start and at the end.
         prompt: how the prompt came to be.
+        follows_policy: whether the policy samples, so that what the engine says of versions counts.
     """
 
     model: str
@@ -52,6 +53,8 @@ class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
     last_version: int
     prompt: PromptPlan
     flags: list[str]
+    trained: bool = True
+    follows_policy: bool = True
 
     @property
     def is_named(self) -> bool:
@@ -89,7 +92,7 @@ def _call(
     ids, logprobs = _sampled(exchange, choice)
     finish = broken or choice.finish_reason or ""
     size = 0 if ids is None else len(ids)
-    told = _told_versions(choice.weight_versions, size)
+    told = _told_versions(choice.weight_versions, size) if given.follows_policy else None
     versions = told or _bracketed(size, given)
     flags = [
         *shared,
@@ -119,6 +122,7 @@ def _call(
         tools=given.tools,
         sampling=given.sampling,
         agent=given.agent,
+        trained=given.trained,
         choice=choice.index,
         stop_reason=choice.stop_reason,
         eot_sampled=finish in ("stop", "tool_calls") and not isinstance(choice.stop_reason, str),
@@ -166,7 +170,7 @@ def _bracketed(size: int, given: Circumstances) -> list[VersionSpan]:
 
     Where the policy changed during the exchange it is the lower one: never newer than the truth.
     """
-    if given.is_named:
+    if given.is_named and given.follows_policy:
         version = max(0, given.first_version)
     else:
         version = min(given.first_version, given.last_version)

@@ -84,7 +84,7 @@ class ModelRequest:
                 earlier.join()
                 await self._guarded(earlier, again=True)
                 return
-        self._attempt.take_turn()
+        self._attempt.take_turn(self._agent)
         work = Work(self._source, self._attempt, ask, self._agent, marks.digest)
         retries.begin(marks, work)
         await self._guarded(work, again=False)
@@ -201,7 +201,7 @@ class ModelRequest:
             # Whoever ran the agent ended it at the deadline, while the engine was at work.
             work.failed(_too_slow())
         elif work.task is None and not work.calls:
-            self._attempt.return_turn()
+            self._attempt.return_turn(self._agent)
 
     async def _fail(self, error: EnvserverError) -> None:
         """Tells the agent of `error`: in the stream that has begun, else by raising it."""

@@ -74,6 +74,7 @@ class Proxy:
     Args:
         engine: open as long as the proxy is used; the proxy neither opens nor closes it.
         source: how attempts' calls are asked of it; unset: through its chat API only.
+        sources: those of agents that are asked elsewhere or otherwise, by `Seat.source`.
         sandboxes: has those that agents may open; unset: none.
         services: what the environment does for its agents; unset: nothing.
         max_body_bytes: of a request, as sent and inflated.
@@ -85,6 +86,7 @@ class Proxy:
         engine: Engine,
         *,
         source: Source | None = None,
+        sources: Mapping[str, Source] | None = None,
         sandboxes: SandboxHost | None = None,
         services: Mapping[str, Service] | None = None,
         max_body_bytes: int = 64 * 1024 * 1024,
@@ -92,6 +94,7 @@ class Proxy:
     ) -> None:
         self._engine = engine
         self._source = source or Source(engine)
+        self._sources = {**(sources or {}), "": self._source}
         self._sandboxes = sandboxes
         self._services = ServiceDesk(services or {})
         self._max_body_bytes = max_body_bytes
@@ -110,11 +113,14 @@ class Proxy:
 
     def publish_version(self, version: int) -> None:
         """The engine serves `version` of the policy from now on."""
-        self._source.policy_version = version
+        for source in self._sources.values():
+            source.policy_version = version
 
     def engine_described(self) -> dict[str, Any]:
-        """How the engine is asked, for people; empty until it answered once."""
-        return self._source.described()
+        """How the engine is asked, for people; empty until it answered once. `agents`: likewise of
+        those that are asked elsewhere."""
+        others = {name: one.described() for name, one in self._sources.items() if name}
+        return {**self._source.described(), **({"agents": others} if others else {})}
 
     @property
     def services(self) -> ServiceDesk:
@@ -200,10 +206,11 @@ class Proxy:
         agent = header(scope, b"x-agent") or None
         if path.startswith("a/"):
             agent, _, path = path[2:].partition("/")
+        agent = attempt.spec.agent(agent and agent[:_MAX_AGENT_NAME])
         method = scope["method"]
         if path in APIS:
             _require(method, "POST")
-            await self._ask(scope, attempt, path, agent and agent[:_MAX_AGENT_NAME], receive, send)
+            await self._ask(scope, attempt, path, agent, receive, send)
             return
         if path.startswith(PREFIX):
             _require(method, "POST")
@@ -218,7 +225,7 @@ class Proxy:
         match path:
             case "v1/models":
                 _require(method, "GET")
-                await send_json(send, 200, _models(attempt.spec.model))
+                await send_json(send, 200, _models(attempt.spec.seat(agent).model))
             case "health":
                 _require(method, "GET")
                 await self._send_health(send)
@@ -254,7 +261,8 @@ class Proxy:
     ) -> None:
         body = await read_body(scope, receive, self._max_body_bytes)
         marks = Marks(scope, digest_of(path, agent, body))
-        request = ModelRequest(self._source, attempt, APIS[path], agent, receive, send)
+        source = self._sources[attempt.spec.seat(agent).source]
+        request = ModelRequest(source, attempt, APIS[path], agent, receive, send)
         await request.answer(body, marks)
 
     def _late(self, attempt: Attempt | None, path: str) -> None:

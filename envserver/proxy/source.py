@@ -89,16 +89,17 @@ class Ready:
             kwargs = template_kwargs(body)
         except Refused as refused:
             return PromptPlan(refusal=refused.reason)
-        if attempt.history is None:
-            attempt.history = History(
+        history = attempt.histories.get(self)
+        if history is None:
+            history = attempt.histories[self] = History(
                 self._format, edits=self._tokens.edits, think=self._tokens.think
             )
         plan = partial(
-            attempt.history.plan,
+            history.plan,
             ask.messages,
             ask.tools,
             kwargs=kwargs,
-            model=attempt.spec.model,
+            model=attempt.spec.seat(agent).model,
             agent=agent,
         )
         if not _takes_long(ask.messages):
@@ -113,7 +114,7 @@ class Ready:
 
     async def remember(self, attempt: Attempt, calls: list[Call], prompt: PromptPlan) -> None:
         """From now on later calls may continue `calls`, which are recorded."""
-        history = attempt.history
+        history = attempt.histories.get(self)
         if history is None or self._format is None or prompt.text is None:
             return
         for call in calls:
@@ -179,6 +180,7 @@ class Source:
     Args:
         find: finds out how the engine is asked, once it answers; None: through its chat API.
         tokens: how calls are continued.
+        gate: of the engine, where it has another source already.
     """
 
     def __init__(
@@ -187,8 +189,9 @@ class Source:
         *,
         find: Callable[[], Awaitable[Ways]] | None = None,
         tokens: TokensConfig | None = None,
+        gate: Gate | None = None,
     ) -> None:
-        self.gate = Gate()
+        self.gate = gate or Gate()
         self.policy_version = -1
         self._engine = engine
         self._find = find

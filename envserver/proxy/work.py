@@ -38,7 +38,7 @@ class Work:
     """The work for one request, and for the retries that join it.
 
     Args:
-        agent: which agent of the attempt asks, None for the only one.
+        agent: which agent of the attempt asks, None for the only one; `source` is its own.
         digest: of the request.
     """
 
@@ -52,10 +52,12 @@ class Work:
         self._source = source
         self._attempt = attempt
         self._agent = agent
+        self._seat = attempt.spec.seat(agent)
+        self._line = attempt.spec.line(agent)
         self._digest = digest
         self._started_at = time.time()
         self._first_at: float | None = None
-        self._first_version = source.policy_version
+        self._first_version = self._version
         self._body: EngineBody
         self._prompt: PromptPlan
         self._ready: Ready
@@ -85,7 +87,7 @@ class Work:
             self.begun.set()
 
     async def _prepare(self) -> None:
-        ask, spec = self.ask, self._attempt.spec
+        ask, seat = self.ask, self._seat
         try:
             self._ready = await self._source.ready()
         except ConfigError as error:
@@ -93,8 +95,8 @@ class Work:
             raise EngineError(error.message, hint=error.hint) from None
         self._body = engine_body(
             ask,
-            model=spec.model,
-            sampling=spec.sampling,
+            model=seat.model,
+            sampling=seat.sampling,
             exact=self._ready.exact,
             processed=self._ready.processed,
         )
@@ -174,7 +176,7 @@ class Work:
                         self.ask,
                         self._body.body,
                         self._prompt,
-                        rollout_id=self._rollout_id,
+                        rollout_id=self._line,
                         timeout_seconds=self._seconds_left,
                     )
 
@@ -224,7 +226,7 @@ class Work:
             self.ask,
             self._body.body,
             self._prompt,
-            rollout_id=self._rollout_id,
+            rollout_id=self._line,
             timeout_seconds=self._seconds_left,
         )
         async with streaming as chunks:
@@ -254,7 +256,9 @@ class Work:
         if self._failure is None:
             if self._first_at is not None:
                 self.break_off("error")
-            self._failure = self._attempt.engine_failed(error, recorded=bool(self.calls))
+            self._failure = self._attempt.engine_failed(
+                error, recorded=bool(self.calls), agent=self._agent
+            )
         return self._failure
 
     def break_off(self, how: str) -> None:
@@ -270,7 +274,7 @@ class Work:
 
     def _commit(self, exchange: Exchange) -> None:
         self._record(calls_of(exchange, self._circumstances()))
-        self._attempt.engine_answered()
+        self._attempt.engine_answered(self._agent)
 
     def _record(self, calls: list[Call]) -> None:
         self._attempt.commit(calls)
@@ -279,7 +283,7 @@ class Work:
     def _circumstances(self) -> Circumstances:
         ask = self.ask
         return Circumstances(
-            model=self._attempt.spec.model,
+            model=self._seat.model,
             asked_model=self._body.body["model"],
             agent=self._agent,
             dialect=ask.dialect,
@@ -292,22 +296,26 @@ class Work:
             seconds=time.time() - self._started_at,
             seconds_to_first=self._first_at and self._first_at - self._started_at,
             first_version=self._first_version,
-            last_version=self._source.policy_version,
+            last_version=self._version,
+            trained=self._seat.trained,
+            follows_policy=self._seat.follows_policy,
             prompt=self._prompt,
-            flags=self._body.flags,
+            flags=self._body.flags + (["own_model"] if self._seat.source else []),
         )
 
     def _begin_sampling(self) -> None:
         self._asked = True
-        self._first_version = self._source.policy_version
-        self._body.body["model"] = self._source.model(self._attempt.spec.model)
+        self._first_version = self._version
+        self._body.body["model"] = self._source.model(self._seat.model)
 
     async def _reserved(self) -> Grant:
-        return await self._attempt.reserve(self.ask.wanted_tokens, self.ask.choices)
+        ask = self.ask
+        return await self._attempt.reserve(ask.wanted_tokens, ask.choices, self._agent)
 
     @property
-    def _rollout_id(self) -> str:
-        return self._attempt.spec.rollout_id
+    def _version(self) -> int:
+        """The policy's now, -1 where it is unknown or another model is asked."""
+        return self._source.policy_version if self._seat.follows_policy else -1
 
     @property
     def _seconds_left(self) -> float:

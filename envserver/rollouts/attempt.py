@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from ..errors import (
 )
 from ..proxy.attempts import Attempt, AttemptSpec
 from ..proxy.server import Proxy
-from ..records import Call, Result, SandboxUsage, Sequence, TracedCall, Usage
+from ..records import Call, Conversation, Result, SandboxUsage, Sequence, TracedCall, Usage
 from ..tokens.builder import all_flags, build, find_parents
 from ..tokens.flags import Actions
 from ..tokens.invariants import check
@@ -48,6 +49,7 @@ class Finished(msgspec.Struct, kw_only=True):
     usage: Usage
     flags: list[str]
     calls: list[TracedCall]
+    others: list[Conversation]
     attempt: Attempt
 
 
@@ -90,8 +92,10 @@ async def run_attempt(
     in_sandboxes = await proxy.settle(attempt)
     limit = ending_limit(attempt) if death is None else dying_limit(attempt, death, isolation)
     calls = list(attempt.calls)
-    sequences = await asyncio.to_thread(_checked_sequences, calls, actions)
-    last = main_call(calls)
+    counted = counted_calls(calls, spec)
+    trained = [call for call in calls if call.trained]
+    sequences = await asyncio.to_thread(_checked_sequences, trained, actions)
+    last = main_call(counted, spec.agents)
     return Finished(
         result=Result(
             output=attempt.output,
@@ -99,8 +103,8 @@ async def run_attempt(
             finish_reason=last.finish_reason if last else None,
             truncated=limit in _CUTTING_LIMITS or bool(last and last.finish_reason == "length"),
             limit=limit,
-            turns=sum(call.choice == 0 for call in calls),
-            completion_tokens=sum(len(call.completion_ids) for call in calls),
+            turns=_turns(counted),
+            completion_tokens=_sampled(counted),
             metrics=dict(attempt.metrics),
             flags=sorted(attempt.flags),
             actions=attempt.steps.taken(),
@@ -108,8 +112,9 @@ async def run_attempt(
         sequences=sequences,
         tools=last.tools if last else [],
         usage=_usage(calls, time.time() - started, spent, in_sandboxes, limit),
-        flags=_flags(attempt, calls, sequences),
+        flags=_flags(attempt, trained, sequences),
         calls=pack_calls(calls, find_parents(calls)) if keep_calls else [],
+        others=other_conversations(calls, last),
         attempt=attempt,
     )
 
@@ -175,11 +180,48 @@ def as_error(failure: Failure) -> RolloutError:
     return error
 
 
-def main_call(calls: list[Call]) -> Call | None:
-    """The last call that was delivered, preferably of the rollout's first agent."""
-    delivered = [call for call in calls if call.delivered != "none" and call.choice == 0]
-    of_first = [call for call in delivered if call.agent == delivered[0].agent]
-    return of_first[-1] if of_first else None
+def counted_calls(calls: list[Call], spec: AttemptSpec) -> list[Call]:
+    """Those of the agents that the rollout is about: the trained ones, all where none is."""
+    if spec.agents and not any(seat.trained for seat in spec.agents.values()):
+        return calls
+    return [call for call in calls if call.trained]
+
+
+def main_call(calls: list[Call], declared: Iterable[str] = ()) -> Call | None:
+    """The last call that was delivered, of the agent that is declared first or else asked first."""
+    latest = {call.agent: call for call in _delivered(calls)}
+    first = next((name for name in declared if name in latest), next(iter(latest), None))
+    return latest.get(first)
+
+
+def other_conversations(calls: list[Call], main: Call | None) -> list[Conversation]:
+    """The last conversation of each agent but that of `main`, in the order of their first calls."""
+    latest = {call.agent: call for call in _delivered(calls)}
+    return [
+        Conversation(
+            agent=agent,
+            trained=last.trained,
+            model=last.model,
+            messages=[*last.messages, last.message],
+            tools=last.tools,
+            turns=_turns([call for call in calls if call.agent == agent]),
+            completion_tokens=_sampled([call for call in calls if call.agent == agent]),
+        )
+        for agent, last in latest.items()
+        if main is None or agent != main.agent
+    ]
+
+
+def _delivered(calls: list[Call]) -> list[Call]:
+    return [call for call in calls if call.delivered != "none" and call.choice == 0]
+
+
+def _turns(calls: list[Call]) -> int:
+    return sum(call.choice == 0 for call in calls)
+
+
+def _sampled(calls: list[Call]) -> int:
+    return sum(len(call.completion_ids) for call in calls)
 
 
 def _usage(
@@ -193,7 +235,7 @@ def _usage(
         seconds=seconds,
         model_seconds=sum(call.seconds for call in calls if call.choice == 0),
         prompt_tokens=sum(len(call.prompt_ids) for call in calls if call.choice == 0),
-        completion_tokens=sum(len(call.completion_ids) for call in calls),
+        completion_tokens=_sampled(calls),
         sandbox=in_sandboxes,
         ended_by=limit or "agent",
         worker_cpu_seconds=None if spent is None else spent.cpu_seconds,

@@ -29,11 +29,12 @@ NOT_COMPARED: Final = {
     "structured_output_masked": "a grammar or bias masked the distribution",
     "multimodal_unstitched": "images stand in the prompt",
     "processed_logprobs": "recorded after temperature and top_p were applied",
+    "own_model": "sampled by another model than the policy",
     "too_long": "longer than the engine's context",
 }
 """Why a row is not compared."""
 
-_INCOMPARABLE: Final = ("structured_output_masked", "multimodal_unstitched")
+_INCOMPARABLE: Final = ("own_model", "structured_output_masked", "multimodal_unstitched")
 _ALTERING: Final = ("temperature_not_one", "top_p_active")
 _LARGEST_EXPONENT: Final = 80.0
 

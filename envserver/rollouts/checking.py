@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -204,8 +204,8 @@ def _cases(
 
 def _demonstrated(environment: Environment, task: Task) -> Iterator[KnownResult]:
     turns = environment.demonstration(task)
-    if not turns:
-        return
+    if not turns or isinstance(turns, Mapping):
+        return  # several agents' parts are no conversation that could be scored
     content = turns[-1].get("content")
     text = content if isinstance(content, str) else ""
     result = environment.response_from_row(text, turns)

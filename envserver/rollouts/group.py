@@ -11,7 +11,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -19,11 +19,12 @@ from ..config import RolloutsConfig, SamplingConfig
 from ..environment import Environment, Isolation
 from ..errors import ConfigError, Failure, RolloutError, SandboxError, ScorerError, Straggler
 from ..models.engine import Engine
-from ..proxy.attempts import AttemptSpec, Limits
+from ..proxy.attempts import AttemptSpec, Limits, Seat, line_of
 from ..proxy.server import Proxy
 from ..records import Group, Message, PublicTask, Result, Score, Task, Trajectory
 from ..tokens.flags import Actions
 from ..workers.pool import WorkerPool
+from .agents import demonstrated
 from .attempt import Finished, run_attempt
 from .events import Observer, RolloutFailed, RolloutScored
 from .policy import (
@@ -59,6 +60,7 @@ class Machinery(msgspec.Struct, kw_only=True):
         engine: what samples; rollouts reach it through the proxy.
         proxy_url: where workers reach the proxy.
         model: name of the model as the engine serves it.
+        agents: how each agent of a rollout is asked, where there are several.
         actions: what is done about each flag of a call or a trajectory.
         keep_calls: keep every call beside the sequences of a trajectory.
         need_exact: only trajectories with exact tokens are delivered.
@@ -76,6 +78,7 @@ class Machinery(msgspec.Struct, kw_only=True):
     pool: WorkerPool
     scorer: ScorerPool
     model: str
+    agents: dict[str, Seat]
     sampling: SamplingConfig
     rollouts: RolloutsConfig
     actions: Actions
@@ -222,20 +225,24 @@ async def _run(machinery: Machinery, ticket: Ticket, rollout_id: str, attempt: i
 def _demonstrated(machinery: Machinery, task: Task, rollout_id: str) -> Iterator[None]:
     """Within: the demonstrator, if there is one, knows how to solve `task`."""
     demonstrator = machinery.demonstrator
-    turns = _solution(machinery.environment, task) if demonstrator else None
-    if demonstrator is None or turns is None:
-        yield
-        return
-    demonstrator.assign(rollout_id, turns)
+    solution = _solution(machinery, task) if demonstrator else {}
+    lines = {line_of(rollout_id, agent): turns for agent, turns in solution.items()}
     try:
+        for line, turns in lines.items():
+            assert demonstrator is not None
+            demonstrator.assign(line, turns)
         yield
     finally:
-        demonstrator.forget(rollout_id)
+        for line in lines:
+            assert demonstrator is not None
+            demonstrator.forget(line)
 
 
-def _solution(environment: Environment, task: Task) -> list[Message] | None:
+def _solution(machinery: Machinery, task: Task) -> dict[str | None, list[Message]]:
+    environment = machinery.environment
+    trained = {name: seat.trained for name, seat in machinery.agents.items()}
     try:
-        return environment.demonstration(task)
+        return demonstrated(environment, task, trained)
     except Exception as error:
         raise ConfigError(
             f"Environment {environment.name!r} cannot demonstrate its task {task.id!r}: "
@@ -263,6 +270,7 @@ def attempt_spec(
         ),
         sampling=machinery.sampling.model_dump(),
         group_id=rollout_id.rpartition("-r")[0],
+        agents=machinery.agents,
     )
 
 
@@ -304,6 +312,7 @@ def _trajectory(
         metrics=result.metrics,
         calls=finished.calls,
         actions=result.actions,
+        others=finished.others if machinery.environment.config.include_messages else [],
         flags=[*finished.flags, *_LATE[: finished.attempt.late_calls]],
     )
 
@@ -336,7 +345,7 @@ def _judged(
         model=machinery.model,
         policy_version=min(versions, default=-1),
         generation_params=machinery.sampling.model_dump(),
-        rendering=machinery.proxy.engine_described(),
+        rendering=_rendering(machinery),
         services=machinery.proxy.services.shown(ticket.group_id),
         failures=failures.seen,
         created_at=time.time(),
@@ -350,6 +359,18 @@ def _judged(
         max_token_length=config.max_token_length,
     )
     return drop or group
+
+
+def _rendering(machinery: Machinery) -> dict[str, Any]:
+    described = machinery.proxy.engine_described()
+    if not machinery.agents:
+        return described
+    own = described.pop("agents", {})
+    agents = {
+        name: {"model": seat.model, "trained": seat.trained, **own.get(seat.source, {})}
+        for name, seat in machinery.agents.items()
+    }
+    return {**described, "agents": agents}
 
 
 def _straggler(seconds: float) -> Straggler:

@@ -44,6 +44,7 @@ FLAGS: dict[str, Flag] = {
     "reasoning_dropped_answer_lost": Flag("train", "the agent sent an empty answer back"),
     # The policy changed while it sampled.
     "mixed_versions": Flag("train", "sampled by more than one policy version"),
+    "own_model": Flag("train", "sampled by a model that this agent has for itself"),
     "version_unknown": Flag("train", "nobody said which policy version sampled"),
     # The recorded logprobs are not those of the distribution that was sampled from.
     "structured_output_masked": Flag("train", "a grammar or bias masked the distribution"),

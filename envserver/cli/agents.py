@@ -1,0 +1,109 @@
+"""The engines and models that single agents of a rollout have for themselves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping
+
+import msgspec
+
+from ..config import AgentConfig, OpenAIConfig, Settings
+from ..environment import AgentRole, Environment
+from ..errors import ConfigError, EngineError
+from ..models.engine import Engine
+from ..proxy.source import Source
+from ..rollouts.agents import has_own_source
+from .engines import look_at, make_source
+
+
+class OwnSource(msgspec.Struct, frozen=True):
+    """Where one agent is asked.
+
+    Args:
+        is_elsewhere: at an engine that is not the rollouts' own.
+    """
+
+    source: Source
+    model: str
+    is_elsewhere: bool
+
+
+@contextlib.asynccontextmanager
+async def own_sources(
+    settings: Settings,
+    environment: Environment,
+    roles: Mapping[str, AgentRole],
+    engine: Engine,
+    source: Source,
+    *,
+    must_answer: bool,
+) -> AsyncIterator[dict[str, OwnSource]]:
+    """By name those agents that are asked for another model or at another engine, which is open.
+
+    Several at one engine share its connections.
+
+    Args:
+        engine, source: of the rollouts.
+        must_answer: see `look_at`.
+
+    Raises:
+        EngineError: an engine must answer, and does not.
+    """
+    found: dict[str, OwnSource] = {}
+    opened: dict[object, Engine] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        for name, role in roles.items():
+            config = environment.config.agents.get(name)
+            if config is None or not has_own_source(config):
+                continue
+            if config.base_url is None:
+                model = str(config.model_name)
+                made = make_source(settings, engine, gate=source.gate, model=model)
+                found[name] = OwnSource(made, model, False)
+                continue
+            with _naming(name):
+                own = opened.get(_address(config))
+                if own is None:
+                    own = await stack.enter_async_context(_opened(config))
+                    opened[_address(config)] = own
+                    await look_at(own, must_answer=must_answer)
+                model = await _model(own, config)
+            # Weights that are trained change at the same moments as the policy's.
+            gate = source.gate if role.trained else None
+            made = make_source(settings, own, gate=gate, model=model, is_elsewhere=True)
+            found[name] = OwnSource(made, model, True)
+        yield found
+
+
+def _opened(config: AgentConfig) -> Engine:
+    from ..models.openai import OpenAIEngine
+
+    return OpenAIEngine(
+        OpenAIConfig(
+            base_url=str(config.base_url),
+            api_key=config.api_key,
+            timeout=config.timeout,
+            server_type=config.server_type,
+        )
+    )
+
+
+def _address(config: AgentConfig) -> object:
+    key = config.api_key.get_secret_value()
+    return (config.base_url, key, config.timeout, config.server_type)
+
+
+async def _model(engine: Engine, config: AgentConfig) -> str:
+    if config.model_name not in ("default", None):
+        return str(config.model_name)
+    return await engine.model_name()
+
+
+@contextlib.contextmanager
+def _naming(agent: str) -> Iterator[None]:
+    """Failures within say which agent's engine they are about."""
+    try:
+        yield
+    except (EngineError, ConfigError) as error:
+        error.message = f"The engine of the agent {agent!r}: {error.message}"
+        raise

@@ -1,0 +1,126 @@
+"""The agents of an environment's rollouts: what it declares, and what a person set over that.
+
+In: an environment with its settings. Out: its roles, checked, and the seats that its attempts give
+them at the proxy. Pure.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..config import AgentConfig
+from ..environment import AgentRole, Environment
+from ..errors import ConfigError
+from ..proxy.attempts import Seat
+from ..proxy.source import VERSION_PLACE
+from ..records import Message, Task
+
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,79}")
+_ENGINES_OWN = ("default", None)
+
+
+def roles_of(environment: Environment) -> dict[str, AgentRole]:
+    """The agents of `environment` in its order, trained as the settings say.
+
+    Raises:
+        ConfigError: a declared name is none, or the settings name an agent that is not declared.
+    """
+    declared, settings = environment.agents(), environment.config.agents
+    for name in declared:
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"Environment {environment.name!r} declares an agent {name!r}.",
+                hint="Names are of small letters, digits and _.",
+            )
+    for name in settings:
+        if name not in declared:
+            raise _unknown(environment.name, name, list(declared))
+    return {name: _role(role, settings.get(name)) for name, role in declared.items()}
+
+
+def demonstrated(
+    environment: Environment, task: Task, roles: Mapping[str, bool]
+) -> dict[str | None, list[Message]]:
+    """What each agent says that solves `task`; empty where nothing is known.
+
+    Args:
+        roles: whether each declared agent is trained.
+    """
+    turns = environment.demonstration(task)
+    if not turns:
+        return {}
+    if isinstance(turns, Mapping):
+        own: dict[str | None, list[Message]] = dict(turns.items())
+        return own
+    if not roles:
+        return {None: turns}
+    return {name: turns for name, trained in roles.items() if trained}
+
+
+def has_own_source(config: AgentConfig | None) -> bool:
+    """Whether an agent with these settings is asked elsewhere, or for another model."""
+    return config is not None and (
+        config.base_url is not None or config.model_name not in _ENGINES_OWN
+    )
+
+
+def seats_of(
+    environment: Environment,
+    roles: Mapping[str, AgentRole],
+    *,
+    model: str,
+    sampling: Mapping[str, Any],
+    own_models: Mapping[str, str],
+) -> dict[str, Seat]:
+    """How each agent is asked.
+
+    Args:
+        model, sampling: of the rollouts, for what an agent's settings leave open.
+        own_models: name of the model of each agent that has its own source.
+    """
+    settings = environment.config.agents
+    return {
+        name: _seat(name, role, settings.get(name) or AgentConfig(), model, sampling, own_models)
+        for name, role in roles.items()
+    }
+
+
+def _seat(
+    name: str,
+    role: AgentRole,
+    config: AgentConfig,
+    model: str,
+    sampling: Mapping[str, Any],
+    own_models: Mapping[str, str],
+) -> Seat:
+    asked = {field: getattr(config, field) for field in ("temperature", "top_p", "max_tokens")}
+    own = {field: value for field, value in asked.items() if value is not None}
+    chosen = own_models.get(name, model)
+    is_own = name in own_models
+    # A policy that is asked for by its version is the policy, under whatever name.
+    of_policy = not is_own or (config.base_url is None and VERSION_PLACE in chosen)
+    return Seat(
+        model=chosen,
+        sampling={**sampling, **own},
+        trained=role.trained,
+        source=name if is_own else "",
+        follows_policy=role.trained or of_policy,
+    )
+
+
+def _role(role: AgentRole, config: AgentConfig | None) -> AgentRole:
+    if config is None or config.trained is None:
+        return role
+    return AgentRole(trained=config.trained)
+
+
+def _unknown(environment: str, name: str, declared: list[str]) -> ConfigError:
+    where = f"--env.agents.{name}: there is no agent {name!r} in {environment!r}."
+    if not declared:
+        return ConfigError(where, hint="Its rollouts have one agent, and it has no name.")
+    near = difflib.get_close_matches(name, declared, n=1)
+    hint = f"Did you mean {near[0]!r}?" if near else f"Its agents: {', '.join(declared)}."
+    return ConfigError(where, hint=hint)
