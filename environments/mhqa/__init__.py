@@ -1,0 +1,1 @@
+"""Questions whose answers need several facts, found one after the other."""

@@ -1,0 +1,10 @@
+"""`python -m environments.mhqa process ...` is `envserver process --env mhqa ...`."""
+
+from __future__ import annotations
+
+import sys
+
+from envserver import main
+
+if __name__ == "__main__":
+    sys.exit(main(environment="mhqa"))

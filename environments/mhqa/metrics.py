@@ -1,0 +1,216 @@
+"""The measures of the multi-hop data sets, as their own programs compute them. Pure.
+
+    Hotpot     hotpot_evaluate_v1.py: answer, supporting facts, joint
+    2Wiki      2wikimultihop_evaluate_v1.1.py: the same over aliases, and evidence triples
+    MuSiQue    evaluate_v1.0.py: answer, supporting paragraphs, sufficiency of pairs
+
+An answer is compared in its normal form: lower case, then without punctuation, then without
+articles, then with single spaces. In this order "3.5" is "35" and "rock-and-roll" is
+"rockandroll"; accents, and dashes and quotes outside of ASCII, stay.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+SPECIAL = ("yes", "no", "noanswer")
+"""Answers that have no partial credit (not in MuSiQue)."""
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+Fact = tuple[object, object]
+"""Title of a paragraph and number of a sentence."""
+Triple = tuple[str, ...]
+"""Subject, relation, object."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Exact match (0 or 1), F1, precision and recall."""
+
+    em: float = 0.0
+    f1: float = 0.0
+    precision: float = 0.0
+    recall: float = 0.0
+
+
+def normalize_answer(text: str) -> str:
+    """The normal form of an answer."""
+    plain = _ARTICLES.sub(" ", _without_punctuation(text.lower()))
+    return " ".join(plain.split())
+
+
+def answer_measure(prediction: str, golds: Iterable[str]) -> Measure:
+    """Hotpot's measure of an answer; each number is the best over `golds`, as in 2Wiki."""
+    said = normalize_answer(prediction)
+    return _best(_hotpot(said, normalize_answer(gold)) for gold in golds)
+
+
+def musique_answer_measure(prediction: str, golds: Iterable[str]) -> Measure:
+    """MuSiQue's: two empty answers are the same, and yes and no are words like others."""
+    said = normalize_answer(prediction)
+    return _best(_musique(said, normalize_answer(gold)) for gold in golds)
+
+
+def fact_measure(prediction: Iterable[Fact], gold: Iterable[Fact]) -> Measure:
+    """Hotpot's measure of supporting facts; nothing for nothing has em 1 and f1 0."""
+    said, right = set(prediction), set(gold)
+    return _overlap(len(said & right), len(said), len(right))
+
+
+def wiki2_fact_measure(prediction: Iterable[Fact], gold: Iterable[Fact]) -> Measure:
+    """2Wiki's: titles in lower case, after each different fact was counted."""
+    said = [_lower(fact) for fact in set(prediction)]
+    right = [_lower(fact) for fact in set(gold)]
+    found = sum(fact in right for fact in said)
+    missed = sum(fact not in said for fact in right)
+    return _counted(found, len(said) - found, missed)
+
+
+def support_measure(prediction: Iterable[object], gold: Iterable[object]) -> Measure:
+    """MuSiQue's measure of supporting paragraphs, by their numbers; nothing for nothing is right.
+
+    Numbers may stand in texts. Anything else than a number counts as itself.
+    """
+    said, right = set(map(_number, prediction)), set(map(_number, gold))
+    if not said and not right:
+        return Measure(1.0, 1.0, 1.0, 1.0)
+    return _overlap(len(said & right), len(said), len(right))
+
+
+def evidence_measure(
+    prediction: Iterable[Sequence[str]], gold: Iterable[Iterable[Sequence[str]]]
+) -> Measure:
+    """2Wiki's measure of evidence triples.
+
+    Args:
+        gold: for each triple all the ways in which it may be said (by aliases).
+    """
+    said = {_plain_triple(triple) for triple in prediction}
+    right = [{_plain_triple(way) for way in ways} for ways in gold]
+    found = sum(any(triple in ways for ways in right) for triple in said)
+    precision = found / len(said) if said else 0.0
+    recall = found / len(right) if right else 0.0
+    return Measure(
+        float(found == len(said) == len(right)), _f1(precision, recall), precision, recall
+    )
+
+
+def joint_measure(*parts: Measure) -> Measure:
+    """Several measures as one: products of em, precision and recall, and their F1."""
+    em = precision = recall = 1.0
+    for part in parts:
+        em, precision, recall = em * part.em, precision * part.precision, recall * part.recall
+    return Measure(em, _f1(precision, recall), precision, recall)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One answered question of MuSiQue-Full, where each comes in two variants with the same id.
+
+    Args:
+        said_answerable, answerable: what was predicted, and what is so.
+        measure: of what was asked for (the answer, or the support), for the answerable variant.
+    """
+
+    question_id: str
+    said_answerable: bool
+    answerable: bool
+    measure: Measure
+
+
+def group_sufficiency(judged: Iterable[Judged]) -> Measure:
+    """Mean over pairs: the answerable variant's measure where both variants are told apart, else 0.
+
+    Questions without both variants are left out.
+    """
+    pairs: dict[str, list[Judged]] = {}
+    for one in judged:
+        pairs.setdefault(one.question_id, []).append(one)
+    scored = [
+        _of_pair(pair)
+        for pair in pairs.values()
+        if sorted(one.answerable for one in pair) == [False, True]
+    ]
+    if not scored:
+        return Measure()
+    return Measure(
+        *(sum(values) / len(scored) for values in zip(*map(_numbers, scored), strict=True))
+    )
+
+
+def _of_pair(pair: list[Judged]) -> Measure:
+    if any(one.said_answerable != one.answerable for one in pair):
+        return Measure()
+    return next(one.measure for one in pair if one.answerable)
+
+
+def _hotpot(said: str, gold: str) -> Measure:
+    em = float(said == gold)
+    if not em and (said in SPECIAL or gold in SPECIAL):
+        return Measure()
+    return _of_words(said.split(), gold.split(), em)
+
+
+def _musique(said: str, gold: str) -> Measure:
+    em = float(said == gold)
+    if not said or not gold:
+        return Measure(em, em, em, em)
+    return _of_words(said.split(), gold.split(), em)
+
+
+def _of_words(said: list[str], gold: list[str], em: float) -> Measure:
+    same = (Counter(said) & Counter(gold)).total()
+    if not same:
+        return Measure(em)
+    precision, recall = same / len(said), same / len(gold)
+    return Measure(em, _f1(precision, recall), precision, recall)
+
+
+def _best(measures: Iterable[Measure]) -> Measure:
+    """The best of each number by itself; nothing where there is no gold."""
+    columns = list(zip(*map(_numbers, measures), strict=True))
+    return Measure(*map(max, columns)) if columns else Measure()
+
+
+def _numbers(measure: Measure) -> tuple[float, float, float, float]:
+    return measure.em, measure.f1, measure.precision, measure.recall
+
+
+def _overlap(both: int, said: int, gold: int) -> Measure:
+    return _counted(both, said - both, gold - both)
+
+
+def _counted(found: int, wrong: int, missed: int) -> Measure:
+    precision = found / (found + wrong) if found + wrong else 0.0
+    recall = found / (found + missed) if found + missed else 0.0
+    return Measure(float(wrong + missed == 0), _f1(precision, recall), precision, recall)
+
+
+def _f1(precision: float, recall: float) -> float:
+    total = precision + recall
+    return 2 * precision * recall / total if total else 0.0
+
+
+def _lower(fact: Fact) -> Fact:
+    title, sentence = fact
+    return (title.lower() if isinstance(title, str) else title), sentence
+
+
+def _number(value: object) -> object:
+    if isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d+\s*", value):
+        return int(value)
+    return value
+
+
+def _plain_triple(triple: Sequence[str]) -> Triple:
+    return tuple(" ".join(_without_punctuation(part.lower()).split()) for part in triple)
+
+
+def _without_punctuation(text: str) -> str:
+    return text.translate(_NO_PUNCTUATION)

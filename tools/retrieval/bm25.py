@@ -1,0 +1,103 @@
+"""BM25 over passages: `FewPassages` without any library, `PassageIndex` for whole corpora.
+
+Both give the same hits with the same scores (Lucene's form, a word counts as often as the query
+says it); the rules for words are those of `tools.bm25`. A passage that shares no word with the
+query is no hit; passages that fit equally well come in the order in which they were given. Corpora
+are indexed by bm25s (the extra `retrieval`), which holds millions of words in arrays; it is
+imported when first used.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envserver import ConfigError
+from tools import bm25
+
+from .passages import Hit, Passage
+
+SAME_SCORE_DECIMALS = 6
+"""Scores that are equal to so many decimals are the same."""
+MANY_FOUND = 4096
+"""Hits that are not sorted as a whole."""
+
+
+class FewPassages:
+    """Some passages, searchable: a question's own ten or twenty."""
+
+    def __init__(self, passages: Iterable[Passage]) -> None:
+        self._passages = list(passages)
+        self._bm25 = bm25.BM25(map(_indexed_text, self._passages))
+
+    def search(self, query: str, top_k: int) -> list[Hit]:
+        """The `top_k` passages that fit best, at most; fewer where fewer share a word with it."""
+        return [Hit(self._passages[i], score) for i, score in self._bm25.top(query, top_k)]
+
+
+class PassageIndex:
+    """A corpus, searchable; not changed any more, so that threads may share it.
+
+    Raises:
+        ConfigError: bm25s is not installed.
+    """
+
+    def __init__(self, passages: Iterable[Passage]) -> None:
+        self._passages = list(passages)
+        library = need_library()
+        tokens = library.tokenize(
+            [_indexed_text(passage) for passage in self._passages],
+            stopwords=sorted(bm25.STOP_WORDS),
+            show_progress=False,
+        )
+        self._bm25: Any = None
+        if any(tokens.ids):  # it cannot index nothing
+            self._bm25 = library.BM25(method="lucene", k1=bm25.K1, b=bm25.B)
+            self._bm25.index(tokens, show_progress=False)
+
+    def __len__(self) -> int:
+        return len(self._passages)
+
+    def search(self, query: str, top_k: int) -> list[Hit]:
+        """As `FewPassages.search`."""
+        words = bm25.words(query)
+        if not words or self._bm25 is None:
+            return []
+        scores: NDArray[np.float32] = self._bm25.get_scores(words)
+        return [Hit(self._passages[i], float(scores[i])) for i in _best(scores, top_k)]
+
+
+@functools.cache
+def need_library() -> Any:
+    """The module bm25s.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module("bm25s")
+    except ImportError as error:
+        raise ConfigError(
+            f"Searching a corpus needs the library `bm25s`, which cannot be imported: {error}.",
+            hint="pip install 'envserver[retrieval]'",
+        ) from error
+
+
+def _indexed_text(passage: Passage) -> str:
+    return f"{passage.title}. {passage.text}"
+
+
+def _best(scores: NDArray[np.float32], top_k: int) -> list[int]:
+    """Where the best are, best first."""
+    found = np.flatnonzero(scores > 0)
+    if len(found) > max(MANY_FOUND, top_k):
+        least = np.partition(scores[found], -top_k)[-top_k]
+        found = found[scores[found] >= least - 10**-SAME_SCORE_DECIMALS]
+    rounded = np.round(scores[found].astype(np.float64), SAME_SCORE_DECIMALS)
+    order = np.lexsort((found, -rounded))
+    return [int(i) for i in found[order[:top_k]]]

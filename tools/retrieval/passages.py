@@ -1,0 +1,87 @@
+"""What is searched for: a passage, its sentences, and how well it fits. Pure.
+
+A passage is known by its content (`key`): the same text under the same title is the same passage,
+wherever it was read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from envserver import InputError
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A titled piece of text.
+
+    Args:
+        sentences: in order; a text that nobody divided is one sentence.
+    """
+
+    title: str
+    sentences: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.sentences)
+
+    @property
+    def key(self) -> str:
+        """Ten hexadecimal digits of its content."""
+        content = f"{self.title}\0{self.text}".encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(content, digest_size=5).hexdigest()
+
+    def as_data(self) -> dict[str, Any]:
+        """JSON-like; `from_data` reads it."""
+        return {"title": self.title, "sentences": list(self.sentences)}
+
+    @classmethod
+    def from_data(cls, data: object) -> Passage:
+        """A passage as people write it: `title`, and `sentences` or `text` (or `contents`).
+
+        Where only `contents` stand there, their first line is the title (Search-R1's corpora).
+
+        Raises:
+            InputError: it is none of these.
+        """
+        if isinstance(data, str):
+            data = {"contents": data}
+        if not isinstance(data, dict):
+            raise InputError("A passage must be an object or a text.")
+        title, sentences = data.get("title"), data.get("sentences")
+        if isinstance(sentences, list):
+            parts = [one.strip() for one in sentences if isinstance(one, str)]
+            if len(parts) != len(sentences) or not isinstance(title, str):
+                raise InputError("A passage's title and its sentences must be texts.")
+            return cls(title.strip(), tuple(parts))
+        names = ("text", "paragraph_text", "contents", "content")
+        text = next((data[name] for name in names if isinstance(data.get(name), str)), None)
+        if text is None:
+            raise InputError("A passage must have sentences, a text or contents.")
+        if not isinstance(title, str):
+            title, _, text = text.partition("\n")
+            title = title.strip().strip('"')
+        return cls(title.strip(), (text.strip(),))
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A passage that was found; a higher score fits better."""
+
+    passage: Passage
+    score: float
+
+    def as_data(self) -> dict[str, Any]:
+        return {**self.passage.as_data(), "score": self.score}
+
+
+def passages_from(data: object) -> Iterator[Passage]:
+    """The passages of a list of them; raises like `Passage.from_data`."""
+    if not isinstance(data, list):
+        raise InputError("There must be a list of passages.")
+    for one in data:
+        yield Passage.from_data(one)
