@@ -77,7 +77,7 @@ async def check_environment(line: CommandLine[CheckSettings], progress: Told) ->
     """
     settings = line.settings
     config = settings.env.model_dump(mode="json")
-    async with sandboxes_of(line.environment_class, settings.sandbox) as service:
+    async with sandboxes_of(line.make_environment(), settings.sandbox) as service:
         address = service.address if service is not None else None
 
         def fresh() -> Environment:

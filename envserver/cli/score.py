@@ -100,7 +100,8 @@ async def run_score(
                 target.write(_output_row(line.number, scored))
             progress(summary.rows, min(1.0, line.end / size))
 
-        async with sandboxes_of(find(reference), sandbox or SandboxConfig()) as service:
+        environment = _environment(reference, env_config)
+        async with sandboxes_of(environment, sandbox or SandboxConfig()) as service:
             address = service.address if service is not None else None
             finder = _TaskFinder(reference, env_config, address)
             async with ScorerPool(
@@ -234,13 +235,16 @@ class _TaskFinder:
                 return
 
     def _all_tasks(self) -> Iterator[Task]:
-        environment_class = find(self._reference)
-        config = environment_class.Config.model_validate(self._config)
-        environment: Environment = environment_class(config)
+        environment = _environment(self._reference, self._config)
         if self._sandbox_address is not None:
             environment.sandboxes = WatchedSandboxes(self._sandbox_address)
-        self._split = config.split
-        return iter(environment.tasks(config.split))
+        self._split = environment.config.split
+        return iter(environment.tasks(self._split))
+
+
+def _environment(reference: str, config: dict[str, Any]) -> Environment:
+    environment_class = find(reference)
+    return environment_class(environment_class.Config.model_validate(config))
 
 
 def _lines(source: BinaryIO) -> Iterator[_Line]:
