@@ -7,6 +7,7 @@ data skip where ENVSERVER_TAU2_DATA names no folder and inspect_evals is not ins
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from environments.tau.domains.mini_telecom import MINI_TELECOM
 from environments.tau.domains.telecom.domain import TELECOM, TELECOM_WORKFLOW
 from environments.tau.domains.telecom.tools_user import TelecomUserTools
 from environments.tau.domains.world import Domain, World
+from environments.tau.episodes import GREETING
 from environments.tau.states import start
 from environments.tau.tasks import TauTask, read_task
 from envserver import NotFoundError
@@ -82,6 +84,18 @@ def check_tasks(domain: Domain) -> None:
 def test_every_task_of_ours_can_be_done_and_is_not_done_already(mini: Domain) -> None:
     assert len(mini.tasks) == 12
     check_tasks(mini)
+
+
+def test_scripts_of_customers_use_his_tools_and_come_to_an_end(mini: Domain) -> None:
+    for task_id, row in mini.tasks.items():
+        rules = row["user_script"]
+        assert rules[-1]["if"] == "always"
+        assert any("###" in rule["say"] for rule in rules[:-1]), task_id
+        world = start(mini, read_task(row))
+        for rule in rules:
+            assert not re.search(rule["if"], GREETING, re.IGNORECASE), task_id
+            for call in rule.get("calls", ()):
+                assert not world.call("user", call["name"], call["arguments"]).error, task_id
 
 
 def test_order_matters_where_a_reset_needs_a_restart_after_it(mini: Domain) -> None:
