@@ -1,0 +1,98 @@
+"""The score of one conversation: the reward by tau2-bench's rule or strictly, and what it was like.
+
+Metrics, for people and for shaping: `gold_writes_done` (share of the expected calls that change
+data that were made), `extra_writes` (calls that changed something without being expected),
+`tool_errors`, and how the conversation ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from envserver import Score
+
+from .domains.world import Domain
+from .episodes import COMPLETE, OUT_OF_SCOPE, TRANSFER
+from .evaluation import (
+    Evaluation,
+    EvaluationError,
+    EvaluationType,
+    MissingVerdicts,
+    Strictness,
+    evaluate,
+    same_call,
+)
+from .states import calls_with_results
+from .tasks import Action, TauMessage, TauTask
+
+
+def score_conversation(
+    domain: Domain,
+    task: TauTask,
+    messages: Sequence[TauMessage],
+    ending: str,
+    *,
+    evaluation_type: EvaluationType = "all",
+    nl_verdicts: Sequence[bool] | None = None,
+    strictness: Strictness = Strictness.UPSTREAM,
+) -> Score:
+    """The score of a whole conversation.
+
+    Where a judge's verdicts are needed and missing the reward is None; where the recorded results
+    cannot be those of the calls, the score is an error.
+    """
+    try:
+        found = evaluate(
+            domain,
+            task,
+            messages,
+            ending,
+            evaluation_type=evaluation_type,
+            nl_verdicts=nl_verdicts,
+            strictness=strictness,
+        )
+    except MissingVerdicts:
+        return Score(reward=None, metrics={"missing_verdicts": 1.0})
+    except EvaluationError as error:
+        return Score(reward=None, error=f"The conversation cannot have happened so: {error}")
+    metrics = _metrics(domain, task, messages, found)
+    metrics |= {"complete": float(ending in COMPLETE), f"ended_{ending}": 1.0}
+    components = {name.lower(): value for name, value in found.components.items()}
+    return Score(reward=found.reward, components=components, metrics=metrics)
+
+
+def _metrics(
+    domain: Domain, task: TauTask, messages: Sequence[TauMessage], found: Evaluation
+) -> dict[str, float]:
+    world = domain.world()
+    made = list(calls_with_results(messages))
+    metrics = {
+        "messages": float(len(messages)),
+        "tool_calls": float(len(made)),
+        "tool_errors": float(sum(bool(result.get("error")) for _, result in made)),
+        "upstream_crashes": float(found.upstream_error is not None),
+    }
+    criteria = task.evaluation_criteria
+    gold = [
+        action
+        for action in (criteria.actions if criteria else None) or ()
+        if (tool := world.tool(action.name)) is not None and tool.mutates
+    ]
+    writes = [
+        call
+        for call, result in made
+        if not result.get("error") and (tool := world.tool(call["name"])) and tool.mutates
+    ]
+    metrics["extra_writes"] = float(sum(not _is_expected(call, gold) for call in writes))
+    if gold:
+        done = sum(any(same_call(a, call, Strictness.STRICT) for call in writes) for a in gold)
+        metrics["gold_writes_done"] = done / len(gold)
+    last = next((m for m in reversed(messages) if m["role"] == "user"), {})
+    content = last.get("content") or ""
+    metrics["transferred"] = float(TRANSFER in content)
+    metrics["out_of_scope"] = float(OUT_OF_SCOPE in content)
+    return metrics
+
+
+def _is_expected(call: object, gold: Sequence[Action]) -> bool:
+    return any(same_call(action, call, Strictness.STRICT) for action in gold)  # type: ignore[arg-type]
