@@ -332,6 +332,9 @@ class Environment(abc.ABC):
     """Whether an agent's sandbox may have the image that its task's public part names (`image`)."""
     sandbox: ClassVar[SandboxSpec | None] = None
     """The sandbox that rollouts and scores may open, and the most that one may use; None: none."""
+    preload: ClassVar[tuple[str, ...]] = ("openai",)
+    """Modules that are imported where its workers are forked, unless they are pooled: what an agent
+    uses and would else import itself, each time. Every fork pays a little for what is not used."""
     score_timeout_seconds: ClassVar[float] = 30.0
     """A `score` that takes longer is killed; the rollout is scored again, then dropped."""
 

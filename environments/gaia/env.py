@@ -29,7 +29,6 @@ from envserver import (
     KnownResult,
     Message,
     PublicTask,
-    Rehearsal,
     Result,
     Rollout,
     Score,
@@ -41,7 +40,6 @@ from tools.documents import document_tools, preload
 from tools.web import WebSettings, remote_tools, services_of
 
 from .agents import Kind, Rules, solve
-from .agents.rehearsal import REHEARSAL
 from .known import demonstrate, known_results
 from .loading import (
     DEFAULT_COPY,
@@ -71,6 +69,7 @@ class Gaia(Environment):
 
     name = "gaia"
     isolation = "sandboxed"
+    preload = ()  # its agents speak HTTP themselves
 
     class Config(Environment.Config):
         """Which tasks, who answers them, with what, and what counts."""
@@ -195,10 +194,6 @@ class Gaia(Environment):
             tools += remote_tools(run.call_tool).values()
         shown = PublicTask("task", {"question": task.public["question"], "files": names})
         return await solve(shown, run, rules, tools)
-
-    @classmethod
-    def rehearsal(cls) -> Rehearsal:
-        return REHEARSAL
 
     def score(self, task: Task, result: Result) -> Score:
         return judge(task, result, self._terms())

@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -386,11 +387,21 @@ def _preload(references: list[str]) -> None:
     for name in ("uvloop", "encodings.idna"):  # the second at the first connection
         importlib.import_module(name)
     classes = [registry.find(reference) for reference in references]
-    if any(environment.isolation != "pooled" for environment in classes):
-        importlib.import_module("openai")  # half a second that no dedicated process should pay
+    for environment in classes:
+        if environment.isolation != "pooled":
+            _import_all(environment.preload, environment.name)
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads > 1:
         sys.stderr.write(
             f"{', '.join(references)}: importing started {threads - 1} threads, which do not exist "
             "in workers. Start threads in setup() instead.\n"
         )
+
+
+def _import_all(names: Iterable[str], environment: str) -> None:
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            message = f"Environment {environment!r} wants {name!r} preloaded: {error}."
+            raise ConfigError(message, hint="Install it, or leave it out of `preload`.") from error

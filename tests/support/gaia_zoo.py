@@ -8,6 +8,7 @@ from envserver import Environment, Score, Task
 
 class GaiaZoo(Environment):
     isolation = "sandboxed"
+    preload = ()
 
     class Config(Environment.Config):
         step_seconds: float = 2.0
