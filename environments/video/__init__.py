@@ -1,0 +1,1 @@
+"""Questions about videos that are known by captions, transcripts and scene graphs, as text."""

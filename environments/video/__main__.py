@@ -1,0 +1,10 @@
+"""`python -m environments.video process ...` is `envserver process --env video ...`."""
+
+from __future__ import annotations
+
+import sys
+
+from envserver import main
+
+if __name__ == "__main__":
+    sys.exit(main(environment="video"))

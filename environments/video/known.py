@@ -1,0 +1,86 @@
+"""Answers whose reward is known: right ones in every form that counts, and cheats. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from envserver import KnownResult, Result, Task
+
+from .demonstrations import right_answer
+from .scoring import MAX_WORDS
+
+
+def known_answers(task: Task) -> Iterator[KnownResult]:
+    """What is known of any task here."""
+    gold = right_answer(task)
+    yield _right("gold, by finish", answer=gold)
+    yield _right("gold, in a box", text=f"So it is \\boxed{{{gold}}}.")
+    yield _right("gold, after FINAL", text=f"THOUGHT: I see.\nFINAL: {gold}")
+    yield _right("gold, of an organizer", text=json.dumps({"reasoning": "so", "answer": gold}))
+    yield _wrong("gold, only thought", text=f"<think>Answer: {gold}</think> I do not know.")
+    yield _wrong("gold, thoughts without end", text=f"<think>Answer: {gold}")
+    yield _wrong("gold, of experts only", experts={"captions": gold, "transcript": gold})
+    yield _wrong("no answer", answer="cannot tell")
+    yield _wrong("several answers, one right", answer=f"{gold} or {_other(gold)}")
+    yield KnownResult(
+        "gold, cut off",
+        Result(output=_output(answer=gold), finish_reason="length", truncated=True),
+    )
+    if task.public["options"]:
+        yield from _of_options(gold, task.public["options"])
+    else:
+        yield from _of_words(gold, task.public)
+
+
+def _of_options(gold: str, options: list[str]) -> Iterator[KnownResult]:
+    place = ord(gold) - ord("A")
+    letters = [chr(ord("A") + index) for index in range(len(options))]
+    yield _right("gold's text, by finish", answer=options[place].upper())
+    yield _right("gold with its text", text=f"Answer: {gold}) {options[place]}")
+    yield _right("gold with a reason", text=f"Answer: {gold} because it shows")
+    yield _right("gold, corrected", text=f"Answer: {_other(gold)}\nNo.\nFinal answer: ({gold})")
+    yield _wrong("every option", text=f"Answer: {', '.join(letters)}")
+    yield _wrong("every option, by finish", answer=" and ".join(letters))
+    yield _wrong("every text", answer="; ".join(options))
+    yield _wrong("gold's place instead of its letter", text=f"Answer: {place + 1}")
+    yield _wrong("gold's place from 0", text=f"Answer: {place}")
+    yield _wrong("beyond the options", answer=chr(ord("A") + len(options)))
+    yield _wrong("a sentence with gold's letter first", text=f"{gold} person can be seen there.")
+    yield _wrong("gold, then another", text=f"\\boxed{{{gold}}} or \\boxed{{{_other(gold)}}}")
+    yield _wrong("JSON with a number", text=json.dumps({"answer": place}))
+    for letter in letters:
+        if letter != gold:
+            yield _wrong("another option", answer=letter)
+
+
+def _of_words(gold: str, public: dict[str, Any]) -> Iterator[KnownResult]:
+    yield _right("gold, in other letters", answer=f"{gold.upper()}!")
+    captions = [line["text"] for line in (public["context"] or {}).get("captions", [])]
+    yield _wrong("all captions", answer=" ".join(captions))
+    yield _wrong("gold, buried in words", answer="there " * MAX_WORDS + gold)
+    yield _wrong("another answer", answer="something else")
+    yield _wrong("little words", answer="of the")
+
+
+def _other(gold: str) -> str:
+    """Another letter (both are options of any task), or other words."""
+    if len(gold) > 1:
+        return "another thing"
+    return "B" if gold == "A" else "A"
+
+
+def _right(name: str, **said: Any) -> KnownResult:
+    return KnownResult(name, Result(output=_output(**said)), least=1.0, most=1.0)
+
+
+def _wrong(name: str, **said: Any) -> KnownResult:
+    return KnownResult(name, Result(output=_output(**said)))
+
+
+def _output(
+    *, answer: str | None = None, text: str = "", experts: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """As the agents return it."""
+    return {"answer": answer, "text": text, "experts": experts or {}}

@@ -1,0 +1,41 @@
+"""Which answer an agent's words give: an option, or a few words. Agents' votes and scores share it.
+
+Pure. An option is named as `environments.answers` says, words stand where an option would; a box
+counts before anything else.
+"""
+
+from __future__ import annotations
+
+from environments.answers import choice_index, free_answer, last_boxed, option_index
+from tools.visible import visible_text
+
+from .agent import Said
+from .words import normalised
+
+
+def option_of(said: Said, options: list[str]) -> int | None:
+    """The option that an agent names, None where it names none or more than one."""
+    if said.answer is None:
+        return choice_index(said.text, options)
+    boxed = last_boxed(said.answer)
+    if boxed is not None:
+        return option_index(boxed, options)
+    index = option_index(said.answer, options)
+    return choice_index(said.answer, options) if index is None else index
+
+
+def words_of(said: Said) -> str | None:
+    """The words of an answer without options, None where there is none."""
+    if said.answer is None:
+        return free_answer(said.text)
+    seen = visible_text(said.answer)
+    return None if seen is None else (last_boxed(seen) or seen).strip() or None
+
+
+def same_answer(first: Said, second: Said, options: list[str]) -> bool:
+    """Whether both give an answer, and the same one."""
+    if options:
+        index = option_of(first, options)
+        return index is not None and index == option_of(second, options)
+    words = normalised(words_of(first) or "")
+    return bool(words) and words == normalised(words_of(second) or "")

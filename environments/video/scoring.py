@@ -1,0 +1,89 @@
+"""The score of one rollout: 1 for the right option, the F1 of an answer in words, else 0.
+
+Only the agent's last words are read (`result.output`): no votes, no actions. What names no option,
+or several, is wrong; nobody's first letter is taken for an answer, and nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from envserver import Result, Score, Task
+from tools.bm25 import STOP_WORDS
+from tools.visible import visible_text
+
+from .agent import Said
+from .aggregation import kinds_of
+from .evidence import cites_evidence
+from .reading import option_of, words_of
+from .words import normalised, token_f1
+
+MAX_CHARACTERS = 64
+MAX_WORDS = 12
+"""A longer answer in words is none: it might hold everything that the video shows."""
+
+_LISTS = (" or ", "|", ";", "/", " and/or ", "\n")
+
+
+def score_rollout(task: Task, result: Result, evidence_bonus: float = 0.0) -> Score:
+    """The score of `result`.
+
+    Args:
+        task: `hidden` holds `answer` (the option) or `golds` (words), and `evidence`.
+        evidence_bonus: the share of the reward that a right answer gets only if it names a time of
+            the evidence, where the task has any.
+    """
+    said = said_of(result.output)
+    metrics = {"truncated": float(result.truncated), "tool_errors": _tool_errors(result.metrics)}
+    if result.truncated:
+        correct, metrics["answered"] = 0.0, 0.0
+    elif task.public["options"]:
+        index = option_of(said, task.public["options"])
+        metrics["answered"] = float(index is not None)
+        correct = float(index == task.hidden["answer"])
+    else:
+        words = words_of(said)
+        metrics["answered"] = float(words is not None)
+        correct = words_score(words or "", task.hidden["golds"])
+    metrics |= {f"correct_{name}": correct for name in kinds_of(task.hidden["type"])}
+    components = {"correct": correct}
+    reward = correct
+    spans = task.hidden["evidence"]
+    if evidence_bonus and spans:
+        seen = visible_text(said.words) or ""
+        components["evidence"] = float(correct > 0 and cites_evidence(seen, spans))
+        reward *= 1 - evidence_bonus * (1 - components["evidence"])
+    return Score(reward=reward, components=components, metrics=metrics)
+
+
+def said_of(output: Any) -> Said:
+    """What an output says; a bare text is the last text of an agent."""
+    if isinstance(output, str):
+        return Said(text=output)
+    if not isinstance(output, dict):
+        return Said()
+    answer, text = output.get("answer"), output.get("text")
+    return Said(answer if isinstance(answer, str) else None, text if isinstance(text, str) else "")
+
+
+def words_score(answer: str, golds: Sequence[str]) -> float:
+    """The best F1 against `golds`; 0.0 for what is long, a list, or shares but little words."""
+    plain = normalised(answer)
+    if len(plain) > MAX_CHARACTERS or len(plain.split()) > MAX_WORDS:
+        return 0.0
+    said = answer.strip().lower()
+    if any(mark in said and not any(mark in gold.lower() for gold in golds) for mark in _LISTS):
+        return 0.0
+    right = [gold for gold in golds if _content(plain) & _content(normalised(gold))]
+    return max((token_f1(answer, gold) for gold in right), default=0.0)
+
+
+def _content(plain: str) -> set[str]:
+    """The words of a normal form that say something."""
+    return set(plain.split()) - STOP_WORDS
+
+
+def _tool_errors(metrics: dict[str, float]) -> float:
+    """Of all agents."""
+    return sum(value for name, value in metrics.items() if name.startswith("tool_errors"))
