@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from collections.abc import Iterator
 KINDS = ("png", "jpeg", "gif", "bmp", "webp")
 _MOST_WORDS = 4000
 _MOST_TEXTS = 20
+_MOST_FACTS = 60
+_MOST_VALUE = 200
 _COLOURS = {0: "grey", 2: "RGB", 3: "palette", 4: "grey with alpha", 6: "RGB with alpha"}
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 """JPEG segments that hold the size."""
@@ -54,8 +57,36 @@ def facts(data: bytes) -> str:
                 lines = ["A WebP image."]
     except (struct.error, IndexError) as error:
         raise BadImage(f"it begins like a {kind} image, and is none.") from error
+    lines += _taken(data)
     lines.append(f"{len(data):,} bytes. What it shows is not in this text.")
     return "\n".join(lines)
+
+
+def _taken(data: bytes) -> list[str]:
+    """What a camera or program wrote into it: when, where, with what. Where Pillow is installed."""
+    try:
+        from PIL import ExifTags, Image
+    except ImportError:
+        return []
+    told: dict[str, object] = {}
+    try:
+        exif = Image.open(io.BytesIO(data)).getexif()
+        for names, facts in (
+            (ExifTags.TAGS, exif),
+            (ExifTags.TAGS, exif.get_ifd(ExifTags.IFD.Exif)),
+            (ExifTags.GPSTAGS, exif.get_ifd(ExifTags.IFD.GPSInfo)),
+        ):
+            told |= {names.get(key, str(key)): value for key, value in facts.items()}
+    except Exception:  # noqa: BLE001 - of a strange file the rest is told all the same
+        return []
+    lines = [
+        f"{name}: {str(value)[:_MOST_VALUE]}" for name, value in told.items() if _is_said(value)
+    ]
+    return lines[:_MOST_FACTS]
+
+
+def _is_said(value: object) -> bool:
+    return isinstance(value, str | int | float | tuple) or hasattr(value, "numerator")
 
 
 def _size(name: str, width: int, height: int) -> str:

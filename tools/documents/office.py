@@ -12,7 +12,7 @@ from datetime import date, datetime, time
 from itertools import zip_longest
 from typing import Any
 
-_MOST_COLUMNS = 400
+MOST_COLUMNS = 400
 _MOST_EMPTY_ROWS = 2000
 """In a row, after which the rest of a sheet is taken for empty."""
 _MOST_NESTING = 10
@@ -24,7 +24,7 @@ def xlsx(data: bytes, most: int) -> str:
 
     values = openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=True)
     formulas = openpyxl.load_workbook(io.BytesIO(data), read_only=True)
-    return _joined(_workbook(values, formulas), most)
+    return joined(_workbook(values, formulas), most)
 
 
 def _workbook(values: Any, formulas: Any) -> Iterator[str]:
@@ -42,15 +42,13 @@ def _workbook(values: Any, formulas: Any) -> Iterator[str]:
 
 
 def _sheet(values: Any, formulas: Any) -> Iterator[str]:
-    from openpyxl.utils import get_column_letter
-
     empty = 0
     headed = 0
     pairs = zip_longest(values.iter_rows(), formulas.iter_rows(), fillvalue=())
     for number, (row, sources) in enumerate(pairs, start=1):
         cells = [
             _cell(cell, source)
-            for cell, source in zip_longest(row[:_MOST_COLUMNS], sources[:_MOST_COLUMNS])
+            for cell, source in zip_longest(row[:MOST_COLUMNS], sources[:MOST_COLUMNS])
         ]
         while cells and not cells[-1]:
             cells.pop()
@@ -62,14 +60,21 @@ def _sheet(values: Any, formulas: Any) -> Iterator[str]:
         empty = 0
         if len(cells) > headed:
             headed = len(cells)
-            letters = " | ".join(get_column_letter(index + 1) for index in range(headed))
-            yield f"| | {letters} |"
+            yield f"| | {column_letters(headed)} |"
         yield f"| {number} | {' | '.join(cells)} |"
+
+
+def column_letters(count: int) -> str:
+    """A | B | ... | Z | AA and so on, `count` of them."""
+    return " | ".join(
+        ("" if index < 26 else chr(64 + index // 26)) + chr(65 + index % 26)
+        for index in range(count)
+    )
 
 
 def _cell(cell: Any, source: Any) -> str:
     value = None if cell is None else cell.value
-    parts = [] if value is None else [_plain(value)]
+    parts = [] if value is None else [plain(value)]
     formula = None if source is None else source.value
     if getattr(source, "data_type", "") == "f":
         parts.append(f"{{{getattr(formula, 'text', formula)}}}")
@@ -79,7 +84,8 @@ def _cell(cell: Any, source: Any) -> str:
     return " ".join(parts).replace("|", "\\|").replace("\n", " / ")
 
 
-def _plain(value: object) -> str:
+def plain(value: object) -> str:
+    """A cell's value as one writes it."""
     if isinstance(value, datetime) and value.time() == time():
         return value.date().isoformat()
     if isinstance(value, datetime | date | time):
@@ -108,7 +114,7 @@ def docx(data: bytes, most: int) -> str:
     """Paragraphs and tables in their order; headings begin with #."""
     import docx
 
-    return _joined(_docx_parts(docx.Document(io.BytesIO(data))), most)
+    return joined(_docx_parts(docx.Document(io.BytesIO(data))), most)
 
 
 def _docx_parts(document: Any) -> Iterator[str]:
@@ -123,7 +129,7 @@ def _blocks(blocks: Iterable[Any], level: int) -> Iterator[str]:
     for block in blocks:
         if hasattr(block, "rows"):
             for row in block.rows:
-                yield _table_row(_inside(cell, level) for cell in row.cells)
+                yield table_row(_inside(cell, level) for cell in row.cells)
             yield ""
         elif block.text.strip():
             style = (block.style.name if block.style is not None else None) or ""
@@ -143,7 +149,7 @@ def pptx(data: bytes, most: int) -> str:
     """Slide by slide: texts, tables, the names of pictures, notes."""
     import pptx
 
-    return _joined(_slides(pptx.Presentation(io.BytesIO(data))), most)
+    return joined(_slides(pptx.Presentation(io.BytesIO(data))), most)
 
 
 def _slides(presentation: Any) -> Iterator[str]:
@@ -164,7 +170,7 @@ def _shape(shape: Any, level: int) -> Iterator[str]:
                 yield from _shape(inner, level + 1)
     elif getattr(shape, "has_table", False):
         for row in shape.table.rows:
-            yield _table_row(cell.text for cell in row.cells)
+            yield table_row(cell.text for cell in row.cells)
     elif shape.has_text_frame:
         if shape.text_frame.text.strip():
             yield shape.text_frame.text
@@ -179,7 +185,7 @@ def pdf(data: bytes, most: int) -> str:
     reader = pypdf.PdfReader(io.BytesIO(data))
     if reader.is_encrypted and not reader.decrypt(""):
         return "(This PDF is encrypted, and its password is not empty.)"
-    return _joined(_pages(reader), most)
+    return joined(_pages(reader), most)
 
 
 def _pages(reader: Any) -> Iterator[str]:
@@ -189,12 +195,14 @@ def _pages(reader: Any) -> Iterator[str]:
         yield reader.pages[number].extract_text().strip() or "(no text: perhaps a picture)"
 
 
-def _table_row(cells: Iterable[str]) -> str:
+def table_row(cells: Iterable[str]) -> str:
+    """One line of a table."""
     texts = (cell.strip().replace("|", "\\|").replace("\n", " / ") for cell in cells)
     return f"| {' | '.join(texts)} |"
 
 
-def _joined(parts: Iterable[str], most: int) -> str:
+def joined(parts: Iterable[str], most: int) -> str:
+    """Lines, until there are soon more than `most` characters."""
     taken: list[str] = []
     size = 0
     for part in parts:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from ..calling import ToolError
-from . import archives, images, office
+from . import archives, images, mail, markup, media, office, sheets
 from .bounded import Limits, PassedLimits, bounded
 from .html import html_to_text
 
@@ -26,7 +26,23 @@ _OFFICE = {
     "xl/workbook.xml": "xlsx",
     "word/document.xml": "docx",
     "ppt/presentation.xml": "pptx",
+    "xl/workbook.bin": "xlsb",
+    "META-INF/container.xml": "epub",
 }
+_NO_TEXTS = frozenset(
+    (*_OFFICE.values(), *("pdf", "zip", "xls", "ods", "odt", "odp", "msg", "doc", "ppt", "binary"))
+)
+"""Kinds that a text is not, whatever its name says."""
+_OPEN = {"spreadsheet": "ods", "text": "odt", "presentation": "odp"}
+_OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
+_IN_OLE = {
+    "__properties_version1.0": "msg",
+    "Workbook": "xls",
+    "Book": "xls",
+    "WordDocument": "doc",
+    "PowerPoint Document": "ppt",
+}
+"""Names in the older files of offices that tell their kinds."""
 _TEXT_MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -150,18 +166,39 @@ def kind_of(data: bytes, name: str) -> str:
     """What the file is: a reader's name, "text", or "binary"."""
     if data.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         names = archives.names(data)
-        return next((kind for inner, kind in _OFFICE.items() if inner in names), "zip")
+        kind = next((kind for inner, kind in _OFFICE.items() if inner in names), "zip")
+        return _open_kind(data) if {"mimetype", "content.xml"} <= names else kind
+    if data.startswith(_OLE):
+        return _old_kind(data)
     if data[:1024].lstrip().startswith(b"%PDF-"):
         return "pdf"
-    image = images.kind_of(data)
-    if image:
-        return image
+    picture_or_sound = images.kind_of(data) or media.kind_of(data)
+    if picture_or_sound:
+        return picture_or_sound
     if _encoding(data) is None:
         return "binary"
     ending = PurePosixPath(name.lower()).suffix
     if ending in (".html", ".htm", ".xhtml"):
         return "html"
-    return ending[1:] if ending[1:].isalnum() and len(ending) <= 8 else "text"
+    is_of_texts = ending[1:].isalnum() and len(ending) <= 8 and ending[1:] not in _NO_TEXTS
+    return ending[1:] if is_of_texts else "text"
+
+
+def _open_kind(data: bytes) -> str:
+    """Of an OpenDocument file; "zip" for what is none."""
+    try:
+        said = archives.member(data, "mimetype", Limits()).decode("latin-1")
+    except archives.BadArchive:
+        return "zip"
+    return _OPEN.get(said.strip().rpartition(".")[2].removesuffix("-template"), "zip")
+
+
+def _old_kind(data: bytes) -> str:
+    """Of a file in the form that offices used before they zipped theirs."""
+    return next(
+        (kind for name, kind in _IN_OLE.items() if f"{name}\0".encode("utf-16-le") in data),
+        "binary",
+    )
 
 
 def _read(data: bytes, kind: str, base_url: str, limits: Limits) -> Text:
@@ -172,18 +209,36 @@ def _read(data: bytes, kind: str, base_url: str, limits: Limits) -> Text:
         "pdf": lambda: Text("pdf", office.pdf(data, limits.characters)),
         "zip": lambda: Text("zip", archives.listing(data, limits)),
         "html": lambda: _html(data, base_url),
+        "xls": lambda: Text("xls", sheets.sheets(data, limits.characters)),
+        "xlsb": lambda: _office(sheets.sheets, data, "xlsb", limits),
+        "ods": lambda: _office(sheets.sheets, data, "ods", limits),
+        "odt": lambda: Text("odt", markup.opendocument(data, limits)),
+        "odp": lambda: Text("odp", markup.opendocument(data, limits)),
+        "epub": lambda: _book(data, limits),
+        "eml": lambda: Text("eml", mail.eml(data)),
+        "msg": lambda: Text("msg", mail.msg(data)),
+        "doc": lambda: Text("doc", f"An old Word document. {_described(data)}"),
+        "ppt": lambda: Text("ppt", f"An old PowerPoint file. {_described(data)}"),
         "binary": lambda: Text("binary", _described(data)),
     }
     if kind in readers:
         return readers[kind]()
     if kind in images.KINDS:
         return Text(kind, images.facts(data))
+    if kind in media.KINDS and _encoding(data) is None:
+        return Text(kind, media.facts(data, kind))
     return Text(kind, decoded(data))
 
 
 def _office(reader: Callable[[bytes, int], str], data: bytes, kind: str, limits: Limits) -> Text:
     archives.check(data, limits)
     return Text(kind, reader(data, limits.characters))
+
+
+def _book(data: bytes, limits: Limits) -> Text:
+    archives.check(data, limits)
+    title, text = markup.epub(data, limits)
+    return Text("epub", text, title=title)
 
 
 def _html(data: bytes, base_url: str) -> Text:

@@ -141,8 +141,9 @@ _READ: dict[str, Any] = {
     "function": {
         "name": "read_document",
         "description": "The text of a file: spreadsheets (with formulas and fill colours), PDF, "
-        "text documents, slides, CSV, JSON, HTML, code, any other text; the members of a zip "
-        "archive; the size of an image. Long texts come in pages.",
+        "text documents, slides, mail, books, CSV, JSON, HTML, code, any other text; the members "
+        "of a zip archive; the size of an image and what is noted in it; the length of a sound. "
+        "Long texts come in pages.",
         "parameters": {
             "type": "object",
             "properties": {
