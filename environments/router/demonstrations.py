@@ -1,4 +1,4 @@
-"""Conversations that solve a task, as a good model would hold them. Pure."""
+"""Conversations that solve a task, as good models would hold them. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,39 @@ from typing import Any
 
 from envserver import Message, Task
 
+from .agent import ROUTER
+from .plans import plan_of
 
-def demonstrate(task: Task) -> list[Message] | None:
-    """The router's answer, or None where the right plan is not known."""
+
+def demonstrate(task: Task, *, execute: bool) -> dict[str, list[Message]] | None:
+    """What each agent says, or None where the right plan is not known.
+
+    An agent that the plan calls twice says at both times what is right at the last.
+    """
     text = right_answer(task)
-    return None if text is None else [{"role": "assistant", "content": text}]
+    if text is None:
+        return None
+    said = {ROUTER: [_assistant(text)]}
+    results = task.hidden["results"]
+    for step in plan_of(task.hidden["plan"]).in_order() if execute else ():
+        if step.id in results:
+            said[step.agent] = [_finding(step.agent, results[step.id])]
+    return said
 
 
 def right_answer(task: Task) -> str | None:
     """The right plan as the router writes it, None where it is not known."""
     gold: dict[str, Any] | None = task.hidden["target"] or task.hidden["plan"]
     return None if gold is None else json.dumps(gold, ensure_ascii=False)
+
+
+def _finding(agent: str, result: str) -> Message:
+    if agent == "code":
+        return _assistant(f"```python\n{result}\n```")
+    function = {"name": "finish", "arguments": json.dumps({"answer": result}, ensure_ascii=False)}
+    call = {"id": "call_finish", "type": "function", "function": function}
+    return {**_assistant(""), "tool_calls": [call]}
+
+
+def _assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}

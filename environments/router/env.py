@@ -139,8 +139,8 @@ class Router(Environment):
         sandboxes = getattr(self, "sandboxes", None)
         return await score_rollout(task, result, execute=self.config.execute, sandboxes=sandboxes)
 
-    def demonstration(self, task: Task) -> list[Message] | None:
-        return demonstrate(task)
+    def demonstration(self, task: Task) -> dict[str, list[Message]] | None:
+        return demonstrate(task, execute=self.config.execute)
 
     def known_results(self, task: Task) -> Iterator[KnownResult]:
         return known_answers(task, execute=self.config.execute)
