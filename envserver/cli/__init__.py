@@ -27,6 +27,7 @@ class Command:
 COMMANDS = {
     "process": Command("process", "make scored rollouts and write them to a JSONL file"),
     "serve": Command("serve", "run an environment and serve its groups to trainers over HTTP"),
+    "sft-gen": Command("sft_command", "write the best rollouts as rows for supervised training"),
     "run-api": Command("run_api", "serve trainers and others' environments, run none", False),
     "verify": Command("verify_command", "check delivered tokens against the engine again", False),
     "score": Command("score_command", "score given answers, without any model"),

@@ -55,11 +55,13 @@ IGNORED: dict[str, str] = {
     "openai.tokenizer_name": _EXACT,
     "openai.n_kwarg_is_ignored": "every rollout asks for one answer at a time",
     "openai.health_check": "an engine is watched by the answers it gives",
+    "tasks_per_step": "rows are written as their groups come",
     "max_n_completions": "every rollout asks for one answer at a time",
     "proxy_url": "the recording proxy is part of the server",
 }
 
 REFUSED: dict[str, str] = {
     "slurm": "Give the engines' addresses: --openai.base_url http://a:8000/v1,http://b:8000/v1",
+    "api_url": "Rollouts are made here; `atropos-sft-gen` fetches them from a server.",
     "testing": "Use the simulated engine: --model sim",
 }

@@ -77,6 +77,21 @@ def find_model_files(upstream: Upstream, explicit: Path | None = None) -> ModelF
     return ModelFiles(reason=f"{' '.join(reasons)} {_REMEDY}")
 
 
+def find_tokenizer(name: str) -> Path:
+    """The folder of a tokenizer that a user names: a folder here, or a model of the hub.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for folder in [Path(name), *_cached(name)]:
+        if (folder / _TOKENIZER).is_file():
+            return folder.absolute()
+    fetched = _fetch(name)
+    if fetched.folder is None:
+        raise ConfigError(f"--tokenizer: {fetched.reason}")
+    return fetched.folder
+
+
 def _lack(folder: Path) -> str:
     """What is missing for our own rendering; "" if nothing."""
     if not (folder / _TOKENIZER).is_file():

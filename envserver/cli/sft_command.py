@@ -1,0 +1,155 @@
+"""`envserver sft-gen FILE`: rows for supervised training, of the best rollouts of an environment.
+
+Its flags are those of Atropos' `atropos-sft-gen`, which fetches from a server; here the rollouts
+are made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from pydantic import Field
+from rich.console import Console
+
+from ..config import Settings
+from ..environment import Environment
+from ..errors import ConfigError
+from ..export.sft import Choice, Decode, SftSink
+from ..models.model_files import find_tokenizer
+from ..rollouts.scheduler import Scheduler
+from ..rollouts.stream import tickets
+from ..tokens.flags import chosen
+from .command_line import read_command_line
+from .logs import configure_logs
+from .loop import run_loop
+from .progress import ProgressView, counted
+from .runtime import machinery, run_until_stopped
+
+SUMMARY = """Runs rollouts of one environment and writes those with the best scores of each group as
+rows for supervised training: {"messages", "score"}, or {"prefix", "completion", "score"}."""
+
+ALIASES = {"group_size": "env.group_size", "max_token_len": "env.max_token_length"}
+
+
+class SftSettings(Settings):
+    """Settings with the flags that only `sft-gen` has."""
+
+    filepath: Path = Path("sft_data.jsonl")
+    """JSONL file for the rows; may also stand first, without its name."""
+    tokenizer: str | None = None
+    """Folder or name of the model's tokenizer; only needed without --save-messages."""
+    save_messages: bool = False
+    """Save conversations instead of the text of the tokens."""
+    save_top_n_per_group: int = Field(default=3, ge=1)
+    """The most rows of one group."""
+    num_seqs_to_save: int = Field(default=100, ge=1)
+    """Rows before stopping."""
+    allow_negative_scores: bool = False
+    """Keep rows with a score of 0 or less, too."""
+    minimum_score_diff_max_min: float = Field(default=0.0, ge=0)
+    """A row's score must be so much above the least of its group."""
+    append_to_previous: bool = False
+    """Go on with a file that exists."""
+
+
+def run(argv: list[str]) -> int:
+    """The command.
+
+    Raises:
+        EnvserverError: it cannot be run, or every group failed.
+    """
+    line = read_command_line(
+        "sft-gen", SUMMARY, _named(argv), settings_class=SftSettings, aliases=ALIASES
+    )
+    if line is None:
+        return 0
+    configure_logs(line.settings.log_level)
+    environment = line.make_environment()
+    return run_loop(generate(line.reference, environment, line.settings, Console(stderr=True)))
+
+
+def _named(argv: list[str]) -> list[str]:
+    """`argv` whose file, where it stands first, has its flag; `--env NAME` may be put before."""
+    at = 2 if argv[:1] == ["--env"] else 0
+    has_file = len(argv) > at and not argv[at].startswith("-")
+    return [*argv[:at], "--filepath", *argv[at:]] if has_file else argv
+
+
+async def generate(
+    reference: str, environment: Environment, settings: SftSettings, console: Console
+) -> int:
+    """Writes the rows; the exit status: 0, or 130 when it was stopped before its end.
+
+    Raises:
+        AllFailed: too many groups failed in a row; what was written stays.
+        ConfigError, StoreError: see `SftSink`; or the tokenizer is missing.
+    """
+    config = environment.config
+    choice = Choice(
+        top=settings.save_top_n_per_group,
+        allow_negative=settings.allow_negative_scores,
+        min_difference=settings.minimum_score_diff_max_min,
+        pm1=config.score_range == "pm1",
+    )
+    config.include_messages = True
+    view = ProgressView(console, config.total_steps, 0)
+    sink = SftSink(
+        settings.filepath,
+        choice,
+        None if settings.save_messages else _decoder(settings.tokenizer),
+        wanted=settings.num_seqs_to_save,
+        append=settings.append_to_previous,
+    )
+    with sink:
+        async with machinery(
+            settings,
+            environment,
+            reference,
+            observer=view,
+            need_engine=True,
+            actions=chosen(settings.tokens.train, settings.tokens.mask, settings.tokens.drop),
+            need_exact=not settings.save_messages,
+            drop_zero_variance=bool(config.ensure_scores_are_not_same),
+        ) as parts:
+            scheduler = Scheduler(
+                parts,
+                tickets(environment, repeat=True),
+                sink,
+                wanted=config.total_steps,
+                stop_on_failures=True,
+            )
+            with view:
+                work = _until_full(scheduler, sink)
+                stopped = await run_until_stopped(work, scheduler, view.say)
+    rows = f"{counted(sink.rows, 'row')} of {counted(view.tally.groups, 'group')} in {sink.path}"
+    console.print(rows, highlight=False, markup=False, soft_wrap=True)
+    return 130 if stopped else 0
+
+
+def _decoder(tokenizer: str | None) -> Decode:
+    """
+    Raises:
+        ConfigError: none is named, or it is nowhere.
+    """
+    from ..tokens.vocabulary import Vocabulary
+
+    if tokenizer is None:
+        raise ConfigError(
+            "--tokenizer is needed to write texts.", hint="Or --save-messages for conversations."
+        )
+    return Vocabulary.load(find_tokenizer(tokenizer)).decode
+
+
+async def _until_full(scheduler: Scheduler, sink: SftSink) -> None:
+    """Runs the stream until there are enough rows; what is still open then is given up."""
+    running = asyncio.create_task(scheduler.run())
+    full = asyncio.create_task(sink.full.wait())
+    try:
+        await asyncio.wait({running, full}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+    finally:
+        for task in (running, full):
+            task.cancel()
+        await asyncio.gather(running, full, return_exceptions=True)
