@@ -1,23 +1,33 @@
-"""Isolated agents per second, with a model that answers at once: ours, and the way of old.
+"""Isolated agents per second, with a model that answers at once: ours, and the archived way.
 
     python tests/benchmarks/bench_agents.py [agents]
 
 Each agent is smolagents' CodeAgent, takes three steps and answers; eight run at a time. Ours: a
-fork of a warm parent behind the wall for each, and an interpreter of its own in there. The way of
-old: a process for each, nothing walled off, smolagents' own interpreter and prompts, model calls
-through queues of which the parent takes one request every 10 ms. Prints rates, and the CPU time of
-an agent with all that it takes but the server. Run it on a machine that does nothing else.
+fork of a warm parent behind the wall for each, and an interpreter of its own in there. The archived
+way, built after a description of Atropos's smolagents integration: groups of eight, a process for
+each agent, nothing walled off, smolagents' own interpreter and prompts; model calls go through
+queues of which the parent takes one request every 10 ms, and it gives each answer to every agent.
+An agent that is being added or removed meanwhile makes that fail: the agent that asked dies, or
+hears nothing until `TIMEOUT_SECONDS` are over (here it is ended sooner; the time is reckoned).
+
+Prints agents per second without and with the time lost to timeouts, the CPU time of an agent with
+all that it takes but the server, the peak of memory (PSS of all processes together), and how many
+agents gave no answer. Run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import queue
 import resource
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +45,44 @@ from envserver.workers.walled import Wall
 
 AT_ONCE = 8
 TICK_SECONDS = 0.01
+TIMEOUT_SECONDS = 240.0
+"""Of the archived integration's agents, unless told otherwise."""
+PATIENCE_SECONDS = 5.0
+"""After which the benchmark ends one that hears nothing."""
 CODES = ("x = 6", "y = x * 7")
 ANSWER = "final_answer('42')"
 
 
-async def ours(agents: int) -> float:
-    """Seconds, without the start of the pool."""
+@dataclass
+class Run:
+    """What a way did with `agents` agents, without its own start."""
+
+    agents: int
+    seconds: float = 0.0
+    lost: int = 0
+    hung: int = 0
+    cpu_seconds: float = 0.0
+    peak_memory_mb: float = 0.0
+    groups_hung: int = 0
+
+    def __str__(self) -> str:
+        answered = self.agents - self.lost
+        reckoned = self.seconds + self.groups_hung * (TIMEOUT_SECONDS - PATIENCE_SECONDS)
+        return (
+            f"{answered / self.seconds:6.1f} agents per second"
+            f" ({answered / reckoned:5.1f} with timeouts),"
+            f" {self.cpu_seconds / self.agents * 1000:5.1f} ms of CPU each,"
+            f" {self.peak_memory_mb:4.0f} MB at most,"
+            f" {self.lost} of {self.agents} lost ({self.hung} hung)"
+        )
+
+
+def ours(agents: int) -> Run:
+    """Any agent that gives no answer raises."""
+    return uvloop.run(_ours(agents))
+
+
+async def _ours(agents: int) -> Run:
     async with scripted() as proxy:
         config = WorkersConfig(processes=1, dedicated=AT_ONCE)
         wall = Wall(kind="namespace", port=proxy.port, memory_mb=600, disk_mb=32)
@@ -49,9 +91,9 @@ async def ours(agents: int) -> float:
             jobs = [proxy.ask(*CODES, seconds=600) for _ in range(agents)]
             began = time.perf_counter()
             await asyncio.gather(*(pool.run(job) for job in jobs))
-            seconds = time.perf_counter() - began
+            run = Run(agents, time.perf_counter() - began)
             assert all(proxy.posted(job)["output"]["answer"] == "42" for job in jobs)
-            return seconds
+            return run
 
 
 class _Queued(Model):  # type: ignore[misc]  # a class of a library without types
@@ -62,40 +104,67 @@ class _Queued(Model):  # type: ignore[misc]  # a class of a library without type
     def generate(self, messages: list[ChatMessage], **options: Any) -> ChatMessage:
         turn = sum(message.role == MessageRole.ASSISTANT for message in messages)
         self._requests.put((self._number, turn))
-        return ChatMessage(role=MessageRole.ASSISTANT, content=self._answers.get())
+        while True:
+            number, text = self._answers.get()
+            if number == self._number:
+                if text is None:
+                    raise RuntimeError("the model could not be asked")
+                return ChatMessage(role=MessageRole.ASSISTANT, content=text)
 
 
 def _agent(number: int, requests: Any, answers: Any, results: Any) -> None:
     model = _Queued(number, requests, answers)
-    results.put(CodeAgent([], model, verbosity_level=LogLevel.OFF).run("How much is it?"))
+    results.put((number, CodeAgent([], model, verbosity_level=LogLevel.OFF).run("How much is it?")))
 
 
-def of_old(agents: int) -> float:
-    """Seconds for groups of eight, one after the other."""
+def archived(agents: int) -> Run:
+    """Groups of eight, one after the other."""
+    run = Run(agents)
     context = multiprocessing.get_context("fork")
     began = time.perf_counter()
     for _ in range(agents // AT_ONCE):
         with context.Manager() as manager:
-            requests, results = manager.Queue(), manager.Queue()
-            answers = [manager.Queue() for _ in range(AT_ONCE)]
-            over = threading.Event()
-            server = threading.Thread(target=_serve, args=(requests, answers, over))
-            server.start()
-            children = [
-                context.Process(target=_agent, args=(number, requests, answers[number], results))
-                for number in range(AT_ONCE)
-            ]
-            for child in children:
-                child.start()
-            assert all(str(results.get()) == "42" for _ in children)
-            for child in children:
-                child.join()
-            over.set()
-            server.join()
-    return time.perf_counter() - began
+            hung, answered = _group(context, manager)
+        run.hung += hung
+        run.groups_hung += hung > 0
+        run.lost += AT_ONCE - answered
+    run.seconds = time.perf_counter() - began
+    return run
 
 
-def _serve(requests: Any, answers: list[Any], over: threading.Event) -> None:
+def _group(context: Any, manager: Any) -> tuple[int, int]:
+    """How many agents of one group hung, and how many answered."""
+    requests, results = manager.Queue(), manager.Queue()
+    answers: dict[int, Any] = {}
+    over = threading.Event()
+    server = threading.Thread(target=_serve, args=(requests, answers, over))
+    server.start()
+    children = []
+    for number in range(AT_ONCE):
+        answers[number] = manager.Queue()
+        asked = (number, requests, answers[number], results)
+        children.append(context.Process(target=_quiet, args=asked))
+        children[-1].start()
+    hung = 0
+    until = time.monotonic() + PATIENCE_SECONDS
+    for number, child in enumerate(children):
+        child.join(max(0.0, until - time.monotonic()))
+        if child.is_alive():
+            hung += 1
+            child.kill()
+            child.join()
+        del answers[number]
+    over.set()
+    server.join()
+    return hung, results.qsize()
+
+
+def _quiet(*asked: Any) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # tracebacks of those that the race kills
+    _agent(*asked)
+
+
+def _serve(requests: Any, answers: dict[int, Any], over: threading.Event) -> None:
     while not over.is_set():
         try:
             number, turn = requests.get_nowait()
@@ -103,27 +172,76 @@ def _serve(requests: Any, answers: list[Any], over: threading.Event) -> None:
             pass
         else:
             code = CODES[turn] if turn < len(CODES) else ANSWER
-            answers[number].put(f"Now.\n<code>\n{code}\n</code>")
+            _tell_all(answers, number, f"Now.\n<code>\n{code}\n</code>")
         time.sleep(TICK_SECONDS)
 
 
-def main() -> None:
-    agents = int(sys.argv[1]) if len(sys.argv) > 1 else 128
-    for round_number in (1, 2):
-        for name, seconds_of in (("of old", of_old), ("ours", lambda n: uvloop.run(ours(n)))):
-            before = _cpu_seconds()
-            seconds = seconds_of(agents)
-            cpu = (_cpu_seconds() - before) / agents * 1000
-            rate = agents / seconds
-            print(
-                f"{round_number} {name:7} {rate:6.1f} agents per second, {cpu:5.1f} ms of CPU each"
-            )
+def _tell_all(answers: dict[int, Any], number: int, text: str) -> None:
+    for words in (text, None):
+        try:
+            for one in answers.values():
+                one.put((number, words))
+        except RuntimeError:  # the dictionary changed its size meanwhile
+            continue
+        return
+
+
+@contextmanager
+def _watched() -> Iterator[list[float]]:
+    """The peak, in MB, of what all processes below this one have."""
+    peak, over = [0.0], threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.2):
+            peak[0] = max(peak[0], sum(map(_memory_mb, _below(os.getpid()))))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        over.set()
+        thread.join()
+
+
+def _below(pid: int) -> Iterator[int]:
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [int(c) for task in tasks for c in (task / "children").read_text().split()]
+    except OSError:  # it has ended
+        return
+    for child in children:
+        yield child
+        yield from _below(child)
+
+
+def _memory_mb(pid: int) -> float:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+
+
+def _measured(way: Callable[[int], Run], agents: int) -> Run:
+    before = _cpu_seconds()
+    with _watched() as peak:
+        run = way(agents)
+    run.cpu_seconds, run.peak_memory_mb = _cpu_seconds() - before, peak[0]
+    return run
 
 
 def _cpu_seconds() -> float:
     """Of all processes that were started and have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def main() -> None:
+    agents = int(sys.argv[1]) if len(sys.argv) > 1 else 128
+    for number in (1, 2):
+        for name, way in (("archived", archived), ("ours", ours)):
+            print(f"{number} {name:8} {_measured(way, agents)}", flush=True)
 
 
 if __name__ == "__main__":
