@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,6 +35,8 @@ MAX_ANSWER_CHARACTERS = 400
 
 Fact = tuple[str, int]
 """Title of a paragraph and number of a sentence, from 0."""
+Triple = tuple[str, str, str]
+"""Subject, relation, object."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Item:
     passages: tuple[Passage, ...] = ()
     supporting: tuple[Fact, ...] = ()
     support: tuple[str, ...] = ()
-    evidences: tuple[tuple[tuple[str, str, str], ...], ...] = ()
+    evidences: tuple[tuple[Triple, ...], ...] = ()
     decomposition: tuple[tuple[str, str], ...] = ()
 
 
@@ -131,7 +133,7 @@ def _fits(shape: str, row: Row) -> bool:
         case "musique":
             return "paragraphs" in row
         case "2wiki":
-            return "context" in row and "evidences" in row
+            return "evidences" in row
         case "hotpotqa":
             return "context" in row or "supporting_facts" in row
     return "question" in row or "extra_info" in row
@@ -145,8 +147,7 @@ def _hotpotqa(item: Item, row: Row, corpus: Mapping[str, Passage]) -> Item:
 
 
 def _wiki2(item: Item, row: Row, corpus: Mapping[str, Passage]) -> Item:
-    triples = _triples(_decoded(row.get("evidences") or []))
-    evidences = tuple((triple,) for triple in triples)
+    evidences = tuple(_evidences(_decoded(row.get("evidences") or [])))
     return _with(_hotpotqa(item, row, corpus), evidences=evidences)
 
 
@@ -298,13 +299,19 @@ def _pairs(value: object, first: str, *second: str) -> Iterator[tuple[Any, Any]]
         yield pair[0], pair[1]
 
 
-def _triples(value: object) -> Iterator[tuple[str, str, str]]:
+def _evidences(value: object) -> Iterator[tuple[Triple, ...]]:
+    """Triples, or for each one a list of all its forms."""
     names = ("fact", "relation", "entity")
     if isinstance(value, dict):
         value = list(zip(*(_several(value.get(name)) for name in names), strict=False))
-    triples: Iterable[Any] = _several(value)
-    for triple in triples:
-        parts = [triple.get(name) for name in names] if isinstance(triple, dict) else triple
-        if not isinstance(parts, list | tuple) or len(parts) != 3 or not all(map(_is_text, parts)):
-            raise InputError("The row's evidences are no triples.")
-        yield _text(parts[0]), _text(parts[1]), _text(parts[2])
+    for entry in _several(value):
+        parts = _several([entry.get(name) for name in names] if isinstance(entry, dict) else entry)
+        nested = bool(parts) and all(isinstance(part, list | tuple) for part in parts)
+        forms = parts if nested else [parts]
+        yield tuple(_triple(form) for form in forms)
+
+
+def _triple(parts: Sequence[object]) -> Triple:
+    if len(parts) != 3 or not all(map(_is_text, parts)):
+        raise InputError("The row's evidences are no triples.")
+    return _text(parts[0]), _text(parts[1]), _text(parts[2])
