@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 _ALLOWED = "0123456789+-*/(). "
 _MAX_BITS = 100_000
@@ -42,9 +42,19 @@ def _value(node: ast.expr) -> Any:
             return +_value(operand)
         case ast.BinOp(left=left, op=op, right=right):
             return _binary(op, _value(left), _value(right))
-        case ast.Call(func=function):
-            raise TypeError(f"{type(_value(function)).__name__!r} object is not callable")
+        case ast.Call(func=function, args=arguments):
+            _refuse_call(_value(function), arguments)
     raise ValueError("Invalid characters in expression")
+
+
+def _refuse_call(function: Any, arguments: list[ast.expr]) -> NoReturn:
+    """Raises what Python says of calling a number."""
+    for argument in arguments:
+        if isinstance(argument, ast.Starred):
+            kind = type(_value(argument.value)).__name__
+            raise TypeError(f"{function} argument after * must be an iterable, not {kind}")
+        _value(argument)
+    raise TypeError(f"{type(function).__name__!r} object is not callable")
 
 
 def _binary(op: ast.operator, left: Any, right: Any) -> Any:

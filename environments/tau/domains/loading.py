@@ -66,7 +66,7 @@ def _load(kind: DomainKind, folder: Path) -> Domain:
     return Domain(
         kind=kind,
         agent_base=_base(kind.agent, folder),
-        user_base=None if kind.user is None else _base(kind.user, folder),
+        user_base=None if kind.user is None else _base(kind.user, folder, required=False),
         policy=_policy(kind, folder),
         tasks={str(task["id"]): task for task in tasks},
         splits=_read_data(folder, "split_tasks", required=False) or {},
@@ -81,8 +81,9 @@ def _policy(kind: DomainKind, folder: Path) -> str:
     )
 
 
-def _base(side: Side, folder: Path) -> Base:
-    content = _read_data(folder, side.file)
+def _base(side: Side, folder: Path, *, required: bool = True) -> Base:
+    """The data of one side; an empty base where there may be none and there is no file."""
+    content = _read_data(folder, side.file, required=required) or {}
     try:
         return Base(side.model, content, side.keyed)
     except ValueError as error:
