@@ -63,7 +63,7 @@ async def test_trouble_is_a_step_and_the_run_goes_on(
 ) -> None:
     began = time.monotonic()
     done = await solved(pool, proxy, code)
-    assert time.monotonic() - began < 12
+    assert time.monotonic() - began < 15
     assert done["answer"] == "42"
     assert done["steps"][0]["error"]["kind"] == TROUBLE[code]
 

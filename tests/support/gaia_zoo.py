@@ -11,7 +11,7 @@ class GaiaZoo(Environment):
     preload = ()
 
     class Config(Environment.Config):
-        step_seconds: float = 2.0
+        step_seconds: float = 3.0
         agent: str = "code"
 
     def tasks(self, split):
