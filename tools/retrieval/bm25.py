@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -80,12 +81,14 @@ def need_library() -> Any:
         ConfigError: it is not installed.
     """
     try:
-        return importlib.import_module("bm25s")
+        library = importlib.import_module("bm25s")
     except ImportError as error:
         raise ConfigError(
             f"Searching a corpus needs the library `bm25s`, which cannot be imported: {error}.",
             hint="pip install 'envserver[retrieval]'",
         ) from error
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it tells of each index it builds
+    return library
 
 
 def _indexed_text(passage: Passage) -> str:
