@@ -59,16 +59,6 @@ def choice_index(text: str, options: Sequence[str]) -> int | None:
     return None
 
 
-def free_answer(text: str) -> str | None:
-    """The words of an answer without options, or None where a model's text gives none.
-
-    They stand where `choice_index` looks: the last box, the key `answer`, the last "answer" line.
-    """
-    seen = visible_text(text)
-    payloads = _payloads(seen) if seen is not None else []
-    return _plain(payloads[-1]) or None if payloads else None
-
-
 def option_index(payload: str, options: Sequence[str]) -> int | None:
     """Which option an answer stands for: by its letter, else by its exact text."""
     plain = _plain(payload)

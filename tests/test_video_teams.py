@@ -123,7 +123,10 @@ async def test_a_single_agent_reads_and_finishes() -> None:
     assert [action["tool"] for action in run.actions] == [
         "load_context", *["reason"] * 4, "finalize",
     ]  # fmt: skip
-    assert run.actions[-1]["output"] == "B" and run.tools[None][-1] == "finish"
+    assert (
+        run.actions[-1]["output"] == output["final_answer"] == "B) opens the gate"
+        and run.tools[None][-1] == "finish"
+    )
 
 
 @pytest.mark.parametrize(

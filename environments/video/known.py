@@ -9,7 +9,6 @@ from typing import Any
 from envserver import KnownResult, Result, Task
 
 from .demonstrations import right_answer
-from .scoring import MAX_WORDS
 
 
 def known_answers(task: Task) -> Iterator[KnownResult]:
@@ -21,7 +20,7 @@ def known_answers(task: Task) -> Iterator[KnownResult]:
     yield _right("gold, of an organizer", text=json.dumps({"reasoning": "so", "answer": gold}))
     yield _wrong("gold, only thought", text=f"<think>Answer: {gold}</think> I do not know.")
     yield _wrong("gold, thoughts without end", text=f"<think>Answer: {gold}")
-    yield _wrong("gold, of experts only", experts={"captions": gold, "transcript": gold})
+    yield _wrong("gold, of experts only", experts={"captions": gold}, final_answer=gold)
     yield _wrong("no answer", answer="cannot tell")
     yield _wrong("several answers, one right", answer=f"{gold} or {_other(gold)}")
     yield KnownResult(
@@ -59,7 +58,7 @@ def _of_words(gold: str, public: dict[str, Any]) -> Iterator[KnownResult]:
     yield _right("gold, in other letters", answer=f"{gold.upper()}!")
     captions = [line["text"] for line in (public["context"] or {}).get("captions", [])]
     yield _wrong("all captions", answer=" ".join(captions))
-    yield _wrong("gold, buried in words", answer="there " * MAX_WORDS + gold)
+    yield _wrong("gold, buried in words", answer="there " * 12 + gold)
     yield _wrong("another answer", answer="something else")
     yield _wrong("little words", answer="of the")
 
@@ -80,7 +79,12 @@ def _wrong(name: str, **said: Any) -> KnownResult:
 
 
 def _output(
-    *, answer: str | None = None, text: str = "", experts: dict[str, str] | None = None
+    *,
+    answer: str | None = None,
+    text: str = "",
+    experts: dict[str, str] | None = None,
+    final_answer: str = "",
 ) -> dict[str, Any]:
     """As the agents return it."""
-    return {"answer": answer, "text": text, "experts": experts or {}}
+    told = {"experts": experts or {}, "final_answer": final_answer}
+    return {"answer": answer, "text": text, **told}

@@ -1,16 +1,16 @@
 """Which answer an agent's words give: an option, or a few words. Agents' votes and scores share it.
 
-Pure. An option is named as `environments.answers` says, words stand where an option would; a box
-counts before anything else.
+Pure. An option is named as `environments.answers` says, words are found as in `mhqa`.
 """
 
 from __future__ import annotations
 
-from environments.answers import choice_index, free_answer, last_boxed, option_index
+from environments.answers import choice_index, last_boxed, option_index
+from environments.mhqa.extraction import extract_answer
+from environments.mhqa.metrics import normalize_answer
 from tools.visible import visible_text
 
 from .agent import Said
-from .words import normalised
 
 
 def option_of(said: Said, options: list[str]) -> int | None:
@@ -27,7 +27,7 @@ def option_of(said: Said, options: list[str]) -> int | None:
 def words_of(said: Said) -> str | None:
     """The words of an answer without options, None where there is none."""
     if said.answer is None:
-        return free_answer(said.text)
+        return extract_answer(said.text) or None
     seen = visible_text(said.answer)
     return None if seen is None else (last_boxed(seen) or seen).strip() or None
 
@@ -37,5 +37,13 @@ def same_answer(first: Said, second: Said, options: list[str]) -> bool:
     if options:
         index = option_of(first, options)
         return index is not None and index == option_of(second, options)
-    words = normalised(words_of(first) or "")
-    return bool(words) and words == normalised(words_of(second) or "")
+    words = normalize_answer(words_of(first) or "")
+    return bool(words) and words == normalize_answer(words_of(second) or "")
+
+
+def final_answer(said: Said, options: list[str]) -> str:
+    """The answer as people read it: the option with its letter, or the words; "" for none."""
+    if not options:
+        return words_of(said) or ""
+    place = option_of(said, options)
+    return "" if place is None else f"{chr(ord('A') + place)}) {options[place]}"

@@ -6,9 +6,10 @@ or several, is wrong; nobody's first letter is taken for an answer, and nothing 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
+from environments.mhqa.metrics import answer_measure, normalize_answer
+from environments.mhqa.scoring import is_short, why_refused
 from envserver import Result, Score, Task
 from tools.bm25 import STOP_WORDS
 from tools.visible import visible_text
@@ -17,13 +18,6 @@ from .agent import Said
 from .aggregation import kinds_of
 from .evidence import cites_evidence
 from .reading import option_of, words_of
-from .words import normalised, token_f1
-
-MAX_CHARACTERS = 64
-MAX_WORDS = 12
-"""A longer answer in words is none: it might hold everything that the video shows."""
-
-_LISTS = (" or ", "|", ";", "/", " and/or ", "\n")
 
 
 def score_rollout(task: Task, result: Result, evidence_bonus: float = 0.0) -> Score:
@@ -67,21 +61,17 @@ def said_of(output: Any) -> Said:
     return Said(answer if isinstance(answer, str) else None, text if isinstance(text, str) else "")
 
 
-def words_score(answer: str, golds: Sequence[str]) -> float:
+def words_score(answer: str, golds: list[str]) -> float:
     """The best F1 against `golds`; 0.0 for what is long, a list, or shares but little words."""
-    plain = normalised(answer)
-    if len(plain) > MAX_CHARACTERS or len(plain.split()) > MAX_WORDS:
+    if why_refused(answer, golds) or not is_short(answer, golds):
         return 0.0
-    said = answer.strip().lower()
-    if any(mark in said and not any(mark in gold.lower() for gold in golds) for mark in _LISTS):
-        return 0.0
-    right = [gold for gold in golds if _content(plain) & _content(normalised(gold))]
-    return max((token_f1(answer, gold) for gold in right), default=0.0)
+    near = [gold for gold in golds if _content(answer) & _content(gold)]
+    return answer_measure(answer, near).f1
 
 
-def _content(plain: str) -> set[str]:
-    """The words of a normal form that say something."""
-    return set(plain.split()) - STOP_WORDS
+def _content(text: str) -> set[str]:
+    """The words that say something."""
+    return set(normalize_answer(text).split()) - STOP_WORDS
 
 
 def _tool_errors(metrics: dict[str, float]) -> float:

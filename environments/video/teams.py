@@ -6,8 +6,9 @@
     star     an organizer asks one expert at a time, by `route`, until it knows the answer
     blind    the question alone: what a text says without any video
 
-In: a task's public part, and `run`. Out: `{"answer", "text", "experts"}`: the last agent's argument
-of `finish`, its last text, and what each expert answered (for readers). Each agent of a team is
+In: a task's public part, and `run`. Out: `{"answer", "text", "experts", "final_answer"}`: the last
+agent's argument of `finish`, its last text, and for readers what each expert answered and what the
+answer comes to. Each agent of a team is
 known by its name, and its conversation only grows: it is one sequence.
 """
 
@@ -24,7 +25,7 @@ from tools.calling import Tool, ToolError, cut, toolbox
 from .agent import Agent, Protocol, Said
 from .context import Modality, VideoContext
 from .prompts import about, question, reports, system_prompt
-from .reading import same_answer
+from .reading import final_answer, same_answer
 from .tools import (
     MAX_ANSWER_CHARACTERS,
     TOOLS_OF,
@@ -76,8 +77,9 @@ async def solve(task: PublicTask, run: Rollout, rules: Rules) -> dict[str, Any]:
         team = _Team(run, rules, public, context)
         said, experts = await team.solve()
     answers = {name: expert.words for name, expert in experts.items()}
-    run.log_action("finalize", {}, said.text if said.answer is None else said.answer)
-    return {"answer": said.answer, "text": said.text, "experts": answers}
+    final = final_answer(said, public["options"])
+    run.log_action("finalize", {}, final)
+    return {"answer": said.answer, "text": said.text, "experts": answers, "final_answer": final}
 
 
 async def _blind(public: dict[str, Any], run: Rollout) -> Said:
