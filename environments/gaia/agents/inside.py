@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -183,7 +183,21 @@ def _told(error: BaseException, name: str) -> dict[str, str]:
     while entry is not None and entry.tb_frame.f_code.co_filename != name:
         entry = entry.tb_next
     try:
-        text = "".join(traceback.format_exception(type(error), error, entry)).strip()
+        text = "".join(_without_us(traceback.TracebackException(type(error), error, entry)))
+        text = text.strip()
     except Exception:  # noqa: BLE001 - an exception of the model's whose words cannot be had
         text = type(error).__name__
     return {"kind": type(error).__name__, "text": text}
+
+
+def _without_us(told: traceback.TracebackException) -> Iterator[str]:
+    """Its lines without the places in this file: they are no matter of the model's, and differ from
+    one machine to another."""
+    part: traceback.TracebackException | None = told
+    for _ in range(10):
+        if part is None:
+            break
+        mine = [frame for frame in part.stack if frame.filename != __file__]
+        part.stack = traceback.StackSummary.from_list(mine)
+        part = part.__cause__ or part.__context__
+    return told.format()
