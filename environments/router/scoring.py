@@ -7,8 +7,6 @@ plan that had to be repaired gets four fifths of it.
 
 from __future__ import annotations
 
-import re
-import string
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +15,7 @@ from environments.code.scoring import Rules as CodeRules
 from environments.code.scoring import score_rollout as score_program
 from environments.math.scoring import Rules as MathRules
 from environments.math.scoring import score_rollout as score_number
+from environments.mhqa.metrics import normalize_answer
 from envserver import ConfigError, Result, Sandboxes, Score, Task
 
 from .agent import READERS
@@ -27,8 +26,6 @@ from .plans import Plan, PlanError, plan_of
 PLAN_SHARE = 0.3
 REPAIR_FACTOR = 0.8
 """Of the reward, where the plan had to be repaired."""
-
-_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 @dataclass(frozen=True)
@@ -115,8 +112,8 @@ async def outcome(task: Task, said: Said, sandboxes: Sandboxes | None) -> float:
             return await _passes(task, said.program, sandboxes)
         case "number":
             return max(_is_number(gold, said.answer) for gold in answer["answers"])
-    given = _plain(said.answer or "")
-    return float(bool(given) and given in map(_plain, answer["answers"]))
+    given = normalize_answer(said.answer or "")
+    return float(bool(given) and given in map(normalize_answer, answer["answers"]))
 
 
 def _alike(plan: Plan, task: Task) -> Likeness | None:
@@ -168,12 +165,6 @@ async def _passes(task: Task, program: str | None, sandboxes: Sandboxes | None) 
 
 _REFERENCES = References()
 """What the references of functions give; each is asked once in a process."""
-
-
-def _plain(text: str) -> str:
-    """`text` without case, punctuation, articles and doubled blanks."""
-    bare = text.lower().translate(str.maketrans("", "", string.punctuation))
-    return " ".join(_ARTICLES.sub(" ", bare).split())
 
 
 def _text(value: Any) -> str | None:
