@@ -124,10 +124,19 @@ def test_a_local_copy_is_read_in_every_layout(layout: str, tmp_path: Path) -> No
             list(copy_items(copy, split))
 
 
+def refused(row: Item | Refusal) -> str:
+    assert isinstance(row, Refusal)
+    return row.reason
+
+
 def test_tasks_of_ones_own_need_no_folder_for_splits(tmp_path: Path) -> None:
     (tmp_path / "metadata.jsonl").write_bytes(as_jsonl(ROWS[:1]))
     assert not is_official(tmp_path)
     assert [item(task).task_id for task in copy_items(tmp_path, "train")] == ["a"]
+    outside = [{**ROWS[0], "file_name": name} for name in ("/etc/hostname", "../x")]
+    (tmp_path / "metadata.jsonl").write_bytes(as_jsonl(outside))
+    reasons = {refused(row) for row in copy_items(tmp_path, "train")}
+    assert reasons == {"its file is outside of the copy"}
     (tmp_path / "metadata.jsonl").write_text('{"task_id": "a"\n')
     with pytest.raises(ConfigError, match="line 1"):
         list(copy_items(tmp_path, "train"))

@@ -105,6 +105,8 @@ class Gaia(Environment):
         """Which recording in web_folder."""
         web_provider: Literal["tavily", "duckduckgo"] = "tavily"
         """Who searches. tavily: with the server's variable TAVILY_API_KEY."""
+        web_provider_url: str = ""
+        """Where the provider is asked, for a gateway of your own; unset: at the provider's."""
         web_reader: Literal["own", "tavily"] = "own"
         """Who reads pages: the server itself, or Tavily's extraction."""
         web_allow_private: bool = False
@@ -207,6 +209,7 @@ class Gaia(Environment):
             folder=None if config.web == "live" else config.web_folder,
             epoch=config.web_epoch,
             provider=config.web_provider,
+            provider_url=config.web_provider_url,
             reader=config.web_reader,
             allow_private=config.web_allow_private,
             leaks=config.web_leaks,

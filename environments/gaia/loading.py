@@ -118,15 +118,15 @@ def _attachment(row: dict[str, Any], root: Path, folder: Path) -> Path | None:
     name = row.get("file_name") or ""
     if not name:
         return None
-    places = [folder / str(name)]
+    inside = [folder.relative_to(root) / str(name)]
     if row.get("file_path"):
-        places.append(root / str(row["file_path"]))
-    for place in places:
-        if place.is_file():
-            # Links lead into the cache of the hub's client: the place counts, not where it leads.
-            if ".." in place.relative_to(root).parts or Path(str(name)).is_absolute():
-                raise InputError("its file is outside of the copy")
-            return place
+        inside.append(Path(str(row["file_path"])))
+    for path in inside:
+        # Links lead into the cache of the hub's client: the place counts, not where it leads.
+        if path.is_absolute() or ".." in path.parts:
+            raise InputError("its file is outside of the copy")
+        if (root / path).is_file():
+            return root / path
     raise InputError("its file is missing")
 
 

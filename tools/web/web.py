@@ -12,6 +12,7 @@ import re
 import unicodedata
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -120,7 +121,7 @@ class Web:
         self._texts: OrderedDict[str, Text] = OrderedDict()
         self._judged: OrderedDict[tuple[str, str], bool] = OrderedDict()
         self._parts: OrderedDict[str, set[tuple[str, ...]]] = OrderedDict()
-        self._places = asyncio.Semaphore(_READERS)
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="web-readers")
         self.metrics = self._recorder.metrics
 
     async def __aenter__(self) -> Self:
@@ -130,6 +131,7 @@ class Web:
     async def __aexit__(self, *error: object) -> None:
         await self._recorder.aclose()
         await self._fetcher.__aexit__(*error)
+        self._readers.shutdown(wait=False, cancel_futures=True)
 
     def shown(self, group: str) -> dict[str, Any]:
         """Which web a group saw: equal where the same was asked and answered. Asked once a group,
@@ -276,9 +278,12 @@ class Web:
         key = (raw.digest, question)
         if key not in self._judged:
             words = f"{text.title}\n{unquote(raw.url)}\n{text.text}"
-            self._judged[key] = await asyncio.to_thread(self._leaks.repeats, words, question)
+            loop = asyncio.get_running_loop()
+            found = await loop.run_in_executor(self._readers, self._leaks.repeats, words, question)
+            self._judged[key] = found
             if len(self._judged) > _MOST_JUDGED:
                 self._judged.popitem(last=False)
+            return found
         return self._judged[key]
 
     def _leaked(self, viewer: Viewer) -> bool:
@@ -297,16 +302,16 @@ class Web:
     async def _text(self, raw: Raw) -> Text:
         key = raw.digest
         if key not in self._texts:
-            async with self._places:
-                try:
-                    text = await asyncio.to_thread(_read, raw)
-                except DocumentError as error:
-                    raise ToolError(str(error)) from error
+            loop = asyncio.get_running_loop()
+            try:
+                text = await loop.run_in_executor(self._readers, _read, raw)
+            except DocumentError as error:
+                raise ToolError(str(error)) from error
             self._texts[key] = text
             if len(self._texts) > _MOST_TEXTS:
                 self._texts.popitem(last=False)
-        else:
-            self._texts.move_to_end(key)
+            return text
+        self._texts.move_to_end(key)
         return self._texts[key]
 
 
