@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from envserver import InputError
 
@@ -27,8 +27,10 @@ from .tasks import TauMessage, TauTask
 class RecordedTask(BaseModel):
     """Which task a conversation is about, and by which rules it went."""
 
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
     domain: str
-    task_id: str
+    task_id: str = Field(validation_alias=AliasChoices("task_id", "id"))
     evaluation_type: EvaluationType = "all"
     nl_verdicts: list[bool] | None = None
     max_steps: int = Field(default=100, ge=1)
@@ -169,7 +171,7 @@ def _parsed(arguments: str) -> Any:
     """Arguments as written by a model; what is no JSON stays a text (an error of the call)."""
     try:
         return json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 

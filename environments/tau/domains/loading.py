@@ -24,14 +24,17 @@ _INSIDE = ("", "domains", "data/tau2/domains", "tau2/data/domains")
 """Where in a folder the domains' own folders may be."""
 
 
-def load_domain(kind: DomainKind, folder: Path) -> Domain:
+def load_domain(kind: DomainKind, folder: Path, *, with_tasks: bool = True) -> Domain:
     """A domain from `folder`, which holds its files (db, policy, tasks, split_tasks).
+
+    Args:
+        with_tasks: read the last two.
 
     Raises:
         NotFoundError: a file is missing.
         ConfigError: a file cannot be read as what it should be.
     """
-    return _load(kind, folder.resolve())
+    return _load(kind, folder.resolve(), with_tasks)
 
 
 def data_folder(name: str, data: Path | None) -> Path:
@@ -61,15 +64,16 @@ def data_folder(name: str, data: Path | None) -> Path:
 
 
 @cache
-def _load(kind: DomainKind, folder: Path) -> Domain:
-    tasks = _read_data(folder, "tasks", required=False) or []
+def _load(kind: DomainKind, folder: Path, with_tasks: bool) -> Domain:
+    tasks = (_read_data(folder, "tasks", required=False) or []) if with_tasks else []
+    splits = (_read_data(folder, "split_tasks", required=False) or {}) if with_tasks else {}
     return Domain(
         kind=kind,
         agent_base=_base(kind.agent, folder),
         user_base=None if kind.user is None else _base(kind.user, folder, required=False),
         policy=_policy(kind, folder),
         tasks={str(task["id"]): task for task in tasks},
-        splits=_read_data(folder, "split_tasks", required=False) or {},
+        splits=splits,
     )
 
 
