@@ -18,6 +18,8 @@ from environments.tau.domains.database import Base, Database, hash_of
 from environments.tau.domains.retail import RETAIL
 from environments.tau.domains.retail_data import RetailDB
 from environments.tau.domains.world import Domain, DomainKind, World
+from environments.tau.episodes import Episode, Rules
+from environments.tau.tasks import TauTask
 
 ADDRESS = {
     "address1": "1 Elm St",
@@ -397,13 +399,17 @@ def test_changed_flights_keep_what_stays_at_its_price(sky: World) -> None:
     )
 
 
-def test_numbers_are_stored_as_they_are_given(sky: World) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_numbers_are_stored_as_they_are_given_or_whole(sky: World, whole: bool) -> None:
     bags = {"reservation_id": "R1", "nonfree_baggages": 0, "payment_id": "card"}
-    asked(sky, "update_reservation_baggages", **bags, total_baggages=2.0)
-    other = AIRLINE_DOMAIN.world()
-    asked(other, "update_reservation_baggages", **bags, total_baggages=2)
-    assert not sky.same_as(other)
-    assert sky.agent_hash() != other.agent_hash()
+    asked(sky, "update_reservation_baggages", **bags, total_baggages=2)
+    episode = Episode(AIRLINE_DOMAIN, TauTask(id="bags"), Rules(whole_numbers=whole))
+    episode.say("Two bags, please.")
+    arguments = {**bags, "total_baggages": 2.0}
+    call = {"id": "1", "name": "update_reservation_baggages", "arguments": arguments}
+    episode.say(None, [call])
+    assert episode.world.same_as(sky) is whole
+    assert (episode.world.agent_hash() == sky.agent_hash()) is whole
 
 
 def test_connections_leave_after_the_arrival(sky: World) -> None:

@@ -27,6 +27,7 @@ from environments.tau.evaluation import (
     pass_hat_k,
     same_call,
 )
+from environments.tau.evaluation.confirmation import unconfirmed_writes
 from environments.tau.evaluation.rewards import pays_for_nothing
 from environments.tau.replays import play
 from environments.tau.tasks import Action, TauTask, read_task
@@ -337,6 +338,24 @@ def test_which_calls_are_the_expected_ones(
     assert same_call(action, call) is upstream
     assert same_call(action, call, Strictness.STRICT) is strict
     assert not same_call(action, {**call, "name": "g"})
+
+
+@pytest.mark.parametrize(
+    ("proposal", "answer", "unconfirmed"),
+    [
+        ("I will finish t1. Is that right?", "Yes, go ahead.", 0),
+        ("I will finish it. Is that right?", "Yes.", 1),
+        ("I will finish t1. Is that right?", "No, wait.", 1),
+        ("I will finish t1.", "Why?", 1),
+    ],
+)
+def test_changes_without_a_yes_are_counted(
+    domain: Domain, proposal: str, answer: str, unconfirmed: int
+) -> None:
+    user = [HI, {"content": answer}, BYE]
+    episode = played(domain, "finish", [{"content": proposal}, LOOK, DONE, SAY], user)
+    found = unconfirmed_writes(episode.messages, lambda name: name == DONE["name"])
+    assert len(found) == unconfirmed
 
 
 def test_stop_tokens_do_not_count_beside_calls() -> None:

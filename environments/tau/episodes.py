@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .domains.toolkit import Requestor
+from .domains.toolkit import Requestor, with_whole_numbers
 from .domains.world import Domain
 from .states import start
 from .tasks import TauMessage, TauTask, has_text
@@ -39,12 +39,15 @@ class Rules:
         max_errors: calls that failed, of both sides together.
         validate: text together with calls ends it (agent_error or user_error).
         agent_may_stop: the assistant ends it by the stop token, as the customer does.
+        whole_numbers: where a tool asks for an integer, 2.0 is taken for 2 (tau2-bench stores it as
+            it is, and then finds other data than expected).
     """
 
     max_steps: int = 100
     max_errors: int = 10
     validate: bool = False
     agent_may_stop: bool = False
+    whole_numbers: bool = False
 
 
 class Episode:
@@ -92,7 +95,7 @@ class Episode:
                 {
                     "id": call.get("id", ""),
                     "name": call["name"],
-                    "arguments": call["arguments"],
+                    "arguments": self._arguments(call["name"], call["arguments"]),
                     "requestor": self._next,
                 }
                 for call in tool_calls
@@ -106,6 +109,12 @@ class Episode:
             self._check_limits()
             return []
         return [] if self.ending else self._run_calls(message)
+
+    def _arguments(self, name: str, arguments: Any) -> Any:
+        tool = self.world.tool(name)
+        if tool is None or not self.rules.whole_numbers or not isinstance(arguments, Mapping):
+            return arguments
+        return with_whole_numbers(tool, arguments)
 
     def _run_calls(self, message: TauMessage) -> list[TauMessage]:
         results = []

@@ -2,7 +2,8 @@
 
 Metrics, for people and for shaping: `gold_writes_done` (share of the expected calls that change
 data that were made), `extra_writes` (calls that changed something without being expected),
-`tool_errors`, and how the conversation ended.
+`unconfirmed_writes` (before which the customer did not say yes), `tool_errors`, and how the
+conversation ended.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .evaluation import (
     evaluate,
     same_call,
 )
+from .evaluation.confirmation import unconfirmed_writes
 from .states import calls_with_results
 from .tasks import Action, TauMessage, TauTask
 
@@ -65,6 +67,11 @@ def _metrics(
     domain: Domain, task: TauTask, messages: Sequence[TauMessage], found: Evaluation
 ) -> dict[str, float]:
     world = domain.world()
+
+    def mutates(name: str) -> bool:
+        tool = world.tool(name)
+        return tool is not None and tool.mutates
+
     made = list(calls_with_results(messages))
     metrics = {
         "messages": float(len(messages)),
@@ -74,15 +81,10 @@ def _metrics(
     }
     criteria = task.evaluation_criteria
     gold = [
-        action
-        for action in (criteria.actions if criteria else None) or ()
-        if (tool := world.tool(action.name)) is not None and tool.mutates
+        action for action in (criteria.actions if criteria else None) or () if mutates(action.name)
     ]
-    writes = [
-        call
-        for call, result in made
-        if not result.get("error") and (tool := world.tool(call["name"])) and tool.mutates
-    ]
+    writes = [call for call, result in made if not result.get("error") and mutates(call["name"])]
+    metrics["unconfirmed_writes"] = float(len(unconfirmed_writes(messages, mutates)))
     metrics["extra_writes"] = float(sum(not _is_expected(call, gold) for call in writes))
     if gold:
         done = sum(any(same_call(a, call, Strictness.STRICT) for call in writes) for a in gold)

@@ -134,6 +134,17 @@ def _info(name: str, function: Callable[..., Any]) -> ToolInfo:
     return ToolInfo(name, declared.kind, declared.mutates, schema)
 
 
+def with_whole_numbers(tool: ToolInfo, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """`arguments` with integers where the tool asks for integers and a number like 2.0 is given."""
+    properties = tool.schema["function"]["parameters"]["properties"]
+
+    def normalised(name: str, value: Any) -> Any:
+        asked = properties.get(name, {}).get("type") == "integer"
+        return int(value) if asked and isinstance(value, float) and value.is_integer() else value
+
+    return {name: normalised(name, value) for name, value in arguments.items()}
+
+
 def result_text(result: Any) -> str:
     """A tool's result as the model reads it.
 
