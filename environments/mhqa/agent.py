@@ -93,7 +93,7 @@ class _Said:
 
 async def _with_tools(question: str, run: Rollout, rules: Rules, shelf: Shelf) -> _Said:
     messages = _opening(system_prompt("tools", rules.unanswerable), question)
-    thoughts, text, errors = _Thoughts(run), "", 0
+    thoughts, text, errors = _Thoughts(run, question), "", 0
     offered = descriptions(shelf.tools.values())
     for _ in range(run.max_turns):
         reply = await run.chat(messages, tools=offered)
@@ -117,7 +117,7 @@ async def _with_tools(question: str, run: Rollout, rules: Rules, shelf: Shelf) -
 
 
 async def _with_texts(question: str, run: Rollout, rules: Rules, shelf: Shelf) -> _Said:
-    thoughts, text = _Thoughts(run), ""
+    thoughts, text = _Thoughts(run, question), ""
 
     async def chat(messages: list[Message], **sampling: Any) -> Reply:
         nonlocal text
@@ -186,8 +186,9 @@ async def _found(shelf: Shelf, query: str) -> str:
 class _Thoughts:
     """What the model says between calls: first how it divides the question, then of each hop."""
 
-    def __init__(self, run: Rollout) -> None:
+    def __init__(self, run: Rollout, question: str) -> None:
         self._run = run
+        self._question = question
         self._hop = 0
 
     def note(self, text: str) -> None:
@@ -197,7 +198,7 @@ class _Thoughts:
         if self._hop:
             self._run.log_action("reason_hop", {"hop": self._hop}, said)
         else:
-            self._run.log_action("decompose", {}, said)
+            self._run.log_action("decompose", {"question": self._question}, said)
         self._hop += 1
 
 

@@ -10,8 +10,10 @@ from envserver import Message, Task
 from .agent import MAX_HOPS, Mode, numbered_list, substituted
 
 
-def demonstrate(task: Task, mode: Mode) -> list[Message]:
-    """The assistant messages, one a turn."""
+def demonstrate(task: Task, mode: Mode) -> list[Message] | None:
+    """The assistant messages, one a turn; None where nobody knows the answer."""
+    if not task.hidden["golds"]:
+        return None
     match mode:
         case "tools":
             return _with_tools(task)
@@ -62,7 +64,7 @@ def _by_script(task: Task) -> list[Message]:
     plan = "\n".join(f"{number}. {step[0]}" for number, step in enumerate(steps, start=1))
     notes = [_text(f"The passages say it.\nAnswer: {answer}") for _, answer in steps]
     assert len(numbered_list(plan)) == len(steps)
-    return [_text(plan), *notes, _text(gold)]
+    return [_text(plan), *notes, _text(f"Answer: {gold}")]
 
 
 def _thought(task: Task, number: int, plan: str) -> str:

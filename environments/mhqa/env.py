@@ -144,7 +144,7 @@ class Mhqa(Environment):
                 return external_services(RetrieverSettings(url=config.retriever_url))
         return super().services()
 
-    def demonstration(self, task: Task) -> list[Message]:
+    def demonstration(self, task: Task) -> list[Message] | None:
         return demonstrate(task, self.config.mode)
 
     def known_results(self, task: Task) -> Iterator[KnownResult]:

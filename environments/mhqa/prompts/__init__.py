@@ -45,4 +45,4 @@ def note_wanted(hop: int, sub_question: str, found: str) -> str:
 
 def answer_wanted(question: str) -> str:
     """What is asked in the end."""
-    return f"Question: {question}\n\nNow write the final answer, and nothing else."
+    return f"Question: {question}\n\nNow write the final answer, and nothing else:\nAnswer: ..."
