@@ -47,6 +47,7 @@ from .records import (
     Score,
     Split,
     Task,
+    text_of,
 )
 
 Isolation = Literal["pooled", "dedicated", "sandboxed"]
@@ -353,6 +354,10 @@ class Environment(abc.ABC):
             """Settings of the environment (`--env.*`) that this question implies."""
             return {}
 
+        def is_scored(self) -> bool:
+            """Whether enough is known for a score."""
+            return self.answer is not None
+
     config: Any
     sandboxes: Sandboxes
     """For `score` and `tasks`, where `sandbox` is declared (agents have `run.open_sandbox`)."""
@@ -462,10 +467,14 @@ def answer_text(result: Result) -> str:
     """What `result` says in the end: its output, or what stands in it, else its last message."""
     output = result.output
     if isinstance(output, dict):
-        output = next((output[name] for name in _ANSWERS if output.get(name) not in (None, "")), "")
+        held = [output[name] for name in _ANSWERS if name in output]
+        if held:
+            output = next((one for one in held if one not in (None, "")), "")
+            return output if isinstance(output, str) else msgspec.json.encode(output).decode()
+        output = output or None
     if output in (None, "") and result.messages:
         last = result.messages[-1]
-        output = last.get("content") if last.get("role") == "assistant" else ""
+        output = text_of(last) if last.get("role") == "assistant" else ""
     if output is None or isinstance(output, str):
         return output or ""
     return msgspec.json.encode(output).decode()

@@ -26,6 +26,15 @@ Mask = NDArray[np.uint8]
 Logprobs = NDArray[np.float32]
 
 
+def text_of(message: Message) -> str:
+    """The text of a message, whatever the form of its content."""
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part.get("text") for part in content if isinstance(part, dict)]
+        content = "\n".join(part for part in parts if isinstance(part, str))
+    return content if isinstance(content, str) else ""
+
+
 class PublicTask(msgspec.Struct, frozen=True):
     """The part of a task that the worker gets. `public` holds what running the rollout needs."""
 

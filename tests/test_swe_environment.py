@@ -55,6 +55,8 @@ class Scripted:
     def open_sandbox(self, spec: SandboxSpec) -> Any:
         return self._rooms.open(spec)
 
+    def log_action(self, tool: str, input: Any = None, output: Any = None) -> None: ...
+
     def log_metric(self, name: str, value: float) -> None:
         self.metrics[name] = value
 

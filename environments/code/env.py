@@ -36,6 +36,7 @@ from .agent import Mode, solve
 from .cheats import known_results
 from .data_sets import a_constant_passes, normalised, read_problem
 from .demonstrations import demonstrate
+from .hoisting import NotHoistable, hoisted
 from .loading import DIVISIONS, HUBS, SAMPLE
 from .problem import MAX_INSTRUCTION_CHARACTERS, Problem
 from .prompts import ShowTests
@@ -80,6 +81,17 @@ class Code(Environment):
         @classmethod
         def _as_text(cls, value: object) -> object:
             return str(value) if isinstance(value, int) else value
+
+    class Question(Environment.Question):
+        """What is to be written, and tests of it."""
+
+        entry_point: str = ""
+        """Name of the function; unset: a program that reads and prints."""
+        tests: Path | None = None
+        """File of asserts, one a line, that the function must pass; half of them are hidden."""
+
+        def is_scored(self) -> bool:
+            return self.tests is not None
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
@@ -126,6 +138,17 @@ class Code(Environment):
         text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
         task_id = f"row-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         return _task(task_id, read_problem(row))
+
+    def task_from_question(self, asked: Question) -> Task:
+        name = hashlib.sha256(asked.question.encode()).hexdigest()[:12]
+        if not asked.question.strip():
+            raise InputError("The question is empty.")
+        if asked.answer is not None:
+            raise InputError("A program is judged by tests, not by an answer: give --tests.")
+        tests = _asserts(asked.tests, asked.entry_point) if asked.tests else ()
+        half = len(tests) // 2
+        problem = Problem("asked", asked.question.strip(), asked.entry_point, tests, visible=half)
+        return _task(f"asked-{name}", problem)
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
         return Result(output={"code": None, "text": response}, messages=messages)
@@ -177,6 +200,29 @@ class Code(Environment):
 
     def _reasons(self) -> str:
         return ", ".join(f"{count} x {reason}" for reason, count in self.dropped.most_common(8))
+
+
+def _asserts(path: Path, entry_point: str) -> tuple[str, ...]:
+    """The tests in a file, one a line.
+
+    Raises:
+        InputError: it cannot be read, or a line is no test of that function.
+    """
+    if not entry_point:
+        raise InputError("Tests need the name of the function.", hint="Give --entry_point.")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}.") from None
+    tests = tuple(line.strip() for line in lines if line.strip())
+    for number, test in enumerate(tests, 1):
+        try:
+            hoisted(test, entry_point)
+        except NotHoistable as error:
+            raise InputError(f"{path}:{number}: {error}.") from None
+    if not tests:
+        raise InputError(f"{path} holds no test.")
+    return tests
 
 
 def _usable(row: dict[str, Any] | None, data_set: str | None) -> Problem:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
+from environments.answers import last_boxed
 from environments.rows import NumberedRow, file_rows, hub_rows, sample_rows
 from envserver import (
     ConfigError,
@@ -31,12 +32,14 @@ from envserver import (
     Split,
     Task,
 )
+from tools.visible import visible_text
 
 from . import procedural
 from .agent import Mode, solve
-from .data_sets import Problem, read_problem, why_unusable
+from .data_sets import Kind, Problem, read_problem, why_unusable
 from .demonstrations import demonstrate
 from .known import known_answers
+from .literals import is_number_literal
 from .loading import HUBS, SAMPLE
 from .scoring import Rules, said_last, score_rollout
 
@@ -121,6 +124,22 @@ class Math(Environment):
         if procedural.is_entry(row):
             return _generated_task(task_id, *procedural.entry_from_row(row))
         return _task(task_id, read_problem(row))
+
+    def task_from_question(self, asked: Environment.Question) -> Task:
+        if not asked.question.strip():
+            raise InputError("The question is empty.")
+        answer = asked.answer if asked.answer is not None else "0"
+        kind: Kind = "number" if is_number_literal(answer) else "expression"
+        problem = Problem(asked.question.strip(), answer, kind, "asked")
+        if reason := why_unusable(problem):
+            raise InputError(f"The answer cannot be compared: {reason}.")
+        name = hashlib.sha256(asked.question.encode()).hexdigest()[:12]
+        return _task(f"asked-{name}", problem)
+
+    def final_answer(self, result: Result) -> str:
+        output = result.output if isinstance(result.output, dict) else {}
+        text = str(output.get("text") or "")
+        return str(output.get("answer") or last_boxed(text) or visible_text(text) or "")
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
         words = said_last(messages)

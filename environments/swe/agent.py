@@ -37,11 +37,15 @@ class Rules:
         command_seconds: the most that a command may take.
         max_format_errors: messages in a row that cannot be used, before it ends.
         images: the files of repositories in images.
+        confirm: a person is asked before each command.
+        keep_unfinished: the patch counts, whether it was handed in or not.
     """
 
     command_seconds: int = 60
     max_format_errors: int = 3
     images: Images = field(default_factory=lambda: Images(ImageRules()))
+    confirm: bool = False
+    keep_unfinished: bool = False
 
 
 Loop = Callable[[list[Message], Sandbox, Rollout, Rules], Awaitable[bool]]
@@ -60,13 +64,13 @@ async def solve(task: PublicTask, run: Rollout, kind: AgentKind, rules: Rules) -
     async with run.open_sandbox(spec) as sandbox:
         submitted = await LOOPS[kind](messages, sandbox, run, rules)
         run.log_metric("submitted", submitted)
-        if not submitted:
+        if not (submitted or rules.keep_unfinished):
             return {"patch": "", "submitted": False, "reason": "nothing was handed in"}
         try:
             patch = await read_patch(sandbox, base=commit, max_bytes=MAX_PATCH_BYTES)
         except ToolError as error:
-            return {"patch": "", "submitted": True, "reason": str(error)}
-    return {"patch": patch.decode("utf-8", "replace"), "submitted": True, "reason": ""}
+            return {"patch": "", "submitted": submitted, "reason": str(error)}
+    return {"patch": patch.decode("utf-8", "replace"), "submitted": submitted, "reason": ""}
 
 
 async def _prepared(public: dict[str, Any], run: Rollout, rules: Rules) -> tuple[SandboxSpec, str]:

@@ -15,6 +15,7 @@ from tools.sandboxed import sandbox_tools
 from tools.visible import visible_text
 
 from .prompts import system_prompt
+from .watching import watched
 
 if TYPE_CHECKING:
     from .agent import Rules
@@ -30,10 +31,12 @@ _FORMAT = "Write exactly one block that begins with ```bash and ends with ```; t
 async def work(messages: list[Message], sandbox: Sandbox, run: Rollout, rules: Rules) -> bool:
     """Whether the repository was handed in, in at most `run.max_turns` messages."""
     history = [{"role": "system", "content": system_prompt("bash")}, *messages]
-    bash = sandbox_tools(sandbox, names=["bash"], command_seconds=rules.command_seconds)["bash"]
+    tools = sandbox_tools(sandbox, names=["bash"], command_seconds=rules.command_seconds)
+    bash = watched(tools, run, rules.confirm)["bash"]
     errors = in_a_row = 0
     for _ in range(run.max_turns):
         reply = await run.chat(history)
+        run.log_action("reason", output=reply.content)
         history.append(reply.message)
         if reply.finish_reason == "length":
             return False

@@ -14,8 +14,9 @@ import json
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -33,12 +34,14 @@ from envserver import (
     Rollout,
     SandboxError,
     Score,
+    Service,
     Split,
     Task,
 )
 from tools.visible import visible_text
 
 from .agent import AgentKind, Rules, solve
+from .asking import Terminal, asked_task
 from .cheats import known_results, result_of
 from .demonstrations import demonstrate
 from .grading import Container, Verdict, grade
@@ -47,6 +50,7 @@ from .loading import HUBS, read_row
 from .local_tasks import folder_rows, task_folders
 from .repositories import SPEC, base_tree, limits_of
 from .sample import hidden_tests, sample_tasks
+from .watching import CONFIRM
 
 DataSetName = Literal[
     "sample", "swe_bench", "swe_bench_lite", "swe_bench_verified", "swe_gym", "swe_smith", "r2e"
@@ -102,6 +106,20 @@ class Swe(Environment):
         max_token_length: int = Field(default=32768, ge=1)
         """Longest training sequence in tokens; a group with a longer one is dropped and counted."""
 
+    class Question(Environment.Question):
+        """A problem of a repository on this machine, which itself is not changed."""
+
+        repo: Path
+        """The repository: a folder."""
+        steps: int = Field(default=40, ge=1)
+        """The most messages of the model."""
+        yolo: bool = False
+        """Run commands without asking on the terminal before each."""
+
+        def settings(self) -> dict[str, Any]:
+            # Who is asked needs time.
+            return {"max_turns": self.steps} | ({} if self.yolo else {"worker_timeout": 7200.0})
+
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
         self.dropped: Counter[str] = Counter()
@@ -133,7 +151,13 @@ class Swe(Environment):
             )
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
-        rules = Rules(self.config.command_seconds, self.config.max_format_errors, self._images)
+        rules = Rules(
+            self.config.command_seconds,
+            self.config.max_format_errors,
+            self._images,
+            confirm=bool(task.public.get("confirm")),
+            keep_unfinished=bool(task.public.get("asked")),
+        )
         return await solve(task, run, self.config.agent, rules)
 
     async def score(self, task: Task, result: Result) -> Score:
@@ -149,6 +173,14 @@ class Swe(Environment):
     def known_results(self, task: Task) -> Iterator[KnownResult]:
         files = self._files_now(task.public.get("image", ""))
         return known_results(task, None if files is None else files.tree)
+
+    def task_from_question(self, asked: Question) -> Task:
+        if asked.answer is not None:
+            raise InputError("A repair is judged by tests, not by an answer.")
+        return asked_task(asked.question, asked.repo, confirm=not asked.yolo)
+
+    def services(self) -> AbstractAsyncContextManager[Mapping[str, Service]]:
+        return nullcontext({CONFIRM: Terminal().confirm})
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
         text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)

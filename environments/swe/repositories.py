@@ -1,8 +1,8 @@
 """The repository of a task: the tree that the agent starts from, and the sandboxes for it.
 
 A task's public part says where the tree is: `files` (the texts themselves), `archive` (a tar file
-on this machine), `mirror` and `commit` (a git repository on this machine), or `image` (of a
-container: see `images`); then `bug` (a patch
+on this machine), `folder` (as it is on this machine), `mirror` and `commit` (a git repository on
+this machine), or `image` (of a container: see `images`); then `bug` (a patch
 that is applied to it) and `removed` (files that the agent does not get). Trees of mirrors are read
 by the git of this machine, and some are kept.
 """
@@ -10,6 +10,7 @@ by the git of this machine, and some are kept.
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import tarfile
 from pathlib import Path
@@ -21,7 +22,7 @@ from envserver import ConfigError, InputError, SandboxLimits, SandboxSpec
 from tools.sandboxed import PRELOAD
 
 from .patches import PatchError, apply_changes, read_patch
-from .trees import Tree, git_files, tar_of, tree_of, tree_of_tar
+from .trees import Entry, Tree, git_files, tar_of, tree_of, tree_of_tar
 
 GRADING_PRELOAD = (
     "pytest", "_pytest._argcomplete", "_pytest.doctest", "_pytest.faulthandler",
@@ -47,6 +48,8 @@ SPEC = SandboxSpec(
 )
 """The most that a sandbox of this environment may use."""
 _GIT_SECONDS = 120
+_LARGEST_FOLDER_BYTES = 200 << 20
+_LEFT_BEHIND = (".git", "__pycache__", ".venv", "node_modules", ".pytest_cache", ".mypy_cache")
 
 
 def base_tree(public: dict[str, Any], in_image: Tree | None = None) -> Tree:
@@ -64,6 +67,8 @@ def base_tree(public: dict[str, Any], in_image: Tree | None = None) -> Tree:
         tree = dict(in_image)
     elif "archive" in public:
         tree = dict(archived_tree(public["archive"]))
+    elif "folder" in public:
+        tree = dict(folder_tree(public["folder"]))
     else:
         tree = dict(mirror_tree(public["mirror"], public["commit"]))
     try:
@@ -96,6 +101,49 @@ def archived_tree(path: str) -> Tree:
         return tree_of_tar(Path(path).read_bytes())
     except (OSError, tarfile.TarError) as error:
         raise InputError("Its archive cannot be read.", said=str(error)) from error
+
+
+@functools.lru_cache(maxsize=1)
+def folder_tree(path: str) -> Tree:
+    """The files in a folder on this machine: of a git repository those that git does not ignore,
+    else all but what tools leave behind.
+
+    Raises:
+        InputError: they cannot be read, or are too large for a sandbox.
+    """
+    root = Path(path)
+    tree: Tree = {}
+    size = 0
+    for name in sorted(_names_in(root)):
+        file = root / name
+        try:
+            if file.is_symlink():
+                tree[name] = Entry(os.fsencode(file.readlink()), "link")
+                continue
+            if not file.is_file():
+                continue
+            data = file.read_bytes()
+            program = bool(file.stat().st_mode & 0o100)
+        except OSError as error:
+            raise InputError(f"{file} cannot be read: {error.strerror}.") from error
+        size += len(data)
+        if size > _LARGEST_FOLDER_BYTES:
+            raise InputError(f"{path} holds more than {_LARGEST_FOLDER_BYTES >> 20} MB.")
+        tree[name] = Entry(data, "program" if program else "file")
+    if not tree:
+        raise InputError(f"There is no file in {path}.")
+    return tree
+
+
+def _names_in(root: Path) -> list[str]:
+    if (root / ".git").exists():
+        said = git(str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+        return [os.fsdecode(name) for name in said.split(b"\0") if name]
+    names = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LEFT_BEHIND]
+        names += [(Path(folder) / name).relative_to(root).as_posix() for name in files]
+    return names
 
 
 def git(mirror: str, *arguments: str) -> bytes:

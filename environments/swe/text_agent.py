@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
 
-from envserver import Message, Rollout, Sandbox
+from envserver import Message, Reply, Rollout, Sandbox
 from tools.protocol import describe_tools, run_protocol
 from tools.sandboxed import sandbox_tools
 
 from .prompts import system_prompt
 from .tools_agent import NAMES
+from .watching import watched
 
 if TYPE_CHECKING:
     from .agent import Rules
@@ -18,10 +20,11 @@ if TYPE_CHECKING:
 async def work(messages: list[Message], sandbox: Sandbox, run: Rollout, rules: Rules) -> bool:
     """Whether the model came to FINAL, in at most `run.max_turns` messages."""
     tools = sandbox_tools(sandbox, names=NAMES, command_seconds=rules.command_seconds)
+    tools = watched(tools, run, rules.confirm)
     system = system_prompt("text").replace("{tools}", describe_tools(tools.values()))
     history: list[Message] = [{"role": "system", "content": system}, *messages]
     done = await run_protocol(
-        run.chat,
+        _heard(run),
         tools,
         history,
         max_steps=run.max_turns,
@@ -29,3 +32,14 @@ async def work(messages: list[Message], sandbox: Sandbox, run: Rollout, rules: R
     )
     run.log_metric("tool_errors", done.tool_errors)
     return done.ending == "final"
+
+
+def _heard(run: Rollout) -> Callable[..., Awaitable[Reply]]:
+    """`run.chat`; what the model says becomes an action."""
+
+    async def chat(messages: list[Message], **sampling: Any) -> Reply:
+        reply = await run.chat(messages, **sampling)
+        run.log_action("reason", output=reply.content)
+        return reply
+
+    return chat

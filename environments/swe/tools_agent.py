@@ -13,6 +13,7 @@ from tools.calling import Tool, call_tool, descriptions, toolbox
 from tools.sandboxed import sandbox_tools
 
 from .prompts import system_prompt
+from .watching import watched
 
 if TYPE_CHECKING:
     from .agent import Rules
@@ -34,11 +35,14 @@ async def work(messages: list[Message], sandbox: Sandbox, run: Rollout, rules: R
     """Whether the repository was handed in, in at most `run.max_turns` messages."""
     history = [{"role": "system", "content": system_prompt("tools")}, *messages]
     tools = sandbox_tools(sandbox, names=NAMES, command_seconds=rules.command_seconds)
+    tools = watched(tools, run, rules.confirm)
     tools |= toolbox(Tool(SUBMIT, lambda: "The task is handed in."))
     errors = in_a_row = 0
     for _ in range(run.max_turns):
         reply = await run.chat(history, tools=descriptions(tools.values()))
         history.append(reply.message)
+        if reply.content:
+            run.log_action("reason", output=reply.content)
         if reply.finish_reason == "length":
             return False
         if not reply.tool_calls:

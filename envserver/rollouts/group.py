@@ -126,7 +126,7 @@ async def make_group(machinery: Machinery, ticket: Ticket) -> Group | Drop:
     except (ScorerError, SandboxError) as error:
         return Drop("unscorable", str(error), True)
     trajectories = {
-        number: _trajectory(machinery, ticket, number, member, score)
+        number: trajectory_of(machinery, ticket, number, member, score)
         for (number, member), score in zip(scored, scores, strict=True)
     }
     return _judged(machinery, ticket, trajectories, failures)
@@ -192,8 +192,8 @@ async def _try_member(
     machinery: Machinery, ticket: Ticket, rollout_id: str, attempt: int
 ) -> Member:
     async with machinery.slots:
-        finished = await _run(machinery, ticket, rollout_id, attempt)
-    score = await _score(machinery, ticket.task, finished.result)
+        finished = await run_once(machinery, ticket, rollout_id, attempt)
+    score = await score_once(machinery, ticket.task, finished.result)
     machinery.observer(
         RolloutScored(
             group_id=ticket.group_id,
@@ -208,7 +208,7 @@ async def _try_member(
     return Member(attempt, finished, score)
 
 
-async def _run(machinery: Machinery, ticket: Ticket, rollout_id: str, attempt: int) -> Finished:
+async def run_once(machinery: Machinery, ticket: Ticket, rollout_id: str, attempt: int) -> Finished:
     with _demonstrated(machinery, ticket.task, rollout_id):
         return await run_attempt(
             attempt_spec(machinery, ticket.task.without_hidden(), rollout_id, attempt),
@@ -274,7 +274,7 @@ def attempt_spec(
     )
 
 
-async def _score(machinery: Machinery, task: Task, result: Result) -> Score:
+async def score_once(machinery: Machinery, task: Task, result: Result) -> Score:
     """The score; a scorer that failed is asked once more before the rollout is blamed."""
     try:
         return await machinery.scorer.score(task, result)
@@ -290,7 +290,7 @@ async def _group_scores(machinery: Machinery, task: Task, members: list[Member])
     return await machinery.scorer.score_group(task, results, scores)
 
 
-def _trajectory(
+def trajectory_of(
     machinery: Machinery, ticket: Ticket, number: int, member: Member, score: Score
 ) -> Trajectory:
     finished, result = member.finished, member.finished.result

@@ -1,0 +1,190 @@
+"""`envserver run`: one question to an environment's agent, its record in a file.
+
+`python -m environments.math run --question "..." -o out.traj.json`. The flags of a question are the
+fields of the environment's `Question`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError, create_model
+from rich.console import Console
+
+from ..config import EnvironmentConfig, Section, Settings
+from ..environment import Environment
+from ..errors import ConfigError, Failure
+from ..export.unified import unified, write_json
+from ..records import Result, Trajectory
+from ..registry import find
+from ..rollouts.events import Event
+from ..rollouts.single import run_single
+from ..tokens.flags import chosen
+from .command_line import CommandLine, read_command_line
+from .logs import configure_logs
+from .loop import run_loop
+from .runtime import machinery
+from .settings import named_environment
+
+S = TypeVar("S", bound=Section)
+
+SUMMARY = """Asks an environment's agent one question and writes what it did as a unified
+trajectory: its readable actions, the final answer, and the reward where the answer is known."""
+
+
+class RunSettings(Settings):
+    """Settings with the flags that only `run` has."""
+
+    output: Path | None = None
+    """Where the trajectory is written (also -o); unset: runs/ENVIRONMENT_TASK.traj.json."""
+    include_tokens: bool = False
+    """Write the training rows (tokens, masks, logprobs), too."""
+
+
+def run(argv: list[str]) -> int:
+    """The command.
+
+    Raises:
+        EnvserverError: it cannot be run, or the rollout failed for good.
+    """
+    words = ["--output" if word == "-o" else word for word in argv]
+    asked_class = _question_class(words)
+    line = read_command_line("run", SUMMARY, words, settings_class=_with_fields_of(asked_class))
+    if line is None:
+        return 0
+    configure_logs(line.settings.log_level)
+    asked = _question(line, asked_class)
+    line = _as_asked(line, asked)
+    return run_loop(ask(line, line.make_environment(), asked))
+
+
+async def ask(line: CommandLine[Any], environment: Environment, asked: Any) -> int:
+    """Runs it, says what came out; the exit status.
+
+    Raises:
+        RolloutError: it failed by no fault of the model, also when tried again.
+        InputError: this cannot be asked.
+    """
+    settings: RunSettings = line.settings
+    task = environment.task_from_question(asked)
+    console = Console(stderr=True)
+    async with machinery(
+        settings,
+        environment,
+        line.reference,
+        observer=_nobody,
+        need_engine=True,
+        actions=chosen(settings.tokens.train, settings.tokens.mask, settings.tokens.drop),
+        need_exact=False,
+        drop_zero_variance=False,
+    ) as parts:
+
+        def failed(failure: Failure) -> None:
+            console.print(f"Trying again: {failure.message}", highlight=False, markup=False)
+
+        scored = asked.is_scored()
+        trajectory = await run_single(parts, task, scored=scored, failed=failed)
+        ended_at, model = time.time(), parts.model
+    result = Result(output=trajectory.output, messages=trajectory.messages)
+    document = unified(
+        trajectory,
+        ended_at=ended_at,
+        question=asked.question,
+        final_answer=environment.final_answer(result),
+        model=model,
+        seed=environment.config.seed,
+        source="envserver run",
+        tokens=settings.include_tokens,
+    )
+    path = settings.output or _free_path(environment.name, task.id)
+    write_json(path, document)
+    _show(document["final_answer"], trajectory, path)
+    return 0
+
+
+def _show(answer: str, trajectory: Trajectory, path: Path) -> None:
+    """The answer on stdout, all else beside it."""
+    sys.stdout.write(f"{answer}\n" if answer else "")
+    sys.stdout.flush()
+    beside = Console(stderr=True, highlight=False, soft_wrap=True)
+    if not answer:
+        beside.print("There is no final answer.", markup=False)
+    if trajectory.limit is not None:
+        beside.print(f"It was ended by its limit: {trajectory.limit}.", markup=False)
+    if trajectory.score.reward is not None:
+        beside.print(f"Reward: {trajectory.score.reward:g}", markup=False)
+    beside.print(f"Trajectory: {path}", markup=False)
+
+
+def _question_class(words: Sequence[str]) -> type[Environment.Question]:
+    kept = [word for word in words if word not in ("--help", "-h")]
+    reference = named_environment(kept)
+    return find(reference).Question if reference else Environment.Question
+
+
+def _with_fields_of(asked: type[Environment.Question]) -> type[RunSettings]:
+    """The settings of `run` with the fields of a question.
+
+    Raises:
+        ConfigError: one of them means something else already.
+    """
+    if taken := set(asked.model_fields) & set(RunSettings.model_fields):
+        raise ConfigError(
+            f"A question of this environment has a field {min(taken)!r}, which is a setting.",
+            hint="Give it another name.",
+        )
+    fields: dict[str, Any] = {
+        name: (field.annotation, field) for name, field in asked.model_fields.items()
+    }
+    return create_model("RunSettings", __base__=RunSettings, **fields)
+
+
+def _question(line: CommandLine[Any], asked: type[Environment.Question]) -> Environment.Question:
+    """
+    Raises:
+        ConfigError: what was said makes no question.
+    """
+    given = {name: getattr(line.settings, name) for name in asked.model_fields}
+    return _validated(asked, given, "--")
+
+
+def _as_asked(line: CommandLine[Any], asked: Environment.Question) -> CommandLine[Any]:
+    """`line` with the environment's settings that the question implies."""
+    implied = asked.settings()
+    if not implied:
+        return line
+    config: EnvironmentConfig = line.settings.env
+    said = config.model_dump(exclude_unset=True) | implied
+    settings = line.settings.model_copy(update={"env": _validated(type(config), said, "--env.")})
+    return CommandLine(settings, line.reference, line.environment_class)
+
+
+def _validated(kind: type[S], values: dict[str, Any], prefix: str) -> S:
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        lines = [
+            f"{prefix}{'.'.join(map(str, one['loc']))}: {one['msg']}."
+            for one in error.errors(include_url=False, include_context=False, include_input=False)
+        ]
+        raise ConfigError("\n".join(lines), problems=lines) from None
+
+
+def _free_path(environment: str, task_id: str) -> Path:
+    """A file that is not there yet."""
+    name = "".join(c if c.isalnum() or c in "-_." else "_" for c in task_id)[:80]
+    stem = f"{environment}_{name.removeprefix(f'{environment}-')}"
+    folder = Path("runs")
+    path, number = folder / f"{stem}.traj.json", 1
+    while path.exists():
+        number += 1
+        path = folder / f"{stem}-{number}.traj.json"
+    return path
+
+
+def _nobody(event: Event) -> None:
+    """Nobody is told of groups: there are none."""

@@ -1,0 +1,286 @@
+"""One rollout as a readable record: the unified trajectory, version 1.
+
+In: a trajectory and what its task was. Out: a dict of JSON (`unified`); of any such dict what is
+wrong with it (`problems_of`). What holds of a good one: the schema; steps are numbered 1 to n in
+the order of time; it began before it ended; every number is one.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ..environment import answer_text
+from ..errors import StoreError
+from ..records import Message, Result, Sequence, Trajectory, text_of
+
+SCHEMA_VERSION = 1
+DOMAINS = ("swe", "math", "code", "video", "mhqa", "tau", "router", "gaia")
+FINALIZE = "finalize"
+Json = dict[str, Any]
+
+_NAME = {"type": "string", "minLength": 1}
+SCHEMA: Json = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "type": "object",
+    "required": [
+        *("schema_version", "task_id", "domain", "question"),
+        *("actions", "final_answer", "metadata"),
+    ],
+    "properties": {
+        "schema_version": {"const": SCHEMA_VERSION},
+        "task_id": {"type": "string", "pattern": "^[a-z][a-z0-9_]*-.+"},
+        "domain": {"type": "string", "pattern": "^[a-z][a-z0-9_]*$"},
+        "question": {"type": ["string", "null"]},
+        "actions": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["step", "tool", "input", "output"],
+                "properties": {
+                    "step": {"type": "integer", "minimum": 1},
+                    "tool": _NAME,
+                    "ts": {"type": "number"},
+                },
+            },
+        },
+        "final_answer": {"type": "string"},
+        "metadata": {
+            "type": "object",
+            "required": ["start_ts", "end_ts"],
+            "properties": {
+                "start_ts": {"type": "number"},
+                "end_ts": {"type": "number"},
+                "model": {"type": "string"},
+                "seed": {"type": ["integer", "null"]},
+                "reward": {"type": ["number", "null"]},
+                "components": {"type": "object", "additionalProperties": {"type": "number"}},
+                "source": {"type": "string"},
+                "sequences": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "required": ["agent", "messages"],
+                        "properties": {
+                            "agent": {"type": ["string", "null"]},
+                            "messages": {"type": "array", "items": {"type": "object"}},
+                        },
+                    },
+                },
+            },
+        },
+    },
+}
+"""Keys beyond these are allowed everywhere."""
+
+
+def unified(
+    trajectory: Trajectory,
+    *,
+    ended_at: float,
+    question: str | None = None,
+    final_answer: str | None = None,
+    model: str = "",
+    seed: int | None = None,
+    source: str = "envserver",
+    tokens: bool = False,
+) -> Json:
+    """`trajectory` as a unified one.
+
+    Where its agent logged no actions they are read off the conversation; a last action `finalize`
+    gives the answer, if none does.
+
+    Args:
+        ended_at: `time.time()` at its end.
+        question: unset: the first words of a user in the conversation.
+        final_answer: unset: what the output, or else the last message, says.
+        tokens: give the training rows, not the conversations only.
+    """
+    if question is None:
+        question = _first_question(trajectory.messages)
+    if final_answer is None:
+        result = Result(output=trajectory.output, messages=trajectory.messages)
+        final_answer = answer_text(result)
+    actions = trajectory.actions or actions_of(trajectory.messages)
+    times = [action["ts"] for action in actions if "ts" in action]
+    started_at = ended_at - trajectory.usage.seconds
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "task_id": _task_id(trajectory.env, trajectory.task_id),
+        "domain": trajectory.env,
+        "question": question,
+        "actions": _finalized(actions, final_answer),
+        "final_answer": final_answer,
+        "metadata": {
+            "start_ts": min([started_at, *times]),
+            "end_ts": max([ended_at, *times]),
+            "model": model,
+            "seed": seed,
+            "reward": trajectory.score.reward,
+            "components": trajectory.score.components,
+            "source": source,
+            "rollout_id": trajectory.rollout_id,
+            "turns": trajectory.turns,
+            "finish_reason": trajectory.finish_reason,
+            "limit": trajectory.limit,
+            "flags": trajectory.flags,
+            "sequences": list(_sequences(trajectory, tokens)),
+        },
+    }
+
+
+def actions_of(messages: list[Message]) -> list[Json]:
+    """The actions in a conversation: what was said is `reason`, each tool call is its own."""
+    results = {
+        message.get("tool_call_id"): message.get("content")
+        for message in messages
+        if message.get("role") == "tool"
+    }
+    actions: list[Json] = []
+    for message in messages:
+        if message.get("role") != "assistant":
+            continue
+        if said := text_of(message):
+            actions.append(_action(len(actions) + 1, "reason", {}, said))
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") or {}
+            output = results.get(call.get("id"), "")
+            tool = str(function.get("name") or "unnamed")
+            arguments = _arguments(function.get("arguments"))
+            actions.append(_action(len(actions) + 1, tool, arguments, output))
+    return actions
+
+
+def problems_of(document: Any, *, domains: Collection[str] = DOMAINS) -> list[str]:
+    """What is wrong with `document`, one line each; empty: it is a unified trajectory.
+
+    Args:
+        domains: those that there are.
+    """
+    problems = [
+        f"{error.json_path}: {error.message[:200]}" for error in _validator().iter_errors(document)
+    ]
+    if problems:
+        return problems
+    return [
+        *_about_names(document, domains),
+        *_about_actions(document["actions"], document["metadata"]),
+        *_about_numbers(document, "$"),
+    ]
+
+
+def write_json(path: Path, document: Json) -> None:
+    """Writes `document` whole or not at all; folders above `path` are made.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    data = orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise StoreError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+@functools.cache
+def _validator() -> Any:
+    from jsonschema import Draft202012Validator
+
+    return Draft202012Validator(SCHEMA)
+
+
+def _about_names(document: Json, domains: Collection[str]) -> Iterator[str]:
+    domain, task_id = document["domain"], document["task_id"]
+    if domain not in domains:
+        yield f"$.domain: {domain!r} is none of {', '.join(domains)}"
+    if not task_id.startswith(f"{domain}-"):
+        yield f"$.task_id: {task_id[:80]!r} does not begin with '{domain}-'"
+
+
+def _about_actions(actions: list[Json], metadata: Json) -> Iterator[str]:
+    if metadata["start_ts"] > metadata["end_ts"]:
+        yield "$.metadata: it ends (end_ts) before it starts (start_ts)"
+    before = metadata["start_ts"]
+    for number, action in enumerate(actions, 1):
+        place = f"$.actions[{number - 1}]"
+        if action["step"] != number:
+            yield f"{place}.step: {action['step']} where {number} is due"
+        if action["tool"] == "unknown" and not action["input"] and not action["output"]:
+            yield f"{place}: nothing is known of it"
+        if (ts := action.get("ts")) is not None:
+            if not before <= ts <= metadata["end_ts"]:
+                yield f"{place}.ts: {ts} is out of order"
+            before = max(before, ts)
+
+
+def _about_numbers(value: Any, place: str) -> Iterator[str]:
+    if isinstance(value, float) and not math.isfinite(value):
+        yield f"{place}: {value} is no number"
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _about_numbers(inner, f"{place}.{name}")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _about_numbers(inner, f"{place}[{index}]")
+
+
+def _task_id(domain: str, task_id: str) -> str:
+    return task_id if task_id.startswith(f"{domain}-") else f"{domain}-{task_id}"
+
+
+def _first_question(messages: list[Message]) -> str | None:
+    return next((text_of(one) for one in messages if one.get("role") == "user"), None)
+
+
+def _finalized(actions: list[Json], answer: str) -> list[Json]:
+    if not answer or (actions and actions[-1]["tool"] == FINALIZE):
+        return actions
+    last = _action(len(actions) + 1, FINALIZE, {}, answer)
+    if actions and "ts" in actions[-1]:
+        last["ts"] = actions[-1]["ts"]
+    return [*actions, last]
+
+
+def _action(step: int, tool: str, input: Any, output: Any) -> Json:
+    return {"step": step, "tool": tool, "input": input, "output": output}
+
+
+def _arguments(text: Any) -> Any:
+    try:
+        return json.loads(text) if isinstance(text, str) else text or {}
+    except ValueError:
+        return text
+
+
+def _sequences(trajectory: Trajectory, tokens: bool) -> Iterator[Json]:
+    """One for each agent with its conversation; with tokens one for each row beside."""
+    rows = trajectory.sequences
+    others = {other.agent for other in trajectory.others}
+    main = next((row.agent for row in rows if row.agent not in others), None)
+    yield {"agent": main, "trained": True, "messages": trajectory.messages}
+    for other in trajectory.others:
+        yield {"agent": other.agent, "trained": other.trained, "messages": other.messages}
+    for row in rows if tokens else ():
+        yield {"agent": row.agent, "trained": True, "messages": [], **_columns(row)}
+
+
+def _columns(row: Sequence) -> Json:
+    return {
+        "tokens": row.tokens.tolist(),
+        "masks": row.mask.tolist(),
+        "logprobs": [float(one) for one in row.logprobs],
+    }

@@ -1,0 +1,57 @@
+"""One rollout of one task, without a group: for a question that a person asks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import Callable
+
+import msgspec
+
+from ..errors import Failure, RolloutError
+from ..records import Score, Task, Trajectory
+from .group import Machinery, Member, run_once, score_once, trajectory_of
+from .policy import counts_as_attempt, is_retried, retry_delay_seconds
+from .stream import Ticket
+
+
+async def run_single(
+    machinery: Machinery, task: Task, *, scored: bool, failed: Callable[[Failure], object]
+) -> Trajectory:
+    """Runs `task` once, and again where a failure is ours.
+
+    Args:
+        scored: its answer is known; else its score has no reward.
+        failed: told of each failure.
+
+    Raises:
+        RolloutError: the last try failed, too.
+    """
+    config = machinery.environment.config
+    if not scored:  # nobody knows how to solve it
+        machinery = msgspec.structs.replace(machinery, demonstrator=None)
+    ticket = Ticket(
+        group_id=f"single-{uuid.uuid4().hex[:12]}",
+        index=0,
+        env=machinery.environment.name,
+        split=config.split,
+        seed=config.seed,
+        task=task,
+    )
+    attempt = tries = 0
+    while True:
+        attempt += 1
+        try:
+            async with machinery.slots:
+                finished = await run_once(machinery, ticket, f"{ticket.group_id}-r0", attempt)
+            score = Score(reward=None)
+            if scored:
+                score = await score_once(machinery, task, finished.result)
+            return trajectory_of(machinery, ticket, 0, Member(attempt, finished, score), score)
+        except RolloutError as error:
+            tries += counts_as_attempt(error)
+            if not is_retried(error, tries, machinery.rollouts.max_attempts):
+                raise
+            failed(error.failure())
+        await asyncio.sleep(retry_delay_seconds(max(tries, 1), random.random()))
