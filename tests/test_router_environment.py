@@ -21,7 +21,7 @@ from environments.router.known import chain
 from environments.router.loading import SAMPLE, read_problem
 from environments.router.matching import likeness
 from environments.router.plans import Plan, as_json, plan_of
-from environments.router.subagents import Brief, do_search
+from environments.router.subagents import Brief, carry_out
 from envserver import (
     ConfigError,
     ExecResult,
@@ -162,7 +162,8 @@ async def test_results_of_the_sample_are_right_and_can_be_found() -> None:
             if step.agent == "search" and step.id in results:
                 run = Played({"search": [finishes("")]})
                 words = "\n".join([step.args["q"], *map(printed_last, handed)])
-                await do_search(Brief(task.id, words, task.public["documents"]), run)  # type: ignore[arg-type]
+                brief = Brief(task.id, words, task.public["documents"])
+                await carry_out("search", brief, run)  # type: ignore[arg-type]
                 shown = run.asked[0][1][-1]["content"]
                 for fact in re.findall(r"\d+(?:[.,]\d+)*|[A-Z]\w+", results[step.id]):
                     spelled = "three quarters" if fact in ("3", "4") else fact
@@ -231,7 +232,10 @@ async def test_a_run_is_seven_tenths_of_the_reward() -> None:
     result = await rolled(env, task, run)
     assert (result.output["executed"], result.output["answer"]) == (True, None)
     assert (await env.score(task, result)).reward == pytest.approx(0.3)
-    # So does one whose last answer was cut off.
+    # So does one whose last words were cut off, whatever stands in them.
+    said = right_words(task)
+    said["math"] = [says("It is \\boxed{37}", cut_off=True)]
+    result = await rolled(env, task, Played(said))
     result.truncated = True
     assert (await env.score(task, result)).reward == pytest.approx(0.3)
 
@@ -310,14 +314,14 @@ def test_rows_are_read_in_all_their_shapes() -> None:
 async def test_a_question_may_bring_documents_and_an_answer(tmp_path: Path) -> None:
     path = tmp_path / "notes.jsonl"
     path.write_text('{"title": "Pell", "text": "Pell has 12 wells."}\n')
-    asked = Router.Question(question="How many wells?", answer="12", documents=path, execute=True)
+    asked = Router.Question(question="How many wells?", answer="12", documents=path)
     env = router(**asked.settings())
     task = env.task_from_question(asked)
     plan = as_json(chain(("search",)))
     run = Played({"router": [says(json.dumps(plan))], "search": [finishes("12")]})
     result = await rolled(env, task, run)
-    assert "Pell has 12 wells." in run.asked[1][1][-1]["content"] or result.output["answer"] == "12"
     assert (await env.score(task, result)).reward == 1.0
+    assert env.final_answer(result) == "12"
     result.output["answer"] = "13"
     assert (await env.score(task, result)).reward == 0.0
     unknown = env.task_from_question(Router.Question(question="How many wells?"))

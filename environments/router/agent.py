@@ -16,7 +16,7 @@ from envserver import LimitReached, Message, PublicTask, Rollout
 from .course import read_course
 from .plans import Plan, PlanError, Step, as_json, read_plan
 from .prompts import repair_request, system_prompt
-from .subagents import DEFAULT_TOP_K, SUBAGENTS, Brief, Finding
+from .subagents import DEFAULT_TOP_K, Brief, Finding, carry_out
 
 ROUTER = "router"
 READERS = {"graph": read_plan, "coursegpt": read_course}
@@ -48,8 +48,14 @@ async def solve(task: PublicTask, run: Rollout, *, repair: bool, execute: bool) 
         found = await _run_plan(plan, task, run)
         if found is not None:
             output["answer"], output["program"] = found.answer, found.program
-    run.log_action("finalize", {"final_step": plan.final_step}, output["answer"])
+    run.log_action("finalize", {"final_step": plan.final_step}, final_answer(output))
     return output
+
+
+def final_answer(output: Mapping[str, Any]) -> str:
+    """What `output` of `solve` says in the end: what running the plan gave, else the plan."""
+    said = (output.get(name) for name in ("answer", "program", "plan"))
+    return next((text for text in said if isinstance(text, str) and text), "")
 
 
 async def _plan(
@@ -90,7 +96,7 @@ async def _run_plan(plan: Plan, task: PublicTask, run: Rollout) -> Finding | Non
                 payload = plan.payloads[name, step.id]
                 run.log_action("handoff", {"from": name, "to": step.id, "payload": payload}, text)
             brief = _brief(step, handed, plan, task)
-            findings[step.id] = await SUBAGENTS[step.agent](brief, run)
+            findings[step.id] = await carry_out(step.agent, brief, run)
     except LimitReached:
         # The plan stands, whatever became of its run.
         return None

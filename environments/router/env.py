@@ -33,7 +33,7 @@ from envserver import (
     Task,
 )
 
-from .agent import ROUTER, solve
+from .agent import ROUTER, final_answer, solve
 from .demonstrations import demonstrate
 from .known import known_answers
 from .loading import (
@@ -86,10 +86,10 @@ class Router(Environment):
         documents: Path | None = None
         """File that search may use: JSON or JSONL with title and text, or any text."""
         execute: bool = False
-        """Run the plan; without it the plan is the answer."""
+        """Run the plan, as is done where an answer is given; else the plan is the answer."""
 
         def settings(self) -> dict[str, Any]:
-            return {"execute": self.execute}
+            return {"execute": self.execute or self.answer is not None}
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
@@ -138,6 +138,11 @@ class Router(Environment):
     async def score(self, task: Task, result: Result) -> Score:
         sandboxes = getattr(self, "sandboxes", None)
         return await score_rollout(task, result, execute=self.config.execute, sandboxes=sandboxes)
+
+    def final_answer(self, result: Result) -> str:
+        if isinstance(result.output, dict):
+            return final_answer(result.output)
+        return super().final_answer(result)
 
     def demonstration(self, task: Task) -> dict[str, list[Message]] | None:
         return demonstrate(task, execute=self.config.execute)

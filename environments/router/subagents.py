@@ -1,7 +1,8 @@
 """The sub-agents that carry out a step: those of the environments `math` and `code`, and search.
 
 Each gets a brief in words, and gives a Finding. They ask the model under their own names, so that
-each is a sequence of its own, and each can have a model of its own.
+each is a sequence of its own, and each can have a model of its own. One whose last words were cut
+off has found no answer.
 """
 
 from __future__ import annotations
@@ -58,10 +59,22 @@ class Brief:
     top_k: int = DEFAULT_TOP_K
 
 
+async def carry_out(agent: str, brief: Brief, run: Rollout) -> Finding:
+    """What the sub-agent of that name finds.
+
+    Raises:
+        LimitReached: it has no more turns, tokens or time.
+        SandboxError: a sandbox failed.
+    """
+    own = _OwnRun(run, agent)
+    finding = await SUBAGENTS[agent](brief, cast("Rollout", own))
+    return Finding(finding.text, "") if own.cut_off else finding
+
+
 async def do_math(brief: Brief, run: Rollout) -> Finding:
     """A problem or a calculation, with a calculator at hand."""
     public = {"question": brief.words, "options": [], "data_set": "router"}
-    done = await solve_problem(PublicTask(brief.task_id, public), _named(run, "math"), "tools")
+    done = await solve_problem(PublicTask(brief.task_id, public), run, "tools")
     seen = (visible_text(done["text"]) or "").strip()
     answer = done["answer"] if done["answer"] is not None else last_boxed(seen)
     return Finding(text=answer or seen, answer=answer or "")
@@ -76,9 +89,7 @@ async def do_code(brief: Brief, run: Rollout) -> Finding:
         "tests": [],
         "data_set": "router",
     }
-    done = await write_program(
-        PublicTask(brief.task_id, public), _named(run, "code"), "single", "0"
-    )
+    done = await write_program(PublicTask(brief.task_id, public), run, "single", "0")
     program = extract_code(done["text"], brief.entry_point)
     if program is None:
         return Finding("No program was written.", "")
@@ -102,7 +113,7 @@ async def do_search(brief: Brief, run: Rollout) -> Finding:
     ]
     text, errors = "", 0
     for _ in range(run.max_turns):
-        reply = await run.chat(messages, tools=descriptions(tools.values()), agent="search")
+        reply = await run.chat(messages, tools=descriptions(tools.values()))
         text = reply.content or text
         messages.append(reply.message)
         if reply.finish_reason == "length" or not reply.tool_calls:
@@ -129,10 +140,11 @@ SUBAGENTS: dict[str, Callable[[Brief, Rollout], Awaitable[Finding]]] = {
 }
 
 
-class _NamedRun:
+class _OwnRun:
     """A rollout in which everything is asked by one agent."""
 
     def __init__(self, run: Rollout, agent: str) -> None:
+        self.cut_off = False
         self._run = run
         self._agent = agent
 
@@ -140,11 +152,9 @@ class _NamedRun:
         return getattr(self._run, name)
 
     async def chat(self, messages: list[Message], **asked: Any) -> Reply:
-        return await self._run.chat(messages, **{**asked, "agent": self._agent})
-
-
-def _named(run: Rollout, agent: str) -> Rollout:
-    return cast("Rollout", _NamedRun(run, agent))
+        reply = await self._run.chat(messages, **{**asked, "agent": self._agent})
+        self.cut_off = reply.finish_reason == "length"
+        return reply
 
 
 def _printed(result: ExecResult) -> str:
