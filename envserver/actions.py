@@ -24,6 +24,7 @@ CUT = "actions_cut_off"
 
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 _HEAD_CHARACTERS = 4000
+_MANY_LEVELS = 100
 
 
 def encode(tool: str, input: Any, output: Any, ts: float) -> bytes:
@@ -115,7 +116,15 @@ def _step(number: int, tool: str, ts: float, input: Any, output: Any) -> dict[st
 
 
 def _value(raw: msgspec.Raw) -> Any:
-    return msgspec.json.decode(_bounded(bytes(raw)))
+    """What can be written again as JSON, whatever was sent."""
+    data = bytes(raw)
+    try:
+        value = orjson.loads(_bounded(data))
+        if data.count(b"[") + data.count(b"{") > _MANY_LEVELS:
+            orjson.dumps(value)  # no writer goes as deep as the reader
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError, UnicodeDecodeError):
+        return {"truncated": True, "bytes": len(data), "head": ""}
+    return value
 
 
 def _bounded(value: bytes) -> bytes:

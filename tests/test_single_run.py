@@ -25,7 +25,7 @@ from envserver.actions import CUT, MAX_FIELD_BYTES, MAX_STEPS, Steps, batch, enc
 from envserver.cli.run_command import _with_fields_of as settings_of
 from envserver.environment import answer_text
 from envserver.export.unified import actions_of, problems_of, unified
-from envserver.records import Trajectory, Usage
+from envserver.records import Trajectory, Usage, pack
 
 SIM = ("--model", "sim", "--sim.latency_seconds", "0")
 COMMAND = "```bash\nprintf 'new\\n' > note.txt; echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```"
@@ -237,6 +237,13 @@ def test_what_is_too_long_or_too_much_is_cut_off_and_says_so() -> None:
     assert last["input"]["steps"] > 0
     for odd in ("\ud800", {1: {"set"}}, 2**70, float("nan"), object()):
         taken.take(batch(0, [encode("a", odd, odd, 0.0)], 0))
+    for sent in ("[" * 600 + "]" * 600, str(2**80), '"\\ud800"', '"' + "x" * 40_000 + '"'):
+        hostile = Steps()
+        hostile.take(
+            b'{"first":0,"steps":[{"tool":"a","ts":1e300,"input":%b,"output":1}]}' % (sent.encode())
+        )
+        pack(hostile.taken())
+        orjson.dumps(hostile.taken())
     with pytest.raises(ValueError, match="name of a tool"):
         encode(" ", None, None, 0.0)
 

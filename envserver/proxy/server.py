@@ -53,6 +53,8 @@ _REMEMBER_SEALED_SECONDS = 60.0
 _HEALTH_SECONDS = 1.0
 _NO_RETRY = ((b"x-should-retry", b"false"),)
 _MAX_AGENT_NAME = 80
+_MAX_ACTIONS_BYTES = 2 << 20
+"""Of one batch of steps; workers send half as much."""
 _ASKING = {path.removeprefix("v1/") for path in APIS}
 
 _CHAT = APIS["v1/chat/completions"]
@@ -242,7 +244,7 @@ class Proxy:
                 await send_nothing(send)
             case "actions":
                 _require(method, "POST")
-                take_actions(attempt, await read_body(scope, receive, self._max_body_bytes))
+                take_actions(attempt, await read_body(scope, receive, _MAX_ACTIONS_BYTES))
                 await send_nothing(send)
             case _:
                 # An endpoint that is not recorded must not give tokens to an attempt.
