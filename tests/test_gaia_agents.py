@@ -14,6 +14,7 @@ from support.sdk_house import SdkHouse, Seat, sim_house
 from support.sim import call, said
 
 from environments.gaia.agents import Rules, solve
+from environments.gaia.trail import Trail, trail_of
 from envserver import PublicTask
 from tools.calling import Tool, ToolError
 
@@ -59,11 +60,26 @@ def run_of(seat: Seat, seconds: float = 60.0) -> Any:
         api_key=seat.attempt.key,
         model=seat.model,
         deadline=time.time() + seconds,
+        log_action=lambda *step: None,
     )
 
 
 def solved(seat: Seat, seconds: float = 60.0, tools: Any = (), **rules: Any) -> dict[str, Any]:
     return asyncio.run(solve(QUESTION, run_of(seat, seconds), Rules(**rules), tools))
+
+
+def trail_of_seat(seat: Seat) -> Trail:
+    """What the scorer reads of it."""
+    last = seat.calls[-1]
+    return trail_of([*last.messages, last.message], len(seat.calls))
+
+
+@pytest.mark.parametrize("kind", ("tools", "plain"))
+def test_what_is_printed_is_no_error_whatever_it_says(house: SdkHouse, kind: str) -> None:
+    with house.seat(*turns_of(kind, "print('Error: is the title of a book')")) as seat:
+        done = solved(seat, agent=kind)
+        assert done["steps"][0]["error"] is None
+        assert trail_of_seat(seat).failed == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,6 +113,9 @@ def test_what_the_model_gets_wrong_is_told_typed_and_still_one_sequence(
         assert "in broken\n    return 1 / 0" in told
         assert "ZeroDivisionError" in told
         assert "inside.py" not in told
+        trail = trail_of_seat(seat)
+        assert (trail.malformed, trail.failed) == (len(nonsense), 1)
+        assert "ZeroDivisionError" in trail.observed
         assert len(seat.sequences) == 1
         seat.assert_exact()
 
@@ -130,6 +149,7 @@ def test_plans_are_turns_of_the_same_sequence(house: SdkHouse) -> None:
     with house.seat(plans[0], first, second, plans[1], last) as seat:
         done = solved(seat, planning_interval=2)
         assert [step["step"] for step in done["steps"]] == [0, 1, 2, 0, 3]
+        assert trail_of_seat(seat) == Trail(steps=3, observed=trail_of_seat(seat).observed)
         assert done["answer"] == "42"
         assert len(seat.sequences) == 1
         seat.assert_exact()
