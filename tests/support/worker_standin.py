@@ -25,6 +25,7 @@ class StandIn:
     def __init__(self) -> None:
         self.results: dict[str, dict[str, Any]] = {}
         self.logs: list[dict[str, Any]] = []
+        self.actions: list[dict[str, Any]] = []
         self.served: list[bytes] = []
         self.chats: list[dict[str, Any]] = []
         self.url = ""
@@ -87,6 +88,7 @@ class StandIn:
         app.router.add_get("/r/{key}/rollout", self._rollout)
         app.router.add_post("/r/{key}/result", self._result)
         app.router.add_post("/r/{key}/log", self._log)
+        app.router.add_post("/r/{key}/actions", self._actions)
         app.router.add_post("/r/{key}/v1/chat/completions", self._chat)
         return app
 
@@ -101,6 +103,10 @@ class StandIn:
 
     async def _log(self, request: web.Request) -> web.Response:
         self.logs.append(orjson.loads(await request.read()))
+        return web.Response(status=204)
+
+    async def _actions(self, request: web.Request) -> web.Response:
+        self.actions += orjson.loads(await request.read())["steps"]
         return web.Response(status=204)
 
     async def _chat(self, request: web.Request) -> web.Response:

@@ -28,6 +28,8 @@ __all__ = ["Ending", "Kind", "Rules", "Solved", "solve"]
 LEAVE_SECONDS = 2.5
 """Before the rollout's deadline an agent ends by itself, code that does not listen included: so its
 steps are not lost."""
+MOST_LEFT = 0.25
+"""Share of the rollout's time that this may be."""
 STOP_SECONDS = 5.0
 
 
@@ -53,7 +55,8 @@ async def solve(
         EngineError: the engine failed.
     """
     rules.check()
-    stop_at = run.deadline - LEAVE_SECONDS
+    seconds = run.deadline - time.time()
+    stop_at = run.deadline - min(LEAVE_SECONDS, MOST_LEFT * seconds)
     if rules.seconds is not None:
         stop_at = min(stop_at, time.time() + rules.seconds)
     kind: type[SmolRun] | type[PlainRun] = PlainRun

@@ -18,7 +18,7 @@ from .interpreter import Interpreter
 from .prompts import system_prompt
 from .rules import Ending, Rules, Solved, ending_of
 from .tool_use import Tools
-from .trace import call_data, step_data
+from .trace import Trace, call_data, step_data
 
 _SAID = re.compile(r"FINAL ANSWER:\s*(.+)")
 
@@ -53,7 +53,7 @@ class PlainRun:
         )
         prompt = system_prompt("plain", tools, rules.extra_imports)
         self._messages: list[Message] = [{"role": "system", "content": prompt}]
-        self._steps: list[dict[str, Any]] = []
+        self._trace = Trace(run)
 
     def run(self, question: str) -> Solved:
         """To its end, whatever that is. Raises EngineError."""
@@ -65,7 +65,7 @@ class PlainRun:
         finally:
             self._endpoint.close()
             self._interpreter.finish()
-        return Solved(answer, state, self._steps)
+        return Solved(answer, state, self._trace.steps)
 
     def stop(self) -> None:
         """Makes `run` return soon, from whatever it waits for."""
@@ -79,7 +79,7 @@ class PlainRun:
             self._messages.append(turn.message)
             results = [self._tools.run(call) for call in turn.calls]
             answer = _answer(turn, results)
-            self._steps.append(_data(number, turn, results, began, answer is not None))
+            self._trace.add(_data(number, turn, results, began, answer is not None))
             if answer is not None:
                 return answer, "answered"
             if not turn.calls:

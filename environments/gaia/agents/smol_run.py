@@ -23,7 +23,7 @@ from .prompts import system_prompt
 from .rules import Ending, Rules, Solved, ending_of
 from .smol import CodeAgent, ToolCallingAgent
 from .tool_use import PYTHON, Tools, as_function
-from .trace import call_data, step_data
+from .trace import Trace, call_data, step_data
 
 
 class SmolRun:
@@ -47,7 +47,7 @@ class SmolRun:
         extra: dict[str, Any] | None = None,
     ) -> None:
         self._rules = rules
-        self._steps: list[dict[str, Any]] = []
+        self._trace = Trace(run)
         is_code = rules.agent == "code"
         self._interpreter = Interpreter(
             {tool.name: as_function(tool, loop) for tool in tools} if is_code else None,
@@ -93,7 +93,7 @@ class SmolRun:
         finally:
             self._endpoint.close()
             self._interpreter.finish()
-        return Solved(answer, state, self._steps)
+        return Solved(answer, state, self._trace.steps)
 
     def stop(self) -> None:
         """Makes `run` return soon, from whatever it waits for."""
@@ -108,10 +108,10 @@ class SmolRun:
                 if isinstance(event, ActionOutput) and event.is_final_answer:
                     answer = str(event.output)
                 if isinstance(event, PlanningStep):
-                    self._steps.append(_plan_data(event))
+                    self._trace.add(_plan_data(event))
                 if not isinstance(event, ActionStep) or event.model_output_message is None:
                     continue
-                self._steps.append(self._data(event))
+                self._trace.add(self._data(event))
                 if event.is_final_answer:
                     return answer, "answered"
                 if event.step_number >= self._rules.max_steps:

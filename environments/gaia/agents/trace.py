@@ -5,11 +5,35 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from envserver import Rollout
+
 from .interpreter import shortened
 
 THOUGHT_CHARACTERS = 4000
 CODE_CHARACTERS = 8000
 OBSERVATION_CHARACTERS = 4000
+
+
+class Trace:
+    """The steps of a run: kept here, and told to the server at once, where they outlive us."""
+
+    def __init__(self, run: Rollout) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self._run = run
+
+    def add(self, step: dict[str, Any]) -> None:
+        """One more, as `step_data` gives it."""
+        self.steps.append(step)
+        match step["action"]:
+            case None | []:
+                tool, given = ("plan" if step["step"] == 0 else "say"), step["thought"]
+            case str() as code:
+                tool, given = "python", code
+            case [call]:
+                tool, given = str(call["name"]).strip() or "call", call["arguments"]
+            case calls:
+                tool, given = "several", calls
+        self._run.log_action(tool, given, step["observation"])
 
 
 def step_data(
