@@ -14,6 +14,7 @@ from aiohttp import web
 from support.commands import envserver, read_jsonl
 
 from environments.mhqa.env import Mhqa
+from environments.mhqa.metrics import SPECIAL
 from envserver import Caller, ConfigError, InputError, PublicTask, Reply, Result, ServiceError
 from tools.retrieval import HttpRetriever, Passage, RetrieverSettings
 
@@ -83,6 +84,9 @@ async def test_demonstrations_solve_every_task(mode: str) -> None:
         assert run.steps[0] == "decompose" and run.steps[-1] == "finalize"
         assert run.steps.count("retrieve") == len(task.hidden["decomposition"])
         assert run.steps.count("reason_hop") >= len(task.hidden["decomposition"]) - 1
+        told = str(run.histories[0]).replace(task.public["question"], "")
+        gold = task.hidden["golds"][0]
+        assert gold in SPECIAL or gold not in told, task.id  # before anything was found
         for earlier, later in zip(run.histories, run.histories[1:], strict=False):
             assert later[: len(earlier)] == earlier  # only added to: one training sequence
         if mode == "tools" and task.hidden["answerable"]:

@@ -119,6 +119,7 @@ def test_a_pair_counts_where_both_variants_are_told_apart() -> None:
         ("THOUGHT: x\nFINAL: A \n", "A"),
         ("It is FINAL: A", None),
         (r"\boxed{\text{A b}}", "A b"),
+        (r"<answer>\boxed{A}</answer>", "A"),
         ("So:\n**Final answer:** A\nBye.", "A"),
         ("The answer is A", None),
         ("A", None),

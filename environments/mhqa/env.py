@@ -107,9 +107,9 @@ class Mhqa(Environment):
     class Question(Environment.Question):
         """One question, and the passages to be searched for its answer."""
 
-        context: Path
+        context: Path | None = None
         """File of passages: text with blank lines between them (`# title` above one), or .json or
-        .jsonl with title and text."""
+        .jsonl with title and text. Unset: the corpus or the retriever of the settings."""
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
@@ -167,11 +167,16 @@ class Mhqa(Environment):
         return Result(output=output, messages=messages)
 
     def task_from_question(self, asked: Question) -> Task:
+        if asked.context is None and self.config.scope == "question":
+            raise InputError(
+                "There is nothing to search for the answer.",
+                hint="--context FILE, or --env.scope corpus or external.",
+            )
         item = Item(
             question=asked.question.strip(),
             golds=(asked.answer,) if asked.answer is not None else (),
             data_set="own",
-            passages=tuple(different(read_context(asked.context))),
+            passages=tuple(read_context(asked.context)) if asked.context is not None else (),
         )
         if not item.question:
             raise InputError("The question is empty.")

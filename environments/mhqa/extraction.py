@@ -7,6 +7,8 @@ Only visible text counts. The first of these that is there is the answer:
     3. what follows FINAL: at the start of a line, to the end
     4. the inside of the last balanced \boxed{...}
     5. the rest of the last line that says "answer:" or "final answer:"
+
+A box that is all of the answer is taken off.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def extract_answer(text: str) -> str | None:
     for find in (_tagged, _json_answer, _final, _boxed, _last_line):
         answer = find(seen)
         if answer is not None:
-            return answer
+            return _unboxed(answer)
     return None
 
 
@@ -89,8 +91,14 @@ def _final(seen: str) -> str | None:
 
 def _boxed(seen: str) -> str | None:
     inside = last_boxed(seen)
-    if inside is None:
-        return None
+    return None if inside is None else f"\\boxed{{{inside}}}"
+
+
+def _unboxed(answer: str) -> str:
+    r"""`answer` without the \boxed{\text{...}} that is all around it."""
+    inside = last_boxed(answer)
+    if inside is None or answer != f"\\boxed{{{inside}}}":
+        return answer
     wrapped = _WRAPPED.fullmatch(inside.strip())
     return (wrapped[1] if wrapped else inside).strip()
 
