@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import envserver, read_jsonl
 
 from environments.video.env import Video
-from envserver import LimitReached, Reply, Result, Task
+from envserver import LimitReached, Reply, Result
 
 Message = dict[str, Any]
 GRAPH = {"t": 0, "triples": [["gate", "has color", "red"]]}
@@ -286,16 +289,41 @@ def test_agents_are_named_where_there_are_several() -> None:
 
 @pytest.mark.parametrize("protocol", ["tools", "text"])
 @pytest.mark.parametrize("mode", ["single", "report", "star"])
-def test_demonstrations_end_in_the_right_answer(mode: str, protocol: str) -> None:
+async def test_demonstrations_solve_every_task(mode: str, protocol: str) -> None:
     env = Video(Video.Config(mode=mode, protocol=protocol))
+    decided = set()
     for task in env.tasks("train"):
-        assert _last_words(env, task) == 1.0
+        turns = env.demonstration(task)
+        run = Scripted(dict(turns) if isinstance(turns, Mapping) else {None: turns})
+        output = await env.rollout(task.without_hidden(), run)
+        run.assert_histories_only_grow()
+        assert env.score(task, Result(output=output)).reward == 1.0, task.id
+        left = {name for name, messages in run.turns.items() if messages}
+        assert left <= ({"organizer"} if mode == "report" else set())
+        assert not any(name.startswith("tool_errors") for name in run.metrics)
+        decided.add(bool(left))
+        sent = json.dumps([*run.sent.values()])
+        assert not any(word in sent for word in ("evidence", "golds", "hidden"))
+    assert decided == ({True, False} if mode == "report" else {False})
 
 
-def _last_words(env: Video, task: Task) -> float | None:
-    turns = env.demonstration(task)
-    calls = turns[-1].get("tool_calls")
-    if not calls:
-        return env.score(task, Result(output=turns[-1]["content"])).reward
-    answer = json.loads(calls[0]["function"]["arguments"])["answer"]
-    return env.score(task, Result(output={"answer": answer, "text": ""})).reward
+def test_a_team_runs_with_the_simulated_engine_and_an_untrained_organizer(tmp_path: Path) -> None:
+    ran = envserver(
+        "process", "--env", "video", "--env.mode", "report", "--model", "sim",
+        "--sim.solve_probability", 1, "--sim.latency_seconds", 0, "--env.total_steps", 6,
+        "--env.group_size", 2, "--env.agents.organizer.trained", "false",
+        "--env.include_actions", "true", "--env.data_path_to_save_groups", "out.jsonl",
+        folder=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    groups = read_jsonl(tmp_path / "out.jsonl")
+    rollouts = [rollout for group in groups for rollout in group["envserver"]["rollouts"]]
+    assert len(rollouts) == 12 and {rollout["reward"] for rollout in rollouts} == {1.0}
+    for rollout in rollouts:
+        untrained = [other["agent"] for other in rollout["others"] if not other["trained"]]
+        disagreed = rollout["agent_metrics"]["disagreed"] == 1.0
+        assert untrained == (["organizer"] if disagreed else [])
+        assert len(set(rollout["agents"])) == len(rollout["agents"]) >= 1
+        assert "organizer" not in rollout["agents"]
+        assert rollout["actions"][-1]["output"] == rollout["output"]["final_answer"] != ""
+    assert {rollout["agent_metrics"]["disagreed"] for rollout in rollouts} == {0.0, 1.0}

@@ -1,55 +1,51 @@
 """Conversations that answer a question, as good models would hold them. Pure.
 
-All agents of a team play the same turns, each leaving out those that call tools of others; the last
-turn is played by all. So a turn that reads and finishes is one expert's alone.
+Each agent of a team has its own. An expert reads the moment that the question is about; where its
+kind of description has nothing there, it says that it cannot tell, and others decide.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 from envserver import Message, Task
 
 from .agent import Protocol
-from .context import VideoContext
-from .teams import FINAL_ANSWER, Mode
+from .context import Modality, VideoContext
+from .teams import FINAL_ANSWER, ORGANIZER, Mode
 from .tools import TOOLS_OF
 
-READING_TOOLS = {modality: names[0] for modality, names in TOOLS_OF.items()}
+CANNOT_TELL = "cannot tell"
 
 
-def demonstrate(task: Task, mode: Mode | Literal["blind"], protocol: Protocol) -> list[Message]:
-    """The assistant messages, one a turn: what is read, and the answer."""
+def demonstrate(
+    task: Task, mode: Mode, protocol: Protocol, *, blind: bool = False
+) -> list[Message] | Mapping[str, list[Message]]:
+    """The assistant messages, one a turn: of the only agent, or of each agent by name."""
     answer = right_answer(task)
-    if mode == "blind":
+    if blind:
         return [_said(f"Answer: {answer}")]
-    if protocol == "text":
-        # Nobody leaves anything out there: what a team plays must suit all of it.
-        reading = [_read_by_text(task)] if mode == "single" else []
-        return [*reading, _said(f"FINAL: {answer}")]
     context = VideoContext.of_json(task.public["context"])
-    # Both ways are shown, each for half of the tasks: to end, and for a team to agree or not.
-    first_half = zlib.crc32(task.id.encode()) % 2 == 0
-    reading = list(_readings(task, context))
-    match mode:
-        case "single":
-            last = _calls(("finish", {"answer": answer})) if first_half else _said(_boxed(answer))
-            return [*reading, last]
-        case "report":
-            decision = {"reasoning": "That is what they saw.", "answer": _option(task, answer)}
-            unsure = list(_giving_up(context)) if first_half else []
-            return [*unsure, *reading, _said(json.dumps(decision, ensure_ascii=False))]
-        case "star":
-            asked = [
-                _calls(("route", {"next": name, "comment": "What do you find?"}))
-                for name in context.modalities
-            ]
-            comment = "That is what they found."
-            last = _calls(("route", {"next": FINAL_ANSWER, "comment": comment, "answer": answer}))
-            return [*asked, *reading, last]
+    if mode == "single":
+        reading = [_reads(task, name, protocol) for name in context.modalities]
+        # Both ways to end are shown, each for half of the tasks.
+        boxed = protocol == "tools" and zlib.crc32(task.id.encode()) % 2 == 0
+        last = _said(f"The answer is \\boxed{{{answer}}}.") if boxed else _ends(answer, protocol)
+        return [*reading, last]
+    team = {
+        str(name): [
+            _reads(task, name, protocol),
+            _ends(answer if _knows(task, context, name) else CANNOT_TELL, protocol),
+        ]
+        for name in context.modalities
+    }
+    organizer = (
+        [_decides(task, answer)] if mode == "report" else _asks_all(context, answer, protocol)
+    )
+    return {ORGANIZER: organizer, **team}
 
 
 def right_answer(task: Task) -> str:
@@ -59,14 +55,6 @@ def right_answer(task: Task) -> str:
     return str(task.hidden["golds"][0])
 
 
-def _option(task: Task, answer: str) -> str:
-    return f"Option {answer}" if task.public["options"] else answer
-
-
-def _boxed(answer: str) -> str:
-    return f"The answer is \\boxed{{{answer}}}."
-
-
 def _span(task: Task) -> dict[str, float]:
     spans = task.hidden["evidence"]
     if not spans:
@@ -74,37 +62,45 @@ def _span(task: Task) -> dict[str, float]:
     return {"t0": min(start for start, _ in spans), "t1": max(end for _, end in spans)}
 
 
-def _readings(task: Task, context: VideoContext) -> Iterator[Message]:
-    """Each modality is read where the evidence shows."""
-    for modality in context.modalities:
-        yield _calls((READING_TOOLS[modality], _span(task)))
+def _knows(task: Task, context: VideoContext, modality: Modality) -> bool:
+    return bool(context.lines(modality, **_span(task)))
 
 
-def _giving_up(context: VideoContext) -> Iterator[Message]:
-    """An expert reads and says at once that it cannot tell: all but that of the captions."""
-    for modality in context.modalities[1:]:
-        yield _calls((READING_TOOLS[modality], {}), ("finish", {"answer": "cannot tell"}))
+def _reads(task: Task, modality: Modality, protocol: Protocol) -> Message:
+    return _calls(TOOLS_OF[modality][0], _span(task), protocol)
 
 
-def _read_by_text(task: Task) -> Message:
-    call = json.dumps({"tool": "get_captions", "args": _span(task)})
-    return _said(f"THOUGHT: I read the captions of that moment.\nTOOL_CALL: {call}")
+def _ends(answer: str, protocol: Protocol) -> Message:
+    if protocol == "text":
+        return _said(f"FINAL: {answer}")
+    return _calls("finish", {"answer": answer}, protocol)
+
+
+def _decides(task: Task, answer: str) -> Message:
+    named = f"Option {answer}" if task.public["options"] else answer
+    decision = {"reasoning": "That is what they read.", "answer": named}
+    return _said(json.dumps(decision, ensure_ascii=False))
+
+
+def _asks_all(context: VideoContext, answer: str, protocol: Protocol) -> list[Message]:
+    asked = [
+        _calls("route", {"next": name, "comment": "What do you find?"}, protocol)
+        for name in context.modalities
+    ]
+    if protocol == "text":
+        return [*asked, _ends(answer, protocol)]
+    final = {"next": FINAL_ANSWER, "comment": "That is what they read.", "answer": answer}
+    return [*asked, _calls("route", final, protocol)]
 
 
 def _said(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def _calls(*calls: tuple[str, dict[str, Any]]) -> Message:
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {
-                "id": f"call_{name}",
-                "type": "function",
-                "function": {"name": name, "arguments": json.dumps(arguments)},
-            }
-            for name, arguments in calls
-        ],
-    }
+def _calls(name: str, arguments: dict[str, Any], protocol: Protocol) -> Message:
+    if protocol == "text":
+        call = json.dumps({"tool": name, "args": arguments})
+        return _said(f"THOUGHT: I look there.\nTOOL_CALL: {call}")
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    call_ = {"id": f"call_{name}", "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call_]}

@@ -145,9 +145,9 @@ class Video(Environment):
     def score(self, task: Task, result: Result) -> Score:
         return score_rollout(task, result, self.config.evidence_bonus)
 
-    def demonstration(self, task: Task) -> list[Message]:
+    def demonstration(self, task: Task) -> list[Message] | Mapping[str, list[Message]]:
         config = self.config
-        return demonstrate(task, "blind" if config.blind else config.mode, config.protocol)
+        return demonstrate(task, config.mode, config.protocol, blind=config.blind)
 
     def known_results(self, task: Task) -> Iterator[KnownResult]:
         return known_answers(task)
