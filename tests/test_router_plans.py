@@ -71,7 +71,8 @@ TEXT = json.dumps(as_json(CHAIN))
         ("json", TEXT[:-1] + ', "x": NaN}'),
         ("json", TEXT[:-1] + ', "x": 1e999}'),
         ("json", TEXT.replace('"', "'")),
-        ("json", "[" * 100_000),
+        ("json", "[" * 90_000),
+        ("schema", TEXT + " " * 8 + "x" * 100_000),
         ("schema", "[]"),
         ("schema", "7"),
         ("schema", broken(lambda p: p.pop("handoffs"))),
@@ -263,5 +264,8 @@ def test_the_authors_metrics_are_theirs_to_the_letter() -> None:
     assert measured(metrics={"primary": "much"})["metrics_primary_list"] == 0
     assert course_metrics(f"```\n{json.dumps(COURSE)}\n```", COURSE) == {"json_valid": 0}
     assert course_metrics("[1]", COURSE) == {"json_valid": 0}
+    deep = json.loads("[" * 600 + "]" * 600)
+    assert measured(tags=deep).keys() <= right.keys()
+    assert error_of(broken(lambda p: p["steps"][0]["args"].update(q=deep))) == "tool_args"
     thought = course_metrics(f"<think>so</think>{json.dumps(COURSE)}", COURSE)
     assert (thought["json_valid"], thought["route_plan_exact"]) == (0, 1)

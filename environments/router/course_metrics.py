@@ -13,6 +13,8 @@ from typing import Any
 
 from tools.visible import visible_text
 
+from .plans import MAX_CHARACTERS
+
 _COMMAND = re.compile(r"/[a-zA-Z0-9_-]+")
 _QA = "router qa"
 _KEPT = ("primary_guidance", "secondary_guidance", "primary_computation", "secondary_computation")
@@ -22,16 +24,22 @@ def course_metrics(text: str, gold: dict[str, Any]) -> dict[str, float]:
     """The metrics of an answer, beside the ten keys of the right one; truths are 0 and 1.
 
     Returns:
-        Only `json_valid` where the visible text is no JSON object.
+        Only `json_valid` where the visible text is no JSON object, or longer than any plan.
     """
     valid = {"json_valid": float(_object(text) is not None)}
     answer = _object(visible_text(text) or "")
     if answer is None:
         return valid
-    return valid | {name: float(value) for name, value in _measured(answer, gold).items()}
+    try:
+        found = _measured(answer, gold)
+    except RecursionError:  # nested too deeply to be anything
+        return valid
+    return valid | {name: float(value) for name, value in found.items()}
 
 
 def _object(text: str) -> dict[str, Any] | None:
+    if len(text) > MAX_CHARACTERS:
+        return None
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

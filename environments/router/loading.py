@@ -35,6 +35,7 @@ DIVISION = Division()
 """Of data sets that have one split of their own."""
 
 _QUERY_KEYS = ("query", "user_query", "question", "task")
+_GOLD_KEYS = ("plan", "gold", "gold_plan", "completion")
 _QUERY_MARK = "User query:\n"
 
 
@@ -180,7 +181,7 @@ def _query(row: dict[str, Any]) -> str:
 
 def _gold(row: dict[str, Any]) -> dict[str, Any]:
     """The right plan of a row, in either profile."""
-    gold: Any = next((row[key] for key in ("plan", "gold", "completion") if row.get(key)), row)
+    gold: Any = next((row[key] for key in _GOLD_KEYS if row.get(key)), row)
     if isinstance(gold, str):
         try:
             gold = json.loads(gold)

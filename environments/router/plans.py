@@ -22,6 +22,9 @@ from tools.visible import visible_text
 
 from .schemas import GRAPH, TOOLS
 
+MAX_CHARACTERS = 100_000
+"""A longer answer is no plan."""
+
 ErrorKind = Literal[
     "unclosed_think", "json", "schema", "unknown_tool", "tool_args", "duplicate_id",
     "unknown_dependency", "final_step", "cycle", "final_step_not_last", "orphan_step",
@@ -88,12 +91,14 @@ def read_json(text: str) -> Any:
     """The one JSON value that the visible part of an answer is.
 
     Raises:
-        PlanError: of the kinds `unclosed_think` and `json`.
+        PlanError: of the kinds `unclosed_think` and `json`; `schema` where it is too long.
     """
     seen = visible_text(text)
     if seen is None:
         raise PlanError("unclosed_think", "<think> was never closed.")
     source = seen.strip()
+    if len(source) > MAX_CHARACTERS:
+        raise PlanError("schema", f"The answer is longer than {MAX_CHARACTERS} characters.")
     try:
         value = json.loads(source, cls=StrictDecoder)
         check_characters(source, value)
