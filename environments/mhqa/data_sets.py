@@ -178,7 +178,7 @@ def _own(item: Item, row: Row, corpus: Mapping[str, Passage]) -> Item:
     titles = row.get("context_titles")
     passages = item.passages
     if isinstance(titles, list):
-        unknown = [title for title in titles if title not in corpus]
+        unknown = [one for one in titles if not isinstance(one, str) or one not in corpus]
         if unknown:
             raise InputError(f"There is no passage {unknown[0]!r} in the corpus.")
         passages = tuple(corpus[title] for title in titles)

@@ -180,7 +180,8 @@ class Mhqa(Environment):
         )
         if not item.question:
             raise InputError("The question is empty.")
-        key = hashlib.blake2b(asked.question.encode(), digest_size=6).hexdigest()
+        question = item.question.encode("utf-8", "surrogatepass")
+        key = hashlib.blake2b(question, digest_size=6).hexdigest()
         return make_task(f"question-{key}", item, "question")
 
     @property
@@ -269,7 +270,7 @@ class Mhqa(Environment):
 def make_task(task_id: str, item: Item, scope: Literal["question", "corpus", "external"]) -> Task:
     """The task of an item; its passages come along where agents search only them."""
     passages = list(different(item.passages)) if scope == "question" else []
-    random.Random(f"passages-{item.question}").shuffle(passages)
+    random.Random(item.question.encode("utf-8", "surrogatepass")).shuffle(passages)
     places = {passage.title: place for place, passage in enumerate(passages)}
     return Task(
         task_id,
