@@ -239,7 +239,7 @@ class _TaskFinder:
         if self._sandbox_address is not None:
             environment.sandboxes = WatchedSandboxes(self._sandbox_address)
         self._split = environment.config.split
-        return iter(environment.tasks(self._split))
+        return iter(environment.tasks(environment.config.split))
 
 
 def _environment(reference: str, config: dict[str, Any]) -> Environment:
