@@ -19,8 +19,9 @@ from environments.gaia.agents.prompts import (
 )
 from environments.gaia.env import Gaia
 from envserver import Result
+from envserver.tokens.flags import DEFAULT
 from tools.documents import document_tools
-from tools.web import remote_tools
+from tools.web import LEAK, LEAK_SEEN, remote_tools
 
 
 def told(*replies: str) -> list[dict[str, Any]]:
@@ -81,6 +82,10 @@ def test_what_was_seen_of_the_task_on_the_web_decides_by_policy(
     task.hidden["task_id"] = "0383a3ee-47a7-41a4-b493-519bdefe0488"
     page = told(f"{OBSERVED}0383A3EE-47a7-41a4-b493-519bdefe0488,2,egalitarian")
     assert env.score(task, Result(output=output, turns=2, messages=page)).reward == reward
+
+
+def test_what_the_web_flags_is_for_the_environment_to_judge() -> None:
+    assert DEFAULT.worst([LEAK, LEAK_SEEN]) == "train"
 
 
 @pytest.mark.parametrize("kind", ["code", "tools", "plain"])

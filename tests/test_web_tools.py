@@ -223,6 +223,11 @@ def test_the_filter_lets_other_pages_through() -> None:
         assert leaks.denies(url), url
     assert not leaks.repeats("Blue herons nested on the northern bank of the Rhine.", QUESTION)
     assert not leaks.repeats("anything", "short question")
+    title = "On the nesting of herons at the river Elbe in the years of the flood"
+    quotes = f"In \u201c{title}\u201d, how many nests does the second table of page five count?"
+    assert not leaks.repeats(f"{title}. By A. Heron. Table 2: nests", quotes)
+    assert leaks.repeats(f"1, {quotes}, 17", quotes)
+    assert leaks.repeats(title, f'What does "{title}" say?')
     six = "Who was first on the summit"
     assert leaks.repeats("Answers: WHO_WAS \u2167 ... Who was first on the summit? Nobody", six)
 

@@ -106,7 +106,8 @@ class Gaia(Environment):
         web_provider: Literal["tavily", "duckduckgo"] = "tavily"
         """Who searches. tavily: with the server's variable TAVILY_API_KEY."""
         web_provider_url: str = ""
-        """Where the provider is asked, for a gateway of your own; unset: at the provider's."""
+        """Where the provider is asked, for a gateway of your own; unset: at the provider's. Agents'
+        processes know it: no place for keys."""
         web_reader: Literal["own", "tavily"] = "own"
         """Who reads pages: the server itself, or Tavily's extraction."""
         web_allow_private: bool = False

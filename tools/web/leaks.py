@@ -38,6 +38,10 @@ _SHARE = 0.3
 """Of all such runs of words, that make a text one that repeats the question."""
 _MOST_READ = 2_000_000
 _WORD = re.compile(r"[^\W_]+")
+_QUOTED = re.compile(
+    '["\u201c\u201e\u00ab][^"\u201c\u201d\u201e\u00ab\u00bb]{1,300}["\u201c\u201d\u00bb]'
+)
+"""What a question quotes, a title or a saying, stands where the answer is, too: it is no sign."""
 _TRANSLATED = ".translate.goog"
 
 Runs = frozenset[tuple[str, ...]]
@@ -97,10 +101,16 @@ def _host(name: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _wanted(question: str) -> Runs:
+    own = [_words_of(part) for part in _QUOTED.split(question)]
+    runs = frozenset(run for part in own for run in _runs(part, _WORDS))
+    if runs:
+        return runs
     words = _words_of(question)
     size = min(_WORDS, len(words))
-    if size < _LEAST_WORDS:
-        return frozenset()
+    return _runs(words, size) if size >= _LEAST_WORDS else frozenset()
+
+
+def _runs(words: list[str], size: int) -> Runs:
     return frozenset(tuple(words[at : at + size]) for at in range(len(words) - size + 1))
 
 
