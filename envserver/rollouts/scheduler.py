@@ -19,6 +19,7 @@ from ..errors import AllFailed, StoreError
 from ..records import Group
 from .events import GroupDelivered, GroupDropped, GroupSink
 from .group import Machinery, make_group
+from .mixing import Ending, Lane
 from .policy import Drop, retry_delay_seconds
 from .stream import Ticket, read
 
@@ -30,6 +31,7 @@ class Scheduler:
 
     Args:
         wanted: groups to deliver, None for as many as there are tasks.
+        lane: where several environments share a run: gives each group its turn.
         stop_on_failures: end with AllFailed after `rollouts.stop_after_failed_groups` failed groups
             in a row; otherwise pause ever longer (a server outlives its engine).
     """
@@ -42,14 +44,17 @@ class Scheduler:
         *,
         wanted: int | None,
         stop_on_failures: bool,
+        lane: Lane | None = None,
     ) -> None:
         self._machinery = machinery
         self._tickets = tickets
         self._sink = sink
         self._wanted = wanted
         self._stop_on_failures = stop_on_failures
+        self._lane = lane
+        self._size = machinery.environment.config.group_size
         self._draining = asyncio.Event()
-        self._open: set[asyncio.Task[None]] = set()
+        self._open: set[asyncio.Task[Ending]] = set()
         self._failed_in_a_row = 0
         self._dropped_in_a_row = 0
         self._causes: Counter[str] = Counter()
@@ -76,9 +81,7 @@ class Scheduler:
             AllFailed: too many groups failed in a row.
             EnvserverError: the sink refused a group for good, or the tasks cannot be read.
         """
-        machinery = self._machinery
-        size = machinery.environment.config.group_size
-        most = max(1, machinery.rollouts.max_concurrent // size) + 1
+        most = max(1, self._machinery.rollouts.max_concurrent // self._size) + 1
         try:
             while not self._draining.is_set() and self.delivered != self._wanted:
                 await self._pause_after_failures()
@@ -88,8 +91,11 @@ class Scheduler:
                 ticket = await self._next_ticket()
                 if ticket is None:
                     break
-                if not await self._sink.known([ticket.group_id]):
-                    self._start(ticket)
+                if await self._sink.known([ticket.group_id]):
+                    continue
+                if not await self._has_turn():
+                    break
+                self._start(ticket)
             await self._until_fewer_than(1)
         finally:
             for task in self._open:
@@ -97,7 +103,10 @@ class Scheduler:
             await asyncio.gather(*self._open, return_exceptions=True)
 
     def _start(self, ticket: Ticket) -> None:
-        self._open.add(asyncio.create_task(self._one(ticket), name=ticket.group_id))
+        group = asyncio.create_task(self._one(ticket), name=ticket.group_id)
+        self._open.add(group)
+        if self._lane is not None:  # also of a group that is cancelled before its first step
+            group.add_done_callback(self._return_turn)
 
     def _is_wanting(self) -> bool:
         return self._wanted is None or self.delivered + len(self._open) < self._wanted
@@ -143,16 +152,41 @@ class Scheduler:
             drain.cancel()
             await asyncio.gather(reading, drain, return_exceptions=True)
 
-    async def _one(self, ticket: Ticket) -> None:
+    async def _has_turn(self) -> bool:
+        """Whether a group may begin; False when no other is wanted, or the run is being drained."""
+        if self._lane is None:
+            return True
+        turn = asyncio.create_task(self._lane.take(self._size))
+        drain = asyncio.create_task(self._draining.wait())
+        used = False
+        try:
+            first: set[asyncio.Future[Any]] = {turn, drain}
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            used = not drain.done()
+            return used and turn.result()
+        finally:
+            for task in (turn, drain):
+                task.cancel()
+            given, _ = await asyncio.gather(turn, drain, return_exceptions=True)
+            if given is True and not used:
+                self._lane.ended(self._size, "failed")
+
+    def _return_turn(self, group: asyncio.Task[Ending]) -> None:
+        assert self._lane is not None
+        failed = group.cancelled() or group.exception() is not None
+        self._lane.ended(self._size, "failed" if failed else group.result())
+
+    async def _one(self, ticket: Ticket) -> Ending:
         made = await make_group(self._machinery, ticket)
         if isinstance(made, Drop):
             self._dropped(ticket, made)
-        else:
-            await self._deliver(made)
-            self._failed_in_a_row = self._dropped_in_a_row = 0
-            self._causes.clear()
-            self.delivered += 1
-            self._machinery.observer(GroupDelivered(group=made))
+            return "failed" if made.failed else "filtered"
+        await self._deliver(made)
+        self._failed_in_a_row = self._dropped_in_a_row = 0
+        self._causes.clear()
+        self.delivered += 1
+        self._machinery.observer(GroupDelivered(group=made))
+        return "delivered"
 
     def _dropped(self, ticket: Ticket, drop: Drop) -> None:
         self._machinery.observer(

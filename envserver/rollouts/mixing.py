@@ -1,0 +1,190 @@
+"""Several environments in one run: which of them begins a group next.
+
+`targets` and `Shares` are pure: weights and minimum shares in, a name out. `Turns` gives each
+environment's scheduler its turn when it asks and there is room. What holds: of those that ask, the
+one that is furthest behind its share comes first; who does not ask (its tasks have ended, it pauses
+after failures, its data set is being loaded) is not waited for; rollouts in flight are bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import msgspec
+
+from ..errors import ConfigError
+
+Ending = Literal["delivered", "filtered", "failed"]
+"""What became of a group that was begun."""
+CATCH_UP_GROUPS = 16
+"""So many groups, at most, does an environment catch up that did not ask for a while."""
+_FILTERED_COSTS = 0.25
+"""Of a turn. It is not free, or one whose groups are all filtered would keep the others waiting."""
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What one environment is to have of all groups.
+
+    Args:
+        weight: in proportion to those of the others; positive.
+        minimum: in [0, 1], whatever the weights say.
+    """
+
+    name: str
+    weight: float = 1.0
+    minimum: float = 0.0
+
+
+def targets(shares: Iterable[Share]) -> dict[str, float]:
+    """The part of each: the minimum where its weight gives less, by weight of what is left else.
+
+    Positive, and 1 together.
+
+    Raises:
+        ConfigError: a weight is not positive, minima are over 1 together, or a name comes twice.
+    """
+    given = list(shares)
+    by_name = {share.name: share for share in given}
+    if len(by_name) < len(given):
+        raise ConfigError("An environment is named twice in the mix.")
+    for share in by_name.values():
+        if not (0 < share.weight < float("inf") and 0 <= share.minimum <= 1):
+            raise ConfigError(
+                f"{share.name}: a weight must be positive, a minimum share from 0 to 1."
+            )
+    if sum(share.minimum for share in by_name.values()) > 1 + 1e-9:
+        raise ConfigError("The minimum shares are more than 1 together.")
+    fixed: dict[str, float] = {}
+    while True:
+        free = [share for share in by_name.values() if share.name not in fixed]
+        left = max(0.0, 1.0 - sum(fixed.values()))
+        weight = sum(share.weight for share in free)
+        low = [share for share in free if left * share.weight / weight < share.minimum]
+        if not low:
+            break
+        fixed |= {share.name: share.minimum for share in low}
+    found = fixed | {share.name: left * share.weight / weight for share in free}
+    least = min(part for part in found.values() if part > 0)
+    # Where minima take all, what has none still moves, if only just.
+    return {name: found[name] or least * 1e-3 for name in by_name}
+
+
+class Shares:
+    """Who is how far ahead: each has a clock that goes on by 1 / target with a group.
+
+    Args:
+        begun: groups that were begun before.
+    """
+
+    def __init__(
+        self, targets: Mapping[str, float], begun: Mapping[str, int] | None = None
+    ) -> None:
+        self._targets = dict(targets)
+        known = begun or {}
+        self._clocks = {name: known.get(name, 0) / part for name, part in targets.items()}
+        self._now = 0.0
+
+    def asks(self, name: str) -> None:
+        """`name` asks again; what it missed while it did not is made up for only so far."""
+        earliest = self._now - CATCH_UP_GROUPS / self._targets[name]
+        self._clocks[name] = max(self._clocks[name], earliest)
+
+    def next(self, asking: Iterable[str]) -> str:
+        """Whose turn it is among `asking`, at least one."""
+        return min(asking, key=lambda name: (self._clocks[name] + 1 / self._targets[name], name))
+
+    def begin(self, name: str) -> None:
+        """It begins a group."""
+        self._now = max(self._now, self._clocks[name])
+        self._clocks[name] += 1 / self._targets[name]
+
+    def give_back(self, name: str, part: float) -> None:
+        """A group that it began counts less, by `part` in [0, 1]."""
+        self._clocks[name] -= part / self._targets[name]
+
+
+class Turns:
+    """Gives turns to the schedulers of a mix; see `lane`.
+
+    Args:
+        room: rollouts in flight of all of them.
+        wanted: groups to be delivered by all together, None for no such end.
+    """
+
+    def __init__(self, shares: Shares, *, room: int, wanted: int | None = None) -> None:
+        self._shares = shares
+        self._room = room
+        self._wanted = wanted
+        self._asking: dict[str, tuple[int, asyncio.Future[bool]]] = {}
+        self._rollouts = 0
+        self._open = 0
+        self._delivered = 0
+
+    def lane(self, name: str) -> Lane:
+        """The turns of one environment."""
+        return Lane(self, name)
+
+    async def take(self, name: str, size: int) -> bool:
+        """See `Lane.take`."""
+        granted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._asking[name] = (size, granted)
+        self._shares.asks(name)
+        self._give()
+        try:
+            return await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled() and granted.result():
+                self.ended(name, size, "failed")
+            raise
+        finally:
+            if self._asking.get(name, (0, None))[1] is granted:
+                del self._asking[name]
+
+    def ended(self, name: str, size: int, how: Ending) -> None:
+        """See `Lane.ended`."""
+        self._rollouts -= size
+        self._open -= 1
+        self._delivered += how == "delivered"
+        if how == "filtered":
+            self._shares.give_back(name, 1 - _FILTERED_COSTS)
+        self._give()
+
+    def _give(self) -> None:
+        # Who was cancelled a moment ago asks no more, though it has not yet run.
+        self._asking = {name: one for name, one in self._asking.items() if not one[1].done()}
+        while self._asking:
+            if self._wanted is not None and self._delivered >= self._wanted:
+                self._answer(list(self._asking), False)
+                return
+            if self._wanted is not None and self._delivered + self._open >= self._wanted:
+                return
+            name = self._shares.next(self._asking)
+            size = self._asking[name][0]
+            if self._rollouts and self._rollouts + size > self._room:
+                return
+            self._shares.begin(name)
+            self._rollouts += size
+            self._open += 1
+            self._answer([name], True)
+
+    def _answer(self, names: list[str], granted: bool) -> None:
+        for name in names:
+            self._asking.pop(name)[1].set_result(granted)
+
+
+class Lane:
+    """The turns of one environment in a mix."""
+
+    def __init__(self, turns: Turns, name: str) -> None:
+        self._turns = turns
+        self._name = name
+
+    async def take(self, size: int) -> bool:
+        """Returns when a group of `size` rollouts may begin; False: no further one is wanted."""
+        return await self._turns.take(self._name, size)
+
+    def ended(self, size: int, how: Ending) -> None:
+        """A group that had its turn came to its end."""
+        self._turns.ended(self._name, size, how)
