@@ -17,7 +17,9 @@ from environments.video.context import MODALITIES, VideoContext, video_context
 from environments.video.data_sets import option_place, read_item
 from environments.video.env import Video
 from environments.video.loading import SAMPLE, SAMPLE_VIDEOS, context_file
+from environments.video.tools import video_tools
 from envserver import ConfigError, InputError, NotFoundError, Task
+from tools.calling import run_tool_call
 
 ROWS = [json.loads(line) for line in SAMPLE.read_text(encoding="utf-8").splitlines()]
 CHOICES = [row for row in ROWS if "options" in row]
@@ -92,7 +94,7 @@ def _shown(config: Video.Config) -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     ("value", "lines"),
     [
-        ("a man\n\n0:07: sits\n1:00:02: down", ["a man", "0:00:07: sits", "1:00:02: down"]),
+        ("a man\n\n0:07: sits\n1:00:02: up", ["0:00:00: a man", "0:00:07: sits", "1:00:02: up"]),
         (["a", "a", "b"], ["0:00:00: a", "0:00:02: b"]),
         ({"fps": 0.5, "captions": ["a", "b"]}, ["0:00:00: a", "0:00:02: b"]),
         ([{"t0": 9, "t1": 10, "text": " b\nc "}, {"t0": 3, "text": "a"}],
@@ -101,7 +103,7 @@ def _shown(config: Video.Config) -> dict[str, list[str]]:
          ["0:01:01: Al: Hi"]),
         ({"scene_graph": [{"t": 4, "triples": [["cup", "on", "table"], ["cup", "is", "red"]]}]},
          ["0:00:04: (cup, on, table) (cup, is, red)"]),
-        ({"title": "x"}, ["{", '"title": "x"', "}"]),
+        ({"title": "x"}, ["0:00:00: {", '0:00:01: "title": "x"', "0:00:02: }"]),
     ],
 )  # fmt: skip
 def test_contexts_are_read_in_every_shape(value: Any, lines: list[str]) -> None:
@@ -111,7 +113,10 @@ def test_contexts_are_read_in_every_shape(value: Any, lines: list[str]) -> None:
     assert VideoContext.of_json(json.loads(json.dumps(context.as_json()))) == context
 
 
-@pytest.mark.parametrize("value", ["", [], {}, None, [7], [{"t0": 1}], {"scene_graph": [{"t": 1}]}])
+@pytest.mark.parametrize(
+    "value",
+    ["", [], {}, None, [7], [{"t0": 1}], {"scene_graph": [{"t": 1}]}, [{"t0": -1, "text": "a"}]],
+)
 def test_contexts_that_hold_nothing_are_refused(value: Any) -> None:
     with pytest.raises(InputError):
         if value == {}:
@@ -126,6 +131,22 @@ def test_a_scene_graph_holds_until_the_next_one() -> None:
     assert len(context.lines("scene_graph", 15, 15)) == 1
     assert len(context.lines("scene_graph", 15, 25)) == 2
     assert len(context.lines("scene_graph", 39, 40)) == 1
+
+
+def test_long_captions_are_read_in_pages() -> None:
+    context = video_context([f"{place} {'and so on ' * 9}" for place in range(180)])
+    read = video_tools(context)["get_captions"]
+    seen: list[str] = []
+    page = run_tool_call({"get_captions": read}, _call("{}"))
+    while found := re.search(r"\(\d+ more; go on from t0 = (\d+)\)$", page.text):
+        seen += page.text.splitlines()[:-1]
+        page = run_tool_call({"get_captions": read}, _call(json.dumps({"t0": int(found[1])})))
+    seen += page.text.splitlines()
+    assert [line.split()[1] for line in seen] == [str(place) for place in range(180)]
+
+
+def _call(arguments: str) -> dict[str, Any]:
+    return {"function": {"name": "get_captions", "arguments": arguments}}
 
 
 NEXTQA = {
@@ -164,7 +185,8 @@ def test_a_data_set_may_name_its_answer_in_many_ways(answer: Any, place: int | N
 
 @pytest.mark.parametrize(
     "row",
-    [{}, {"text": "x"}, {**OWN, "answer": 9}, {**OWN, "options": ["a"]}, {**OWN, "options": "ab"},
+    [{}, {"text": "x"}, {**OWN, "answer": 0.5},
+     {**OWN, "answer": 9}, {**OWN, "options": ["a"]}, {**OWN, "options": "ab"},
      {**OWN, "question": ""}, {"question": "Why?"}, {**OWN, "evidence": [3]}, EGOSCHEMA_FILE,
      {**OWN, "options": ["a", " "]}],
 )  # fmt: skip
@@ -198,7 +220,7 @@ def test_local_data_sets_find_their_captions(tmp_path: Path) -> None:
     )  # fmt: skip
     assert ego.public["options"][ego.hidden["answer"]] == "reason 2"
     assert ego.public["context"] == {
-        "captions": [{"text": "#C C opens a box", "t0": None, "t1": None}]
+        "captions": [{"text": "#C C opens a box", "t0": 0.0, "t1": 1.0}]
     }
     own = tmp_path / "own.jsonl"
     own.write_text(json.dumps({**OWN, "context": "0:01: a cat sleeps"}) + "\n")

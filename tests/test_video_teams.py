@@ -121,7 +121,7 @@ async def test_a_single_agent_reads_and_finishes() -> None:
         "0:00:06: he: Open up!",
         "0:00:10: He opens a gate.",
         "0:00:00: (gate, has color, red)",
-        "0:00:00: He walks.\n0:00:10: He opens a gate.\n(1 more; go on from a later t0)",
+        "0:00:00: He walks.\n0:00:10: He opens a gate.\n(1 more; go on from t0 = 15)",
     ]
     assert [action["tool"] for action in run.actions] == [
         "load_context", *["reason"] * 4, "finalize",

@@ -4,20 +4,23 @@ In: the JSON of one video (`video_context`, any of the shapes below). Out: a Vid
 `as_json` turns into what a task's public part holds and `of_json` reads back; and its lines as a
 model reads them, `h:mm:ss: text`, in their order, without what only repeats the line before.
 
-    "free text", one caption a line; a line may begin with its time, `h:mm:ss: ` or `m:ss: `
-    ["caption", ...], one for each 1/fps seconds
+    "free text": captions, one a line; a line may begin with its time, `h:mm:ss: ` or `m:ss: `
+    ["caption", ...]
     [{"t0", "t1", "text"}, ...]
-    {"captions": [...], "transcript": [...], "scene_graph": [{"t", "triples": [[s, r, o], ...]}]};
-        a scene graph holds until the next one
-    any other JSON: its lines, without times
+    {"captions": [...], "transcript": [...], "scene_graph": [{"t", "triples": [[s, r, o], ...]}]}
+    any other JSON: its lines, as free text
+
+What says no time stands `1/fps` seconds after the one before, or, among lines with times, at the
+time of the one before. What says no end lasts until the next one.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from typing import Any, Literal, get_args
 
 from envserver import InputError
@@ -33,24 +36,19 @@ class Line:
     """One caption, one thing said, or the relations at one time.
 
     Args:
-        t0, t1: seconds from the start, where it begins and ends; None: nobody knows.
+        t0, t1: seconds from the start, where it begins and ends.
     """
 
     text: str
-    t0: float | None = None
-    t1: float | None = None
+    t0: float
+    t1: float
 
-    def overlaps(self, t0: float | None, t1: float | None) -> bool:
-        """Whether it shows in [t0, t1] (None: open); what has no time may."""
-        if self.t0 is None:
-            return True
-        end = self.t0 if self.t1 is None else self.t1
-        # What ends when the span begins is over; a point in time is not.
-        after = t0 is None or end > t0 or self.t0 == end == t0
-        return after and (t1 is None or self.t0 <= t1)
+    def overlaps(self, t0: float, t1: float) -> bool:
+        """Whether it shows in [t0, t1]; what ends when the span begins is over."""
+        return self.t0 <= t1 and (self.t1 > t0 or self.t0 >= t0)
 
     def __str__(self) -> str:
-        return self.text if self.t0 is None else f"{stamp(self.t0)}: {self.text}"
+        return f"{stamp(self.t0)}: {self.text}"
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,7 @@ class VideoContext:
         """Those of which there is anything."""
         return [name for name in MODALITIES if getattr(self, name)]
 
-    def lines(
-        self, modality: Modality, t0: float | None = None, t1: float | None = None
-    ) -> list[Line]:
+    def lines(self, modality: Modality, t0: float = 0.0, t1: float = math.inf) -> list[Line]:
         """The lines in [t0, t1] seconds, without what only repeats the line before."""
         shown: list[Line] = []
         for line in getattr(self, modality):
@@ -83,15 +79,8 @@ class VideoContext:
 
     @property
     def seconds(self) -> float:
-        """Where the last line ends; 0.0 without any time."""
-        times = [
-            time
-            for name in MODALITIES
-            for line in getattr(self, name)
-            for time in (line.t0, line.t1)
-            if time is not None
-        ]
-        return max(times, default=0.0)
+        """Where the last line ends; 0.0 without any."""
+        return max((line.t1 for name in MODALITIES for line in getattr(self, name)), default=0.0)
 
     def as_json(self) -> dict[str, Any]:
         return {name: [asdict(line) for line in getattr(self, name)] for name in self.modalities}
@@ -127,62 +116,58 @@ def video_context(value: object, fps: float = 1.0) -> VideoContext:
 
 
 def _context(value: object, fps: float) -> VideoContext:
-    if isinstance(value, str):
-        return VideoContext(tuple(_text_lines(value)))
-    if isinstance(value, list):
-        return VideoContext(tuple(_in_time(_listed(value, fps))))
     if isinstance(value, dict) and any(name in value for name in MODALITIES):
         own_fps = float(value.get("fps") or fps)
-        seen = VideoContext(
-            tuple(_in_time(_listed(_several(value.get("captions")), own_fps))),
-            tuple(_in_time(_listed(_several(value.get("transcript")), own_fps))),
-        )
-        moments = _in_time(map(_relations, value.get("scene_graph") or []))
-        return replace(seen, scene_graph=tuple(_until_next(moments, seen.seconds)))
-    if value is None:
-        return VideoContext()
-    return VideoContext(tuple(_text_lines(json.dumps(value, ensure_ascii=False, indent=1))))
+        captions = _several(value.get("captions"), own_fps)
+        transcript = _several(value.get("transcript"), own_fps)
+        graphs = [_relations(moment) for moment in value.get("scene_graph") or []]
+        end = max((line.t1 for line in captions + transcript), default=0.0)
+        return VideoContext(tuple(captions), tuple(transcript), tuple(_placed(graphs, fps, end)))
+    if value is None or isinstance(value, str | list):
+        return VideoContext(tuple(_several(value, fps)))
+    return VideoContext(tuple(_several(json.dumps(value, ensure_ascii=False, indent=1), fps)))
 
 
-def _several(value: Any) -> list[Any]:
-    return value.splitlines() if isinstance(value, str) else value or []
+@dataclass(frozen=True)
+class _Told:
+    """A line with the times that it says."""
+
+    text: str
+    t0: float | None = None
+    t1: float | None = None
 
 
-def _text_lines(text: str) -> Iterator[Line]:
-    for raw in text.splitlines():
-        timed = _TIMED.fullmatch(raw)
-        if timed:
-            hours, minutes, seconds = (int(part or 0) for part in timed.groups()[:3])
-            yield Line(timed[4].strip(), float(3600 * hours + 60 * minutes + seconds))
-        elif raw.strip():
-            yield Line(raw.strip())
+def _several(value: str | list[Any] | None, fps: float) -> list[Line]:
+    if not isinstance(value, str):
+        return _placed([_told(one) for one in value or []], fps)
+    told = [_of_text(raw) for raw in value.splitlines() if raw.strip()]
+    if any(one.t0 is not None for one in told):
+        last = 0.0
+        for place, one in enumerate(told):
+            last = last if one.t0 is None else one.t0
+            told[place] = replace(one, t0=last)
+    return _placed(told, fps)
 
 
-def _listed(values: list[Any], fps: float) -> Iterator[Line]:
-    for index, value in enumerate(values):
-        if isinstance(value, str):
-            if value.strip():
-                yield Line(" ".join(value.split()), index / fps, (index + 1) / fps)
-            continue
-        text = " ".join(str(value["text"]).split())
-        speaker = value.get("speaker")
-        yield Line(f"{speaker}: {text}" if speaker else text, *_times(value))
+def _of_text(raw: str) -> _Told:
+    timed = _TIMED.fullmatch(raw)
+    if timed is None:
+        return _Told(raw.strip())
+    hours, minutes, seconds = (int(part or 0) for part in timed.groups()[:3])
+    return _Told(timed[4].strip(), float(3600 * hours + 60 * minutes + seconds))
 
 
-def _relations(moment: dict[str, Any]) -> Line:
+def _told(value: Any) -> _Told:
+    if isinstance(value, str):
+        return _Told(" ".join(value.split()))
+    text = " ".join(str(value["text"]).split())
+    speaker = value.get("speaker")
+    return _Told(f"{speaker}: {text}" if speaker else text, *_times(value))
+
+
+def _relations(moment: dict[str, Any]) -> _Told:
     triples = [f"({', '.join(str(part) for part in triple)})" for triple in moment["triples"]]
-    start, end = _times(moment)
-    return Line(" ".join(triples), start, end)
-
-
-def _until_next(moments: list[Line], end: float) -> Iterator[Line]:
-    """Each graph holds until the next one, the last to the end of the video."""
-    for place, moment in enumerate(moments):
-        after = moments[place + 1].t0 if place + 1 < len(moments) else end
-        if moment.t0 is None or moment.t1 is not None:
-            yield moment
-        else:
-            yield replace(moment, t1=max(moment.t0, after or end))
+    return _Told(" ".join(triples), *_times(moment))
 
 
 def _times(value: dict[str, Any]) -> tuple[float | None, float | None]:
@@ -190,6 +175,22 @@ def _times(value: dict[str, Any]) -> tuple[float | None, float | None]:
     return None if start is None else float(start), None if end is None else float(end)
 
 
-def _in_time(lines: Iterable[Line]) -> list[Line]:
-    """Sorted, what has no time first; of equal times in the order in which they came."""
-    return sorted(lines, key=lambda line: -1.0 if line.t0 is None else line.t0)
+def _placed(told: list[_Told], fps: float, end: float = 0.0) -> list[Line]:
+    """The lines that say something, in the order of time.
+
+    Args:
+        end: of the video, as far as it is known.
+    """
+    starts = [place / fps if one.t0 is None else one.t0 for place, one in enumerate(told)]
+    if not all(math.isfinite(start) and start >= 0 for start in starts):
+        raise ValueError("a time is before the start, or none at all")
+    order = sorted((place for place, one in enumerate(told) if one.text), key=starts.__getitem__)
+    lines = []
+    for place, after in zip_longest(order, order[1:]):
+        start, stop = starts[place], told[place].t1
+        if stop is None and after is not None:
+            stop = starts[after]
+        elif stop is None:
+            stop = max(end, start if told[place].t0 is not None else start + 1 / fps)
+        lines.append(Line(told[place].text, start, max(start, stop)))
+    return lines

@@ -155,7 +155,8 @@ class Video(Environment):
     def task_from_row(self, row: dict[str, Any]) -> Task:
         text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
         task_id = f"row-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        item = read_item(row)
+        # A response can be scored without the question that it answers.
+        item = read_item({"question": "?", **row})
         context = None if item.context is None else video_context(item.context)
         # The order stays: a response says a letter of it.
         return _task(task_id, item, context, list(range(len(item.options))))

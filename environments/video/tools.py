@@ -6,12 +6,13 @@ work: it raises Finished, which is for the agent's loop.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from tools.bm25 import BM25
-from tools.calling import Tool, ToolError, toolbox
+from tools.calling import MAX_RESULT_CHARACTERS, Tool, ToolError, toolbox
 
 from .context import Line, Modality, VideoContext
 
@@ -19,6 +20,8 @@ MAX_ITEMS = 60
 MAX_HITS = 10
 DEFAULT_HITS = 5
 MAX_ANSWER_CHARACTERS = 500
+_ROOM = MAX_RESULT_CHARACTERS - 100
+"""Characters of lines in a result; the rest is for what is said of those that are left."""
 
 TOOLS_OF: dict[Modality, tuple[str, ...]] = {
     "captions": ("get_captions", "search_captions"),
@@ -142,20 +145,23 @@ def _finish(answer: str) -> str:
 def _in_range(
     context: VideoContext,
     modality: Modality,
-    t0: float | None = None,
-    t1: float | None = None,
+    t0: float = 0.0,
+    t1: float = math.inf,
     max_items: int = MAX_ITEMS,
 ) -> str:
-    if t0 is not None and t1 is not None and t1 < t0:
+    if t1 < t0:
         raise ToolError("t1 must not be before t0.")
     if modality not in context.modalities:
         return _NOTHING[modality]
     lines = context.lines(modality, t0, t1)
     if not lines:
         return "There is nothing in this part of the video."
-    left = len(lines) - max_items
-    rest = [f"({left} more; go on from a later t0)"] if left > 0 else []
-    return "\n".join([*map(str, lines[:max_items]), *rest])
+    shown = lines[:max_items]
+    while len(shown) > 1 and sum(len(str(line)) + 1 for line in shown) > _ROOM:
+        shown.pop()
+    left = lines[len(shown) :]
+    rest = [f"({len(left)} more; go on from t0 = {left[0].t0:g})"] if left else []
+    return "\n".join([*map(str, shown), *rest])
 
 
 def _found(context: VideoContext, query: str, top_k: int = DEFAULT_HITS) -> str:
