@@ -1,0 +1,112 @@
+"""A live conversation: an assistant who is a model serves a customer, in a world of its own.
+
+In: the public part of a task, the domain without its tasks, and `run`. Out: `{"messages", "ending",
+"final_answer", "verdicts"}`: the whole conversation, from which the scorer does everything again in
+a fresh world. The assistant's model sees the policy, its tools, their results and what the customer
+says; the scenario, the task's set-up and the customer's own calls never stand before it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from envserver import LimitReached, PublicTask, Rollout
+
+from .domains.toolkit import Requestor
+from .domains.world import Domain
+from .episodes import COMPLETE, Episode, Rules
+from .prompts import agent_prompt
+from .speaking import ModelSpeaker, Said, Speaker
+from .tasks import TauMessage, has_text, read_task
+from .users import UserKind, customer_of
+from .wire import as_openai, seen_by
+
+AGENT = "agent"
+"""Name of the agent that serves the customer."""
+JUDGE = "judge"
+"""The service that judges what only a reader can; also the agent whose settings it has."""
+CUT_OFF, LIMIT = "cut_off", "limit"
+"""Endings beside those of an episode: a message without its end, and a limit of the rollout."""
+_SHOWN_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How conversations are held.
+
+    Args:
+        rules: when they end early.
+        user: who plays the customer.
+    """
+
+    rules: Rules
+    user: UserKind
+
+
+async def solve(task: PublicTask, run: Rollout, domain: Domain, manner: Manner) -> dict[str, Any]:
+    """One conversation about `task`."""
+    known = read_task(task.public["task"])
+    episode = Episode(domain, known, manner.rules)
+    begun = len(episode.messages)
+    prompt = agent_prompt(domain.policy, task.public.get("context", ""))
+    told = {"domain": domain.name, "task_id": known.id}
+    run.log_action("load_context", told, prompt[:_SHOWN_CHARACTERS])
+    sides: dict[Requestor, Speaker] = {
+        "assistant": _assistant(run, prompt, episode),
+        "user": customer_of(manner.user, task.public["user_script"], known, episode, run),
+    }
+    ending = await converse(episode, sides, run)
+    messages = [as_openai(message) for message in episode.messages]
+    verdicts = None
+    if task.public["judged"] and ending in COMPLETE:
+        verdicts = (await run.call_tool(JUDGE, {"messages": messages}))["verdicts"]
+    answer = _last_words(episode.messages[begun:])
+    run.log_action("finalize", {"ending": ending}, answer)
+    return {"messages": messages, "ending": ending, "final_answer": answer, "verdicts": verdicts}
+
+
+async def converse(episode: Episode, sides: dict[Requestor, Speaker], run: Rollout) -> str:
+    """Lets both sides speak in turn until the end; returns how it ended."""
+    dropped: Counter[str] = Counter()
+    while (speaker := episode.speaker) is not None:
+        side = sides[speaker]
+        try:
+            said = await side.speak()
+        except LimitReached:  # what was done until then stays to be read; it is worth 0
+            return LIMIT
+        if said.cut_off:
+            return CUT_OFF
+        if said.dropped_words:
+            dropped[speaker] += 1
+            run.log_metric(f"dropped_words_{speaker}", float(dropped[speaker]))
+        results = episode.say(said.content, said.calls)
+        _log(run, speaker, said, results)
+        if said.calls:
+            side.told(results)
+        elif said.content:
+            sides["user" if speaker == "assistant" else "assistant"].hear(said.content)
+    return str(episode.ending)
+
+
+def _assistant(run: Rollout, prompt: str, episode: Episode) -> ModelSpeaker:
+    tools = [tool.schema for tool in episode.world.agent.tools().values()]
+    # The greeting stands in its prompt: many chat templates demand that the user speaks first.
+    begun = episode.messages if episode.task.history else []
+    return ModelSpeaker(run, AGENT, prompt, tools, seen_by("assistant", begun))
+
+
+def _log(run: Rollout, speaker: Requestor, said: Said, results: list[TauMessage]) -> None:
+    if not said.calls:
+        run.log_action("say" if speaker == "assistant" else "user", {}, said.content or "")
+        return
+    prefix = "tool" if speaker == "assistant" else "user_tool"
+    for call, result in zip(said.calls, results, strict=True):
+        run.log_action(f"{prefix}:{call['name']}", call["arguments"], result["content"])
+
+
+def _last_words(messages: list[TauMessage]) -> str:
+    """What the assistant told the customer last, "" for nothing."""
+    said = (m["content"] for m in reversed(messages) if m["role"] == "assistant" and has_text(m))
+    return str(next(said, ""))

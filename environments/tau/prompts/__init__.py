@@ -1,0 +1,74 @@
+"""The texts that models get: the assistant, the simulated customer, the judge. All in our words."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..episodes import GREETING
+from ..tasks import TauMessage
+
+_SCENARIO = {
+    "reason_for_call": "Why you write",
+    "known_info": "What you know",
+    "unknown_info": "What you do not know",
+    "task_instructions": "How you behave",
+}
+"""Parts of a scenario, in the order in which they are told."""
+
+
+def agent_prompt(policy: str, context: str = "") -> str:
+    """The assistant's system prompt.
+
+    Args:
+        context: what else it is to know, where a person gives something.
+    """
+    prompt = _text("agent").format(greeting=GREETING, policy=policy.strip())
+    return f"{prompt}\n\n{_text('context').format(context=context.strip())}" if context else prompt
+
+
+def user_prompt(scenario: Mapping[str, Any], *, has_tools: bool) -> str:
+    """The system prompt of a customer who is played by a model."""
+    prompt = _text("user").replace("{scenario}", scenario_text(scenario))
+    return f"{prompt}\n\n{_text('user_tools')}" if has_tools else prompt
+
+
+def scenario_text(scenario: Mapping[str, Any]) -> str:
+    """A task's `user_scenario` as the customer reads it."""
+    parts = []
+    if scenario.get("persona"):
+        parts.append(f"Who you are:\n{scenario['persona']}")
+    told = scenario.get("instructions")
+    if isinstance(told, Mapping):
+        parts += [f"{title}:\n{told[name]}" for name, title in _SCENARIO.items() if told.get(name)]
+    elif told:
+        parts.append(str(told))
+    return "\n\n".join(parts)
+
+
+def judge_messages(
+    assertions: Sequence[str], messages: Sequence[TauMessage]
+) -> list[dict[str, str]]:
+    """What the judge is asked: the conversation, and what should be true of it."""
+    listed = "\n".join(f"{place}. {text}" for place, text in enumerate(assertions, start=1))
+    shown = "\n".join(_shown(message) for message in messages)
+    asked = f"<conversation>\n{shown}\n</conversation>\n\nExpectations:\n{listed}"
+    return [{"role": "system", "content": _text("judge")}, {"role": "user", "content": asked}]
+
+
+def _shown(message: TauMessage) -> str:
+    """A line or more of the conversation; calls and their results are shown, too."""
+    if message["role"] == "tool":
+        return f"result for the {message['requestor']}: {message['content']}"
+    if message.get("tool_calls"):
+        calls = [[call["name"], call["arguments"]] for call in message["tool_calls"]]
+        return f"{message['role']} calls: {json.dumps(calls, ensure_ascii=False)}"
+    return f"{message['role']}: {message['content']}"
+
+
+@functools.cache
+def _text(name: str) -> str:
+    return (Path(__file__).parent / f"{name}.txt").read_text(encoding="utf-8").strip()
