@@ -72,7 +72,7 @@ async def play(run: ScriptedRun, **settings: Any) -> dict[str, Any]:
     return await env.rollout(env.task_from_row(ROW).without_hidden(), run)
 
 
-@pytest.mark.parametrize("mode", ["tools", "text", "scripted"])
+@pytest.mark.parametrize("mode", ["tools", "text", "tags", "scripted"])
 async def test_demonstrations_solve_every_task(mode: str) -> None:
     env = Mhqa(Mhqa.Config(mode=mode, unanswerable=True))
     for task in env.tasks("train"):
@@ -161,6 +161,17 @@ async def test_the_text_protocol_searches_and_ends() -> None:
     assert (await play(run, mode="text"))["answer"] == "Vell"
     assert run.steps == ["decompose", "retrieve", "reason_hop", "finalize"]
     assert "TOOL RESULT:\n[p1] " in run.histories[1][-1]["content"]
+
+
+async def test_tags_search_for_several_things_at_once() -> None:
+    run = ScriptedRun(
+        say("<think><wiki_search>no</wiki_search></think><plan>Two.</plan><wiki_search>Osk|Ida"),
+        say("<reflection>So.</reflection><wiki_search>Vell</wiki_search><answer>Vell</answer>"),
+    )
+    output = await play(run, mode="tags")
+    assert output["text"].endswith("<answer>Vell</answer>") and run.metrics["searches"] == 2
+    assert run.steps == ["decompose", "retrieve", "retrieve", "finalize"]
+    assert run.histories[1][-1]["content"].startswith("<observation>\n[p1] ")
 
 
 @asynccontextmanager

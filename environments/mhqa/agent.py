@@ -1,7 +1,8 @@
-"""The agent: decompose, retrieve, reason for each hop, finalize; in one of three ways.
+"""The agent: decompose, retrieve, reason for each hop, finalize; in one of four ways.
 
     tools      tool calls: search, read, finish
     text       the same tools as texts: THOUGHT, TOOL_CALL, FINAL
+    tags       AFM's way: <plan>, <wiki_search>, <reflection>, <answer>
     scripted   fixed steps: a list of sub-questions, a search and a note for each, the answer
 
 In: a task's public part, and `run`. Out: `{"answer", "text", "facts", "passages", "evidence"}`:
@@ -33,9 +34,11 @@ from .prompts import (
 from .serving import MAX_QUERY_CHARACTERS, Scope, search_of
 from .shelf import MAX_FINISH_CHARACTERS, Shelf
 
-Mode = Literal["tools", "scripted", "text"]
+Mode = Literal["tools", "scripted", "text", "tags"]
 MAX_TOOL_ERRORS = 10
 MAX_HOPS = 5
+OBSERVATION = "<observation>"
+"""Where a model that is to wait for what was found would go on by itself."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ async def solve(task: PublicTask, run: Rollout, rules: Rules) -> dict[str, Any]:
             said = await _with_tools(question, run, rules, shelf)
         case "text":
             said = await _with_texts(question, run, rules, shelf)
+        case "tags":
+            said = await _with_tags(question, run, rules, shelf)
         case "scripted":
             said = await _by_script(question, run, rules, shelf)
     answer = said.answer if said.answer is not None else extract_answer(said.text)
@@ -140,6 +145,22 @@ async def _with_texts(question: str, run: Rollout, rules: Rules, shelf: Shelf) -
     return _Said(done.answer, text)
 
 
+async def _with_tags(question: str, run: Rollout, rules: Rules, shelf: Shelf) -> _Said:
+    messages = _opening(system_prompt("tags", rules.unanswerable), question)
+    thoughts, text = _Thoughts(run, question), ""
+    for _ in range(run.max_turns):
+        reply = await run.chat(messages, stop=[OBSERVATION])
+        text = reply.content
+        messages.append(reply.message)
+        queries = tagged_queries(text)
+        if reply.finish_reason == "length" or has_tagged_answer(text) or not queries:
+            break
+        thoughts.note(_TAGS.sub("", _QUERY.sub("", text)))
+        found = "\n\n".join([await _found(shelf, query) for query in queries[: rules.max_searches]])
+        messages.append({"role": "user", "content": f"{OBSERVATION}\n{found}\n</observation>"})
+    return _Said(None, text)
+
+
 async def _by_script(question: str, run: Rollout, rules: Rules, shelf: Shelf) -> _Said:
     messages = _opening(system_prompt("scripted", rules.unanswerable), question)
     messages[-1]["content"] += f"\n\n{SUB_QUESTIONS_WANTED}"
@@ -202,6 +223,12 @@ class _Thoughts:
         self._hop += 1
 
 
+def tagged_queries(text: str) -> list[str]:
+    """What <wiki_search> asks for in what the model said aloud; `|` stands between queries."""
+    asked = _QUERY.findall(visible_text(text) or "")
+    return [query.strip() for one in asked for query in one.split("|") if query.strip()]
+
+
 def numbered_list(text: str) -> list[str]:
     """The entries of a numbered list in what the model said aloud."""
     return [found.strip() for found in _ENTRY.findall(visible_text(text) or "") if found.strip()]
@@ -221,9 +248,9 @@ def provisional_answer(note: str) -> str:
     """The answer at the end of a note: as it is marked, else its last line."""
     marked = extract_answer(note)
     if marked is not None:
-        return marked
+        return marked[:MAX_FINISH_CHARACTERS]
     lines = (visible_text(note) or "").strip().splitlines()
-    return lines[-1].strip() if lines else ""
+    return lines[-1].strip()[:MAX_FINISH_CHARACTERS] if lines else ""
 
 
 def final_answer(text: str) -> str | None:
@@ -243,4 +270,6 @@ def _opening(system: str, question: str) -> list[Message]:
 
 
 _ENTRY = re.compile(r"^[ \t]*(?:\d{1,2}[.):]|#\d{1,2}[.):]?)[ \t]+(.+)$", re.MULTILINE)
+_QUERY = re.compile(r"<wiki_search>(.*?)(?:</wiki_search>|\Z)", re.DOTALL)
+_TAGS = re.compile(r"</?(?:plan|reflection)>")
 _REFERENCE = re.compile(r"#(\d{1,2})\b")

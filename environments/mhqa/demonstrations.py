@@ -19,6 +19,8 @@ def demonstrate(task: Task, mode: Mode) -> list[Message] | None:
             return _with_tools(task)
         case "text":
             return _with_texts(task)
+        case "tags":
+            return _with_tags(task)
         case "scripted":
             return _by_script(task)
 
@@ -56,6 +58,17 @@ def _with_texts(task: Task) -> list[Message]:
         call = json.dumps({"tool": "search", "args": {"query": query[:300]}}, ensure_ascii=False)
         messages.append(_text(f"THOUGHT: {_thought(task, number, plan)}\nTOOL_CALL: {call}"))
     return [*messages, _text(f"THOUGHT: Now I know.\nFINAL: {task.hidden['golds'][0]}")]
+
+
+def _with_tags(task: Task) -> list[Message]:
+    asked = queries(task)
+    plan = "\n".join(asked)
+    messages = []
+    for number, query in enumerate(asked, start=1):
+        tag = "plan" if number == 1 else "reflection"
+        thought = f"<{tag}>{_thought(task, number, plan)}</{tag}>"
+        messages.append(_text(f"{thought}\n<wiki_search>{query}</wiki_search>"))
+    return [*messages, _text(f"<answer>{task.hidden['golds'][0]}</answer>")]
 
 
 def _by_script(task: Task) -> list[Message]:

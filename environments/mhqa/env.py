@@ -69,8 +69,8 @@ class Mhqa(Environment):
         data_path: Path | None = None
         """Local .jsonl, .json or .parquet file, or folder with one per split, not the hub."""
         mode: Mode = "tools"
-        """tools: tool calls; text: the same tools as THOUGHT / TOOL_CALL / FINAL; scripted:
-        sub-questions, a search and a note for each, the answer."""
+        """tools: tool calls; text: the same tools as THOUGHT / TOOL_CALL / FINAL; tags: AFM's tags;
+        scripted: sub-questions, a search and a note for each, the answer."""
         scope: Scope = "question"
         """What is searched. question: the question's own passages; corpus: all that there are, or
         those in corpus_path; external: what retriever_url knows."""
