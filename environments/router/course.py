@@ -47,7 +47,7 @@ def plan_of_course(value: Any) -> Plan:
 
 def course_of(plan: Plan, query: str) -> dict[str, Any]:
     """`plan` in ten keys, as a model would write it; parallel steps stand one after the other."""
-    steps = _without_repeats(plan.in_order())
+    steps = chain_of(plan)
     commands = [COMMANDS[step.agent] for step in steps]
     kinds = ("introductory", "intermediate", "advanced")
     words = re.findall(r"[a-z]{5,}", query.lower())[:3]
@@ -70,6 +70,21 @@ def course_of(plan: Plan, query: str) -> dict[str, Any]:
         "acceptance_criteria": ["- the answer is what the query asks for"],
         "metrics": {"primary": ["the answer is right"], "secondary": ["number of steps"]},
     }
+
+
+def chain_of(plan: Plan) -> list[Step]:
+    """The steps of `plan` one after the other; those of one agent in a row are one, with the id of
+    the last."""
+    merged: list[Step] = []
+    for step in plan.in_order():
+        if merged and merged[-1].agent == step.agent:
+            both = f"{_brief(merged[-1])}; then {_brief(step)}"
+            tool = next(iter(TOOLS[step.agent]))
+            argument = TOOLS[step.agent][tool]["required"][0]
+            merged[-1] = Step(step.id, step.agent, tool, {argument: both})
+        else:
+            merged.append(step)
+    return merged
 
 
 def target_of(row: dict[str, Any]) -> dict[str, Any] | None:
@@ -101,20 +116,6 @@ def _said(agent: str, inside: str) -> str:
     if query is None:
         return inside
     return query[1].replace('\\"', '"').replace("\\\\", "\\")
-
-
-def _without_repeats(steps: list[Step]) -> list[Step]:
-    """Commands that would stand twice in a row are one."""
-    merged: list[Step] = []
-    for step in steps:
-        if merged and merged[-1].agent == step.agent:
-            both = f"{_brief(merged[-1])}; then {_brief(step)}"
-            tool = next(iter(TOOLS[step.agent]))
-            argument = TOOLS[step.agent][tool]["required"][0]
-            merged[-1] = Step(merged[-1].id, step.agent, tool, {argument: both})
-        else:
-            merged.append(step)
-    return merged
 
 
 def _command(step: Step) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from environments.rows import Division, Hub
 from envserver import InputError
 
-from .course import course_of, plan_of_course, target_of
+from .course import chain_of, course_of, plan_of_course, target_of
 from .plans import Plan, PlanError, as_json, plan_of
 
 Profile = Literal["graph", "coursegpt"]
@@ -168,8 +168,17 @@ def hidden_part(problem: Problem, profile: Profile) -> dict[str, Any]:
         "plan": None if plan is None else as_json(plan),
         "target": target,
         "answer": problem.answer,
-        "results": problem.results,
+        "results": _results(problem, profile),
     }
+
+
+def _results(problem: Problem, profile: Profile) -> dict[str, str]:
+    """The steps' results by their ids in that profile."""
+    if problem.plan is None or profile == "graph" or problem.profile == profile:
+        return problem.results
+    steps = enumerate(chain_of(problem.plan), 1)
+    known = problem.results
+    return {f"s{number}": known[step.id] for number, step in steps if step.id in known}
 
 
 def _query(row: dict[str, Any]) -> str:
