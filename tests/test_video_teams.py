@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from itertools import pairwise
@@ -196,7 +198,7 @@ async def test_experts_that_agree_need_no_organizer() -> None:
 @pytest.mark.parametrize("schema", [False, True])
 async def test_an_organizer_decides_where_experts_disagree(other: str, schema: bool) -> None:
     run = Scripted({
-        "captions": [call(("finish", {"answer": "B"}), text="At 0:00:10.")],
+        "captions": [call(("finish", {"answer": "B"}), text="<think>A?</think>At 0:00:10.")],
         "transcript": [said(other)],
         "scene_graph": [said("Answer: B")],
         "organizer": [said('{"reasoning": "captions say so", "answer": "Option B"}')],
@@ -327,3 +329,21 @@ def test_a_team_runs_with_the_simulated_engine_and_an_untrained_organizer(tmp_pa
         assert "organizer" not in rollout["agents"]
         assert rollout["actions"][-1]["output"] == rollout["output"]["final_answer"] != ""
     assert {rollout["agent_metrics"]["disagreed"] for rollout in rollouts} == {0.0, 1.0}
+
+
+def test_one_question_about_a_file_is_written_down(tmp_path: Path) -> None:
+    (tmp_path / "talk.txt").write_text("0:05: a woman cuts bread\n0:12: she laughs\n")
+    ran = subprocess.run(
+        [sys.executable, "-m", "environments.video", "run", "--video_ctx", "talk.txt",
+         "--question", "What is cut?", "--answer", "bread", "--model", "sim", "--env.mode", "star",
+         "--sim.solve_probability", "1", "-o", "runs/video.traj.json"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    told = json.loads((tmp_path / "runs/video.traj.json").read_text())
+    assert (told["domain"], told["final_answer"], told["metadata"]["reward"]) == (
+        "video", "bread", 1.0,
+    )  # fmt: skip
+    tools = [action["tool"] for action in told["actions"]]
+    assert tools[0] == "load_context" and tools[-1] == "finalize"
+    assert {"reason", "organize", "expert_report"} <= set(tools)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from envserver import Message, Reply, Rollout
 from tools.calling import Tool, call_tool, descriptions
 from tools.protocol import FORMAT, ProtocolRun, describe_tools, run_protocol
+from tools.visible import visible_text
 
 from .prompts import system_prompt
 from .tools import Finished
@@ -37,10 +38,11 @@ class Said:
 
     @property
     def words(self) -> str:
-        """All of it, for others to read."""
+        """All that was said aloud, for others to read."""
+        text = (visible_text(self.text) or "").strip()
         if self.answer is None:
-            return self.text
-        return f"{self.text}\nAnswer: {self.answer}" if self.text else f"Answer: {self.answer}"
+            return text
+        return f"{text}\nAnswer: {self.answer}" if text else f"Answer: {self.answer}"
 
 
 class Agent:

@@ -12,7 +12,6 @@ from environments.mhqa.metrics import answer_measure, normalize_answer
 from environments.mhqa.scoring import is_short, why_refused
 from envserver import Result, Score, Task
 from tools.bm25 import STOP_WORDS
-from tools.visible import visible_text
 
 from .agent import Said
 from .aggregation import kinds_of
@@ -45,8 +44,7 @@ def score_rollout(task: Task, result: Result, evidence_bonus: float = 0.0) -> Sc
     reward = correct
     spans = task.hidden["evidence"]
     if evidence_bonus and spans:
-        seen = visible_text(said.words) or ""
-        components["evidence"] = float(correct > 0 and cites_evidence(seen, spans))
+        components["evidence"] = float(correct > 0 and cites_evidence(said.words, spans))
         reward *= 1 - evidence_bonus * (1 - components["evidence"])
     return Score(reward=reward, components=components, metrics=metrics)
 
