@@ -67,12 +67,12 @@ lint: .venv/.tests-installed
 	@touch $@
 
 # The tests bring the extras that they try for real.
-.venv/.tests-installed: .venv/.installed tests/constraints.txt tests/templates.txt
+.venv/.tests-installed: .venv/.installed tests/constraints.txt tests/files.txt
 	@echo "Installing what the tests need ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --require-hashes --only-binary :all: -r tests/constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --no-deps --require-hashes --only-binary :all: -r tests/templates.txt
+	  --no-deps --require-hashes --only-binary :all: -r tests/files.txt
 	@touch $@
 
 procedural: .venv/.procedural-installed
