@@ -120,7 +120,7 @@ def test_a_stock_trainer_is_fed_under_the_earlier_name(
     port = free_port()
     words = ["-m", "environments.smolagents_integration.smolagents_env", "serve", *AS_BEFORE]
     words += [*SOLVED, "--sim.solve_probability", 0.5, "--env.agent", agent, "--port", port]
-    words += ["--env.ensure_scores_are_not_same", "false"]
+    words += ["--env.ensure_scores_are_not_same", "false", "--rollouts.max_concurrent", 8]
     with running(*words, "--store", "s.db", folder=tmp_path, program=PYTHON) as server:
         server.wait_for("http://\\S+")
         got = trained(atropos_python, f"http://127.0.0.1:{port}", rows // 4, 4)
