@@ -38,19 +38,30 @@ def known_conversations(
     verdicts = [True] * len(criteria.nl_assertions or ()) if judged else None
     played = demonstrate(domain, task, script, rules)
     gold = played.messages
-    if played.ending == "user_stop":
+    if played.ending == "user_stop" and _is_fulfilled(criteria, played.world):
         yield _known("gold", gold, verdicts, least=1.0, most=1.0)
         yield _known("gold, without its end", gold[:-1], verdicts)
         if verdicts:
             yield _known("gold, the judge disagrees", gold, [False] * len(verdicts))
         if strict:
-            yield _known("gold, and a flood of words", _flooded(gold), verdicts)
+            yield _known("gold, and a flood of words", _flooded(gold, len(task.history)), verdicts)
         if criteria.communicate_info and (strict or "COMMUNICATE" in criteria.reward_basis):
             yield from _hidden_words(gold, criteria.communicate_info, verdicts, strict)
-        if "DB" in criteria.reward_basis:
+        if "DB" in criteria.reward_basis and criteria.actions is not None:
             yield from _other_writes(domain, task, script, rules, played, verdicts)
     if not task.history:
         yield from _short_ones(domain, task, strict, verdicts)
+
+
+def _is_fulfilled(criteria: Criteria, world: World | None) -> bool:
+    """Is all that is asserted true after the expected actions? In tau2-bench's mock it is not."""
+    try:
+        return world is not None and all(
+            world.run_function(one.env_type, one.func_name, one.arguments) == one.assert_value
+            for one in criteria.env_assertions or ()
+        )
+    except Exception:  # noqa: BLE001 - assertions may raise anything
+        return False
 
 
 def _short_ones(
@@ -67,7 +78,9 @@ def _short_ones(
     yield _known("the assistant ends it", [*asked, _says("assistant", STOP)], unmet)
     criteria = task.evaluation_criteria or Criteria()
     handed = [action.name == HAND_OVER for action in criteria.actions or ()]
-    right = all(handed) or (free and any(handed) and "ACTION" not in criteria.reward_basis)
+    # Strictly, too, it is right where nothing else is expected.
+    right = all(handed) if handed else free
+    right = right or (free and any(handed) and "ACTION" not in criteria.reward_basis)
     world = domain.world()
     if world.tool(HAND_OVER) is not None:
         call = {"id": "h", "name": HAND_OVER, "arguments": {"summary": "A customer."}}
@@ -79,7 +92,7 @@ def _short_ones(
             "handed over at once",
             [*asked, *over, _says("user", TRANSFER)],
             unmet,
-            most=float(free and (right or not strict)),
+            most=float(right or (free and not strict)),
         )
 
 
@@ -151,13 +164,14 @@ def _is_write(world: World, action: Action) -> bool:
     return action.requestor == "assistant" and tool is not None and tool.mutates
 
 
-def _flooded(messages: Sequence[TauMessage]) -> list[TauMessage]:
+def _flooded(messages: Sequence[TauMessage], begun: int) -> list[TauMessage]:
+    """What the assistant says from message `begun` on is long."""
     flood = " word" * (MAX_SAID_CHARACTERS // 5 + 1)
     return [
         {**message, "content": message["content"] + flood}
-        if message["role"] == "assistant" and has_text(message)
+        if place >= begun and message["role"] == "assistant" and has_text(message)
         else message
-        for message in messages
+        for place, message in enumerate(messages)
     ]
 
 
