@@ -106,17 +106,12 @@ def trained(python: Path, url: str, batch: int, steps: int) -> dict[str, int]:
     return got
 
 
-@pytest.mark.parametrize(
-    ("agent", "rows"),
-    [
-        ("code", 16),
-        pytest.param("code", 64, marks=pytest.mark.slow),
-        pytest.param("tools", 64, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", ["code", "tools"])
 def test_a_stock_trainer_is_fed_under_the_earlier_name(
-    atropos_python: Path, agent: str, rows: int, tmp_path: Path
+    atropos_python: Path, agent: str, tmp_path: Path
 ) -> None:
+    rows = 64
     port = free_port()
     words = ["-m", "environments.smolagents_integration.smolagents_env", "serve", *AS_BEFORE]
     words += [*SOLVED, "--sim.solve_probability", 0.5, "--env.agent", agent, "--port", port]
