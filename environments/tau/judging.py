@@ -36,6 +36,7 @@ class JudgeModel:
     """Who is asked.
 
     Args:
+        base_url: of an OpenAI-compatible server, with or without `/v1`.
         name: of the model; None: the first that its server lists.
     """
 
@@ -64,8 +65,9 @@ async def judge_services(
     """
     import openai
 
+    root = model.base_url.rstrip("/").removesuffix("/v1")
     client = openai.AsyncOpenAI(
-        base_url=model.base_url, api_key=model.api_key or "none", timeout=_SECONDS
+        base_url=f"{root}/v1", api_key=model.api_key or "none", timeout=_SECONDS
     )
 
     async def ask(messages: list[dict[str, str]]) -> str:

@@ -82,8 +82,8 @@ def _arguments(source: str) -> dict[str, Any] | str:
 
 
 def _function_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = call["arguments"]
-    source = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    # A text that is no object is written as a JSON string: it is read back as the text it is.
+    source = json.dumps(call["arguments"])
     return {
         "id": call["id"],
         "type": "function",
