@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +16,9 @@ from typing import Any, Literal
 from pydantic import field_validator
 
 from environments.answers import last_boxed
-from environments.rows import NumberedRow, file_rows, hub_rows, sample_rows
+from environments.rows import file_rows, hub_rows, sample_rows
+from environments.usable import mixed, usable_tasks
 from envserver import (
-    ConfigError,
     Environment,
     InputError,
     KnownResult,
@@ -47,11 +45,6 @@ DataSetName = Literal[
     "sample", "gsm8k", "math", "math500", "svamp", "mawps", "mathqa", "aqua", "aime", "deepmath",
     "mathx", "procedural",
 ]  # fmt: skip
-
-MAX_UNUSABLE_ROWS = 1000
-"""Unusable rows at the start of a data set, before it is taken for the wrong one."""
-
-_logger = logging.getLogger(__name__)
 
 
 class Math(Environment):
@@ -94,7 +87,9 @@ class Math(Environment):
         chosen = self.config.data_set
         names = [chosen] if isinstance(chosen, str) else list(dict.fromkeys(chosen))
         streams = [self._tasks_of(name, split) for name in names]
-        return streams[0] if len(streams) == 1 else self._mixed(streams, split)
+        return (
+            streams[0] if len(streams) == 1 else mixed(streams, f"mix-{self.config.seed}-{split}")
+        )
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         return await solve(task, run, self.config.mode)
@@ -161,51 +156,20 @@ class Math(Environment):
             rows = sample_rows(SAMPLE, split, seed)
         else:
             rows = hub_rows(HUBS[name], split, seed)
-        yield from self._usable_tasks(name, shape, rows)
-
-    def _usable_tasks(
-        self, name: str, shape: str | None, rows: Iterator[NumberedRow]
-    ) -> Iterator[Task]:
-        used = unusable = 0
-        for number, row in rows:
-            reason, problem = _read(row, shape)
-            if problem is not None:
-                used += 1
-                yield _task(_row_id(name, number, row), problem)
-                continue
-            unusable += 1
-            self.dropped[reason] += 1
-            if not used and unusable >= MAX_UNUSABLE_ROWS:
-                break
-        if unusable:
-            _logger.warning("%s: %d rows dropped: %s", name, unusable, dict(self.dropped))
-        if not used:
-            raise ConfigError(
-                f"The data set {name!r} has no usable row: {dict(self.dropped) or 'it is empty'}.",
-                hint="Do data_set and data_path fit together?",
-            )
-
-    def _mixed(self, streams: list[Iterator[Task]], split: Split) -> Iterator[Task]:
-        """All of them, drawn with equal chances until each is at its end."""
-        rng = random.Random(f"mix-{self.config.seed}-{split}")
-        while streams:
-            stream = rng.choice(streams)
-            task = next(stream, None)
-            if task is None:
-                streams.remove(stream)
-            else:
-                yield task
+        read = (_task_of(name, shape, number, row) for number, row in rows)
+        hint = "Do data_set and data_path fit together?"
+        yield from usable_tasks(name, read, self.dropped, hint=hint)
 
 
-def _read(row: dict[str, Any] | None, shape: str | None) -> tuple[str, Problem | None]:
+def _task_of(name: str, shape: str | None, number: int, row: dict[str, Any] | None) -> Task | str:
+    """The task of a row, or why it is of no use."""
     if row is None:
-        return "no JSON object", None
+        return "no JSON object"
     try:
         problem = read_problem(row, shape)
     except InputError as error:
-        return error.message, None
-    reason = why_unusable(problem)
-    return reason or "", None if reason else problem
+        return error.message
+    return why_unusable(problem) or _task(_row_id(name, number, row), problem)
 
 
 def _row_id(name: str, number: int, row: dict[str, Any] | None) -> str:

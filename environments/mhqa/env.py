@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -26,6 +25,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from environments.rows import NumberedRow, file_rows, hub_rows, sample_rows
+from environments.usable import mixed, usable_tasks
 from envserver import (
     ConfigError,
     Environment,
@@ -49,11 +49,6 @@ from .known import known_answers
 from .loading import HUBS, SAMPLE, different, own_passages, read_context, read_corpus
 from .scoring import said_in, said_last, score_rollout
 from .serving import MAX_TOP_K, Scope, corpus_services, external_services
-
-MAX_UNUSABLE_ROWS = 1000
-"""Unusable rows at the start of a data set, before it is taken for the wrong one."""
-
-_logger = logging.getLogger(__name__)
 
 
 class Mhqa(Environment):
@@ -118,7 +113,9 @@ class Mhqa(Environment):
 
     def tasks(self, split: Split) -> Iterator[Task]:
         streams = [self._tasks_of(name, split) for name in self._data_sets]
-        return streams[0] if len(streams) == 1 else self._mixed(streams, split)
+        return (
+            streams[0] if len(streams) == 1 else mixed(streams, f"mix-{self.config.seed}-{split}")
+        )
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         config = self.config
@@ -190,23 +187,13 @@ class Mhqa(Environment):
         return list(dict.fromkeys(chosen)) if isinstance(chosen, list) else [chosen]
 
     def _tasks_of(self, name: DataSet, split: Split) -> Iterator[Task]:
-        used = unusable = 0
-        for number, item in self._items(name, split):
-            if isinstance(item, Item):
-                used += 1
-                yield make_task(number, item, self.config.scope)
-                continue
-            unusable += 1
-            self.dropped[item] += 1
-            if not used and unusable >= MAX_UNUSABLE_ROWS:
-                break
-        if unusable:
-            _logger.warning("%s: %d rows dropped: %s", name, unusable, dict(self.dropped))
-        if not used:
-            raise ConfigError(
-                f"The data set {name!r} has no usable row: {dict(self.dropped) or 'it is empty'}.",
-                hint="Do data_set, data_path and scope fit together?",
-            )
+        scope = self.config.scope
+        read = (
+            item if isinstance(item, str) else make_task(task_id, item, scope)
+            for task_id, item in self._items(name, split)
+        )
+        hint = "Do data_set, data_path and scope fit together?"
+        return usable_tasks(name, read, self.dropped, hint=hint)
 
     def _items(self, name: DataSet, split: Split) -> Iterator[tuple[str, Item | str]]:
         """The questions of a data set with their ids, or why a row is of no use."""
@@ -254,17 +241,6 @@ class Mhqa(Environment):
                     f"The data set {name!r} has no passages to search.",
                     hint="Set corpus_path, or --env.scope external with a retriever_url.",
                 )
-
-    def _mixed(self, streams: list[Iterator[Task]], split: Split) -> Iterator[Task]:
-        """All of them, drawn with equal chances until each is at its end."""
-        rng = random.Random(f"mix-{self.config.seed}-{split}")
-        while streams:
-            stream = rng.choice(streams)
-            task = next(stream, None)
-            if task is None:
-                streams.remove(stream)
-            else:
-                yield task
 
 
 def make_task(task_id: str, item: Item, scope: Literal["question", "corpus", "external"]) -> Task:

@@ -10,17 +10,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from environments.code.running import SPEC
-from environments.rows import NumberedRow, file_rows, hub_rows, sample_rows
+from environments.rows import NumberedRow, Row, file_rows, hub_rows, sample_rows
+from environments.usable import usable_tasks
 from envserver import (
     AgentRole,
-    ConfigError,
     Environment,
     InputError,
     KnownResult,
@@ -53,11 +52,6 @@ from .scoring import said_last, score_rollout
 from .subagents import SUBAGENTS
 
 DataSetName = Literal["sample", "coursegpt"]
-
-MAX_UNUSABLE_ROWS = 1000
-"""Unusable rows at the start of a data set, before it is taken for the wrong one."""
-
-_logger = logging.getLogger(__name__)
 
 
 class Router(Environment):
@@ -104,33 +98,10 @@ class Router(Environment):
 
     def tasks(self, split: Split) -> Iterator[Task]:
         name = self.config.data_set
-        shared = read_documents(SAMPLE_DOCUMENTS)
-        used = unusable = 0
-        for number, row in self._rows(split):
-            try:
-                if row is None:
-                    raise InputError("The row is no JSON object.")
-                problem = read_problem(row)
-                if not problem.query:
-                    raise InputError("The row has no query.")
-                if name == "sample" and not problem.documents:
-                    problem = dataclasses.replace(problem, documents=shared)
-                task = self._task(_row_id(name, number, row), problem)
-            except InputError as error:
-                self.dropped[error.message] += 1
-                unusable += 1
-                if not used and unusable >= MAX_UNUSABLE_ROWS:
-                    break
-                continue
-            used += 1
-            yield task
-        if unusable:
-            _logger.warning("%s: %d rows dropped: %s", name, unusable, dict(self.dropped))
-        if not used:
-            raise ConfigError(
-                f"The data set {name!r} has no usable row: {dict(self.dropped) or 'it is empty'}.",
-                hint="Do data_set and data_path fit together?",
-            )
+        shared = read_documents(SAMPLE_DOCUMENTS) if name == "sample" else []
+        read = (self._task_or_reason(number, row, shared) for number, row in self._rows(split))
+        hint = "Do data_set and data_path fit together?"
+        return usable_tasks(name, read, self.dropped, hint=hint)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         return await solve(task, run, repair=self.config.repair, execute=self.config.execute)
@@ -168,6 +139,22 @@ class Router(Environment):
         )
         task = self._task("question", problem)
         return Task(task.id, {**task.public, "runs": True}, task.hidden)
+
+    def _task_or_reason(
+        self, number: int, row: Row | None, shared: Sequence[dict[str, str]]
+    ) -> Task | str:
+        """The task of a row, or why it is of no use."""
+        if row is None:
+            return "The row is no JSON object."
+        try:
+            problem = read_problem(row)
+            if not problem.query:
+                return "The row has no query."
+            if not problem.documents:
+                problem = dataclasses.replace(problem, documents=list(shared))
+            return self._task(_row_id(self.config.data_set, number, row), problem)
+        except InputError as error:
+            return error.message
 
     def _task(self, task_id: str, problem: Problem) -> Task:
         profile = self.config.profile or problem.profile

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import Any
 from pydantic import Field
 
 from environments.rows import Row
+from environments.usable import usable_tasks
 from envserver import (
     AgentRole,
     ConfigError,
@@ -42,11 +42,6 @@ from .known import known_answers
 from .loading import SAMPLE_VIDEOS, Videos, answers_file, context_file, rows
 from .scoring import score_rollout
 from .teams import ORGANIZER, Mode, Rules, solve
-
-MAX_UNUSABLE_ROWS = 1000
-"""Unusable rows at the start of a data set, before it is taken for the wrong one."""
-
-_logger = logging.getLogger(__name__)
 
 
 class Video(Environment):
@@ -110,26 +105,9 @@ class Video(Environment):
         answers = answers_file(config.answers_path)
         videos = self._videos()
         source = rows(config.data_set, config.data_path, split, config.seed)
-        used = unusable = 0
-        for number, row in source:
-            try:
-                task = self._task_of(number, row, answers, videos)
-            except InputError as error:
-                unusable += 1
-                self.dropped[error.message] += 1
-                if not used and unusable >= MAX_UNUSABLE_ROWS:
-                    break
-                continue
-            used += 1
-            yield task
-        if unusable:
-            _logger.warning("video: %d rows dropped: %s", unusable, dict(self.dropped))
-        if not used:
-            raise ConfigError(
-                f"The data set {config.data_set!r} has no usable row: "
-                f"{dict(self.dropped) or 'it is empty'}.",
-                hint="Do data_set, data_path and captions_path fit together?",
-            )
+        read = (self._task_or_reason(number, row, answers, videos) for number, row in source)
+        hint = "Do data_set, data_path and captions_path fit together?"
+        return usable_tasks(config.data_set, read, self.dropped, hint=hint)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         config = self.config
@@ -189,6 +167,14 @@ class Video(Environment):
                 hint="Set captions_path to captions of its videos, or blind to true.",
             )
         return None
+
+    def _task_or_reason(
+        self, number: int, row: Row | None, answers: dict[str, Any], videos: Videos | None
+    ) -> Task | str:
+        try:
+            return self._task_of(number, row, answers, videos)
+        except InputError as error:
+            return error.message
 
     def _task_of(
         self, number: int, row: Row | None, answers: dict[str, Any], videos: Videos | None
