@@ -21,6 +21,7 @@ from support.fake_vllm import fake_vllm
 from environments.tau.domains.kinds import OWN
 from environments.tau.env import Tau
 from environments.tau.episodes import GREETING, STOP
+from environments.tau.evaluation import pass_hat_ks
 from environments.tau.judging import read_verdicts, verdicts
 from environments.tau.users import MAX_REPEATS, ScriptedCustomer
 from environments.tau.wire import assistant_calls, calls_of
@@ -436,6 +437,14 @@ def test_what_a_model_calls_can_be_read_again() -> None:
         ("f", {"a": 1.5, "b": ["ä"]}),
         ("g", {}),
     ]
+
+
+def test_pass_hat_k_of_many_tasks() -> None:
+    rewards = {"a": [1.0, 1.0, 0.0], "b": [1.0, 1.0, 1.0, 1.0], "c": [0.0, 0.5, 0.0]}
+    assert pass_hat_ks(rewards) == pytest.approx({1: 5 / 9, 2: 4 / 9, 3: 1 / 3})
+    for none in ({}, {"a": []}):
+        with pytest.raises(ValueError, match="at least one attempt"):
+            pass_hat_ks(none)
 
 
 @pytest.mark.parametrize("user", ["script", "model"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .checks import Strictness, action_matches, information_given, pass_hat_k, same_call
+from .passes import pass_hat_ks
 from .rewards import (
     EVALUATION_TYPES,
     Evaluation,
@@ -23,5 +24,6 @@ __all__ = [
     "evaluate",
     "information_given",
     "pass_hat_k",
+    "pass_hat_ks",
     "same_call",
 ]
