@@ -9,10 +9,18 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
 
 from .records import Split
 
@@ -314,3 +322,31 @@ class Settings(EnvironmentSettings):
     server: ServerConfig = ServerConfig()
     store: StorePlace = "data/envserver.db"
     """Where groups are kept: a file (SQLite) or a database URL."""
+
+
+class MixEntry(Section):
+    """One environment of several in a run."""
+
+    name: str
+    """A built-in's name, an entry point's, or path/to/file.py[:Class]."""
+    weight: float = Field(default=1.0, gt=0)
+    """Its part of the groups, in proportion to the others' weights."""
+    minimum_share: float = Field(default=0.0, ge=0, le=1)
+    """The least part of all groups that it has, whatever the weights say."""
+    env: dict[str, Any] = {}
+    """Its own settings, stronger than `env` of the file."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+class MixSettings(Settings):
+    """Settings of a command that can run several environments at once."""
+
+    environments: list[MixEntry] = []
+    """Several environments at once: in a file with name, weight, minimum_share, env; by a flag
+    `--env math=2,code=1`."""
+    total_groups: int | None = Field(default=None, ge=1)
+    """Groups of all environments together before stopping; unset: each ends by itself."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.commands import envserver, free_port, group_ids, read_jsonl, running, until
 
-from envserver import ConfigError
+from envserver import ConfigError, main
+from envserver.cli.mixing import read_mix
+from envserver.config import MixSettings
 from envserver.rollouts.mixing import CATCH_UP_GROUPS, Ending, Share, Shares, Turns, targets
 
 NAMES = "abcde"
@@ -101,6 +106,7 @@ async def _run(
             if not await lane.take(size):
                 break
             groups.append(asyncio.create_task(group(lane, size, number + task)))
+        lane.left()
         await asyncio.gather(*groups)
         done += 1
 
@@ -151,3 +157,129 @@ async def test_a_turn_that_is_given_up_is_another_s() -> None:
 def test_a_mix_that_cannot_be_is_refused(mix: list[Share], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         targets(mix)
+
+
+ECHO = """
+from envserver import Environment, Score, Task
+
+class {name}(Environment):
+    class Config(Environment.Config):
+        tasks_in_all: int = 1000
+        broken: bool = False
+        word: str = "plain"
+
+    def tasks(self, split):
+        for n in range(self.config.tasks_in_all):
+            yield Task(f"{{n}}", {{"question": f"Say {{n}}."}}, {{"answer": str(n)}})
+
+    async def rollout(self, task, run):
+        if self.config.broken:
+            raise ValueError("no such tool")
+        return (await run.chat([{{"role": "user", "content": "hi"}}])).content
+
+    def score(self, task, result):
+        return Score(reward=0.5, metrics={{"word": float(self.config.word == "own")}})
+"""
+SIM = ("--model", "sim", "--sim.latency_seconds", "0", "--workers.processes", "1")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("Left", "Right"):
+        (tmp_path / f"{name.lower()}.py").write_text(ECHO.format(name=name))
+    return tmp_path
+
+
+def mixed(folder: Path, **changes: str) -> Path:
+    path = folder / "mix.yaml"
+    path.write_text(
+        f"""
+environments:
+  - name: left.py
+    weight: 3
+    env: {{word: own, {changes.get("left", "seed: 0")}}}
+  - name: right.py
+    minimum_share: 0.25
+    env: {{{changes.get("right", "seed: 0")}}}
+env: {{group_size: 2, word: other, {changes.get("all", "seed: 0")}}}
+model: sim
+sim: {{latency_seconds: 0}}
+workers: {{processes: 1}}
+rollouts: {{max_concurrent: 8, stop_after_failed_groups: 2, max_attempts: 1}}
+"""
+    )
+    return path
+
+
+def test_a_file_makes_one_mix_with_the_shares_that_were_asked(folder: Path) -> None:
+    path = mixed(folder, all="data_path_to_save_groups: out.jsonl")
+    words = ("process", "--config", path, "--total_groups")
+    ran = envserver(*words, 8, folder=folder)
+    assert ran.returncode == 0, ran.stderr
+    assert "8 groups in out.jsonl" in ran.stderr
+    ran = envserver(*words, 24, "--resume", folder=folder)
+    assert ran.returncode == 0, ran.stderr
+    groups = read_jsonl(folder / "out.jsonl")
+    ids = group_ids(folder / "out.jsonl")
+    assert len(ids) == len(set(ids)) == 24
+    by_name = Counter(group["envserver"]["env"] for group in groups)
+    assert abs(by_name["left"] - 18) <= 2, by_name
+    for group in groups:
+        facts = group["envserver"]
+        own = {rollout["metrics"]["word"] for rollout in facts["rollouts"]}
+        assert own == {float(facts["env"] == "left")}
+
+
+def test_one_that_fails_and_one_that_ends_do_not_keep_the_others(folder: Path) -> None:
+    path = mixed(folder, left="broken: true", right="total_steps: 6")
+    ran = envserver("process", "--config", path, folder=folder)
+    assert ran.returncode == 1
+    assert "left has ended" in ran.stderr
+    assert len(group_ids(folder / "data" / "right.jsonl")) == 6
+    assert group_ids(folder / "data" / "left.jsonl") == []
+    assert (folder / "data" / "left.failures.jsonl").exists()
+
+
+def test_a_server_offers_all_of_them_to_one_trainer(folder: Path) -> None:
+    port = free_port()
+    words = ("serve", "--env", "left.py,right.py=3", *SIM, "--env.group_size", "2", "--port", port)
+    more = ("--env.ensure_scores_are_not_same", "false", "--total_groups", 12)
+    with running(*words, *more, folder=folder) as server:
+        server.wait_for("Trainers: ")
+        url = f"http://127.0.0.1:{port}"
+
+        def made() -> Any:
+            found = httpx.get(f"{url}/v1/groups?after=0&limit=100").json()["groups"]
+            return found if len(found) >= 12 else None
+
+        groups = until(made, 60, server.output, alive=server.process)
+        status = httpx.get(f"{url}/v1/status").json()["server"]
+    assert len(groups) == 12
+    by_name = Counter(group["env"] for group in groups)
+    assert abs(by_name["right"] - 9) <= 1, by_name
+    assert status["environment"] == "left,right"
+    assert status["environments"] == by_name
+
+
+def test_what_cannot_be_mixed_is_told_before_anything_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    path = mixed(folder)
+    told = {
+        ("--env", "left.py=0,right.py"): "a weight must be a positive number",
+        ("--env", "left.py,lefft"): "There is no environment 'lefft'",
+        ("--env", "left.py,left.py"): "named twice",
+        ("--config", str(path), "--env", "left.py"): "one environment is named too",
+        ("--env", "left.py,right.py", "--env.wrod", "x"): "Did you mean --env.word?",
+    }
+    for words, wanted in told.items():
+        assert main(["process", *words, *SIM]) == 2
+        assert wanted in capsys.readouterr().err
+    wrong = mixed(folder, left="wrod: x")
+    assert main(["process", "--config", str(wrong)]) == 2
+    assert "environments[0]: env.wrod: there is no such setting" in capsys.readouterr().err
+    path.write_text("environments: [{name: left.py, wieght: 2}]\n")
+    assert main(["process", "--config", str(path)]) == 2
+    assert "mix.yaml:1: environments[0].wieght" in capsys.readouterr().err
+    assert read_mix(["--env", "left.py"], settings_class=MixSettings) is None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -14,13 +15,16 @@ from .progress import Tally
 class ServeMetrics(Collector):
     """Read when `/metrics` is asked for; nothing is counted twice."""
 
-    def __init__(self, tally: Tally, proxy: Proxy) -> None:
+    def __init__(self, tally: Tally, proxies: Sequence[Proxy]) -> None:
         self._tally = tally
-        self._proxy = proxy
+        self._proxies = proxies
 
     def collect(self) -> Iterator[Metric]:
         """All metrics."""
-        tally, proxy = self._tally, self._proxy
+        tally, proxy = self._tally, self._proxies[0]  # they share the engine
+        services: Counter[str] = Counter()
+        for one in self._proxies:
+            services.update(one.services.counts())
         yield _labelled(
             "envserver_flags",
             "Rollouts by what is odd about their tokens",
@@ -37,7 +41,7 @@ class ServeMetrics(Collector):
             "envserver_services",
             "What the environment's services counted",
             "count",
-            proxy.services.counts(),
+            services,
         )
         for name, words, count in (
             ("envserver_groups_delivered", "Groups made durable", tally.groups),

@@ -10,7 +10,7 @@ from textwrap import shorten
 
 from rich.console import Console
 
-from ..config import OpenAIConfig, Settings
+from ..config import MixSettings, OpenAIConfig, Settings
 from ..environment import Environment
 from ..errors import ConfigError
 from ..export.jsonl import FailuresFile, JsonlSink, open_sink
@@ -23,18 +23,20 @@ from .command_line import program, read_command_line
 from .engines import SIMULATED
 from .logs import configure_logs
 from .loop import run_loop
+from .mixing import read_mix
 from .progress import ProgressView, Tally, counted, summary_table
 from .runtime import machinery, run_until_stopped
 
-SUMMARY = """Runs rollouts of one environment and writes each finished group as a line of JSON.
-Ctrl-C once finishes the open groups and stops; twice stops at once. Nothing written is lost."""
+SUMMARY = """Runs rollouts of an environment, or of several, and writes each finished group as a
+line of JSON. Ctrl-C once finishes the open groups and stops; twice stops at once. Nothing written
+is lost."""
 
 _DONE = {"train": "trained", "mask": "such calls masked", "drop": "not fit for RL"}
 LONGEST_WORDS = 200
 """Of a failure's message, on the terminal; the whole stands in the failures file."""
 
 
-class ProcessSettings(Settings):
+class ProcessSettings(MixSettings):
     """Settings with the flags that only `process` has."""
 
     resume: bool = False
@@ -49,6 +51,13 @@ def run(argv: list[str]) -> int:
     Raises:
         EnvserverError: it cannot be run, or every group failed.
     """
+    if "--help" not in argv and "-h" not in argv:
+        members = read_mix(argv, settings_class=ProcessSettings)
+        if members is not None:
+            from .mixed_process import process_mix
+
+            configure_logs(members[0].line.settings.log_level)
+            return run_loop(process_mix(members, Console(stderr=True)))
     line = read_command_line("process", SUMMARY, argv, settings_class=ProcessSettings)
     if line is None:
         return 0
@@ -139,20 +148,36 @@ def show_result(
     """What came out and where it lies."""
     if tally.first_groups:
         console.print(summary_table(tally))
+    show_notes(console, tally, [(sink.path, sink.already + tally.groups)], settings, actions)
+    if failures.lines:
+        console.print(f"Why: {failures.path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def show_notes(
+    console: Console,
+    tally: Tally,
+    files: list[tuple[Path, int]],
+    settings: Settings,
+    actions: Actions,
+) -> None:
+    """What there is to say of a run, whatever it ran.
+
+    Args:
+        files: where groups lie, and how many.
+    """
     if settings.model == SIMULATED:
         console.print("The model was simulated: these rewards are no measure of any real one.")
 
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    say(f"{counted(sink.already + tally.groups, 'group')} in {sink.path}")
+    for path, groups in files:
+        say(f"{counted(groups, 'group')} in {path}")
     for reason, count in sorted(tally.drops.items()):
         say(f"{counted(count, 'group')} not written: {reason}")
     for kind, count in sorted(tally.failures.items()):
         words = shorten(tally.last_words[kind], LONGEST_WORDS, placeholder=" ...")
         say(f"{counted(count, 'failed attempt')}: {kind} ({words})")
-    if failures.lines:
-        say(f"Why: {failures.path}")
     for flag, count in sorted(tally.flags.items()):
         meaning = f" ({FLAGS[flag].meaning})" if flag in FLAGS else ""
         say(f"{counted(count, 'rollout')} flagged, {_DONE[actions.of(flag)]}: {flag}{meaning}")

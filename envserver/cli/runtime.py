@@ -6,18 +6,21 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, Protocol
+
+import msgspec
 
 from ..api.server import serve_api
 from ..config import Settings, WorkersConfig
 from ..environment import AgentRole, Environment, Isolation
 from ..errors import ConfigError, EngineError
+from ..models.engine import Engine
 from ..proxy.server import Proxy
+from ..proxy.source import Source
 from ..registry import absolute
 from ..rollouts.agents import roles_of, seats_of
 from ..rollouts.events import Observer
-from ..rollouts.group import Machinery
-from ..rollouts.scheduler import Scheduler
+from ..rollouts.group import Demonstrator, Machinery
 from ..rollouts.scoring import ScorerPool
 from ..sandbox.client import SandboxClient
 from ..sandbox.rooms import AttemptSandboxes
@@ -31,6 +34,34 @@ from .progress import counted
 from .sandboxing import sandboxes_of, try_sandbox
 
 
+class EngineRoom(msgspec.Struct, frozen=True):
+    """The engine of all rollouts, open, and how it is asked.
+
+    Args:
+        model: name of the model there.
+        demonstrator: see Machinery.
+    """
+
+    engine: Engine
+    source: Source
+    model: str
+    demonstrator: Demonstrator | None
+
+
+@contextlib.asynccontextmanager
+async def engine_room(
+    settings: Settings, *, need_engine: bool, need_exact: bool
+) -> AsyncIterator[EngineRoom]:
+    """The engine that `settings` name. Arguments and errors as of `machinery`."""
+    engine, demonstrator = make_engine(settings)
+    _check_exact(engine.exact, need_exact)
+    async with engine:
+        source = make_source(settings, engine)
+        if await look_at(engine, must_answer=need_engine):
+            _check_exact((await source.ready()).exact, need_exact)
+        yield EngineRoom(engine, source, await engine.model_name(), demonstrator)
+
+
 @contextlib.asynccontextmanager
 async def machinery(
     settings: Settings,
@@ -42,10 +73,12 @@ async def machinery(
     actions: Actions,
     need_exact: bool,
     drop_zero_variance: bool,
+    room: EngineRoom | None = None,
 ) -> AsyncIterator[Machinery]:
     """Everything that running rollouts needs, started; all of it is ended on the way out.
 
     Args:
+        room: the engine, where others use it too; unset: one of its own.
         actions: what is done about each flag of a call or a trajectory.
         need_engine: whether the engine must answer now, or may come later (its name must then be
             set).
@@ -58,16 +91,14 @@ async def machinery(
     reference = absolute(env_reference)
     roles = roles_of(environment)
     _check_trained(roles, need_exact)
-    engine, demonstrator = make_engine(settings)
-    _check_exact(engine.exact, need_exact)
     async with contextlib.AsyncExitStack() as stack:
         service = await stack.enter_async_context(sandboxes_of(environment, settings.sandbox))
         address = service.address if service is not None else None
-        await stack.enter_async_context(engine)
-        source = make_source(settings, engine)
-        if await look_at(engine, must_answer=need_engine):
-            _check_exact((await source.ready()).exact, need_exact)
-        model = await engine.model_name()
+        if room is None:
+            room = await stack.enter_async_context(
+                engine_room(settings, need_engine=need_engine, need_exact=need_exact)
+            )
+        engine, source, model = room.engine, room.source, room.model
         own = await stack.enter_async_context(
             own_sources(settings, environment, roles, engine, source, must_answer=need_engine)
         )
@@ -127,7 +158,7 @@ async def machinery(
             drop_zero_variance=drop_zero_variance,
             observer=observer,
             slots=asyncio.Semaphore(_slots(settings, environment)),
-            demonstrator=demonstrator,
+            demonstrator=room.demonstrator,
         )
 
 
@@ -240,8 +271,17 @@ def _workers(settings: Settings, isolation: Isolation) -> int:
     return workers.dedicated
 
 
+class Stoppable(Protocol):
+    """What makes groups, and can be told to begin no more."""
+
+    @property
+    def open_groups(self) -> int: ...
+
+    def drain(self) -> None: ...
+
+
 async def run_until_stopped(
-    work: Coroutine[Any, Any, None], scheduler: Scheduler, say: Callable[[str], object]
+    work: Coroutine[Any, Any, None], scheduler: Stoppable, say: Callable[[str], object]
 ) -> bool:
     """Awaits `work`, which runs `scheduler`; whether a signal stopped it before its end.
 

@@ -1,4 +1,4 @@
-"""`envserver serve`: an environment's rollouts for trainers over HTTP, durable until acknowledged.
+"""`envserver serve`: rollouts of environments for trainers, durable until acknowledged.
 
 `run-api` is the same server without an environment of its own.
 """
@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import structlog
@@ -13,11 +15,12 @@ from rich.console import Console
 
 from ..api.app import create_api
 from ..api.server import serve_api
-from ..config import Settings
-from ..environment import Environment
+from ..config import MixSettings
+from ..errors import ConfigError
 from ..rollouts.auditor import Auditor
-from ..rollouts.events import Event, GroupDelivered, GroupDropped
+from ..rollouts.events import Event, GroupDelivered, GroupDropped, Observer
 from ..rollouts.group import Machinery
+from ..rollouts.mixing import Share, Shares, Turns, targets
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import id_prefix, tickets
 from ..store import Store, open_store
@@ -27,15 +30,18 @@ from .command_line import read_command_line
 from .logs import configure_logs
 from .loop import run_loop
 from .metrics import ServeMetrics
+from .mixing import Member, Several, read_mix
 from .progress import Tally, counted
-from .runtime import machinery, run_until_stopped
+from .runtime import EngineRoom, engine_room, machinery, run_until_stopped
 
-SUMMARY = """Runs rollouts of one environment and offers the groups to trainers over HTTP.
+SUMMARY = """Runs rollouts of an environment, or of several, and offers the groups to trainers.
 SIGTERM or Ctrl-C once finishes the open groups and stops; twice stops at once."""
 
 ALIASES = {"host": "server.host", "port": "server.port"}
 
 POLL_SECONDS = 0.2
+
+Members = list[Member[MixSettings]]
 
 _log = structlog.get_logger("envserver.serve")
 
@@ -46,23 +52,29 @@ def run(argv: list[str]) -> int:
     Raises:
         EnvserverError: it cannot be run.
     """
-    line = read_command_line("serve", SUMMARY, argv, settings_class=Settings, aliases=ALIASES)
-    if line is None:
-        return 0
-    configure_logs(line.settings.log_level)
-    environment = line.make_environment()
-    return run_loop(serve(line.reference, environment, line.settings, Console(stderr=True)))
+    members = None
+    if "--help" not in argv and "-h" not in argv:
+        members = read_mix(argv, settings_class=MixSettings, aliases=ALIASES)
+    if members is None:
+        line = read_command_line(
+            "serve", SUMMARY, argv, settings_class=MixSettings, aliases=ALIASES
+        )
+        if line is None:
+            return 0
+        environment = line.make_environment()
+        members = [Member(line, environment, Share(environment.name))]
+    configure_logs(members[0].line.settings.log_level)
+    return run_loop(serve(members, Console(stderr=True)))
 
 
-async def serve(
-    reference: str, environment: Environment, settings: Settings, console: Console
-) -> int:
-    """Serves until stopped, or until `env.total_steps` groups are made and delivered.
+async def serve(members: Members, console: Console) -> int:
+    """Serves until stopped, or until as many groups as wanted are made and delivered.
 
     Raises:
         ConfigError, StoreError, EngineError: see the parts.
     """
-    actions = chosen(settings.tokens.train, settings.tokens.mask, settings.tokens.drop)
+    settings = members[0].line.settings
+    _check_alike(members)
     tally = Tally()
 
     def observe(event: Event) -> None:
@@ -81,54 +93,38 @@ async def serve(
 
     async with (
         open_store(settings.store) as store,
-        machinery(
-            settings,
-            environment,
-            reference,
-            observer=observe,
-            need_engine=False,
-            actions=actions,
-            need_exact=True,
-            drop_zero_variance=environment.config.ensure_scores_are_not_same is not False,
-        ) as parts,
+        engine_room(settings, need_engine=False, need_exact=True) as room,
+        _machineries(members, room, observe) as parts,
         Auditor(
-            parts.engine,
+            room.engine,
             settings.tokens.audit_fraction,
             settings.tokens.audit_tolerance,
-            version=lambda: parts.proxy.policy_version,
-            gate=parts.proxy.gate,
+            version=lambda: parts[0].proxy.policy_version,
+            gate=room.source.gate,
         ) as auditor,
     ):
-        config = environment.config
-        sink = StoreSink(
-            store,
-            group_size=config.group_size,
-            most_groups=settings.rollouts.max_queued_groups,
-            most_batches=settings.rollouts.max_batches_offpolicy,
-        )
-        made = await store.count_with_prefix(id_prefix(environment))
-        scheduler = Scheduler(
-            parts,
-            tickets(environment, repeat=True),
-            sink,
-            wanted=None if config.total_steps is None else max(0, config.total_steps - made),
-            stop_on_failures=False,
-        )
+        config = members[0].environment.config
+        schedulers = await _schedulers(members, parts, store)
+
+        def publish(version: int) -> None:
+            for one in parts:
+                one.proxy.publish_version(version)
+
         api = create_api(
             store,
             settings=settings.server,
-            status=lambda: _status(parts, scheduler, tally) | {"audit": auditor.report()},
-            on_policy_version=parts.proxy.publish_version,
-            gate=parts.proxy.gate,
-            metrics=ServeMetrics(tally, parts.proxy),
+            status=lambda: _status(parts, schedulers, tally) | {"audit": auditor.report()},
+            on_policy_version=publish,
+            gate=room.source.gate,
+            metrics=ServeMetrics(tally, [one.proxy for one in parts]),
             include_messages=config.include_messages,
             score_range=config.score_range,
         )
         server = await serve_api(api, settings.server.host, settings.server.port)
         try:
-            _announce(console, settings.server.host, server.port, parts)
-            work = _run_then_wait(scheduler, store)
-            await run_until_stopped(work, scheduler, console.print)
+            _announce(console, settings.server.host, server.port, parts[0])
+            work = _run_then_wait(schedulers, store, console.print)
+            await run_until_stopped(work, schedulers, console.print)
         finally:
             await server.close()
         waiting = await _waiting(store)
@@ -137,6 +133,77 @@ async def serve(
     # The address of a database may hold a password: it is not repeated.
     console.print(f"{counted(waiting, 'group')} kept in the store for trainers.", highlight=False)
     return 0
+
+
+@contextlib.asynccontextmanager
+async def _machineries(
+    members: Members, room: EngineRoom, observe: Observer
+) -> AsyncIterator[list[Machinery]]:
+    """What runs the rollouts of each."""
+    async with contextlib.AsyncExitStack() as stack:
+        parts = []
+        for one in members:
+            settings, config = one.line.settings, one.environment.config
+            tokens = settings.tokens
+            made = machinery(
+                settings,
+                one.environment,
+                one.line.reference,
+                observer=observe,
+                need_engine=False,
+                actions=chosen(tokens.train, tokens.mask, tokens.drop),
+                need_exact=True,
+                drop_zero_variance=config.ensure_scores_are_not_same is not False,
+                room=room,
+            )
+            parts.append(await stack.enter_async_context(made))
+        yield parts
+
+
+async def _schedulers(members: Members, parts: list[Machinery], store: Store) -> Several:
+    """One for each; several of them take turns."""
+    settings = members[0].line.settings
+    made = {
+        one.share.name: await store.count_with_prefix(id_prefix(one.environment)) for one in members
+    }
+    total = settings.total_groups
+    turns = Turns(
+        Shares(targets(one.share for one in members), made),
+        room=settings.rollouts.max_concurrent,
+        wanted=None if total is None else max(0, total - sum(made.values())),
+    )
+    schedulers = {}
+    for one, machine in zip(members, parts, strict=True):
+        config, name = one.environment.config, one.share.name
+        sink = StoreSink(
+            store,
+            group_size=config.group_size,
+            most_groups=settings.rollouts.max_queued_groups,
+            most_batches=settings.rollouts.max_batches_offpolicy,
+        )
+        steps = config.total_steps
+        schedulers[name] = Scheduler(
+            machine,
+            tickets(one.environment, repeat=True),
+            sink,
+            wanted=None if steps is None else max(0, steps - made[name]),
+            stop_on_failures=False,
+            lane=turns.lane(name) if len(members) > 1 or total is not None else None,
+        )
+    return Several(schedulers)
+
+
+def _check_alike(members: Members) -> None:
+    """
+    Raises:
+        ConfigError: groups of several environments would go to trainers in several forms.
+    """
+    configs = [one.environment.config for one in members]
+    if len({(one.include_messages, one.score_range) for one in configs}) > 1:
+        raise ConfigError(
+            "The environments differ in include_messages or score_range.",
+            hint="One server sends all groups in one form: set them under `env`.",
+        )
 
 
 def _announce(console: Console, host: str, port: int, parts: Machinery) -> None:
@@ -148,14 +215,19 @@ def _announce(console: Console, host: str, port: int, parts: Machinery) -> None:
     )
 
 
-def _status(parts: Machinery, scheduler: Scheduler, tally: Tally) -> dict[str, Any]:
-    """What `/v1/status` says of the environment beside what the store says."""
+def _status(all_parts: list[Machinery], schedulers: Several, tally: Tally) -> dict[str, Any]:
+    """What `/v1/status` says of the environments beside what the store says."""
+    parts = all_parts[0]
+    several = {}
+    if len(all_parts) > 1:
+        workers = {one.environment.name: one.pool.snapshot() for one in all_parts}
+        several = {"environments": schedulers.delivered(), "workers": workers}
     return {
-        "environment": parts.environment.name,
+        "environment": ",".join(one.environment.name for one in all_parts),
         "model": parts.model,
         "engine": parts.proxy.engine_described(),
         "policy_version": parts.proxy.policy_version,
-        "open_groups": scheduler.open_groups,
+        "open_groups": schedulers.open_groups,
         "groups_delivered": tally.groups,
         "groups_dropped": dict(tally.drops),
         "rollouts_scored": tally.rollouts,
@@ -167,13 +239,14 @@ def _status(parts: Machinery, scheduler: Scheduler, tally: Tally) -> dict[str, A
         "completion_tokens": tally.completion_tokens,
         "seconds": tally.seconds,
         "workers": parts.pool.snapshot(),
+        **several,
     }
 
 
-async def _run_then_wait(scheduler: Scheduler, store: Store) -> None:
-    """Runs the scheduler; after its last group waits until trainers have all of them."""
-    await scheduler.run()
-    while not scheduler.drained:
+async def _run_then_wait(schedulers: Several, store: Store, say: Callable[[str], object]) -> None:
+    """Runs the schedulers; after the last group waits until trainers have all of them."""
+    await schedulers.run(say)
+    while not schedulers.drained:
         if not await _waiting(store):
             return
         await asyncio.sleep(POLL_SECONDS)

@@ -57,6 +57,7 @@ def load_settings(
     environ: Mapping[str, str] | None = None,
     folder: Path | None = None,
     warn: Callable[[str], None] = to_stderr,
+    over_file: tuple[str, Mapping[str, Any]] = ("", {}),
 ) -> S:
     """The settings of one command.
 
@@ -69,6 +70,8 @@ def load_settings(
         aliases: short flags -> dotted paths, such as `{"port": "server.port"}`.
         environ: environment variables; unset: those of the process.
         folder: where `.env` lies; unset: the working directory.
+        over_file: a place in a file and a tree of values there, that are stronger than the rest of
+            it.
         warn: gets one line for each name that is accepted but means nothing here.
 
     Raises:
@@ -83,13 +86,20 @@ def load_settings(
         if config_class is not None or reference is not None:
             model = with_environment(settings_class, reference or "", config_class)
     options = options_of(model)
-    names = [given.path for given in (*variables, *flags)]
+    origin, tree = over_file
+    over = [
+        Given(path, value, origin, "file", is_text=False)
+        for path, value in flatten(tree, options).items()
+    ]
+    names = [given.path for given in (*over, *variables, *flags)]
     names += [name for section in named_sections(options) for name in file.names_in(section)]
     options = expanded(options, names)
     from_file = file.read(options_of(Settings) | options)
 
     problems = _Problems()
-    chosen = _choose([*from_file, *variables, *flags], options, settings_class, warn, problems)
+    chosen = _choose(
+        [*from_file, *over, *variables, *flags], options, settings_class, warn, problems
+    )
     values = preset(model) | flatten(defaults or {}, options)
     values |= _parsed(chosen, options, problems)
     problems.raise_if_any()
@@ -154,7 +164,7 @@ def _environment(given: Iterable[Given]) -> str | None:
     if len(flags) > 1:
         values = " and ".join(str(one.value) for one in flags)
         raise ConfigError(
-            f"--env is given twice ({values}).", hint="One environment at a time, for now."
+            f"--env is given twice ({values}).", hint="Several at once: --env math=2,code=1."
         )
     if not named:
         return None

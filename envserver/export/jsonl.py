@@ -11,7 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -150,11 +150,16 @@ class JsonlSink:
         self.already = len(written.group_ids)
         self._file = file
         self._done = written.group_ids
+        self._at_first = frozenset(written.group_ids)
         self._models = written.models
         self._include_messages = include_messages
         self._include_actions = include_actions
         self._score_range = score_range
         self._lock = asyncio.Lock()
+
+    def already_of(self, prefix: str) -> int:
+        """Groups that were in the file when it was opened and whose ids begin with `prefix`."""
+        return sum(group_id.startswith(prefix) for group_id in self._at_first)
 
     def expect(self, model: str) -> None:
         """Makes sure that no two models are mixed in one file.
@@ -231,8 +236,12 @@ async def open_sink(
     include_messages: bool,
     score_range: ScoreRange,
     include_actions: bool = False,
+    beside: Sequence[Mapping[str, Any]] = (),
 ) -> AsyncIterator[JsonlSink]:
     """The file at `path`, new or to be gone on with.
+
+    Args:
+        beside: `env`, `split` and `seed` of others whose groups go there, too.
 
     Raises:
         ConfigError: it exists and neither `resume` nor `overwrite` is given, or it holds the groups
@@ -248,7 +257,8 @@ async def open_sink(
             )
         if overwrite:
             file.truncate(0)
-        written = await asyncio.to_thread(_read, path, {"env": env, "split": split, "seed": seed})
+        expected = [{"env": env, "split": split, "seed": seed}, *map(dict, beside)]
+        written = await asyncio.to_thread(_read, path, expected)
         cut_torn_line(file)
         yield JsonlSink(
             path,
@@ -314,7 +324,7 @@ class _Written(msgspec.Struct):
     models: set[str]
 
 
-def _read(path: Path, expected: dict[str, Any]) -> _Written:
+def _read(path: Path, expected: list[dict[str, Any]]) -> _Written:
     decoder = msgspec.json.Decoder(_Line)
     written = _Written(set(), set())
     with path.open("rb") as lines:
@@ -326,10 +336,11 @@ def _read(path: Path, expected: dict[str, Any]) -> _Written:
                 facts = decoder.decode(line).envserver
             except msgspec.DecodeError as error:
                 raise _not_ours(path, number, str(error)) from error
-            found = {key: getattr(facts, key) for key in expected}
-            if found != expected:
+            found = {key: getattr(facts, key) for key in expected[0]}
+            if found not in expected:
+                wanted = " and ".join(map(str, expected))
                 raise ConfigError(
-                    f"{path}, line {number} is of another run: {found}; this one is {expected}.",
+                    f"{path}, line {number} is of another run: {found}; this one is {wanted}.",
                     hint="Resume with the settings of that run, or name another file.",
                 )
             written.group_ids.add(facts.group_id)

@@ -1,8 +1,8 @@
 """Several environments in one run: which of them begins a group next.
 
 `targets` and `Shares` are pure: weights and minimum shares in, a name out. `Turns` gives each
-environment's scheduler its turn when it asks and there is room. What holds: of those that ask, the
-one that is furthest behind its share comes first; who does not ask (its tasks have ended, it pauses
+environment's scheduler its turn when it asks and there is room. What holds: the one that is
+furthest behind its share comes first; who does not ask for a while (its tasks have ended, it pauses
 after failures, its data set is being loaded) is not waited for; rollouts in flight are bounded.
 """
 
@@ -20,6 +20,8 @@ Ending = Literal["delivered", "filtered", "failed"]
 """What became of a group that was begun."""
 CATCH_UP_GROUPS = 16
 """So many groups, at most, does an environment catch up that did not ask for a while."""
+PATIENCE_SECONDS = 0.5
+"""So long is one waited for whose turn it is and that has just had another."""
 _FILTERED_COSTS = 0.25
 """Of a turn. It is not free, or one whose groups are all filtered would keep the others waiting."""
 
@@ -118,17 +120,21 @@ class Turns:
         self._room = room
         self._wanted = wanted
         self._asking: dict[str, tuple[int, asyncio.Future[bool]]] = {}
+        self._silent_since: dict[str, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
         self._rollouts = 0
         self._open = 0
         self._delivered = 0
 
     def lane(self, name: str) -> Lane:
         """The turns of one environment."""
+        self._silent_since[name] = asyncio.get_running_loop().time()
         return Lane(self, name)
 
     async def take(self, name: str, size: int) -> bool:
         """See `Lane.take`."""
         granted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._silent_since.pop(name, None)
         self._asking[name] = (size, granted)
         self._shares.asks(name)
         self._give()
@@ -151,7 +157,15 @@ class Turns:
             self._shares.give_back(name, 1 - _FILTERED_COSTS)
         self._give()
 
+    def left(self, name: str) -> None:
+        """See `Lane.left`."""
+        self._silent_since.pop(name, None)
+        self._give()
+
     def _give(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         # Who was cancelled a moment ago asks no more, though it has not yet run.
         self._asking = {name: one for name, one in self._asking.items() if not one[1].done()}
         while self._asking:
@@ -160,7 +174,11 @@ class Turns:
                 return
             if self._wanted is not None and self._delivered + self._open >= self._wanted:
                 return
-            name = self._shares.next(self._asking)
+            name = self._shares.next([*self._asking, *self._awaited()])
+            if name not in self._asking:
+                late = self._silent_since[name] + PATIENCE_SECONDS
+                self._timer = asyncio.get_running_loop().call_at(late, self._give)
+                return
             size = self._asking[name][0]
             if self._rollouts and self._rollouts + size > self._room:
                 return
@@ -169,9 +187,16 @@ class Turns:
             self._open += 1
             self._answer([name], True)
 
+    def _awaited(self) -> list[str]:
+        """Those that do not ask now, but will in a moment."""
+        earliest = asyncio.get_running_loop().time() - PATIENCE_SECONDS
+        return [name for name, since in self._silent_since.items() if since > earliest]
+
     def _answer(self, names: list[str], granted: bool) -> None:
+        now = asyncio.get_running_loop().time()
         for name in names:
             self._asking.pop(name)[1].set_result(granted)
+            self._silent_since[name] = now
 
 
 class Lane:
@@ -188,3 +213,7 @@ class Lane:
     def ended(self, size: int, how: Ending) -> None:
         """A group that had its turn came to its end."""
         self._turns.ended(self._name, size, how)
+
+    def left(self) -> None:
+        """The environment begins no further group."""
+        self._turns.left(self._name)

@@ -96,8 +96,12 @@ class Scheduler:
                 if not await self._has_turn():
                     break
                 self._start(ticket)
+            if self._lane is not None:
+                self._lane.left()
             await self._until_fewer_than(1)
         finally:
+            if self._lane is not None:
+                self._lane.left()
             for task in self._open:
                 task.cancel()
             await asyncio.gather(*self._open, return_exceptions=True)
