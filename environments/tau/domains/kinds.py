@@ -8,6 +8,9 @@ from envserver import InputError
 
 from .airline import AIRLINE
 from .loading import data_folder, load_domain
+from .mini_airline import MINI_AIRLINE
+from .mini_mock import MINI_MOCK
+from .mini_retail import MINI_RETAIL
 from .mini_telecom import MINI_TELECOM
 from .mock import MOCK
 from .retail import RETAIL
@@ -19,7 +22,9 @@ KINDS: dict[str, DomainKind] = {
 }
 
 
-OWN: dict[str, DomainKind] = {kind.name: kind for kind in (MINI_TELECOM,)}
+OWN: dict[str, DomainKind] = {
+    kind.name: kind for kind in (MINI_RETAIL, MINI_AIRLINE, MINI_TELECOM, MINI_MOCK)
+}
 """Our own; their files are in environments/tau/data/NAME."""
 
 SHIPPED = Path(__file__).parents[1] / "data"

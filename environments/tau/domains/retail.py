@@ -165,8 +165,8 @@ class RetailTools(Toolkit):
 
     @tool(
         "read",
-        "Lists the names of all product types (there are only 50) with their product ids. Each "
-        "comes in several items that differ in their options.",
+        "Lists the names of all product types with their product ids. Each comes in several items "
+        "that differ in their options.",
     )
     def list_all_product_types(self) -> str:
         names = {product["name"]: product["product_id"] for product in self.db.rows("products")}
