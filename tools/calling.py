@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn
@@ -55,6 +55,25 @@ class ToolResult:
 
     text: str
     ok: bool
+
+
+def function_tool(
+    name: str, does: str, properties: dict[str, Any], required: Sequence[str] = ()
+) -> dict[str, Any]:
+    """A function tool in OpenAI's shape; nothing but `properties` may be given to it."""
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": does,
+            "parameters": {
+                "type": "object",
+                "properties": properties,
+                "required": list(required),
+                "additionalProperties": False,
+            },
+        },
+    }
 
 
 def toolbox(*tools: Tool) -> dict[str, Tool]:

@@ -14,7 +14,14 @@ from contextlib import nullcontext
 from typing import Any, Literal
 
 from envserver import Message, PublicTask, Rollout, Sandbox
-from tools.calling import MAX_RESULT_CHARACTERS, Tool, call_tool, descriptions, toolbox
+from tools.calling import (
+    MAX_RESULT_CHARACTERS,
+    Tool,
+    call_tool,
+    descriptions,
+    function_tool,
+    toolbox,
+)
 from tools.sandboxed import sandbox_tools
 from tools.visible import visible_text
 
@@ -122,19 +129,7 @@ def _has_block(text: str) -> bool:
 
 def _described(name: str, does: str) -> dict[str, Any]:
     code = {"type": "string", "maxLength": MAX_CODE_CHARACTERS}
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": does,
-            "parameters": {
-                "type": "object",
-                "properties": {"code": code},
-                "required": ["code"],
-                "additionalProperties": False,
-            },
-        },
-    }
+    return function_tool(name, does, {"code": code}, ["code"])
 
 
 def _told(verdict: Verdict) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from envserver import Rollout
-from tools.calling import MAX_RESULT_CHARACTERS, Tool, ToolError, toolbox
+from tools.calling import MAX_RESULT_CHARACTERS, Tool, ToolError, function_tool, toolbox
 from tools.retrieval import Passage
 
 from .serving import MAX_QUERY_CHARACTERS, MAX_TOP_K, Search
@@ -119,36 +119,20 @@ class Shelf:
         return pid
 
 
-def _function(name: str, does: str, properties: dict[str, Any], *required: str) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": does,
-            "parameters": {
-                "type": "object",
-                "properties": properties,
-                "required": list(required),
-                "additionalProperties": False,
-            },
-        },
-    }
-
-
-_SEARCH = _function(
+_SEARCH = function_tool(
     "search",
     "Finds passages by their words. Each is shown with its id, its title and its sentences.",
     {
         "query": {"type": "string", "maxLength": MAX_QUERY_CHARACTERS},
         "top_k": {"type": "integer", "minimum": 1, "maximum": MAX_TOP_K},
     },
-    "query",
+    ["query"],
 )
-_READ = _function(
+_READ = function_tool(
     "read",
     "Shows the whole of a passage that was found.",
     {"pid": {"type": "string", "description": "Its id, such as p2."}},
-    "pid",
+    ["pid"],
 )
 
 
@@ -179,7 +163,9 @@ def _finish(evidence: bool) -> dict[str, Any]:
                 "maxItems": 3,
             },
         }
-    return _function("finish", "Gives the final answer and ends the task.", properties, "answer")
+    return function_tool(
+        "finish", "Gives the final answer and ends the task.", properties, ["answer"]
+    )
 
 
 FINISH = Tool(_finish(evidence=True), lambda **arguments: "")

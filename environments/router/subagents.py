@@ -17,7 +17,7 @@ from environments.code.extraction import extract_code
 from environments.math.agent import solve as solve_problem
 from envserver import ExecResult, Message, PublicTask, Reply, Rollout
 from tools.bm25 import BM25
-from tools.calling import Tool, cut, descriptions, run_tool_call, toolbox
+from tools.calling import Tool, cut, descriptions, function_tool, run_tool_call, toolbox
 from tools.visible import visible_text
 
 from .prompts import system_prompt
@@ -173,34 +173,18 @@ def _passages(documents: Sequence[dict[str, str]], query: str, top_k: int) -> st
     return "\n".join(passages[number] for number, _ in best) or "Nothing was found."
 
 
-def _function(name: str, does: str, required: str, properties: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": does,
-            "parameters": {
-                "type": "object",
-                "properties": properties,
-                "required": [required],
-                "additionalProperties": False,
-            },
-        },
-    }
-
-
-_SEARCH = _function(
+_SEARCH = function_tool(
     "search",
     "Finds passages of the documents by their words.",
-    "query",
     {
         "query": {"type": "string", "maxLength": 300},
         "top_k": {"type": "integer", "minimum": 1, "maximum": 20},
     },
+    ["query"],
 )
-_FINISH = _function(
+_FINISH = function_tool(
     "finish",
     "Gives what was looked for and ends the task.",
-    "answer",
     {"answer": {"type": "string", "maxLength": 500}},
+    ["answer"],
 )

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from envserver import PublicTask, Rollout
-from tools.calling import Tool, ToolError, cut, toolbox
+from tools.calling import Tool, ToolError, cut, function_tool, toolbox
 
 from .agent import Agent, Protocol, Said
 from .context import Modality, VideoContext
@@ -31,7 +31,6 @@ from .tools import (
     TOOLS_OF,
     Finished,
     finish_tool,
-    function_tool,
     video_tools,
 )
 

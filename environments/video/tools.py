@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from tools.bm25 import BM25
-from tools.calling import MAX_RESULT_CHARACTERS, Tool, ToolError, toolbox
+from tools.calling import MAX_RESULT_CHARACTERS, Tool, ToolError, function_tool, toolbox
 
 from .context import Line, Modality, VideoContext
 
@@ -117,25 +116,6 @@ def finish_tool() -> Tool:
         ),
         _finish,
     )
-
-
-def function_tool(
-    name: str, description: str, properties: dict[str, Any], required: list[str] | None = None
-) -> dict[str, Any]:
-    """A function tool in OpenAI's shape; nothing but `properties` may be given to it."""
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": description,
-            "parameters": {
-                "type": "object",
-                "properties": properties,
-                "required": required or [],
-                "additionalProperties": False,
-            },
-        },
-    }
 
 
 def _finish(answer: str) -> str:
