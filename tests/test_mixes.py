@@ -15,6 +15,7 @@ from support.commands import envserver, free_port, group_ids, read_jsonl, runnin
 
 from envserver import ConfigError, main
 from envserver.cli.mixing import read_mix
+from envserver.cli.settings import load_settings
 from envserver.config import MixSettings
 from envserver.rollouts.mixing import CATCH_UP_GROUPS, Ending, Share, Shares, Turns, targets
 
@@ -283,3 +284,18 @@ def test_what_cannot_be_mixed_is_told_before_anything_starts(
     assert main(["process", "--config", str(path)]) == 2
     assert "mix.yaml:1: environments[0].wieght" in capsys.readouterr().err
     assert read_mix(["--env", "left.py"], settings_class=MixSettings) is None
+
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_what_is_ready_made_can_be_read(path: Path) -> None:
+    members = read_mix(["--config", str(path)], settings_class=MixSettings)
+    if members is not None:
+        parts = targets(member.share for member in members)
+        assert parts["math"] == pytest.approx(2 * parts["code"])
+        return
+    read = load_settings(["--config", str(path)], settings_class=MixSettings, environ={})
+    assert read.environment == path.stem
+    assert read.env.group_size == 8
