@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from envserver import LimitReached, PublicTask, Rollout
 
@@ -20,6 +20,7 @@ from .episodes import COMPLETE, Episode, Rules
 from .prompts import agent_prompt
 from .speaking import ModelSpeaker, Said, Speaker
 from .tasks import TauMessage, has_text, read_task
+from .texting import TextSpeaker
 from .users import UserKind, customer_of
 from .wire import as_openai, seen_by
 
@@ -31,6 +32,8 @@ CUT_OFF, LIMIT = "cut_off", "limit"
 """Endings beside those of an episode: a message without its end, and a limit of the rollout."""
 _SHOWN_CHARACTERS = 300
 
+Protocol = Literal["tools", "text"]
+
 
 @dataclass(frozen=True)
 class Manner:
@@ -39,10 +42,12 @@ class Manner:
     Args:
         rules: when they end early.
         user: who plays the customer.
+        protocol: how the assistant calls tools.
     """
 
     rules: Rules
     user: UserKind
+    protocol: Protocol
 
 
 async def solve(task: PublicTask, run: Rollout, domain: Domain, manner: Manner) -> dict[str, Any]:
@@ -54,7 +59,7 @@ async def solve(task: PublicTask, run: Rollout, domain: Domain, manner: Manner) 
     told = {"domain": domain.name, "task_id": known.id}
     run.log_action("load_context", told, prompt[:_SHOWN_CHARACTERS])
     sides: dict[Requestor, Speaker] = {
-        "assistant": _assistant(run, prompt, episode),
+        "assistant": _assistant(run, prompt, episode, manner.protocol),
         "user": customer_of(manner.user, task.public["user_script"], known, episode, run),
     }
     ending = await converse(episode, sides, run)
@@ -90,11 +95,12 @@ async def converse(episode: Episode, sides: dict[Requestor, Speaker], run: Rollo
     return str(episode.ending)
 
 
-def _assistant(run: Rollout, prompt: str, episode: Episode) -> ModelSpeaker:
+def _assistant(run: Rollout, prompt: str, episode: Episode, protocol: Protocol) -> ModelSpeaker:
     tools = [tool.schema for tool in episode.world.agent.tools().values()]
     # The greeting stands in its prompt: many chat templates demand that the user speaks first.
     begun = episode.messages if episode.task.history else []
-    return ModelSpeaker(run, AGENT, prompt, tools, seen_by("assistant", begun))
+    kind = TextSpeaker if protocol == "text" else ModelSpeaker
+    return kind(run, AGENT, prompt, tools, seen_by("assistant", begun))
 
 
 def _log(run: Rollout, speaker: Requestor, said: Said, results: list[TauMessage]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import logging
 import random
 import re
 from collections import Counter
@@ -22,6 +21,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from environments.usable import mixed, usable_tasks
 from envserver import (
     AgentRole,
     ConfigError,
@@ -39,7 +39,7 @@ from envserver import (
     Task,
 )
 
-from .agent import AGENT, JUDGE, Manner, solve
+from .agent import AGENT, JUDGE, Manner, Protocol, solve
 from .demonstrations import demonstrate
 from .domains.kinds import KINDS, OWN, find_domain
 from .domains.world import Domain
@@ -50,12 +50,11 @@ from .known import known_conversations
 from .rows import RecordedTask, read_recorded_task, replayed
 from .scoring import score_conversation
 from .tasks import TauTask, read_task
+from .texting import as_texts
 from .users import USER, UserKind
 
 MINI = "mini_"
 """Before the name of a domain of tau2-bench: ours with the same tools."""
-
-_logger = logging.getLogger(__name__)
 
 
 class Tau(Environment):
@@ -77,6 +76,9 @@ class Tau(Environment):
         user: UserKind = "auto"
         """Who plays the customer. script: the task's script; model: a model, see agents.user; auto:
         the script where there is one."""
+        protocol: Protocol = "tools"
+        """How the assistant calls tools. tools: tool calls; text: THOUGHT, TOOL_CALL and FINAL in
+        texts, for models without."""
         nl_assertions: Literal["skip", "ignore", "judge"] = "skip"
         """Tasks that need a judge: skip them, score what else counts, or ask the one of
         agents.judge (its base_url, model_name and api_key)."""
@@ -139,21 +141,17 @@ class Tau(Environment):
             find_domain(name, self.config.tau2_data, with_tasks=False)
 
     def tasks(self, split: Split) -> Iterator[Task]:
-        streams = [self._tasks_of(name, split) for name in self._domains]
-        used = 0
-        for task in _mixed(streams, random.Random(f"tau-{self.config.seed}-{split}")):
-            used += 1
-            yield task
-        reasons = ", ".join(f"{count} x {why}" for why, count in self.dropped.items())
-        if reasons:
-            _logger.warning("tau: tasks left out: %s", reasons)
-        if not used:
-            raise ConfigError(f"There is no task: {reasons or 'the split is empty'}.")
+        hint = "See --env.task_split, --env.user and --env.nl_assertions."
+        streams = [
+            usable_tasks(name, self._tasks_of(name, split), self.dropped, hint=hint)
+            for name in self._domains
+        ]
+        return mixed(streams, f"mix-{self.config.seed}-{split}")
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         name, data = task.public["domain"], self.config.tau2_data
         domain = await asyncio.to_thread(find_domain, name, data, with_tasks=False)
-        return await solve(task, run, domain, Manner(self._rules, self.config.user))
+        return await solve(task, run, domain, self._manner)
 
     def score(self, task: Task, result: Result) -> Score:
         output = result.output
@@ -191,7 +189,10 @@ class Tau(Environment):
 
     def demonstration(self, task: Task) -> Mapping[str, list[Message]]:
         domain, known, _ = self._meant(task)
-        return demonstrate(domain, known, self._script(task), self._rules).by_agent()
+        turns = demonstrate(domain, known, self._script(task), self._rules).by_agent()
+        if self.config.protocol == "text":
+            turns[AGENT] = list(as_texts(turns[AGENT]))
+        return turns
 
     def known_results(self, task: Task) -> Iterator[KnownResult]:
         domain, known, _ = self._meant(task)
@@ -239,6 +240,10 @@ class Tau(Environment):
         return [chosen] if isinstance(chosen, str) else list(dict.fromkeys(chosen))
 
     @property
+    def _manner(self) -> Manner:
+        return Manner(self._rules, self.config.user, self.config.protocol)
+
+    @property
     def _rules(self) -> Rules:
         return Rules(
             max_steps=self.config.max_steps,
@@ -259,7 +264,8 @@ class Tau(Environment):
             return f"{MINI}{name}"
         return name
 
-    def _tasks_of(self, name: str, split: Split) -> Iterator[Task]:
+    def _tasks_of(self, name: str, split: Split) -> Iterator[Task | str]:
+        """The tasks of a domain, or why one is left out."""
         domain = self._domain(name)
         ids = list(_ids(domain, split, self.config.task_split))
         random.Random(f"tau-{self.config.seed}-{name}-{split}").shuffle(ids)
@@ -269,12 +275,12 @@ class Tau(Environment):
         for task_id in ids:
             row = domain.tasks[task_id]
             task = read_task(row)
-            needs_judge = _needs_judge(task)
             script = row.get("user_script") or []
+            needs_judge = _needs_judge(task)
             if needs_judge and self.config.nl_assertions == "skip":
-                self.dropped["needs a judge (nl_assertions)"] += 1
+                yield "it needs a judge (nl_assertions)"
             elif self.config.user == "script" and not script:
-                self.dropped["has no script for its customer"] += 1
+                yield "its customer has no script"
             else:
                 judged = needs_judge and self.config.nl_assertions == "judge"
                 yield _task(domain, task, script, judged=judged, strict=strict)
@@ -347,17 +353,6 @@ def _task_of(domain: Domain, task_id: str) -> TauTask:
 def _needs_judge(task: TauTask) -> bool:
     criteria = task.evaluation_criteria
     return bool(criteria and criteria.nl_assertions and "NL_ASSERTION" in criteria.reward_basis)
-
-
-def _mixed(streams: list[Iterator[Task]], rng: random.Random) -> Iterator[Task]:
-    """All of them, drawn with equal chances until each is at its end."""
-    while streams:
-        stream = rng.choice(streams)
-        task = next(stream, None)
-        if task is None:
-            streams.remove(stream)
-        else:
-            yield task
 
 
 def _text_of(path: Path) -> str:

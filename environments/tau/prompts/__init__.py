@@ -30,6 +30,11 @@ def agent_prompt(policy: str, context: str = "") -> str:
     return f"{prompt}\n\n{_text('context').format(context=context.strip())}" if context else prompt
 
 
+def text_prompt() -> str:
+    """How an assistant without tool calls speaks; its tools are listed behind it."""
+    return _text("text")
+
+
 def user_prompt(scenario: Mapping[str, Any], *, has_tools: bool) -> str:
     """The system prompt of a customer who is played by a model."""
     prompt = _text("user").replace("{scenario}", scenario_text(scenario))
