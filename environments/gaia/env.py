@@ -156,6 +156,12 @@ class Gaia(Environment):
                 self.max_turns = self.max_steps + plans
             return self
 
+    class Question(Environment.Question):
+        """A question, and a file that belongs to it."""
+
+        file: Path | None = None
+        """The file."""
+
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
         self.dropped: Counter[str] = Counter()
@@ -229,6 +235,19 @@ class Gaia(Environment):
         plain = {**row, "file_name": "", "task_id": f"row-{name}"}
         item = read_row({"Level": "1", "Question": "?", **plain}, OWN, OWN)
         return _task(item, 0)
+
+    def task_from_question(self, asked: Question) -> Task:
+        if not asked.question.strip():
+            raise InputError("The question is empty.")
+        item = Item(
+            task_id="asked",
+            question=asked.question.strip(),
+            level=1,
+            answer=asked.answer or "?",
+            attachment=asked.file,
+            solution=None,
+        )
+        return _task(item, int(self.config.max_file_mb * _MB))
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
         answer = extract_answer(response)
