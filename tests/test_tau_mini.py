@@ -246,3 +246,29 @@ def test_a_customer_changes_his_mind_before_something_is_cancelled() -> None:
     assert "do not cancel it" in str(customer.say().content)
     customer.hear("The white bookshelf is 10.00 cheaper, back to PayPal. Shall I change it?")
     assert str(customer.say().content).startswith("Yes")
+
+
+def test_a_customer_looks_into_his_inbox_and_dismisses_what_is_settled() -> None:
+    owner = domain("mini_mock")
+    row = owner.tasks["what_the_inbox_says"]
+    episode, customer = Episode(owner, read_task(row)), ScriptedCustomer(row["user_script"])
+
+    def answered(*said: str) -> str:
+        for words in said:
+            episode.say(words)
+            customer.hear(words)
+        turn = customer.say()
+        if turn.calls:
+            customer.told(episode.say(None, turn.calls))
+            turn = customer.say()
+        episode.say(turn.content)
+        return str(turn.content)
+
+    answered()
+    assert "task_4" in answered("Please look into your inbox and name what is completed.")
+    for name in ("task_4", "task_1"):
+        call = {"name": "update_task_status", "arguments": {"task_id": name, "status": "completed"}}
+        assert not episode.say(None, [call])[0]["error"]
+    assert "###STOP###" in answered("Both are marked. Please dismiss the notifications about them.")
+    found = evaluate(owner, episode.task, episode.messages, str(episode.ending))
+    assert found.reward == 1, found.components
