@@ -18,7 +18,7 @@ from rich.console import Console
 from support.commands import read_jsonl
 from support.fake_vllm import fake_vllm
 
-from environments.tau.domains.kinds import OWN
+from environments.tau.domains.kinds import OWN, find_domain
 from environments.tau.env import Tau
 from environments.tau.episodes import GREETING, STOP
 from environments.tau.evaluation import pass_hat_ks
@@ -183,6 +183,7 @@ def test_the_assistants_model_sees_nothing_of_the_customers_side() -> None:
             asked = [messages for agent, messages, _ in seat.asked if agent == name]
             for earlier, later in pairwise(asked):
                 assert later[: len(earlier)] == earlier
+    assert not find_domain("mini_telecom", None, with_tasks=False).tasks  # what a worker reads
     public = json.dumps([task.public for task in tasks.values()])
     assert "evaluation_criteria" not in public and "env_assertions" not in public
 
@@ -348,6 +349,8 @@ def test_tasks_that_need_a_judge_are_skipped_or_scored_without_him(tau2: Path) -
     assert score.reward == 1.0 and "nl_assertion" not in score.components
     with pytest.raises(ValueError, match=r"--env.agents.judge.base_url"):
         Tau.Config(nl_assertions="judge")
+    with pytest.raises(ValueError, match=r"is for --env.nl_assertions judge"):
+        Tau.Config(agents={"judge": {"base_url": "http://localhost:1"}})
 
 
 @pytest.mark.parametrize("met", [True, False])

@@ -115,6 +115,8 @@ class Tau(Environment):
             judge = self.agents.get(JUDGE)
             if self.nl_assertions == "judge" and (judge is None or not judge.base_url):
                 raise ValueError("a judge needs --env.agents.judge.base_url")
+            if self.nl_assertions != "judge" and judge is not None:
+                raise ValueError("agents.judge is for --env.nl_assertions judge")
             return self
 
     class Question(Environment.Question):
