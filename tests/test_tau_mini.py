@@ -129,11 +129,13 @@ def test_no_task_pays_for_nothing_or_for_saying_all_there_is_to_say() -> None:
             assert found.reward == 0, (task.id, criteria.reward_basis)
 
 
-def test_what_is_to_be_said_is_not_in_the_policy_and_must_be_looked_up() -> None:
+def test_what_is_to_be_said_is_told_neither_by_the_policy_nor_by_the_customer() -> None:
     for owner, task, criteria in tasks():
         for text in criteria.communicate_info or ():
-            policy = [{"role": "assistant", "content": owner.policy}]
-            assert information_given([text], policy, Strictness.STRICT) == [False], task.id
+            opening = owner.tasks[task.id]["user_script"][-1]["say"]
+            for known in (owner.policy, json.dumps(task.user_scenario), opening):
+                told = [{"role": "assistant", "content": known}]
+                assert information_given([text], told, Strictness.STRICT) == [False], task.id
 
 
 @pytest.mark.parametrize("name", SHOPS)
