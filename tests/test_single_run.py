@@ -153,6 +153,56 @@ def _talk(words: list[str], folder: Path, answer: str) -> str:
     return seen.decode()
 
 
+SLOW = '''
+import time
+from envserver import Environment, Score, Task
+
+class Slow(Environment):
+    """Says what it does, and does not come to an end."""
+
+    class Config(Environment.Config):
+        worker_timeout: float = 1.5
+
+    class Question(Environment.Question):
+        steps: int = 3
+
+        def settings(self):
+            return {"max_turns": self.steps}
+
+    def tasks(self, split):
+        yield self.task_from_question(self.Question(question="?"))
+
+    def task_from_question(self, asked):
+        return Task("one", {"question": asked.question})
+
+    def rollout(self, task, run):
+        for number in range(run.max_turns):
+            run.log_action("think", {"number": number, "key": run.api_key})
+        run.chat_blocking([{"role": "user", "content": "hi"}])
+        while run.seconds_left:
+            time.sleep(0.01)
+        run.chat_blocking([{"role": "user", "content": "hi"}])
+
+    def score(self, task, result):
+        return Score(reward=len(result.actions) / 10)
+'''
+
+
+def test_what_was_done_before_the_time_was_up_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    ran = envserver(
+        *("run", "--env", "slow.py", *SIM, "--question", "?", "--answer", "!", "--steps", "4"),
+        folder=tmp_path,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "ended by its limit: time" in ran.stderr
+    assert "Reward: 0.4" in ran.stderr
+    document = json.loads((tmp_path / "runs" / "slow_one.traj.json").read_text())
+    assert problems_of(document, domains=["slow"]) == []
+    thoughts = [one for one in document["actions"] if one["tool"] == "think"]
+    assert [one["input"] for one in thoughts] == [{"number": n, "key": "***"} for n in range(4)]
+
+
 GOOD: dict[str, Any] = {
     "schema_version": 1,
     "task_id": "math-1",

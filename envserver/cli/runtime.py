@@ -207,7 +207,11 @@ async def _check_own(
             ready = await one.source.ready()
         except EngineError:
             continue  # it may come later; whoever must have it now has looked at it before
-        _check_exact(ready.exact, need_exact and roles[name].trained)
+        if need_exact and roles[name].trained and not ready.exact:
+            raise ConfigError(
+                f"The engine of the agent {name!r} gives no token ids: it cannot be trained there.",
+                hint=f"--env.agents.{name}.trained false leaves its tokens out.",
+            )
 
 
 @contextlib.asynccontextmanager
