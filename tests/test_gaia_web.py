@@ -30,7 +30,8 @@ def run(folder: Path, name: str, site: str, *flags: object) -> dict[str, Any]:
         "process", "--env", "gaia", "--model", "sim", "--sim.solve_probability", 1,
         "--env.data_path", folder / "copy", "--env.group_size", 2, "--env.total_steps", 1,
         "--rollouts.scorer_processes", 1, "--env.web_folder", folder / "web",
-        "--env.web_allow_private", "true", "--env.web_provider_url", site, "--env.data_path_to_save_groups", f"{name}.jsonl", *flags,
+        "--env.web_allow_private", "true", "--env.web_provider_url", site,
+        "--env.data_path_to_save_groups", f"{name}.jsonl", *flags,
         folder=folder,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
