@@ -259,7 +259,7 @@ def test_that_nothing_can_be_compared_is_no_success(
 
 async def test_rows_that_cannot_be_compared_are_counted_by_reason(tmp_path: Path) -> None:
     lines = lines_of(*GROUPS)
-    lines[0]["envserver"]["rollouts"][0]["flags"] = ["structured_output_masked"]
+    lines[0]["envserver"]["rollouts"][0]["row_flags"] = [["structured_output_masked"]]
     lines[0]["tokens"][1] = lines[0]["masks"][1] = lines[0]["inference_logprobs"][1] = []
     lines[0]["envserver"]["rollouts"][1]["versions"][0] = []
     lines[1]["inference_logprobs"] = None
