@@ -27,10 +27,12 @@ from envserver.models.openai import OpenAIEngine
 from envserver.proxy import AttemptSpec, Proxy
 from envserver.proxy.attempts import Seat
 from envserver.proxy.source import Source
-from envserver.records import Call, PublicTask, VersionSpan
+from envserver.records import Call, Conversation, PublicTask, Trajectory, Usage, VersionSpan
 from envserver.rollouts.agents import roles_of
 from envserver.rollouts.attempt import counted_calls, main_call, other_conversations
+from envserver.rollouts.policy import judge_trajectory
 from envserver.tokens.builder import build
+from envserver.tokens.flags import chosen
 
 USER = {"role": "user", "content": "hi"}
 TAU = '''
@@ -274,6 +276,22 @@ async def test_one_agents_failure_is_not_overcome_by_anothers_answer() -> None:
         assert attempt.engine_failure is not None
         await chat(judge, messages=[USER])
         assert attempt.engine_failure is None
+
+
+def test_a_rollout_in_which_no_trained_agent_spoke_is_not_delivered() -> None:
+    user = Conversation(
+        agent="user", trained=False, model="big", messages=[USER], tools=[], turns=1,
+        completion_tokens=3,
+    )  # fmt: skip
+    silent = Trajectory(
+        rollout_id="r", attempt=1, task_id="t", env="talk", sequences=[], messages=[], tools=[],
+        output=None, score=Score(reward=0.0), finish_reason=None, truncated=False, limit=None,
+        turns=0, usage=Usage(), others=[user],
+    )  # fmt: skip
+    actions = chosen()
+    assert judge_trajectory(silent, need_exact=False, actions=actions) is not None
+    silent.turns = 1  # at an engine that gives text only
+    assert judge_trajectory(silent, need_exact=False, actions=actions) is None
 
 
 CALLS = st.lists(

@@ -80,6 +80,8 @@ def judge_trajectory(
     """
     if trajectory.score.reward is None:
         return Unscorable("Its score has no reward.")
+    if trajectory.others and not trajectory.turns:
+        return TokensError("None of its trained agents said anything.")
     if need_exact and not trajectory.sequences:
         return TokensError("No token of it was recorded.")
     if need_exact and actions.worst(trajectory.flags) == "drop":
