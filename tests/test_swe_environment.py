@@ -17,10 +17,11 @@ import pytest
 import pytest_asyncio
 from support.commands import envserver, read_jsonl
 
-from environments.swe.agent import AgentKind, Rules, solve
+from environments.swe.agent import AgentKind, solve
 from environments.swe.cheats import result_of
 from environments.swe.env import Swe
 from environments.swe.patches import apply_changes, read_patch
+from environments.swe.rules import Rules
 from environments.swe.sample import sample_tasks
 from environments.swe.trees import tree_of
 from envserver import ConfigError, InputError, PublicTask, Reply, Sandboxes, SandboxSpec, Task

@@ -16,8 +16,8 @@ from environments.code.agent import solve as write_program
 from environments.code.extraction import extract_code
 from environments.math.agent import solve as solve_problem
 from envserver import ExecResult, Message, PublicTask, Reply, Rollout
-from tools.bm25 import BM25
 from tools.calling import Tool, cut, descriptions, function_tool, run_tool_call, toolbox
+from tools.retrieval import BM25
 from tools.visible import visible_text
 
 from .prompts import system_prompt

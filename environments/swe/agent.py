@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from envserver import Message, PublicTask, Rollout, Sandbox, SandboxSpec
@@ -21,31 +20,12 @@ from tools.calling import ToolError
 from tools.sandboxed import read_patch
 
 from . import bash_agent, text_agent, tools_agent
-from .images import ImageRules, Images
 from .patches import MAX_PATCH_BYTES
 from .prompts import task_prompt
 from .repositories import workspace
+from .rules import Rules
 
 AgentKind = Literal["bash", "tools", "text"]
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How an agent may work.
-
-    Args:
-        command_seconds: the most that a command may take.
-        max_format_errors: messages in a row that cannot be used, before it ends.
-        images: the files of repositories in images.
-        confirm: a person is asked before each command.
-        keep_unfinished: the patch counts, whether it was handed in or not.
-    """
-
-    command_seconds: int = 60
-    max_format_errors: int = 3
-    images: Images = field(default_factory=lambda: Images(ImageRules()))
-    confirm: bool = False
-    keep_unfinished: bool = False
 
 
 Loop = Callable[[list[Message], Sandbox, Rollout, Rules], Awaitable[bool]]

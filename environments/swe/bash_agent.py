@@ -7,7 +7,6 @@ ends. The task is handed in by a command whose first line of output is the word 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from envserver import Message, Rollout, Sandbox
 from tools.calling import Tool, ToolError
@@ -15,10 +14,8 @@ from tools.sandboxed import sandbox_tools
 from tools.visible import visible_text
 
 from .prompts import system_prompt
+from .rules import Rules
 from .watching import watched
-
-if TYPE_CHECKING:
-    from .agent import Rules
 
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 _BLOCK = re.compile(

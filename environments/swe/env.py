@@ -40,7 +40,7 @@ from envserver import (
 )
 from tools.visible import visible_text
 
-from .agent import AgentKind, Rules, solve
+from .agent import AgentKind, solve
 from .asking import Terminal, asked_task
 from .cheats import known_results, result_of
 from .demonstrations import demonstrate
@@ -49,6 +49,7 @@ from .images import ImageFiles, ImageRules, Images, image_of
 from .loading import HUBS, read_row
 from .local_tasks import folder_rows, task_folders
 from .repositories import SPEC, base_tree, limits_of
+from .rules import Rules
 from .sample import hidden_tests, sample_tasks
 from .watching import CONFIRM
 

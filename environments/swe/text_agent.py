@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from envserver import Message, Reply, Rollout, Sandbox
 from tools.protocol import describe_tools, run_protocol
 from tools.sandboxed import sandbox_tools
 
 from .prompts import system_prompt
+from .rules import Rules
 from .tools_agent import NAMES
 from .watching import watched
-
-if TYPE_CHECKING:
-    from .agent import Rules
 
 
 async def work(messages: list[Message], sandbox: Sandbox, run: Rollout, rules: Rules) -> bool:

@@ -6,17 +6,15 @@ calls are answered with what is wrong; after some of them in a row the loop ends
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from envserver import Message, Rollout, Sandbox
 from tools.calling import Tool, call_tool, descriptions, toolbox
 from tools.sandboxed import sandbox_tools
 
 from .prompts import system_prompt
+from .rules import Rules
 from .watching import watched
-
-if TYPE_CHECKING:
-    from .agent import Rules
 
 NAMES = ("read_file", "write_file", "edit", "list_dir", "grep", "bash", "git_diff")
 MAX_ERRORS_IN_A_ROW = 10

@@ -11,7 +11,7 @@ from typing import Any
 from environments.mhqa.metrics import answer_measure, normalize_answer
 from environments.mhqa.scoring import is_short, why_refused
 from envserver import Result, Score, Task
-from tools.bm25 import STOP_WORDS
+from tools.retrieval import STOP_WORDS
 
 from .agent import Said
 from .aggregation import kinds_of

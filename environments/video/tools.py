@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from tools.bm25 import BM25
 from tools.calling import MAX_RESULT_CHARACTERS, Tool, ToolError, function_tool, toolbox
+from tools.retrieval import BM25
 
 from .context import Line, Modality, VideoContext
 

@@ -1,6 +1,6 @@
-"""Passages that fit a query: BM25 over passages that one has, or a retriever elsewhere, over HTTP.
+"""Texts that fit a query: plain ones (`BM25`), passages that one has, or a retriever's, over HTTP.
 
-Both answer with hits, best first; what does not fit at all is no hit.
+Passages come as hits, best first; what does not fit at all is no hit.
 """
 
 from __future__ import annotations
@@ -8,8 +8,11 @@ from __future__ import annotations
 from .bm25 import FewPassages, PassageIndex, need_library
 from .external import HttpRetriever, RetrieverSettings
 from .passages import Hit, Passage, passages_from
+from .words import BM25, STOP_WORDS
 
 __all__ = [
+    "BM25",
+    "STOP_WORDS",
     "FewPassages",
     "Hit",
     "HttpRetriever",

@@ -1,7 +1,7 @@
 """BM25 over passages: `FewPassages` without any library, `PassageIndex` for whole corpora.
 
 Both give the same hits with the same scores (Lucene's form, a word counts as often as the query
-says it); the rules for words are those of `tools.bm25`. A passage that shares no word with the
+says it); the rules for words are those of `words`. A passage that shares no word with the
 query is no hit; passages that fit equally well come in the order in which they were given. Corpora
 are indexed by bm25s (the extra `retrieval`), which holds millions of words in arrays; it is
 imported when first used.
@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envserver import ConfigError
-from tools import bm25
 
 from .passages import Hit, Passage
+from .words import BM25, K1, STOP_WORDS, B, words
 
 SAME_SCORE_DECIMALS = 6
 """Scores that are equal to so many decimals are the same."""
@@ -34,7 +34,7 @@ class FewPassages:
 
     def __init__(self, passages: Iterable[Passage]) -> None:
         self._passages = list(passages)
-        self._bm25 = bm25.BM25(map(_indexed_text, self._passages))
+        self._bm25 = BM25(map(_indexed_text, self._passages))
 
     def search(self, query: str, top_k: int) -> list[Hit]:
         """The `top_k` passages that fit best, at most; fewer where fewer share a word with it."""
@@ -53,12 +53,12 @@ class PassageIndex:
         library = need_library()
         tokens = library.tokenize(
             [_indexed_text(passage) for passage in self._passages],
-            stopwords=sorted(bm25.STOP_WORDS),
+            stopwords=sorted(STOP_WORDS),
             show_progress=False,
         )
         self._bm25: Any = None
         if any(tokens.ids):  # it cannot index nothing
-            self._bm25 = library.BM25(method="lucene", k1=bm25.K1, b=bm25.B)
+            self._bm25 = library.BM25(method="lucene", k1=K1, b=B)
             self._bm25.index(tokens, show_progress=False)
 
     def __len__(self) -> int:
@@ -66,10 +66,10 @@ class PassageIndex:
 
     def search(self, query: str, top_k: int) -> list[Hit]:
         """As `FewPassages.search`."""
-        words = bm25.words(query)
-        if not words or self._bm25 is None:
+        asked = words(query)
+        if not asked or self._bm25 is None:
             return []
-        scores: NDArray[np.float32] = self._bm25.get_scores(words)
+        scores: NDArray[np.float32] = self._bm25.get_scores(asked)
         return [Hit(self._passages[i], float(scores[i])) for i in _best(scores, top_k)]
 
 
