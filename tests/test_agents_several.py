@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from support.commands import read_jsonl
@@ -300,7 +300,8 @@ CALLS = st.lists(
 )
 
 
-@given(CALLS)
+@hypothesis.settings(deadline=None)
+@hypothesis.given(CALLS)
 def test_rows_hold_what_trained_agents_sampled_and_nothing_else(
     said: list[tuple[str, bool, int]],
 ) -> None:

@@ -25,6 +25,7 @@ MIX = st.lists(
 ).map(lambda said: [Share(name, *one) for name, one in zip(NAMES, said, strict=False)])
 
 
+@settings(deadline=None)
 @given(MIX)
 def test_targets_are_whole_and_keep_minima_and_proportions(mix: list[Share]) -> None:
     parts = targets(mix)
@@ -35,6 +36,7 @@ def test_targets_are_whole_and_keep_minima_and_proportions(mix: list[Share]) -> 
     assert max(rates, default=0) == pytest.approx(min(rates, default=0), rel=1e-6)
 
 
+@settings(deadline=None)
 @given(MIX, st.integers(1, 300))
 def test_in_the_long_run_each_has_its_share(mix: list[Share], groups: int) -> None:
     parts = targets(mix)
@@ -48,6 +50,7 @@ def test_in_the_long_run_each_has_its_share(mix: list[Share], groups: int) -> No
         assert abs(begun[name] - part * groups) <= len(mix)
 
 
+@settings(deadline=None)
 @given(MIX, st.data())
 def test_who_was_away_catches_up_a_little_and_nobody_waits_long(
     mix: list[Share], data: st.DataObject
@@ -67,7 +70,7 @@ def test_who_was_away_catches_up_a_little_and_nobody_waits_long(
     assert in_a_row <= CATCH_UP_GROUPS + 2 * longest + 2
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(
     MIX,
     st.integers(1, 12),

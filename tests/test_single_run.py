@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import ENVSERVER, environment_variables, envserver
 from support.fake_vllm import fake_vllm
@@ -255,6 +255,7 @@ JSON = st.recursive(
 STEP = st.tuples(st.text("ab ", min_size=1).filter(str.strip), JSON, JSON, st.floats(0, 1e9))
 
 
+@settings(deadline=None)
 @given(st.lists(STEP, max_size=8), st.integers(1, 3), JSON)
 def test_whatever_is_logged_comes_through_as_a_good_record(
     steps: list[tuple[str, Any, Any, float]], at_once: int, output: Any
