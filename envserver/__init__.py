@@ -52,6 +52,8 @@ _HOMES = {
     "ScorerError": "errors",
     "SandboxError": "errors",
     "ServiceError": "errors",
+    "pass_at_k": "evaluation",
+    "pass_hat_k": "evaluation",
     "main": "cli",
 }
 
@@ -86,6 +88,7 @@ if TYPE_CHECKING:
         ServiceError,
         StoreError,
     )
+    from .evaluation import pass_at_k, pass_hat_k
     from .records import (
         ExecResult,
         Group,
@@ -146,6 +149,8 @@ __all__ = [
     "ScorerError",
     "SandboxError",
     "ServiceError",
+    "pass_at_k",
+    "pass_hat_k",
     "main",
 ]
 

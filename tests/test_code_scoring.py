@@ -17,7 +17,6 @@ from environments.code.extraction import extract_code
 from environments.code.fuzzing import agreement, changed_calls
 from environments.code.hoisting import NotHoistable, hoisted, prelude
 from environments.code.running import harness
-from environments.code.scoring import pass_at_k
 from environments.code.values import BadValue, read_json, read_value
 from envserver import ExecResult, Result, SandboxError
 
@@ -330,25 +329,6 @@ def test_nested_shapes_are_bounded() -> None:
         shape = ["l", [shape]]
     with pytest.raises(BadValue):
         read_value(shape)
-
-
-@pytest.mark.parametrize(
-    ("samples", "passed", "k", "expected"),
-    [
-        (1, 1, 1, 1.0), (2, 1, 1, 0.5), (2, 1, 2, 1.0), (5, 2, 1, 0.4), (5, 2, 3, 0.9),
-        (10, 3, 5, 1 - 21 / 252), (200, 0, 100, 0.0), (200, 200, 1, 1.0), (100, 1, 10, 0.1),
-    ],
-)  # fmt: skip
-def test_pass_at_k_is_the_chance_of_one_good_in_k(
-    samples: int, passed: int, k: int, expected: float
-) -> None:
-    assert pass_at_k(samples, passed, k) == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize("bad", [(3, 1, 0), (3, 1, 4), (3, 4, 1), (3, -1, 1)])
-def test_pass_at_k_of_what_cannot_be_is_refused(bad: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="pass@"):
-        pass_at_k(*bad)
 
 
 def test_changed_calls_are_new_stay_near_and_are_the_same_for_a_seed() -> None:

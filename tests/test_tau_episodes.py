@@ -24,7 +24,6 @@ from environments.tau.evaluation import (
     Strictness,
     evaluate,
     information_given,
-    pass_hat_k,
     same_call,
 )
 from environments.tau.evaluation.confirmation import unconfirmed_writes
@@ -362,13 +361,6 @@ def test_stop_tokens_do_not_count_beside_calls() -> None:
     assert is_user_stop({"content": "###STOP###", "tool_calls": None})
     assert not is_user_stop({"content": "###STOP###", "tool_calls": [LOOK]})
     assert not is_user_stop({"content": None})
-
-
-def test_pass_hat_k() -> None:
-    assert pass_hat_k(4, 2, 2) == pytest.approx(1 / 6)
-    assert (pass_hat_k(3, 3, 3), pass_hat_k(3, 2, 3)) == (1.0, 0.0)
-    with pytest.raises(ValueError, match="less than k"):
-        pass_hat_k(1, 1, 2)
 
 
 def test_results_that_calls_cannot_have_are_seen(domain: Domain) -> None:

@@ -11,7 +11,6 @@ model's.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -166,19 +165,6 @@ def submitted(result: Result, entry_point: str) -> str | None:
             content = message.get("content")
             return extract_code(content, entry_point) if isinstance(content, str) else None
     return None
-
-
-def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """The chance that at least one of `k` of `samples` programs passes, of which `passed` do.
-
-    An estimate without bias: `1 - C(samples - passed, k) / C(samples, k)`. Average it over tasks.
-
-    Raises:
-        ValueError: k is not from 1 to `samples`, or `passed` is not from 0 to `samples`.
-    """
-    if not (1 <= k <= samples and 0 <= passed <= samples):
-        raise ValueError(f"pass@{k} of {passed} in {samples} is not defined")
-    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
 def _score(

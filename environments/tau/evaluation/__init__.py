@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .checks import Strictness, action_matches, information_given, pass_hat_k, same_call
+from .checks import Strictness, action_matches, information_given, same_call
 from .passes import pass_hat_ks
 from .rewards import (
     EVALUATION_TYPES,
@@ -23,7 +23,6 @@ __all__ = [
     "action_matches",
     "evaluate",
     "information_given",
-    "pass_hat_k",
     "pass_hat_ks",
     "same_call",
 ]

@@ -8,7 +8,6 @@ them: all expected arguments, of the right side, and whole words and numbers.
 from __future__ import annotations
 
 import enum
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -94,17 +93,6 @@ def _is_said_strictly(info: str, content: str) -> bool:
 
 def _without_thousands_commas(text: str) -> str:
     return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
-
-
-def pass_hat_k(trials: int, successes: int, k: int) -> float:
-    """The chance that k trials out of `trials`, drawn without putting back, all are successes.
-
-    Raises:
-        ValueError: there are fewer than k trials.
-    """
-    if trials < k:
-        raise ValueError(f"Number of trials {trials} is less than k {k}.")
-    return math.comb(successes, k) / math.comb(trials, k)
 
 
 def is_success(reward: float) -> bool:

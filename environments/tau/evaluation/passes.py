@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .checks import is_success, pass_hat_k
+from envserver import pass_hat_k
+
+from .checks import is_success
 
 
 def pass_hat_ks(rewards: Mapping[str, Sequence[float]]) -> dict[int, float]:

@@ -1,0 +1,95 @@
+"""Estimates from several attempts at each of many tasks. Pure, the same for the same arguments.
+
+Of one task: `pass_at_k` (is one of k attempts a success?) and `pass_hat_k` (are all k?), both
+without bias for any number of attempts from k on. Over tasks: their mean with a bootstrap interval,
+in which tasks are drawn, never attempts: attempts at a task are no independent evidence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+CONFIDENCE = 0.95
+RESAMPLES = 2000
+_VALUES_AT_ONCE = 2_000_000
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """A mean over tasks.
+
+    Args:
+        low, high: its interval of 95 %; None where one task says nothing of others.
+        tasks: over how many.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    tasks: int
+
+
+def pass_at_k(attempts: int, passed: int, k: int) -> float:
+    """The chance that at least one of k of `attempts`, drawn without putting back, is a success.
+
+    `1 - C(attempts - passed, k) / C(attempts, k)`. Average it over tasks.
+
+    Raises:
+        ValueError: k is not from 1 to `attempts`, or `passed` is not from 0 to `attempts`.
+    """
+    _check(attempts, passed, k)
+    return 1.0 - math.comb(attempts - passed, k) / math.comb(attempts, k)
+
+
+def pass_hat_k(attempts: int, passed: int, k: int) -> float:
+    """pass^k: the chance that all of k of `attempts`, drawn without putting back, are successes.
+
+    `C(passed, k) / C(attempts, k)`. Average it over tasks.
+
+    Raises:
+        ValueError: as `pass_at_k`.
+    """
+    _check(attempts, passed, k)
+    return math.comb(passed, k) / math.comb(attempts, k)
+
+
+def _check(attempts: int, passed: int, k: int) -> None:
+    if k > attempts:
+        raise ValueError(f"{attempts} attempts are less than k, which is {k}.")
+    if k < 1 or not 0 <= passed <= attempts:
+        raise ValueError(f"{passed} successes of {attempts} attempts at k = {k} cannot be.")
+
+
+def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
+    """The mean of `values`, one of each task, with its percentile bootstrap interval.
+
+    Args:
+        seed: of the resampling; the same seed and values give the same interval.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if not values:
+        raise ValueError("There is no mean of nothing.")
+    array = np.asarray(values, dtype=np.float64)
+    mean = math.fsum(values) / len(values)
+    if len(values) == 1:
+        return Estimate(value=mean, low=None, high=None, tasks=1)
+    tail = (1.0 - CONFIDENCE) / 2
+    low, high = np.quantile(_resampled_means(array, seed), [tail, 1.0 - tail])
+    return Estimate(value=mean, low=float(low), high=float(high), tasks=len(values))
+
+
+def _resampled_means(values: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
+    """float64[RESAMPLES], in slices, so that many tasks need no more memory than few."""
+    rng = np.random.default_rng(seed)
+    rows = max(1, _VALUES_AT_ONCE // len(values))
+    means = [
+        values[rng.integers(len(values), size=(min(rows, RESAMPLES - start), len(values)))].mean(1)
+        for start in range(0, RESAMPLES, rows)
+    ]
+    return np.concatenate(means)
