@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.commands import envserver, free_port, read_jsonl, running
 from support.relay import Echo, relay
-from support.vllm_server import VllmServer
+from support.vllm_server import SAME_SUMS_TOKENS, VllmServer
 
 from clients.http import SyncEnvClient
 from clients.records import Row
@@ -94,10 +94,6 @@ def assert_is_what_was_echoed(groups: list[dict[str, Any]], echoes: list[Echo]) 
 def as_float32(value: float) -> float:
     """The JSON number that a float32 of `value` becomes."""
     return float(np.float32(value))
-
-
-SAME_SUMS_TOKENS = 480
-"""Beyond so many tokens vLLM on a CPU adds up a prompt and an answer in different orders."""
 
 
 def assert_scores_again(engine_url: str, model: str, groups: list[dict[str, Any]]) -> int:

@@ -34,10 +34,8 @@ from support.relay import Echo, Relay, relay
 from support.serving import attempt_spec, serving
 from support.speaking import Message, text_of
 from support.token_agents import CHANGED, OWN, Agent, Boundary, Given
-from support.vllm_server import VllmServer
+from support.vllm_server import SAME_SUMS_TOKENS, VllmServer
 
-SAME_SUMS_TOKENS = 480
-"""Beyond so many tokens vLLM on a CPU adds up a prompt and an answer in different orders."""
 _RENDERED_SHARE = 10
 """One in so many of our renderings is compared with the engine's own."""
 
