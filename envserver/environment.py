@@ -429,6 +429,11 @@ class Environment(abc.ABC):
         """
         return iter(())
 
+    def baselines(self) -> Mapping[str, Mapping[str, Any]]:
+        """Runs that results are to be held against, by name (small letters, digits and _): the
+        settings (`--env.*`) by which each differs. `envserver evaluate` makes them too."""
+        return {}
+
     def task_from_row(self, row: dict[str, Any]) -> Task:
         """A task from one row of a data set, for `envserver score`.
 

@@ -26,6 +26,7 @@ class Command:
 
 COMMANDS = {
     "process": Command("process", "make scored rollouts and write them to a JSONL file"),
+    "evaluate": Command("evaluate_command", "measure a model: pass@k, pass^k, beside baselines"),
     "serve": Command("serve", "run an environment and serve its groups to trainers over HTTP"),
     "sft-gen": Command("sft_command", "write the best rollouts as rows for supervised training"),
     "run-api": Command("run_api", "serve trainers and others' environments, run none", False),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from textwrap import shorten
@@ -14,10 +15,10 @@ from ..config import MixSettings, OpenAIConfig, Settings
 from ..environment import Environment
 from ..errors import ConfigError
 from ..export.jsonl import FailuresFile, JsonlSink, open_sink
-from ..rollouts.events import Event
+from ..rollouts.events import Event, Observer
 from ..rollouts.group import Machinery
 from ..rollouts.scheduler import Scheduler
-from ..rollouts.stream import tickets
+from ..rollouts.stream import Ticket, tickets
 from ..tokens.flags import FLAGS, Actions, chosen
 from .command_line import program, read_command_line
 from .engines import SIMULATED
@@ -25,7 +26,7 @@ from .logs import configure_logs
 from .loop import run_loop
 from .mixing import read_mix
 from .progress import ProgressView, Tally, counted, summary_table
-from .runtime import machinery, run_until_stopped
+from .runtime import EngineRoom, machinery, run_until_stopped
 
 SUMMARY = """Runs rollouts of an environment, or of several, and writes each finished group as a
 line of JSON. Ctrl-C once finishes the open groups and stops; twice stops at once. Nothing written
@@ -75,30 +76,91 @@ async def process(
         AllFailed: too many groups failed in a row; what was written stays.
         ConfigError, InputError, StoreError: see `open_sink`; or the file is of another model.
     """
-    if settings.resume and settings.overwrite:
+    config = environment.config
+    steps = config.total_steps
+    output = config.data_path_to_save_groups or Path("data") / f"{environment.name}.jsonl"
+    written = await write_groups(
+        reference,
+        environment,
+        settings,
+        tickets(environment, repeat=steps is not None),
+        output,
+        console,
+        resume=settings.resume,
+        overwrite=settings.overwrite,
+        wanted=steps,
+        expected=steps,
+        drop_zero_variance=bool(config.ensure_scores_are_not_same),
+    )
+    if written.stopped:
+        console.print("Stopped early; the same command with --resume goes on.")
+    elif written.tally.groups:
+        exact = "missing_token_ids" not in written.tally.flags
+        show_suggestions(console, reference, settings, output, exact=exact)
+    return 130 if written.stopped else 0
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a run did: whether a signal stopped it before its end, and its counts."""
+
+    stopped: bool
+    tally: Tally
+
+
+async def write_groups(
+    reference: str,
+    environment: Environment,
+    settings: Settings,
+    stream: Iterator[Ticket],
+    output: Path,
+    console: Console,
+    *,
+    resume: bool,
+    overwrite: bool,
+    wanted: int | None,
+    expected: int | None,
+    drop_zero_variance: bool,
+    room: EngineRoom | None = None,
+    observer: Observer | None = None,
+) -> Written:
+    """Makes the groups of `stream`, writes them to `output`, shows how it goes and what came out.
+
+    Args:
+        resume, overwrite: what is done about an output that exists.
+        wanted: groups in the output before stopping, None for as many as `stream` has.
+        expected: groups in the end, as far as it is known, for the bar.
+        room: the engine, where others use it too; unset: one of its own.
+        observer: told of each event, too.
+
+    Raises:
+        AllFailed: too many groups failed in a row; what was written stays.
+        ConfigError, InputError, StoreError: see `open_sink`; or the file is of another model.
+    """
+    if resume and overwrite:
         raise ConfigError("--resume and --overwrite exclude each other.")
     actions = chosen(settings.tokens.train, settings.tokens.mask, settings.tokens.drop)
-    config = settings.env
-    output = config.data_path_to_save_groups or Path("data") / f"{environment.name}.jsonl"
+    config = environment.config
     async with open_sink(
         output,
         env=environment.name,
         split=config.split,
         seed=config.seed,
-        resume=settings.resume,
-        overwrite=settings.overwrite,
+        resume=resume,
+        overwrite=overwrite,
         include_messages=config.include_messages,
         include_actions=config.include_actions,
         score_range=config.score_range,
     ) as sink:
-        failures = FailuresFile(output, resume=settings.resume)
-        view = ProgressView(console, config.total_steps, sink.already)
+        failures = FailuresFile(output, resume=resume)
+        view = ProgressView(console, expected, sink.already)
 
         def observe(event: Event) -> None:
             failures.write(event)
             view(event)
+            if observer is not None:
+                observer(event)
 
-        stopped = False
         try:
             async with machinery(
                 settings,
@@ -108,32 +170,27 @@ async def process(
                 need_engine=True,
                 actions=actions,
                 need_exact=False,
-                drop_zero_variance=bool(config.ensure_scores_are_not_same),
+                drop_zero_variance=drop_zero_variance,
+                room=room,
             ) as parts:
                 sink.expect(parts.model)
+                left = None if wanted is None else max(0, wanted - sink.already)
                 with view:
-                    stopped = await _run(parts, sink, config.total_steps, view)
+                    stopped = await _run(parts, sink, stream, left, view)
         finally:
             show_result(console, view.tally, sink, failures, settings, actions)
-        if stopped:
-            console.print("Stopped early; the same command with --resume goes on.")
-        elif view.tally.groups:
-            exact = "missing_token_ids" not in view.tally.flags
-            show_suggestions(console, reference, settings, sink.path, exact=exact)
-    return 130 if stopped else 0
+        return Written(stopped, view.tally)
 
 
 async def _run(
-    parts: Machinery, sink: JsonlSink, total_steps: int | None, view: ProgressView
+    parts: Machinery,
+    sink: JsonlSink,
+    stream: Iterator[Ticket],
+    wanted: int | None,
+    view: ProgressView,
 ) -> bool:
     """Runs the stream; whether it was stopped by a signal."""
-    scheduler = Scheduler(
-        parts,
-        tickets(parts.environment, repeat=total_steps is not None),
-        sink,
-        wanted=None if total_steps is None else max(0, total_steps - sink.already),
-        stop_on_failures=True,
-    )
+    scheduler = Scheduler(parts, stream, sink, wanted=wanted, stop_on_failures=True)
     return await run_until_stopped(scheduler.run(), scheduler, view.say)
 
 
