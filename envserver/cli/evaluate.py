@@ -124,7 +124,12 @@ async def evaluate(
             done[name] = run
             if stopped or failure is not None:
                 break
+    if stopped:
+        on = f"Stopped early; the same command with --resume --out {folder} goes on."
+        console.print(on, highlight=False, markup=False, soft_wrap=True)
     if not any(result.attempts for result in done[""].results):
+        if stopped:
+            return 130
         raise failure or AllFailed("Nothing could be evaluated: no attempt has a score.")
     complete = not stopped and failure is None
     report = _report(done, settings, choice, complete=complete)

@@ -31,7 +31,7 @@ def notes_of(report: Report) -> list[str]:
     """How the numbers are to be read, a sentence or two each."""
     rules, counts = report.rules, report.run.counts
     notes = [
-        f"{counts.tasks} tasks with {rules.group_size} attempts each; an attempt passes with a "
+        f"Tasks: {counts.tasks}; attempts at each: {rules.group_size}; an attempt passes with a "
         f"reward of at least {rules.pass_at:g}. In brackets: intervals of 95 % (bootstrap over "
         "tasks; one without width says nothing of other tasks).",
         f"Attempts lost by our fault ({counts.lost} of {counts.lost + counts.scored}) "
