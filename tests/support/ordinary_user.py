@@ -17,7 +17,8 @@ from pathlib import Path
 
 from envserver.sandbox import linux
 
-UID = 31337
+UID = 61_000 + os.getpid() % 4_000
+"""Of no other command that runs at the same time: users of one name may signal each other."""
 PROJECT = Path(__file__).resolve().parents[2]
 
 
