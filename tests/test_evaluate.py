@@ -109,7 +109,7 @@ def test_kinds_of_tasks_are_told_apart_by_labels_and_by_metrics() -> None:
     )
 
 
-SIM = ("--model", "sim", "--sim.latency_seconds", 0)
+SIM = ("--model", "sim", "--sim.latency_seconds", 0, "--workers.processes", 1)
 
 
 def test_an_evaluation_is_resumed_with_the_same_settings(tmp_path: Path) -> None:
