@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.commands import envserver, free_port, read_jsonl, running
 from support.relay import Echo, relay
-from support.vllm_server import SAME_SUMS_TOKENS, VllmServer
+from support.vllm_server import VllmServer
 
 from clients.http import SyncEnvClient
 from clients.records import Row
@@ -96,26 +96,27 @@ def as_float32(value: float) -> float:
     return float(np.float32(value))
 
 
-def assert_scores_again(engine_url: str, model: str, groups: list[dict[str, Any]]) -> int:
+def assert_scores_again(server: VllmServer, groups: list[dict[str, Any]]) -> int:
     """Re-scores every row with the engine's `prompt_logprobs`; returns how many tokens must have,
     and had, the very same logprob.
     """
     compared = 0
-    with httpx.Client(base_url=engine_url, timeout=120) as client:
+    asked = {"model": server.model, "max_tokens": 1, "prompt_logprobs": 0}
+    with httpx.Client(base_url=server.root_url, timeout=120) as client:
         for group in groups:
             for tokens, masks, logprobs in zip(
                 group["tokens"], group["masks"], group["inference_logprobs"], strict=True
             ):
                 answer = client.post(
                     "/v1/completions",
-                    json={"model": model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0},
+                    json={**asked, "prompt": tokens},
                 ).json()
                 again = answer["choices"][0]["prompt_logprobs"]
                 for at, (token, mask) in enumerate(zip(tokens, masks, strict=True)):
                     if mask == -100:
                         continue
                     scored = again[at][str(token)]["logprob"]
-                    if at < SAME_SUMS_TOKENS:
+                    if at < server.same_sums_tokens:
                         assert as_float32(scored) == as_float32(logprobs[at])
                         compared += 1
                     else:
@@ -136,7 +137,7 @@ def test_process_delivers_exactly_what_vllm_sampled(
     groups = read_jsonl(tmp_path / "out.jsonl")
     assert len(groups) == 4
     assert_is_what_was_echoed(groups, echoes)
-    assert assert_scores_again(vllm_server.root_url, vllm_server.model, groups) > 20
+    assert assert_scores_again(vllm_server, groups) > 20
 
 
 def test_several_turns_streamed_or_not_are_exact(vllm_server: VllmServer, tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ def test_several_turns_streamed_or_not_are_exact(vllm_server: VllmServer, tmp_pa
     assert len(echoes) == 6 * 4 * 3
     groups = read_jsonl(tmp_path / "out.jsonl")
     assert_is_what_was_echoed(groups, echoes)
-    assert assert_scores_again(vllm_server.root_url, vllm_server.model, groups) > 200
+    assert assert_scores_again(vllm_server, groups) > 200
     # Conversations are continued by tokens: hardly any of them takes more than one row.
     assert sum(len(group["tokens"]) for group in groups) < len(echoes) / 2
     rendering = groups[0]["envserver"]["rendering"]
@@ -209,7 +210,7 @@ def test_serve_delivers_exactly_what_vllm_sampled(vllm_server: VllmServer, tmp_p
                 client.ack(batch)
         assert server.end() == 0
     assert_is_what_was_echoed(groups, echoes)
-    assert assert_scores_again(vllm_server.root_url, vllm_server.model, groups) > 20
+    assert assert_scores_again(vllm_server, groups) > 20
 
 
 def as_lists(rows: list[Row]) -> dict[str, Any]:

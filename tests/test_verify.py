@@ -14,7 +14,7 @@ import pytest
 from support.api import put_native, running_api
 from support.commands import envserver, free_port, read_jsonl
 from support.sampled import PROMPT, SAMPLED, Engine, group
-from support.vllm_server import SAME_SUMS_TOKENS, VllmServer
+from support.vllm_server import VllmServer
 
 from envserver.cli import main
 from envserver.cli.verify import Report, Sample, parse_sample, verify
@@ -394,7 +394,7 @@ def test_what_vllm_sampled_is_right_until_it_is_changed(
     assert (ran.returncode, report["groups"], report["findings"]) == (0, 8, [])
     assert report["compared"]["tokens"] > 100
     for worst in report["worst"]:
-        assert worst["position"] >= SAME_SUMS_TOKENS
+        assert worst["position"] >= vllm_server.same_sums_tokens
         assert abs(worst["difference"]) < 1e-5
     lines = read_jsonl(tmp_path / "out.jsonl")
     masks, logprobs = lines[5]["masks"][1], lines[5]["inference_logprobs"][1]

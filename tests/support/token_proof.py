@@ -34,7 +34,7 @@ from support.relay import Echo, Relay, relay
 from support.serving import attempt_spec, serving
 from support.speaking import Message, text_of
 from support.token_agents import CHANGED, OWN, Agent, Boundary, Given
-from support.vllm_server import SAME_SUMS_TOKENS, VllmServer
+from support.vllm_server import VllmServer
 
 _RENDERED_SHARE = 10
 """One in so many of our renderings is compared with the engine's own."""
@@ -59,7 +59,7 @@ class Proof:
         call_tokens: of one row for each call.
         constrained: tokens whose logprobs a grammar or the like changed: they are not re-scored.
         unequal: re-scored tokens whose float32 logprob is not the same number, among the first
-            SAME_SUMS_TOKENS of each row.
+            `same_sums_tokens` of each row.
     """
 
     must_stitch: bool = True
@@ -131,6 +131,7 @@ class Bench:
         format: ChatFormat,
         engine: OpenAIEngine,
         http: aiohttp.ClientSession,
+        same_sums_tokens: int,
     ) -> None:
         self.proxy = proxy
         self.echoes = echoes
@@ -139,6 +140,7 @@ class Bench:
         self._engine = engine
         self._rescorer = Rescorer(engine)
         self._http = http
+        self._same_sums_tokens = same_sums_tokens
 
     async def run(
         self, proof: Proof, seeds: Iterable[int], *, at_once: int, rows_at_once: int = 16
@@ -205,7 +207,7 @@ class Bench:
         async def rescore(record: Record, row: Sequence) -> None:
             async with places:
                 again = await self._rescorer.score(row.tokens)
-            record.compare(proof, row, again)
+            record.compare(proof, row, again, self._same_sums_tokens)
 
         await asyncio.gather(*(rescore(record, row) for record in records for row in record.rows))
 
@@ -289,7 +291,9 @@ class Record:
         text = format.prompt_ids(after.messages, after.tools, _kwargs(after))
         proof.text_drifted += text[: _end(parent)] != _seen(parent)
 
-    def compare(self, proof: Proof, row: Sequence, again: np.ndarray) -> None:
+    def compare(
+        self, proof: Proof, row: Sequence, again: np.ndarray, same_sums_tokens: int
+    ) -> None:
         """The logprobs of a row, re-scored."""
         for index in row.path:
             call = self.calls[index]
@@ -298,7 +302,7 @@ class Record:
                 continue
             scored = again[len(call.prompt_ids) : _end(call)]
             proof.rescored += len(scored)
-            same_sums = max(0, SAME_SUMS_TOKENS - len(call.prompt_ids))
+            same_sums = max(0, same_sums_tokens - len(call.prompt_ids))
             proof.unequal += int((scored != call.logprobs)[:same_sums].sum())
             far = np.abs(scored - call.logprobs).max(initial=0.0)
             proof.furthest = max(proof.furthest, float(far))
@@ -448,4 +452,5 @@ async def bench(
             proxy = Proxy(engine, source=Source(engine, find=find, tokens=tokens))
             async with serving(proxy.asgi()) as served:
                 format = ChatFormat.load(server.model_folder)
-                yield Bench(proxy, served, echoes, format, scorer, http)
+                same_sums = await asyncio.to_thread(lambda: server.same_sums_tokens)
+                yield Bench(proxy, served, echoes, format, scorer, http, same_sums)
