@@ -293,13 +293,14 @@ class Nursery:
 
     def _look_at_memory(self) -> None:
         """Ends every worker that has passed its memory."""
-        wall, now = self._boot.wall, time.monotonic()
-        if wall is None or now < self._next_look:
+        now = time.monotonic()
+        if now < self._next_look:
             return
         self._next_look = now + LOOK_SECONDS
         for pid, worker in self._workers.items():
-            if worker.watch is not None and worker.watch.is_passed:
-                words = f"The worker passed its {wall.memory_mb} MB of memory.\n"
+            trouble = worker.watch.trouble() if worker.watch is not None else ""
+            if trouble:
+                words = f"The worker {trouble}.\n"
                 self._pass_on(worker, worker.lines.feed(words.encode(), now), 0)
                 linux.kill(pid)
 

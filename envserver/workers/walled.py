@@ -98,16 +98,21 @@ class Watch:
         self._place = f"/proc/{pid}/root/proc"
         """Its own list of processes, once it has one: all that can be in there is on it."""
 
-    @property
-    def is_passed(self) -> bool:
-        """Whether they have more than they may. One that has ended has nothing."""
+    def trouble(self) -> str:
+        """Why it is to be ended, in words that follow "the worker"; "" while all is well.
+
+        One that has ended is no trouble, one that cannot be looked at is.
+        """
         try:
             if Path(self._place).stat().st_dev == Path("/proc").stat().st_dev:
-                return False
+                return ""
             used = sample(numbers(self._place), self._limit, self._place).memory_bytes
-            return used + kernel_bytes(self._place) > self._limit
-        except OSError:
-            return False
+            used += kernel_bytes(self._place)
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
+        except OSError as error:
+            return f"cannot be watched: {error}"
+        return f"passed its {self._limit // _MB} MB of memory" if used > self._limit else ""
 
 
 def _live(confine: Callable[[], None], birth: Birth) -> NoReturn:
