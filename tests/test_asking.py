@@ -449,7 +449,7 @@ async def test_every_way_gives_what_chat_gives_on_a_real_vllm(vllm_server: VllmS
         for number in range(BODIES):
             await compare(random_body(random.Random(number)))
     assert seen["refused"] < BODIES / 5
-    assert seen["calls"] > 3
+    assert seen["calls"] > 1
     assert seen["continued"] > BODIES
     assert seen["streamed"] > BODIES
 
