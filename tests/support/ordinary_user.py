@@ -74,7 +74,9 @@ def main(argv: list[str]) -> None:
     home = tempfile.mkdtemp(prefix="ordinary-")
     os.chown(home, UID, UID)
     become_ordinary()
-    environ = {**os.environ, "HOME": home, "PYTHONDONTWRITEBYTECODE": "1"}
+    # pytest keeps the folders of all users without a name in one place, and wants it to be its own.
+    places = {"HOME": home, "PYTEST_DEBUG_TEMPROOT": home}
+    environ = {**os.environ, **places, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, *argv[1:]] if argv[0] == "python" else argv
     try:
         status = subprocess.run(command, cwd=PROJECT, env=environ, check=False).returncode
