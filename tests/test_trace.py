@@ -37,6 +37,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "streamed": st.booleans(),
     "delivered": st.sampled_from(get_args(Delivered)),
     "replayed": st.booleans(),
+    "trained": st.booleans(),
     "body_digest": st.binary(max_size=16),
     "planned_parent": st.one_of(st.none(), st.integers(0, 9)),
     "edge": st.sampled_from(get_args(Edge)),
