@@ -1,0 +1,42 @@
+"""The native routes under /v1: runs, leases, groups, policy versions, status; and health.
+
+What holds: creating a run is idempotent by its name, a lease is handed out once, acknowledging
+twice is fine, a policy version never goes down. Errors are problem details.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import APIRouter
+
+from ...config import ServerConfig
+from ...store import Store
+from ..atropos.service import AtroposService
+from .groups import add_group_routes
+from .leases import add_lease_routes
+from .models import VERSION_LIMIT
+from .policy import PolicyVersion, add_policy_routes
+from .runs import add_run_routes
+from .status import add_status_routes
+
+__all__ = ["VERSION_LIMIT", "PolicyVersion", "native_routes"]
+
+
+def native_routes(
+    store: Store,
+    atropos: AtroposService,
+    policy: PolicyVersion,
+    *,
+    settings: ServerConfig,
+    status: Callable[[], dict[str, Any]] | None,
+) -> APIRouter:
+    """All native routes."""
+    router = APIRouter(tags=["native"])
+    add_run_routes(router, store)
+    add_lease_routes(router, store, atropos, settings)
+    add_group_routes(router, store)
+    add_policy_routes(router, policy)
+    add_status_routes(router, store, atropos, policy, status)
+    return router

@@ -1,0 +1,51 @@
+"""Groups for people and tools: listed and read, neither leased nor consumed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import msgspec
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...store import GroupRow, Store
+from ..leasing import GROUP_MSGPACK, group_as_json, group_as_msgpack
+from .answers import json_answer
+from .models import MOST_GROUPS
+
+_SEQ_LIMIT: Final = 2**63 - 1
+
+
+def add_group_routes(router: APIRouter, store: Store) -> None:
+    @router.get("/v1/groups")
+    async def list_groups(
+        after: Annotated[int, Query(ge=0, le=_SEQ_LIMIT, description="`seq` behind which")] = 0,
+        limit: Annotated[int, Query(ge=1, le=MOST_GROUPS, description="most groups")] = 100,
+    ) -> Response:
+        """What is known of the groups that arrived after number `after`, whatever their state,
+        oldest first; `next` is the `after` of the following page, null behind the last group.
+        Nothing is leased or consumed.
+        """
+        rows = await store.arrived_after(after, limit)
+        following = rows[-1].seq if len(rows) == limit else None
+        return json_answer({"groups": [_summary(row) for row in rows], "next": following})
+
+    @router.get(
+        "/v1/groups/{group_id:path}",
+        responses={200: {"content": {"application/json": {}, GROUP_MSGPACK: {}}}},
+    )
+    async def get_group(group_id: str, request: Request) -> Response:
+        """One whole group, whatever its state; it is neither leased nor consumed.
+        MessagePack when `Accept` asks for `application/vnd.envserver.group+msgpack`, else JSON.
+        """
+        (row,) = await store.rows([group_id])
+        if GROUP_MSGPACK in request.headers.get("accept", ""):
+            return Response(await group_as_msgpack(store, row), media_type=GROUP_MSGPACK)
+        return Response(await group_as_json(store, row), media_type="application/json")
+
+
+def _summary(row: GroupRow) -> dict[str, Any]:
+    facts = msgspec.structs.asdict(row)
+    del facts["lease_id"]  # whoever has it could acknowledge for its owner
+    return facts

@@ -1,0 +1,75 @@
+"""The policy version: published by trainers, durable, never going down."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from fastapi import APIRouter
+from pydantic import TypeAdapter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...errors import ConflictError
+from ...store import Store
+from ..bodies import read_body, request_body
+from .answers import json_answer
+from .models import PolicyVersionRequest
+
+_POLICY_VERSION: Final = "policy_version"
+_VERSION: Final = TypeAdapter(PolicyVersionRequest)
+
+
+class PolicyVersion:
+    """The policy version that trainers publish: durable, never going down.
+
+    Args:
+        on_change: called with each new version, and with the stored one after a restart.
+    """
+
+    def __init__(self, store: Store, on_change: Callable[[int], None] | None) -> None:
+        self._store = store
+        self._on_change = on_change
+        self._lock = asyncio.Lock()
+        self.version = -1
+
+    async def load(self) -> None:
+        """Takes up the stored version."""
+        stored = await self._store.get_value(_POLICY_VERSION)
+        if stored is not None:
+            self._set(int(stored))
+
+    async def publish(self, version: int) -> None:
+        """Makes `version` the current one; the current one again is fine.
+
+        Raises:
+            ConflictError: it is lower than the current one.
+        """
+        async with self._lock:
+            if version < self.version:
+                raise ConflictError(
+                    f"The policy version is {self.version} already; {version} is lower.",
+                    current=self.version,
+                )
+            if version > self.version:
+                await self._store.set_value(_POLICY_VERSION, version)
+                self._set(version)
+
+    def _set(self, version: int) -> None:
+        self.version = version
+        if self._on_change is not None:
+            self._on_change(version)
+
+
+def add_policy_routes(router: APIRouter, policy: PolicyVersion) -> None:
+    @router.post("/v1/policy-version", openapi_extra=request_body(PolicyVersionRequest))
+    async def publish(request: Request) -> Response:
+        """Says with which weights the engine samples from now on. Lower than before: 409."""
+        await policy.publish((await read_body(request, _VERSION)).version)
+        return json_answer({"version": policy.version})
+
+    @router.get("/v1/policy-version")
+    async def current() -> Response:
+        """The version published last, -1 before any."""
+        return json_answer({"version": policy.version})
