@@ -137,7 +137,8 @@ def test_nobody_is_paid_for_looking_and_ordinary_ones_are(ran: Ran) -> None:
     assert len([name for _, name in ran.rollouts if name.startswith(ORDINARY)]) == 6
     every = {("code", name) for name in LOOKS} | {(a, name) for a in AGENTS for name in BY_ALL}
     missing = every - set(ran.rollouts)
-    assert missing == {("code", "forge a failure")}  # tried again, then dropped
+    # Tried again, then dropped; where looking for the key took its step's time, it is paid nothing.
+    assert missing <= {("code", "forge a failure")}
 
 
 def test_the_answer_was_nowhere(ran: Ran) -> None:

@@ -46,7 +46,7 @@ CATEGORIES: dict[str, Sequence[Hostile | Ordinary]] = {
     "result channel": channel.PROGRAMS,
     "agents in process": agents.PROGRAMS,
 }
-_GRACE_SECONDS = 4.0
+_GRACE_SECONDS = 6.0
 _SECRET_VARIABLE = "SERVER_API_KEY"
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -252,6 +252,6 @@ for _ in range(60):
         os._exit(0)
     os.wait()
 """,
-        seconds=9,
+        seconds=25,
     ),
 ]

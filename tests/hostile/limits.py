@@ -458,7 +458,7 @@ try:
 except OSError:
     pass
 """,
-        seconds=9,
+        seconds=25,
         then=still_works,
     ),
     Hostile(
