@@ -13,7 +13,7 @@ from ...config import ServerConfig
 from ...store import Store
 from ..atropos.service import AtroposService
 from ..bodies import read_body, request_body
-from ..leasing import MSGPACK, lease_as_msgpack, wait_for_lease
+from ..leasing import MSGPACK, lease_as_json, lease_as_msgpack, wait_for_lease
 from .answers import json_answer
 from .models import LeaseExtension, LeaseReference, LeaseRequest
 
