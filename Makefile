@@ -14,7 +14,7 @@
 PYTHON ?=
 # make lock UPGRADE=--upgrade takes newer versions; without, only what pyproject.toml asks for changes
 UPGRADE ?=
-# make test PYTEST_FLAGS="-k settings"
+# make test PYTEST_FLAGS="-k settings"; -n 0 runs the tests in one process, one after the other
 PYTEST_FLAGS ?=
 BIN := .venv/bin
 
@@ -40,7 +40,7 @@ demo: .venv/.installed
 	  --env.data_path_to_save_groups .demo/math.jsonl
 
 test: .venv/.tests-installed
-	$(BIN)/pytest -m "not slow" $(PYTEST_FLAGS)
+	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not slow" $(PYTEST_FLAGS)
 
 test-slow: .venv/.tests-installed
 	$(BIN)/pytest -m slow $(PYTEST_FLAGS)

@@ -2,6 +2,9 @@
 
 Where such a program is not installed its tests skip and say how to install it; with `--all-peers`
 (as in CI) they fail instead.
+
+`-n 2` runs the files of tests side by side; all that ask the real vLLM stay together, and begin
+first, because one of it is enough and takes longest.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ import structlog
 from support.vllm_server import VllmServer, running_vllm
 
 ROOT = Path(__file__).parent.parent
-_TOLD = pytest.StashKey[list[str]]()
+_TOLD: list[str] = []
+_FIRST = ("vllm", "tests/test_hostile.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,12 +31,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_TOLD] = []
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    items.sort(key=_turn)
+
+
+def _group(item: pytest.Item) -> str:
+    """Tests of one group run in one process, in their order."""
+    asks_vllm = "vllm_python" in getattr(item, "fixturenames", ())
+    if asks_vllm or item.get_closest_marker("vllm") is not None:
+        return "vllm"
+    return item.nodeid.partition("::")[0]
+
+
+def _turn(item: pytest.Item) -> int:
+    """When its group begins: what takes longest first. The order within a turn stays."""
+    group = _group(item)
+    return _FIRST.index(group) if group in _FIRST else len(_FIRST)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "teardown":
+        _TOLD.extend(str(text) for name, text in report.user_properties if name == "told")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for text in terminalreporter.config.stash[_TOLD]:
+    for text in _TOLD:
         terminalreporter.write_line(text)
 
 
@@ -46,7 +71,7 @@ def _logs_as_they_were() -> Iterator[None]:
 @pytest.fixture
 def tell(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Says something at the end of the tests: what was measured."""
-    return request.config.stash[_TOLD].append
+    return lambda text: request.node.user_properties.append(("told", text))
 
 
 @pytest.fixture(scope="session")
