@@ -20,12 +20,13 @@ import structlog
 
 from ...errors import ConflictError, NotFoundError, StoreError, StoreFull
 from ...store import ATROPOS_RUN, Store
+from ..presence import Presence
 from .batching import Formed, Lane, form_batches
 from .encoded import BrokenBody, EncodedGroups
 from .models import EnvironmentRegistration, Registration, ScoredData
 from .posts import Posts
 from .queue import EnvironmentStatus, Registered, environment_status, grown_group_size
-from .state import KEY, Presence, WireState, from_json_like, to_json_like
+from .state import KEY, WireState, from_json_like, to_json_like
 from .view import View
 
 log = structlog.get_logger(__name__)

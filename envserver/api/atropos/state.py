@@ -6,7 +6,6 @@ Kept under one key of the store, written whole: it is a few hundred bytes for ea
 
 from __future__ import annotations
 
-import time
 from typing import Any, Final
 
 import msgspec
@@ -94,24 +93,3 @@ def to_json_like(state: WireState) -> Any:
 def from_json_like(value: Any) -> WireState:
     """From `store.get_value`; None gives a fresh state."""
     return WireState() if value is None else msgspec.convert(value, WireState)
-
-
-class Presence:
-    """When each environment was last heard of. Silent ones lose their claim to a minimum share."""
-
-    def __init__(self, silent_after_seconds: float) -> None:
-        self._limit = silent_after_seconds
-        self._born = time.monotonic()
-        self._seen: dict[int, float] = {}
-
-    def hear(self, env_id: int) -> None:
-        """It has just said something."""
-        self._seen[env_id] = time.monotonic()
-
-    def is_silent(self, env_id: int) -> bool:
-        """Whether it has said nothing for too long; after a restart everyone gets the full time."""
-        return time.monotonic() - self._seen.get(env_id, self._born) > self._limit
-
-    def clear(self) -> None:
-        """All environments are gone."""
-        self._seen.clear()
