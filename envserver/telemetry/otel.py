@@ -1,0 +1,119 @@
+"""Traces by OpenTelemetry, sent over OTLP/HTTP. Imported only where an endpoint is set."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import Span as ApiSpan
+from opentelemetry.trace import (
+    SpanKind,
+    Status,
+    StatusCode,
+    format_span_id,
+    format_trace_id,
+    set_span_in_context,
+)
+from opentelemetry.trace import Tracer as ApiTracer
+
+from .. import __version__
+from .tracing import Attributes, Span
+
+_NANOSECONDS = 1_000_000_000
+
+
+@asynccontextmanager
+async def otlp_tracer(
+    endpoint: str, *, service_name: str, sample_ratio: float
+) -> AsyncIterator[OtelTracer]:
+    """Traces go to `endpoint` (`http://host:4318`) in the background; on the way out what waits is
+    sent."""
+    provider = TracerProvider(
+        resource=Resource.create({"service.name": service_name, "service.version": __version__}),
+        sampler=ParentBased(TraceIdRatioBased(sample_ratio)),
+    )
+    address = endpoint.rstrip("/")
+    if not address.endswith("/v1/traces"):
+        address += "/v1/traces"
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=address)))
+    try:
+        yield OtelTracer(provider.get_tracer("envserver", __version__))
+    finally:
+        await asyncio.to_thread(provider.shutdown)
+
+
+class OtelTracer:
+    """A `tracing.Tracer`."""
+
+    def __init__(self, tracer: ApiTracer) -> None:
+        self._tracer = tracer
+
+    @contextmanager
+    def trace(self, name: str, attributes: Attributes) -> Iterator[Span]:
+        """See Tracer."""
+        with _open(self._tracer, name, attributes, None, SpanKind.INTERNAL) as span:
+            yield span
+
+
+class _OtelSpan:
+    """A `tracing.Span`."""
+
+    def __init__(self, tracer: ApiTracer, span: ApiSpan) -> None:
+        self._tracer = tracer
+        self._span = span
+
+    @property
+    def traceparent(self) -> str:
+        of = self._span.get_span_context()
+        return (
+            f"00-{format_trace_id(of.trace_id)}-{format_span_id(of.span_id)}"
+            f"-{int(of.trace_flags):02x}"
+        )
+
+    @contextmanager
+    def child(self, name: str, attributes: Attributes, *, client: bool = False) -> Iterator[Span]:
+        """See Span."""
+        kind = SpanKind.CLIENT if client else SpanKind.INTERNAL
+        with _open(self._tracer, name, attributes, self._span, kind) as span:
+            yield span
+
+    def note(self, attributes: Attributes) -> None:
+        """See Span."""
+        self._span.set_attributes(dict(attributes))
+
+    def past(self, name: str, attributes: Attributes, started_at: float, ended_at: float) -> None:
+        """See Span."""
+        span = self._tracer.start_span(
+            name,
+            context=set_span_in_context(self._span),
+            attributes=dict(attributes),
+            start_time=int(started_at * _NANOSECONDS),
+        )
+        span.end(int(ended_at * _NANOSECONDS))
+
+
+@contextmanager
+def _open(
+    tracer: ApiTracer,
+    name: str,
+    attributes: Attributes,
+    parent: ApiSpan | None,
+    kind: SpanKind,
+) -> Iterator[_OtelSpan]:
+    # What an error says may hold an answer or an address: only its kind is told.
+    context = None if parent is None else set_span_in_context(parent)
+    span = tracer.start_span(name, context=context, kind=kind, attributes=dict(attributes))
+    try:
+        yield _OtelSpan(tracer, span)
+    except BaseException as error:
+        span.set_attribute("error.type", getattr(error, "kind", type(error).__name__))
+        span.set_status(Status(StatusCode.ERROR))
+        raise
+    finally:
+        span.end()

@@ -1,0 +1,42 @@
+"""The last line before a log line is written: what looks like a secret is struck out.
+
+Nobody should log one in the first place; this catches what a library or an exception says.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+STRUCK: Final = "[redacted]"
+
+_SECRETS: Final = re.compile(
+    r"""
+    (?P<path>/r/)[A-Za-z0-9_-]{16,}                                  # the key of an attempt
+    |(?P<scheme>\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{6,}         # a header
+    |(?P<user>://)[^\s/@"']+:[^\s/@"']+(?=@)                         # a URL with a password
+    |(?P<named>(?:api[_-]?key|\bauthorization|password|passwd|secret|access_token
+        |auth_token|\btoken)\b\\?["']?\s*[:=]\s*\\?["']?)
+        (?!(?:bearer|basic)\b)[^\s"',;&}\\]{6,}                      # name and value
+    |\b(?:sk|pk|rk|hf|ghp|gho|ghs|github_pat|glpat|xoxb|xoxp|nvapi|tvly)[-_][A-Za-z0-9_-]{12,}
+    |\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{4,}    # a JSON web token
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+
+_HINTS: Final = (
+    "/r/", "bearer", "basic", "://", "key", "authorization", "passw", "secret", "token", "eyj",
+    "sk-", "pk-", "rk-", "sk_", "pk_", "rk_", "hf_", "hf-", "gh", "glpat", "xox", "nvapi", "tvly",
+)  # fmt: skip
+"""One of them is in everything that is found, in lower case: most lines hold none."""
+
+
+def redacted(text: str) -> str:
+    """`text` without what looks like a key, a token or a password."""
+    low = text.lower()
+    return _SECRETS.sub(_strike, text) if any(hint in low for hint in _HINTS) else text
+
+
+def _strike(found: re.Match[str]) -> str:
+    kept = found.lastgroup and found.group(found.lastgroup)
+    return f"{kept or ''}{STRUCK}"
