@@ -1,0 +1,265 @@
+"""The trainer API against PyPI's atroposlib on the same machine: CPU of the server, side by side.
+
+    python tests/benchmarks/bench_api.py [--quick] [--output FILE] [--alone]
+
+Both servers get the same bytes from the same clients in another process. What counts is CPU of the
+server process (its threads and kernel calls too) for each post, fetch and status call, the best of
+several rounds; wall clock is shown and not judged, because a busy machine changes it most. Ours
+answers a post when the group is on disk; theirs keeps it in memory.
+
+Exits with 1 when a budget is missed. --alone measures ours without the other one, and judges
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import api_load as load
+from api_peer import HOW_TO_GET_PEER, PEER_PYTHON, Server, ours, theirs
+
+from clients.http import EnvClient
+
+GROUP_SIZE = 8
+SHORT, LONG = 256, 2048
+NATIVE = "native lease + ack"
+BUDGETS = {
+    "post 8 x 256": 10.0,
+    "post 8 x 2048": 10.0,
+    "fetch 64 x 2048": 3.0,
+    "fetch 512 x 2048": 3.0,
+    f"{NATIVE} 64 x 2048": 20.0,
+    f"{NATIVE} 512 x 2048": 20.0,
+}
+"""How many times less CPU than theirs ours must take; a lease is held against their batch."""
+GROWTH = 3.0
+"""How many times more CPU a status call may take with a hundred times as many groups waiting."""
+
+
+class Size(NamedTuple):
+    """How much is measured. `short_posts`: groups of 8 x 256 in each round; `waiting`: groups that
+    wait when a status call is measured; `calls`: such calls.
+    """
+
+    rounds: int
+    short_posts: int
+    fetches: tuple[int, ...]
+    waiting: tuple[int, int]
+    calls: int
+
+
+FULL = Size(rounds=3, short_posts=256, fetches=(64, 512), waiting=(100, 10_000), calls=200)
+QUICK = Size(rounds=2, short_posts=64, fetches=(64, 256), waiting=(100, 2_000), calls=100)
+
+
+class Cost(NamedTuple):
+    """Of one operation, in milliseconds."""
+
+    cpu: float
+    wall: float
+
+
+class Costs:
+    """What was measured of one server, by case."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[Cost]] = {}
+        self.bytes_per_token: float | None = None
+
+    @asynccontextmanager
+    async def measure(self, server: Server, case: str, operations: int) -> AsyncIterator[None]:
+        """Notes what the block took for each of `operations`."""
+        cpu, wall = server.cpu(), time.perf_counter()
+        yield
+        # What it does after its last answer belongs to it, too.
+        answered = time.perf_counter()
+        await asyncio.sleep(0.05)
+        each = 1000 / operations
+        cost = Cost((server.cpu() - cpu) * each, (answered - wall) * each)
+        self.of.setdefault(case, []).append(cost)
+
+    def best(self, case: str) -> Cost:
+        """The least of each, over the rounds."""
+        found = self.of[case]
+        return Cost(min(cost.cpu for cost in found), min(cost.wall for cost in found))
+
+    def median_cpu(self, case: str) -> float:
+        return statistics.median(cost.cpu for cost in self.of[case])
+
+
+async def measure_wire(server: Server, size: Size) -> Costs:
+    """Posts, batches and status calls over the Atropos wire."""
+    costs = Costs()
+    short = load.compressed([load.posted(GROUP_SIZE, SHORT, seed) for seed in range(16)])
+    long = load.compressed([load.posted(GROUP_SIZE, LONG, seed) for seed in range(16)])
+    async with load.Wire(server.url) as wire:
+        await wire.start(GROUP_SIZE)
+        await wire.post_all([*short, *long], 32, "/scored_data")
+        await wire.fetch()
+        await wire.start(10**6)
+        for _ in range(size.rounds):
+            async with costs.measure(server, f"post 8 x {SHORT}", size.short_posts):
+                await wire.post_all(short, size.short_posts, "/scored_data")
+            await wire.start(10**6)
+        for sequences in size.fetches * size.rounds:
+            await _post_and_fetch(server, wire, costs, long, sequences)
+        await _status_calls(server, wire, costs, size)
+    return costs
+
+
+async def _post_and_fetch(
+    server: Server, wire: load.Wire, costs: Costs, bodies: list[bytes], sequences: int
+) -> None:
+    groups = sequences // GROUP_SIZE
+    await wire.start(sequences)
+    before = server.memory_bytes()
+    async with costs.measure(server, f"post 8 x {LONG}", groups):
+        await wire.post_all(bodies, groups, "/scored_data")
+    grown = (server.memory_bytes() - before) / (sequences * LONG)
+    costs.bytes_per_token = max(costs.bytes_per_token or 0.0, grown)
+    async with costs.measure(server, f"fetch {sequences} x {LONG}", 1):
+        batch = await wire.fetch()
+    if load.sequences_in(batch) != sequences:
+        raise RuntimeError(f"{server.name} answered another batch than {sequences} sequences")
+
+
+async def _status_calls(server: Server, wire: load.Wire, costs: Costs, size: Size) -> None:
+    tiny = load.compressed([b"[" + b",".join([load.posted(1, 8, env_id=0)] * 100) + b"]"])
+    await wire.start(10**6)
+    env_id = await wire.add_environment(1)
+    there = 0
+    for waiting in size.waiting:
+        await wire.post_all(tiny, (waiting - there) // 100, "/scored_data_list")
+        there = waiting
+        for _ in range(size.rounds):
+            async with costs.measure(server, f"/status, {waiting:,} wait", size.calls):
+                for _ in range(size.calls):
+                    await wire.get("/status")
+            async with costs.measure(server, f"/status-env, {waiting:,} wait", size.calls):
+                for _ in range(size.calls):
+                    await wire.status_env(env_id)
+
+
+async def measure_native(server: Server, size: Size, costs: Costs) -> None:
+    """Leases with their acknowledgement, by our client, from a store that holds enough for it."""
+    for sequences in size.fetches:
+        groups = sequences // GROUP_SIZE
+        case = f"{NATIVE} {sequences} x {LONG}"
+        async with EnvClient(server.url, run="bench", batch_size=groups) as client:
+            for _ in range(size.rounds):
+                async with costs.measure(server, case, 1):
+                    batch = await client.lease()
+                    if batch is None:
+                        raise RuntimeError("the store does not hold enough groups")
+                    await client.ack(batch)
+                rows = batch.rows
+                if len(rows) != sequences or any(len(row.tokens) != LONG for row in rows):
+                    raise RuntimeError("the lease holds other rows than were stored")
+        async with httpx.AsyncClient(base_url=server.url) as http:
+            (await http.get("/v1/status")).raise_for_status()
+
+
+def native_groups(size: Size) -> int:
+    """Groups that `measure_native` takes."""
+    return size.rounds * sum(sequences // GROUP_SIZE for sequences in size.fetches)
+
+
+def shown(ours_: Costs, theirs_: Costs | None) -> Table:
+    """The costs side by side."""
+    table = Table(title="CPU of the server, milliseconds: best (median); wall clock beside it")
+    for column in ("", "ours", "wall", "atroposlib", "wall", "ratio", "budget"):
+        table.add_column(column, justify="right" if column else "left")
+    for case in ours_.of:
+        row = [case, *_cells(ours_, case)]
+        other = _held_against(case)
+        if theirs_ is not None and other in theirs_.of:
+            row += [*_cells(theirs_, other), f"{ratio(ours_, theirs_, case):,.1f}"]
+        else:
+            row += ["", "", ""]
+        table.add_row(*row, f"{BUDGETS[case]:g}" if case in BUDGETS else "")
+    memory = [costs.bytes_per_token for costs in (ours_, theirs_) if costs is not None]
+    row = ["memory of a queued token, bytes"]
+    for value in memory:
+        row += ["" if value is None else f"{value:,.1f}", ""]
+    table.add_row(*row)
+    return table
+
+
+def _cells(costs: Costs, case: str) -> tuple[str, str]:
+    best = costs.best(case)
+    return f"{best.cpu:,.2f} ({costs.median_cpu(case):,.2f})", f"{best.wall:,.1f}"
+
+
+def _held_against(case: str) -> str:
+    return case.replace(NATIVE, "fetch")
+
+
+def ratio(ours_: Costs, theirs_: Costs, case: str) -> float:
+    """How many times as much CPU theirs takes."""
+    return theirs_.best(_held_against(case)).cpu / ours_.best(case).cpu
+
+
+def missed(ours_: Costs, theirs_: Costs, size: Size) -> list[str]:
+    """What is over its budget, in words."""
+    found = []
+    for case, budget in BUDGETS.items():
+        if case in ours_.of and (times := ratio(ours_, theirs_, case)) < budget:
+            found.append(f"{case}: {times:.1f} times less CPU, {budget:g} are wanted")
+    few, many = size.waiting
+    for call in ("/status", "/status-env"):
+        growth = ours_.best(f"{call}, {many:,} wait").cpu / ours_.best(f"{call}, {few:,} wait").cpu
+        if growth > GROWTH:
+            found.append(f"{call} takes {growth:.1f} times more CPU where more groups wait")
+    mine, other = ours_.bytes_per_token, theirs_.bytes_per_token
+    if mine is not None and other is not None and mine > other:
+        found.append(f"a queued token takes {mine:.0f} bytes, theirs {other:.0f}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="about a minute")
+    parser.add_argument("--output", type=Path, help="also write the table there")
+    parser.add_argument("--alone", action="store_true", help="ours only; judges nothing")
+    arguments = parser.parse_args()
+    size = QUICK if arguments.quick else FULL
+    if not arguments.alone and not PEER_PYTHON.exists():
+        print(HOW_TO_GET_PEER, file=sys.stderr)
+        return 2
+    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True)
+    with ours() as server:
+        mine = asyncio.run(measure_wire(server, size))
+    groups = [load.packed(f"g-{n}", GROUP_SIZE, LONG, n % 16) for n in range(native_groups(size))]
+    with ours(groups) as server:
+        asyncio.run(measure_native(server, size, mine))
+    other = None
+    if not arguments.alone:
+        with theirs() as server:
+            other = asyncio.run(measure_wire(server, size))
+    table = shown(mine, other)
+    Console(width=120).print(table)
+    if arguments.output is not None:
+        with arguments.output.open("w") as file:
+            Console(file=file, width=120).print(table)
+    problems = [] if other is None else missed(mine, other, size)
+    for problem in problems:
+        print("over the budget:", problem)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
