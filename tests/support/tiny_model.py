@@ -1,8 +1,9 @@
 """Writes a tiny random language model that vLLM can serve: python tiny_model.py FOLDER [SEED].
 
 Two layers of Qwen2 with a head size of 64 (the least that vLLM has on a CPU), a byte-level BPE
-tokenizer trained on the spot, and a ChatML template with tools in the form of Hermes. It babbles;
-what it says is of no interest, that its tokens and logprobs are real is. Runs in .venv-vllm.
+tokenizer (its merges in tiny_merges.txt), and a ChatML template with tools in the form of Hermes.
+It babbles; what it says is of no interest, that its tokens and logprobs are real is. Runs in
+.venv-vllm.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 VOCABULARY = 4096
@@ -53,7 +54,7 @@ WORDS = (
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE: any text can be encoded, and decoding gives it back."""
-    bpe = Tokenizer(models.BPE())
+    bpe = Tokenizer(models.BPE(*_vocabulary()))
     # What transformers makes of any tokenizer of a Qwen2 model, whatever its file says.
     bpe.normalizer = normalizers.NFC()
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -63,15 +64,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         ]
     )
     bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(
-        _corpus(),
-        trainers.BpeTrainer(
-            vocab_size=VOCABULARY,
-            special_tokens=SPECIAL,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
+    bpe.add_special_tokens(SPECIAL)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token=END_OF_TURN,
@@ -82,23 +75,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _corpus() -> list[str]:
-    nouns = ["apples", "boxes", "coins", "marbles", "trains", "metres", "hours", "answers"]
-    verbs = ["has", "buys", "sells", "gives", "finds", "loses", "counts", "divides"]
-    numbers = [
-        f"{first} {verb} {count} {noun}, so {count} + {count + 3} = {2 * count + 3}.\n"
-        for first, verb in zip(["Ann", "Ben", "Eva", "Tom"] * 2, verbs, strict=True)
-        for count, noun in enumerate(nouns * 4, start=7)
-    ]
-    calls = ['<tool_call>{"name": "calculate", "arguments": {"expression": "1+1"}}</tool_call>'] * 9
-    # What environments really send, so that their prompts stay short.
-    root = Path(__file__).parent.parent.parent
-    kinds = ("prompts/*.txt", "agent.py", "data/*.jsonl", "data/*.txt")
-    patterns = [f"environments/*/{kind}" for kind in kinds]
-    sent = [path for pattern in patterns for path in sorted(root.glob(pattern))]
-    sent += sorted((root / "tools").glob("*.py"))
-    texts = [path.read_text() for path in [Path(__file__), *sent]] * 3
-    return [*numbers, *calls, "The final answer is \\boxed{42}.\n" * 9, *texts]
+def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Tokens and merges, which do not change when texts of the project do: they were trained once
+    on what its environments send, so that prompts stay short.
+    """
+    lines = (Path(__file__).parent / "tiny_merges.txt").read_text().splitlines()
+    merges = [(first, second) for first, second in map(str.split, lines)]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*SPECIAL, *alphabet, *dict.fromkeys(map("".join, merges))]
+    return {token: number for number, token in enumerate(tokens)}, merges
 
 
 def main(folder: Path, seed: int = 0) -> None:
