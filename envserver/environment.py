@@ -331,7 +331,7 @@ class Environment(abc.ABC):
     """The least isolation that its agents need."""
     sandbox_images: ClassVar[bool] = False
     """Whether an agent's sandbox may have the image that its task's public part names (`image`)."""
-    sandbox: ClassVar[SandboxSpec | None] = None
+    sandbox: SandboxSpec | None = None
     """The sandbox that rollouts and scores may open, and the most that one may use; None: none."""
     preload: ClassVar[tuple[str, ...]] = ("openai",)
     """Modules that are imported where its workers are forked, unless they are pooled: what an agent

@@ -91,7 +91,7 @@ class Router(Environment):
         """Rows that were dropped by `tasks`, by reason."""
         if self.config.execute:
             # Of the code agent and of functions that are an answer; plans alone need none.
-            self.sandbox = SPEC  # type: ignore[misc]
+            self.sandbox = SPEC
 
     def agents(self) -> Mapping[str, AgentRole]:
         return {ROUTER: AgentRole(), **dict.fromkeys(SUBAGENTS, AgentRole(trained=False))}
