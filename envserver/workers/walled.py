@@ -2,8 +2,8 @@
 
     nursery (in the outer layer) --one clone--> worker, process 1 of its namespaces
 
-Its end is the end of everything in there, and no program in there can end or stop it by a signal.
-Memory, which limits of single
+Its end is the end of everything in there. Programs in there cannot end or stop it by a signal, but
+for those of faults (SIGSEGV and the like), which keep their meaning. Memory, which limits of single
 processes cannot bound for all together, is looked at from outside (`Watch`). The only way out of
 the worker's private network is one listening socket in it, at the proxy's own port, that is handed
 to the server: whatever HTTP client an agent uses reaches the proxy at the address that it was
