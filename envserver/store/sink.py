@@ -35,22 +35,8 @@ class StoreSink:
         Raises:
             StoreError: it is not stored.
         """
-        rows = [row for trajectory in group.trajectories for row in trajectory.sequences]
         body = await asyncio.to_thread(pack, group)
-        await self._store.put(
-            [
-                GroupPut(
-                    group_id=group.group_id,
-                    env=group.env,
-                    format="group",
-                    body=body,
-                    size=len(group.trajectories),
-                    tokens=sum(len(row.tokens) for row in rows),
-                    max_length=max((len(row.tokens) for row in rows), default=0),
-                    policy_version=group.policy_version,
-                )
-            ]
-        )
+        await self._store.put([put_of(group, body)])
 
     async def known(self, group_ids: list[str]) -> set[str]:
         """Those that were ever stored, delivered or not."""
@@ -58,8 +44,12 @@ class StoreSink:
 
     async def wait_for_room(self) -> None:
         """Returns when fewer groups wait than may."""
-        while await self._queued() >= await self._most():
+        while await self.room() <= 0:
             await asyncio.sleep(POLL_SECONDS)
+
+    async def room(self) -> int:
+        """Further groups that may wait for trainers; not positive where too many do."""
+        return await self._most() - await self._queued()
 
     async def _queued(self) -> int:
         counts = await self._store.counts()
@@ -81,3 +71,18 @@ class StoreSink:
         if run.name != ATROPOS_RUN:
             return run.batch_size
         return math.ceil(run.batch_size / self._group_size)
+
+
+def put_of(group: Group, body: bytes) -> GroupPut:
+    """`group`, packed as `body`, for the store."""
+    rows = [row for trajectory in group.trajectories for row in trajectory.sequences]
+    return GroupPut(
+        group_id=group.group_id,
+        env=group.env,
+        format="group",
+        body=body,
+        size=len(group.trajectories),
+        tokens=sum(len(row.tokens) for row in rows),
+        max_length=max((len(row.tokens) for row in rows), default=0),
+        policy_version=group.policy_version,
+    )
