@@ -26,6 +26,7 @@ from .records import Split
 
 StorePlace = Annotated[str, Field(min_length=1)]
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["auto", "console", "json"]
 Edit = Literal["exact", "appended", "whitespace", "calls"]
 Mode = Literal["auto", "tokens", "completions", "chat", "opaque"]
 
@@ -295,6 +296,21 @@ class ServerConfig(Section):
     """Largest request body, after inflating."""
     lease_seconds: float = Field(default=600.0, gt=0)
     """A leased batch that is not acknowledged for this long is delivered again."""
+    drain_seconds: float = Field(default=60.0, ge=0)
+    """`serve`, told to stop: seconds for the open groups to end; then they are cancelled."""
+
+
+class TelemetryConfig(Section):
+    """What is seen of a running server: `--telemetry.*`."""
+
+    otlp_endpoint: str | None = None
+    """Where traces go by OTLP over HTTP, such as http://localhost:4318; unset: nowhere."""
+    service_name: str = "envserver"
+    """The server's name in traces."""
+    sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share of the rollouts that are traced."""
+    slow_callback_seconds: float | None = Field(default=None, gt=0)
+    """Log where the event loop stands when it is held for longer; unset: nothing is looked for."""
 
 
 class EnvironmentSettings(Section):
@@ -304,6 +320,8 @@ class EnvironmentSettings(Section):
     """A built-in's name, an entry point's, or path/to/file.py[:Class]."""
     log_level: LogLevel = "info"
     """Least serious event that is logged."""
+    log_format: LogFormat = "auto"
+    """How a log line looks; auto: console on a terminal, else json."""
     env: EnvironmentConfig = EnvironmentConfig()
 
 
@@ -320,6 +338,7 @@ class Settings(EnvironmentSettings):
     sandbox: SandboxConfig = SandboxConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     server: ServerConfig = ServerConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     store: StorePlace = "data/envserver.db"
     """Where groups are kept: a file (SQLite) or a database URL."""
 

@@ -69,3 +69,6 @@ class Engine(Protocol):
 
     async def health(self) -> list[ReplicaHealth]:
         """One entry per address."""
+
+    def replicas(self) -> list[ReplicaHealth]:
+        """The same as far as it is known without asking; `healthy`: it is not set aside."""

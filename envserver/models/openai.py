@@ -145,6 +145,21 @@ class OpenAIEngine:
         """See Engine. Asks every replica for its models; `check_seconds` at most."""
         return await asyncio.gather(*(self._health_of(replica) for replica in self._replicas.all))
 
+    def replicas(self) -> list[ReplicaHealth]:
+        """See Engine."""
+        return [
+            ReplicaHealth(
+                replica.url,
+                healthy=replica.state == "closed",
+                reason=replica.reason,
+                in_flight=replica.slots.used,
+                limit=replica.slots.limit,
+                waiting=replica.slots.waiting,
+                state=replica.state,
+            )
+            for replica in self._replicas.all
+        ]
+
     async def _health_of(self, replica: Replica) -> ReplicaHealth:
         started = time.monotonic()
         reason = ""

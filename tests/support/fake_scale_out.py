@@ -79,6 +79,9 @@ class ScaleOut:
     async def health(self) -> list[ReplicaHealth]:
         return []
 
+    def replicas(self) -> list[ReplicaHealth]:
+        return []
+
     async def post(self, path: str, body: Json, *, rollout_id: str, timeout_seconds: float) -> Json:
         self._note(path, body, rollout_id, timeout_seconds)
         answer = json.loads(json.dumps(self._answers[path](body)))

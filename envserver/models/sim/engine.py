@@ -61,6 +61,10 @@ class SimEngine:
 
     async def health(self) -> list[ReplicaHealth]:
         """See Engine."""
+        return self.replicas()
+
+    def replicas(self) -> list[ReplicaHealth]:
+        """See Engine."""
         return [ReplicaHealth("sim", healthy=True)]
 
     async def get(self, path: str) -> Json:

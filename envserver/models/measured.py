@@ -1,0 +1,135 @@
+"""An engine, with how long its answers take and how it fails.
+
+What always holds: bodies and answers pass as they are; a call that its caller gave up is no failure
+and has no time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from typing import Any, Final
+
+from ..errors import EngineError
+from ..telemetry.numbers import SECONDS, Counts, Labelled
+from .engine import Engine, ReplicaHealth
+
+Json = dict[str, Any]
+
+_MOST_PATHS: Final = 20
+
+
+class Stopwatch:
+    """The time that one request of an agent was waiting for others than us.
+
+    Args:
+        calls: answers that it waited for.
+    """
+
+    __slots__ = ("calls", "seconds")
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.seconds = 0.0
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """What happens within is no work of ours."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
+
+
+_stopwatch: ContextVar[Stopwatch | None] = ContextVar("envserver_stopwatch", default=None)
+
+
+@contextmanager
+def timed() -> Iterator[Stopwatch]:
+    """Within, and in the tasks started there: what is asked of an engine stops this watch."""
+    watch = Stopwatch()
+    token = _stopwatch.set(watch)
+    try:
+        yield watch
+    finally:
+        _stopwatch.reset(token)
+
+
+class MeasuredEngine:
+    """An Engine that is `engine`, and counts.
+
+    Args:
+        seconds: of calls that were answered, by path: from the call to the answer's end.
+        errors: failed calls by the kind of failure.
+        in_flight: calls that are not answered yet, be they waiting for room.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.kind = engine.kind
+        self.exact = engine.exact
+        self.seconds = Labelled(SECONDS, _MOST_PATHS)
+        self.errors = Counts()
+        self.in_flight = 0
+        self._engine = engine
+
+    async def __aenter__(self) -> MeasuredEngine:
+        await self._engine.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._engine.__aexit__(*exc)
+
+    async def model_name(self) -> str:
+        """See Engine."""
+        return await self._engine.model_name()
+
+    async def get(self, path: str) -> Json:
+        """See Engine; not counted."""
+        return await self._engine.get(path)
+
+    async def health(self) -> list[ReplicaHealth]:
+        """See Engine."""
+        return await self._engine.health()
+
+    def replicas(self) -> list[ReplicaHealth]:
+        """See Engine."""
+        return self._engine.replicas()
+
+    async def post(self, path: str, body: Json, *, rollout_id: str, timeout_seconds: float) -> Json:
+        """See Engine."""
+        with self._counted(path):
+            return await self._engine.post(
+                path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds
+            )
+
+    @asynccontextmanager
+    async def stream(
+        self, path: str, body: Json, *, rollout_id: str, timeout_seconds: float
+    ) -> AsyncIterator[AsyncIterator[Json]]:
+        """See Engine."""
+        streaming = self._engine.stream(
+            path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds
+        )
+        with self._counted(path):
+            async with streaming as chunks:
+                yield chunks
+
+    @contextmanager
+    def _counted(self, path: str) -> Iterator[None]:
+        started = time.perf_counter()
+        self.in_flight += 1
+        try:
+            yield
+        except EngineError as error:
+            self.errors.add((error.kind,))
+            raise
+        else:
+            self.seconds.add((path,), time.perf_counter() - started)
+        finally:
+            self.in_flight -= 1
+            if (watch := _stopwatch.get()) is not None:
+                watch.calls += 1
+                watch.seconds += time.perf_counter() - started
