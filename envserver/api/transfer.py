@@ -153,7 +153,7 @@ class CompressedAnswers:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        compress = accepts_gzip(Headers(scope=scope))
+        compress = accepts(Headers(scope=scope), "gzip")
         held: list[Message] = []
 
         async def compressing(message: Message) -> None:
@@ -190,11 +190,11 @@ async def _fitting(start: Message, message: Message, *, compress: bool) -> Messa
     return {**message, "body": body}
 
 
-def accepts_gzip(headers: Headers) -> bool:
-    """Whether the client takes gzip: named, and not with a quality of 0."""
+def accepts(headers: Headers, coding: str) -> bool:
+    """Whether the client takes `coding`: named, and not with a quality of 0."""
     for offer in headers.get("accept-encoding", "").split(","):
         name, _, parameters = offer.partition(";")
-        if name.strip().lower() == "gzip":
+        if name.strip().lower() == coding:
             _, _, quality = parameters.strip().partition("q=")
             return quality.strip() not in ("0", "0.0", "0.00", "0.000")
     return False
