@@ -30,7 +30,12 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 def id_prefix(environment: Environment) -> str:
     """With which the ids of all groups of this environment's split and seed begin."""
     config = environment.config
-    return f"{environment.name}-{config.split}-{config.seed}-"
+    return stream_prefix(environment.name, config.split, config.seed)
+
+
+def stream_prefix(env: str, split: str, seed: int) -> str:
+    """With which the ids of all groups of one stream begin."""
+    return f"{env}-{split}-{seed}-"
 
 
 def group_id(prefix: str, index: int, task_id: str) -> str:

@@ -49,14 +49,16 @@ class StoreSink:
 
     async def room(self) -> int:
         """Further groups that may wait for trainers; not positive where too many do."""
-        return await self._most() - await self._queued()
+        return await self.most() - await self._queued()
 
     async def _queued(self) -> int:
         counts = await self._store.counts()
         return counts["queued"] + counts["buffered"]
 
-    async def _most(self) -> int:
-        """At least two batches, so that one can be made while the other is fetched."""
+    async def most(self) -> int:
+        """Groups that may wait: at least two batches, so that one can be made while the other is
+        fetched.
+        """
         batch = sum(
             self._groups_per_batch(run)
             for run in await self._store.list_runs()
