@@ -26,7 +26,8 @@ class RolloutFailed(msgspec.Struct, frozen=True, kw_only=True):
 class RolloutScored(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout has a score (`reward` None: not scorable). Seconds are wall clock.
 
-    `flags` say what is odd about its tokens, see `tokens.flags`.
+    `flags` say what is odd about its tokens, see `tokens.flags`; `limit`: what ended it, None when
+    its agent did.
     """
 
     group_id: str
@@ -36,6 +37,8 @@ class RolloutScored(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     seconds: float
     flags: list[str] = msgspec.field(default_factory=list)
+    prompt_tokens: int = 0
+    limit: str | None = None
 
 
 class GroupDropped(msgspec.Struct, frozen=True, kw_only=True):

@@ -203,6 +203,8 @@ async def _try_member(
             completion_tokens=finished.result.completion_tokens,
             seconds=finished.usage.seconds,
             flags=finished.flags,
+            prompt_tokens=finished.usage.prompt_tokens,
+            limit=finished.result.limit,
         )
     )
     return Member(attempt, finished, score)
