@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import pytest
 import structlog
+from support.postgres import Postgres, find_programs, running_postgres
 from support.vllm_server import VllmServer, running_vllm
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-peers",
         action="store_true",
-        help="fail, do not skip, where vLLM, atroposlib or reasoning-gym is not installed",
+        help="fail, do not skip, where vLLM, atroposlib, PostgreSQL or reasoning-gym is missing",
     )
 
 
@@ -93,6 +94,32 @@ def vllm_server(
     """A real vLLM with a tiny random model; one for all tests, up in about half a minute."""
     with running_vllm(vllm_python, tmp_path_factory.mktemp("vllm")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def postgres(request: pytest.FixtureRequest) -> Iterator[Postgres]:
+    """A real PostgreSQL; whoever kills it starts it again."""
+    programs = find_programs(ROOT / ".venv-postgres")
+    if programs is None:
+        _missing("PostgreSQL", "make postgres", request.config)
+    with running_postgres(programs) as server:
+        yield server
+
+
+@pytest.fixture
+def postgres_url(postgres: Postgres) -> str:
+    """The one database of the tests, emptied."""
+    if not postgres.is_running():
+        postgres.start()
+    return postgres.emptied()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where no store is yet, in each database that it may be kept in."""
+    if request.param == "postgresql":
+        return str(request.getfixturevalue("postgres_url"))
+    return str(tmp_path / "new folder" / "store.db")
 
 
 @pytest.fixture

@@ -1,8 +1,4 @@
-"""The store through its public methods: what was put is there, and nothing is delivered twice.
-
-All of it also runs on PostgreSQL when ENVSERVER_TEST_POSTGRES_URL names a database (its schema
-`public` is dropped).
-"""
+"""The store through its public methods: what was put is there, and nothing is delivered twice."""
 
 from __future__ import annotations
 
@@ -12,15 +8,10 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import Engine, event
-from support.stores import PLACES, empty_place, group, ids, noise
+from support.stores import group, ids, noise
 
 from envserver.errors import ConflictError, InputError, NotFoundError
 from envserver.store import Store, open_store
-
-
-@pytest.fixture(params=PLACES)
-async def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return await empty_place(request.param, tmp_path)
 
 
 @pytest.fixture

@@ -15,17 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import asyncpg
 import pytest
 from sqlalchemy import Engine, event
-from support.stores import PLACES, POSTGRES_URL, empty_place, group, ids, noise
+from support.stores import group, ids, noise
 
 from envserver.errors import ConfigError, ConflictError, StoreError, StoreFull
 from envserver.store import open_store
-
-
-@pytest.fixture(params=PLACES)
-async def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return await empty_place(request.param, tmp_path)
 
 
 async def test_one_process_at_a_time(where: str, tmp_path: Path) -> None:
@@ -300,22 +296,13 @@ async def test_urls_and_paths_name_the_same_file(
             assert ids(await store.pending()) == ["a"]
 
 
-needs_postgresql = pytest.mark.skipif(
-    POSTGRES_URL is None, reason="PostgreSQL: set ENVSERVER_TEST_POSTGRES_URL and install asyncpg"
-)
-
-
-@needs_postgresql
-async def test_postgresql_may_cut_the_connections() -> None:
-    import asyncpg
-
-    where = await empty_place("postgresql", Path())
+async def test_postgresql_may_cut_the_connections(postgres_url: str) -> None:
     cut_others = (
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
         " WHERE datname = current_database() AND pid <> pg_backend_pid()"
     )
-    connection = await asyncpg.connect(where)
-    async with open_store(where) as store:
+    connection = await asyncpg.connect(postgres_url)
+    async with open_store(postgres_url) as store:
         await store.put([group("before")])
         await connection.execute(cut_others)
         results = await asyncio.gather(
@@ -325,22 +312,18 @@ async def test_postgresql_may_cut_the_connections() -> None:
         await store.put([group("after")])
         assert (await store.counts())["queued"] == len(await store.pending())
         with pytest.raises(ConflictError):  # the lock came back with the connection
-            async with open_store(where):
+            async with open_store(postgres_url):
                 pass
     await connection.close()
 
 
-@needs_postgresql
-async def test_postgresql_tables_of_others_are_left_alone() -> None:
-    import asyncpg
-
-    where = await empty_place("postgresql", Path())
-    connection = await asyncpg.connect(where)
+async def test_postgresql_tables_of_others_are_left_alone(postgres_url: str) -> None:
+    connection = await asyncpg.connect(postgres_url)
     await connection.execute("CREATE TABLE bookmarks (url TEXT)")
-    async with open_store(where) as store:
+    async with open_store(postgres_url) as store:
         assert await store.put([group("a")]) == [True]
     await connection.execute("DROP TABLE schema_version")
-    assert "another program" in await refusal(where)
+    assert "another program" in await refusal(postgres_url)
     assert await connection.fetchval("SELECT count(*) FROM groups") == 1
     await connection.close()
     with pytest.raises(StoreError) as unreachable:
