@@ -27,7 +27,9 @@ from ..store import Store
 from . import problems
 from .atropos.routes import atropos_routes
 from .atropos.service import AtroposService
+from .environments import environment_routes
 from .native import PolicyVersion, native_routes
+from .registered import RemoteEnvironments
 from .transfer import CompressedAnswers, RequestBodies
 from .weights import weight_routes
 
@@ -48,6 +50,7 @@ def create_api(
     include_messages: bool = True,
     score_range: Literal["unit", "pm1"] = "unit",
     silent_after_seconds: float = 30.0,
+    environments: RemoteEnvironments | None = None,
 ) -> FastAPI:
     """The application.
 
@@ -62,19 +65,30 @@ def create_api(
         include_messages, score_range: how groups of our own environments go to Atropos trainers.
         silent_after_seconds: a foreign environment that says nothing for so long no longer holds up
             batches with its minimum share.
+        environments: those on other machines; None: they can register, and share the room that the
+            settings' defaults give.
     """
+    joined = environments or RemoteEnvironments(store, silent_after_seconds=silent_after_seconds)
+
+    def publish(version: int) -> None:
+        joined.publish(version)
+        if on_policy_version is not None:
+            on_policy_version(version)
+
     atropos = AtroposService(
         store,
         lease_seconds=settings.lease_seconds,
         include_messages=include_messages,
         score_range=score_range,
         silent_after_seconds=silent_after_seconds,
+        minimums=joined.minimums,
     )
-    policy = PolicyVersion(store, on_policy_version)
+    policy = PolicyVersion(store, publish)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await atropos.load()
+        await joined.load()
         await policy.load()
         expiry = asyncio.create_task(_expire_leases(store, atropos), name="lease-expiry")
         try:
@@ -90,7 +104,8 @@ def create_api(
     if metrics is not None:
         app.add_api_route("/metrics", _metrics_route(metrics), methods=["GET"], tags=["health"])
     if gate is not None:
-        app.include_router(weight_routes(gate, policy))
+        app.include_router(weight_routes(gate, policy, joined))
+    app.include_router(environment_routes(joined))
     wire = atropos_routes(atropos)
     app.include_router(wire)
     app.add_middleware(RequestBodies, max_body_bytes=settings.max_body_bytes)

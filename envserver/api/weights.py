@@ -7,6 +7,7 @@ GET  /v1/policy          whether it is paused, calls at the engine, calls waitin
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final
 
 from fastapi import APIRouter
@@ -17,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from ..proxy.gate import Gate, InFlight
 from .bodies import read_body, request_body
 from .native import VERSION_LIMIT, PolicyVersion
+from .registered import RemoteEnvironments
 
 _LONGEST_WAIT_SECONDS: Final = 3600.0
 
@@ -41,16 +43,17 @@ _PAUSE: Final = TypeAdapter(PauseRequest)
 _RESUME: Final = TypeAdapter(ResumeRequest)
 
 
-def weight_routes(gate: Gate, policy: PolicyVersion) -> APIRouter:
-    """The routes, for the calls behind `gate`."""
+def weight_routes(gate: Gate, policy: PolicyVersion, environments: RemoteEnvironments) -> APIRouter:
+    """The routes, for the calls behind `gate`, and those of environments on other machines."""
     router = APIRouter(tags=["native"])
 
     @router.post("/v1/policy/pause", openapi_extra=request_body(PauseRequest))
     async def pause(request: Request) -> Response:
         """Lets no new call reach the engine. Pausing again chooses anew."""
         wanted = await read_body(request, _PAUSE)
-        idle = await gate.pause(wanted.in_flight, wanted.timeout_seconds)
-        return JSONResponse({**_state(gate, policy), "idle": idle})
+        how = (wanted.in_flight, wanted.timeout_seconds)
+        idle = await asyncio.gather(gate.pause(*how), environments.pause(*how))
+        return JSONResponse({**_state(gate, policy), "idle": all(idle)})
 
     @router.post("/v1/policy/resume", openapi_extra=request_body(ResumeRequest))
     async def resume(request: Request) -> Response:
@@ -59,6 +62,7 @@ def weight_routes(gate: Gate, policy: PolicyVersion) -> APIRouter:
         if wanted.version is not None:
             await policy.publish(wanted.version)
         gate.resume()
+        environments.resume()
         return JSONResponse(_state(gate, policy))
 
     @router.get("/v1/policy")

@@ -12,7 +12,7 @@ import asyncio
 import copy
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
@@ -52,6 +52,7 @@ class AtroposService:
         include_messages, score_range: how groups of our own environments are written.
         silent_after_seconds: an environment that says nothing for this long loses its minimum
             share.
+        minimums: minimum shares of environments of ours that run elsewhere and are alive, by name.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class AtroposService:
         include_messages: bool = True,
         score_range: Literal["unit", "pm1"] = "unit",
         silent_after_seconds: float = 30.0,
+        minimums: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self._store = store
+        self._minimums = minimums
         self._lease_seconds = lease_seconds
         self._state = WireState()
         self._view = View()
@@ -392,6 +395,8 @@ class AtroposService:
             and env.min_batch_allocation is not None
             and not self._presence.is_silent(env_id)
         }
+        for name, share in self._minimums().items():
+            minimums[name] = share
         return form_batches(list(self._view.queue), self._state.batch_size, minimums)
 
     async def _follow_store(self) -> None:

@@ -1,0 +1,105 @@
+"""Environments on other machines, under /v1/environments: `envserver join` speaks to these routes.
+
+POST   /v1/environments                   registers: an id, the session's key, the seed to use
+POST   /v1/environments/{id}/heartbeat    how it is; answered when there is news, or in time
+POST   /v1/environments/{id}/groups       a finished group as MessagePack; durable on 200
+POST   /v1/environments/{id}/known        which groups the server has already
+DELETE /v1/environments/{id}              goodbye
+POST   /v1/environments/{id}/drain        tells it to finish and leave (for people)
+GET    /v1/environments                   all of them, for people
+
+The key goes into the header `x-environment-key`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import orjson
+from fastapi import APIRouter
+from pydantic import BaseModel, TypeAdapter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..errors import UsageError
+from ..remote.messages import GROUP_MSGPACK, KEY_HEADER, GroupIds, Heartbeat, Registration
+from .bodies import read_body, request_body
+from .registered import RemoteEnvironments
+
+_REGISTRATION: Final = TypeAdapter(Registration)
+_HEARTBEAT: Final = TypeAdapter(Heartbeat)
+_IDS: Final = TypeAdapter(GroupIds)
+_PLACE: Final = "/v1/environments"
+_GROUP_BODY: Final = {"requestBody": {"required": True, "content": {GROUP_MSGPACK: {}}}}
+
+
+class WrongMediaType(UsageError):
+    kind, status = "wrong_media_type", 415
+
+
+def environment_routes(environments: RemoteEnvironments) -> APIRouter:
+    """The routes for `environments`."""
+    router = APIRouter(tags=["environments"])
+
+    @router.post(_PLACE, openapi_extra=request_body(Registration))
+    async def register(request: Request) -> Response:
+        """Registers, or begins a new session of this name (201). A name of another that is heard
+        of: 409.
+        """
+        wanted = await read_body(request, _REGISTRATION)
+        return _json(await environments.register(wanted), 201)
+
+    @router.get(_PLACE)
+    async def show() -> Response:
+        """Who is registered, and how each is."""
+        return _json({"environments": environments.snapshot()})
+
+    @router.post(_PLACE + "/{env_id}/heartbeat", openapi_extra=request_body(Heartbeat))
+    async def heartbeat(env_id: str, request: Request) -> Response:
+        """Answers at once when the environment does not know something: another policy version, a
+        pause, its end, more room while it has used up its own; else after `wait_seconds`.
+        """
+        environments.known_as(env_id, _key(request))
+        beat = await read_body(request, _HEARTBEAT)
+        return _json(
+            await environments.heartbeat(env_id, _key(request), beat, request.is_disconnected)
+        )
+
+    @router.post(_PLACE + "/{env_id}/groups", openapi_extra=_GROUP_BODY)
+    async def accept(env_id: str, request: Request) -> Response:
+        """Stores a group; the same one twice is fine. A malformed one: 422, with its place."""
+        environments.known_as(env_id, _key(request))
+        media_type = request.headers.get("content-type", "")
+        if media_type.partition(";")[0].strip() != GROUP_MSGPACK:
+            raise WrongMediaType(f"A group must be {GROUP_MSGPACK}.")
+        return _json(await environments.accept(env_id, _key(request), await request.body()))
+
+    @router.post(_PLACE + "/{env_id}/known", openapi_extra=request_body(GroupIds))
+    async def known(env_id: str, request: Request) -> Response:
+        """Which of these groups were ever stored here, delivered or not."""
+        wanted = await read_body(request, _IDS)
+        found = await environments.known_groups(env_id, _key(request), wanted.group_ids)
+        return _json({"known": sorted(found)})
+
+    @router.delete(_PLACE + "/{env_id}")
+    async def goodbye(env_id: str, request: Request) -> Response:
+        """It counts no more, until it registers again. Twice is fine."""
+        await environments.goodbye(env_id, _key(request))
+        return Response(status_code=204)
+
+    @router.post(_PLACE + "/{env_id}/drain")
+    async def drain(env_id: str) -> Response:
+        """Tells it to begin no further group and to leave when the open ones are here."""
+        environments.drain(env_id)
+        return Response(status_code=204)
+
+    return router
+
+
+def _key(request: Request) -> str:
+    return request.headers.get(KEY_HEADER, "")
+
+
+def _json(value: BaseModel | dict[str, Any], status: int = 200) -> Response:
+    facts = value.model_dump() if isinstance(value, BaseModel) else value
+    return Response(orjson.dumps(facts), status, media_type="application/json")

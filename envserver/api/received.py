@@ -1,0 +1,159 @@
+"""Groups that other machines made: read, checked through, and refused with the place that is wrong.
+
+In: the bytes of a posted group and whose stream it must belong to. Out: the group, every row of
+which a trainer can rely on as on one of our own. CPU work: for a thread.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, Final, NoReturn
+
+import msgspec
+import numpy as np
+import orjson
+
+from ..errors import InputError
+from ..records import Group, Sequence, Split, Trajectory, unpack
+from ..rollouts.stream import group_id
+from ..tokens.invariants import LOGPROB_ROUNDING
+
+_PLACE: Final = re.compile(r"`(\$[^`]*)`")
+_COLUMNS: Final = {
+    "tokens": np.dtype(np.int32),
+    "mask": np.dtype(np.uint8),
+    "logprobs": np.dtype(np.float32),
+    "calls": np.dtype(np.int32),
+    "versions": np.dtype(np.int32),
+}
+
+
+class Stream(msgspec.Struct, frozen=True):
+    """Whose groups they are: with `prefix` their ids begin."""
+
+    env: str
+    split: Split
+    seed: int
+    prefix: str
+
+
+def read_group(body: bytes, stream: Stream) -> Group:
+    """The group in `body`.
+
+    Raises:
+        InputError: it is none, not of `stream`, or cannot be trained on; `place` says where.
+    """
+    group = _decoded(body)
+    _check_names(group, stream)
+    if not group.trajectories:
+        _refuse("$.trajectories", "is empty")
+    versions = []
+    rollouts = set()
+    for number, trajectory in enumerate(group.trajectories):
+        place = f"$.trajectories[{number}]"
+        if trajectory.rollout_id in rollouts:
+            _refuse(f"{place}.rollout_id", "comes twice")
+        rollouts.add(trajectory.rollout_id)
+        versions += _check_trajectory(trajectory, group, place)
+    if group.policy_version != min(versions, default=-1):
+        _refuse("$.policy_version", "is not the lowest version that sampled a trained token")
+    _check_words(group)
+    return group
+
+
+def _decoded(body: bytes) -> Group:
+    try:
+        return unpack(body, Group)
+    except msgspec.DecodeError as error:
+        place = _PLACE.search(str(error))
+        raise InputError(f"No packed group: {error}.", place=place[1] if place else "$") from None
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"No packed group: an array is none ({type(error).__name__}).", place="$"
+        ) from None
+
+
+def _check_names(group: Group, stream: Stream) -> None:
+    wanted = {"env": stream.env, "split": stream.split, "seed": stream.seed}
+    for name, value in wanted.items():
+        if getattr(group, name) != value:
+            _refuse(f"$.{name}", f"is not {value!r}, as this environment registered")
+    if not 0 <= group.index < 2**62:
+        _refuse("$.index", "is no position in a stream")
+    if group.group_id != group_id(stream.prefix, group.index, group.task_id):
+        _refuse("$.group_id", "is not that of this position and task in the stream")
+    if not math.isfinite(group.created_at):
+        _refuse("$.created_at", "is no time")
+
+
+def _check_trajectory(trajectory: Trajectory, group: Group, place: str) -> list[int]:
+    """The lowest version that each row trains."""
+    if trajectory.env != group.env or trajectory.task_id != group.task_id:
+        _refuse(f"{place}.task_id", "is of another task or environment than its group")
+    reward = trajectory.score.reward
+    if reward is None or not 0 <= reward <= 1:
+        _refuse(f"{place}.score.reward", "is not in [0, 1]")
+    if not trajectory.sequences:
+        _refuse(f"{place}.sequences", "is empty: no token of it was recorded")
+    for number, row in enumerate(trajectory.sequences):
+        _check_row(row, f"{place}.sequences[{number}]")
+    trained = [row.versions[row.mask == 1] for row in trajectory.sequences]
+    return [int(versions.min()) for versions in trained if versions.size]
+
+
+def _check_row(row: Sequence, place: str) -> None:
+    length = len(row.tokens)
+    for name, dtype in _COLUMNS.items():
+        column = getattr(row, name)
+        if column.dtype != dtype:
+            _refuse(f"{place}.{name}", f"is an array of {column.dtype}, not of {dtype}")
+        if len(column) != length:
+            _refuse(f"{place}.{name}", f"has {len(column)} entries for {length} tokens")
+    if not length:
+        _refuse(f"{place}.tokens", "is empty")
+    if not row.path:
+        _refuse(f"{place}.path", "is empty")
+    trained = row.mask == 1
+    logprobs = row.logprobs[trained]
+    wrong = {
+        "tokens": np.any(row.tokens < 0),
+        "mask": np.any(row.mask > 1) or not np.any(trained),
+        # Also wrong for what is no number.
+        "logprobs": np.any(row.logprobs[~trained] != 0)
+        or not np.all((logprobs <= LOGPROB_ROUNDING) & (logprobs > -np.inf)),
+        "calls": np.any(row.calls[trained] < 0) or not np.all(np.isin(row.calls, [-1, *row.path])),
+        "versions": np.any(row.versions < -1) or np.any(row.versions[row.calls < 0] != -1),
+    }
+    for name, is_wrong in wrong.items():
+        if is_wrong:
+            _refuse(f"{place}.{name}", "holds what cannot be")
+
+
+def _check_words(group: Group) -> None:
+    """All that travels on as JSON can."""
+    bare = msgspec.structs.asdict(group) | {"trajectories": [], "failures": []}
+    parts = [("$", bare)] + [
+        (f"$.trajectories[{number}]", _words(one)) for number, one in enumerate(group.trajectories)
+    ]
+    for place, value in parts:
+        try:
+            orjson.dumps(value, default=_no_record)
+        except (TypeError, orjson.JSONEncodeError, RecursionError) as error:
+            _refuse(place, f"holds what is no JSON ({error})")
+
+
+def _words(trajectory: Trajectory) -> dict[str, Any]:
+    facts = msgspec.structs.asdict(trajectory) | {"sequences": [], "calls": []}
+    return facts | {name: msgspec.to_builtins(facts[name]) for name in _STRUCTS}
+
+
+_STRUCTS: Final = ("score", "usage", "others")
+
+
+def _no_record(value: object) -> NoReturn:
+    raise TypeError(f"{type(value).__name__}")
+
+
+def _refuse(place: str, what: str) -> NoReturn:
+    raise InputError(f"The group is refused: {place} {what}.", place=place)

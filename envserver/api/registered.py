@@ -1,0 +1,477 @@
+"""Environments on other machines, as the server knows them.
+
+What is durable: who registered, with which stream, under which key (hashed); a server that starts
+again knows them all. What is not: how they are now, which the next heartbeat says. What holds: two
+names never have the same stream; only who is heard of counts (its minimum share, its room, its
+calls at the engine when weights change); a group is acknowledged when it is on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import structlog
+
+from ..errors import ConflictError, NotFoundError, StoreFull, UsageError
+from ..proxy.gate import InFlight
+from ..records import Split
+from ..remote.messages import Heartbeat, News, Pause, Registration, Welcome
+from ..rollouts.mixing import Share, Shares
+from ..rollouts.stream import stream_prefix
+from ..store import Store
+from ..store.sink import StoreSink, put_of
+from .presence import Presence
+from .received import Stream, read_group
+from .rooms import Slack, deal, fair_shares
+
+log = structlog.get_logger(__name__)
+
+KEY: Final = "environments"
+_MOST_ENVIRONMENTS: Final = 1024
+_MOST_COUNTED: Final = 4096
+"""Groups that count as begun by one heartbeat."""
+_LOOK_SECONDS: Final = 0.25
+"""So often a waiting heartbeat looks whether trainers have made room."""
+
+
+class WrongKey(UsageError):
+    """The key is not that of the session: another process has registered under its name."""
+
+    kind, status = "wrong_key", 401
+
+
+class Known(msgspec.Struct, kw_only=True):
+    """What is kept of a registration.
+
+    Args:
+        key_hash, instance_hash: SHA-256, in hex.
+        asked_seed, seed: as it was set there, and as it was given.
+        gone: it said goodbye.
+    """
+
+    id: str
+    name: str
+    key_hash: str
+    instance_hash: str
+    env: str
+    split: Split
+    asked_seed: int
+    seed: int
+    group_size: int
+    weight: float
+    minimum_share: float
+    scoring: dict[str, Any]
+    version: str
+    host: str
+    registered_at: float
+    gone: bool = False
+
+    @property
+    def prefix(self) -> str:
+        """With which the ids of its groups begin."""
+        return stream_prefix(self.env, self.split, self.seed)
+
+
+class Local(msgspec.Struct, frozen=True):
+    """An environment of the server's own process.
+
+    Args:
+        prefix: with which the ids of its groups begin.
+        share: its weight and minimum share.
+        capacity: groups that it can have open.
+        open_groups, begun: that it has open now, and ever began.
+    """
+
+    prefix: str
+    share: Share
+    capacity: int
+    open_groups: Callable[[], int]
+    begun: Callable[[], int]
+
+
+class _Now:
+    """How one of them is, since this server or its session began."""
+
+    def __init__(self) -> None:
+        self.beat = Heartbeat()
+        self.room = 0
+        self.open = 0
+        self.counted = 0
+        self.drain = False
+        self.stored = 0
+
+    @property
+    def held(self) -> int:
+        """Groups that it has open, or may open without asking again."""
+        return max(self.room, self.open)
+
+
+class RemoteEnvironments:
+    """One for each app; call `load` before anything else.
+
+    Args:
+        most_groups, most_batches: that may wait for trainers, as for `StoreSink`.
+        silent_after_seconds: who says nothing for longer does not count.
+        local: the environments of this process that share the room.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        most_groups: int = 256,
+        most_batches: int = 3,
+        silent_after_seconds: float = 30.0,
+        local: Sequence[Local] = (),
+    ) -> None:
+        self._store = store
+        self._limits = (most_groups, most_batches)
+        self._presence = Presence(silent_after_seconds)
+        self._local = list(local)
+        self._known: dict[str, Known] = {}
+        self._now: dict[str, _Now] = {}
+        self._version = -1
+        self._pause: Pause | None = None
+        self._lock = asyncio.Lock()
+        self._change = asyncio.Event()
+        self._sharing: tuple[Share, ...] = ()
+        self._shares = fair_shares([Share("none")])
+        self._local_begun: dict[str, int] = {}
+        self._slack = Slack()
+
+    async def load(self) -> None:
+        """Takes up who had registered."""
+        stored = await self._store.get_value(KEY)
+        for one in msgspec.convert(stored or [], list[Known]):
+            self._known[one.id] = one
+
+    # What environments say
+
+    async def register(self, wanted: Registration) -> Welcome:
+        """A new session for this name, with its own stream of groups.
+
+        Raises:
+            ConflictError: another process has that name, and is heard of.
+            StoreFull: too many have registered.
+        """
+        async with self._lock:
+            if any(one.share.name == wanted.name for one in self._local):
+                raise ConflictError(f"The name {wanted.name!r} is that of the server's own.")
+            before = next((one for one in self._known.values() if one.name == wanted.name), None)
+            if before is not None:
+                self._check_may_take(before, wanted)
+            elif len(self._known) >= _MOST_ENVIRONMENTS:
+                raise StoreFull(f"No more than {_MOST_ENVIRONMENTS} environments can register.")
+            key = secrets.token_urlsafe(24)
+            one = Known(
+                id=before.id if before is not None else secrets.token_hex(8),
+                name=wanted.name,
+                key_hash=_hash(key),
+                instance_hash=_hash(wanted.instance),
+                env=wanted.env,
+                split=wanted.split,
+                asked_seed=wanted.seed,
+                seed=await self._seed_for(wanted, before),
+                group_size=wanted.group_size,
+                weight=wanted.weight,
+                minimum_share=wanted.minimum_share,
+                scoring=wanted.scoring,
+                version=wanted.version,
+                host=wanted.host,
+                registered_at=time.time(),
+            )
+            await self._save(self._known | {one.id: one})
+            self._now[one.id] = _Now()
+            self._presence.hear(one.id)
+        log.info("environment_registered", name=one.name, env=one.env, seed=one.seed, host=one.host)
+        self.wake()
+        return Welcome(
+            id=one.id,
+            key=key,
+            seed=one.seed,
+            stored=await self._store.count_with_prefix(one.prefix),
+            silent_after_seconds=self._presence.silent_after_seconds,
+        )
+
+    def _check_may_take(self, before: Known, wanted: Registration) -> None:
+        same = hmac.compare_digest(before.instance_hash, _hash(wanted.instance))
+        if not same and self._is_present(before):
+            raise ConflictError(
+                f"The name {wanted.name!r} is taken by an environment at {before.host or '?'}.",
+                hint="Give this one another with --name; or wait until the other is gone or "
+                f"silent for {self._presence.silent_after_seconds:g} s.",
+            )
+
+    async def _seed_for(self, wanted: Registration, before: Known | None) -> int:
+        """The seed asked for, or the next one whose stream nobody else has or had."""
+        asked = (wanted.env, wanted.split, wanted.seed)
+        if before is not None and asked == (before.env, before.split, before.asked_seed):
+            return before.seed
+        taken = {one.prefix for one in self._known.values()}
+        taken |= {one.prefix for one in self._local}
+        seed = wanted.seed
+        while True:
+            prefix = stream_prefix(wanted.env, wanted.split, seed)
+            if prefix not in taken and not await self._store.count_with_prefix(prefix):
+                return seed
+            seed += 1
+
+    async def heartbeat(
+        self, env_id: str, key: str, beat: Heartbeat, is_gone: Callable[[], Awaitable[bool]]
+    ) -> News:
+        """Answers when there is something that the environment does not know, or after its
+        `wait_seconds`.
+
+        Raises:
+            NotFoundError: it is not registered. WrongKey: another has its name now.
+        """
+        one = self.known_as(env_id, key)
+        now = self._now_of(one)
+        self._presence.hear(one.id)
+        now.beat, now.open = beat, beat.open
+        self._count_begun(one.name, beat.begun - now.counted)
+        now.counted = max(now.counted, beat.begun)
+        self.wake()
+        end = time.monotonic() + min(beat.wait_seconds, self._presence.silent_after_seconds / 3)
+        while True:
+            news = await self._news(one)
+            left = end - time.monotonic()
+            if left <= 0 or _is_new(news, beat) or await is_gone():
+                now.room = news.room
+                return news
+            await self._changed(min(left, _LOOK_SECONDS))
+            self.known_as(env_id, key)
+
+    async def accept(self, env_id: str, key: str, body: bytes) -> News:
+        """Stores a group; it is on disk when this returns. The same one twice is fine.
+
+        Raises:
+            NotFoundError, WrongKey: as for `heartbeat`.
+            InputError: the group is refused; `place` says why.
+            StoreError: it is not stored.
+        """
+        one = self.known_as(env_id, key)
+        self._presence.hear(one.id)
+        stream = Stream(env=one.env, split=one.split, seed=one.seed, prefix=one.prefix)
+        group = await asyncio.to_thread(read_group, body, stream)
+        is_new = not await self._store.existing([group.group_id])
+        await self._store.put([put_of(group, body)])
+        now = self._now_of(one)
+        if is_new:
+            now.stored += 1
+            now.open = max(0, now.open - 1)
+        news = await self._news(one)
+        now.room = news.room
+        self.wake()
+        return news
+
+    async def known_groups(self, env_id: str, key: str, group_ids: list[str]) -> set[str]:
+        """Which of these the server has, delivered or not."""
+        one = self.known_as(env_id, key)
+        self._presence.hear(one.id)
+        return await self._store.existing(group_ids)
+
+    async def goodbye(self, env_id: str, key: str) -> None:
+        """It does not count any more, until it registers again; twice is fine."""
+        one = self.known_as(env_id, key)
+        async with self._lock:
+            await self._save(self._known | {one.id: msgspec.structs.replace(one, gone=True)})
+            self._now.pop(one.id, None)
+        log.info("environment_left", name=one.name)
+        self.wake()
+
+    def known_as(self, env_id: str, key: str) -> Known:
+        """The environment with this id.
+
+        Raises:
+            NotFoundError: it is not registered. WrongKey: the key is not that of its session.
+        """
+        one = self._known.get(env_id)
+        if one is None:
+            raise NotFoundError("No such environment is registered.", hint="Register it again.")
+        if not hmac.compare_digest(one.key_hash, _hash(key)):
+            raise WrongKey(
+                "The key is not that of this environment's session.",
+                hint="Another process may have registered under its name.",
+            )
+        return one
+
+    # What the server does with them
+
+    def drain(self, env_id: str) -> None:
+        """Tells it to finish what is open, and to leave."""
+        if env_id not in self._known:
+            raise NotFoundError("No such environment is registered.")
+        self._now_of(self._known[env_id]).drain = True
+        self.wake()
+
+    async def pause(self, in_flight: InFlight, timeout_seconds: float) -> bool:
+        """Lets no call of theirs reach the engine, until `resume`.
+
+        Returns:
+            Whether all that are heard of said that they hold still ("keep": that they begin no
+            further call). Who is silent has stopped by itself.
+        """
+        self._pause = pause = Pause(id=secrets.token_hex(8), in_flight=in_flight)
+        self.wake()
+        end = time.monotonic() + timeout_seconds
+        while not all(now.beat.quiet == pause.id for _, now in self._present()):
+            left = end - time.monotonic()
+            if left <= 0 or self._pause is not pause:
+                return False
+            await self._changed(min(left, _LOOK_SECONDS))
+        return True
+
+    def resume(self) -> None:
+        """Lets their calls go on."""
+        self._pause = None
+        self.wake()
+
+    def publish(self, version: int) -> None:
+        """The engine serves this version of the policy from now on."""
+        self._version = version
+        self.wake()
+
+    def wake(self) -> None:
+        """Something changed that those who wait want to know."""
+        self._change.set()
+        self._change = asyncio.Event()
+
+    def minimums(self) -> dict[str, float]:
+        """The minimum shares of those that count, by name of the environment."""
+        found: dict[str, float] = {}
+        for one, now in self._present():
+            if one.minimum_share and now.beat.capacity:
+                found[one.env] = min(1.0, found.get(one.env, 0.0) + one.minimum_share)
+        return found
+
+    async def wait_for_local_room(self, name: str) -> None:
+        """Returns when the environment `name` of this process may begin a group beside those of
+        other machines."""
+        local = next(one for one in self._local if one.share.name == name)
+        while self._present():
+            opened = local.open_groups()
+            if await self._room(name, opened, local.capacity) > opened:
+                return
+            await self._changed(_LOOK_SECONDS)
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """For people: who is registered and how each is."""
+        return [self._shown(one) for one in self._known.values()]
+
+    def _shown(self, one: Known) -> dict[str, Any]:
+        now = self._now_of(one)
+        beat = now.beat.model_dump(exclude={"seen", "wait_seconds", "quiet"})
+        return {
+            "id": one.id,
+            "name": one.name,
+            "env": one.env,
+            "split": one.split,
+            "seed": one.seed,
+            "group_size": one.group_size,
+            "weight": one.weight,
+            "minimum_share": one.minimum_share,
+            "version": one.version,
+            "host": one.host,
+            "registered_at": one.registered_at,
+            "gone": one.gone,
+            "silent": not one.gone and self._presence.is_silent(one.id),
+            "silent_seconds": round(self._presence.silent_seconds(one.id), 1),
+            "room": now.room,
+            "stored": now.stored,
+            **beat,
+            "open": now.open,
+        }
+
+    # Who counts, and how much room each has
+
+    def _is_present(self, one: Known) -> bool:
+        return not one.gone and not self._presence.is_silent(one.id)
+
+    def _present(self) -> list[tuple[Known, _Now]]:
+        return [(one, self._now_of(one)) for one in self._known.values() if self._is_present(one)]
+
+    def _now_of(self, one: Known) -> _Now:
+        return self._now.setdefault(one.id, _Now())
+
+    async def _news(self, one: Known) -> News:
+        now = self._now_of(one)
+        return News(
+            policy_version=self._version,
+            pause=self._pause,
+            room=await self._room(one.name, now.open, now.beat.capacity),
+            drain=now.drain,
+        )
+
+    async def _room(self, name: str, open_groups: int, capacity: int) -> int:
+        """Groups that `name` may have open: those that it has, and its part of what is free.
+
+        A place that another one may take without asking again is not free. Who is silent holds
+        none; when it comes back with its open groups, there are so many more for a moment.
+        """
+        sink = self._sink()
+        room, most = await sink.room(), await sink.most()
+        held = {one.name: (now.held, now.beat.capacity) for one, now in self._present()}
+        held |= {one.share.name: (one.open_groups(), one.capacity) for one in self._local}
+        held[name] = (open_groups, capacity)
+        used = sum(places for places, _ in held.values())
+        free = room - used + self._slack.groups(most - room, most, used, time.monotonic())
+        wants = {who: most - places for who, (places, most) in held.items()}
+        return open_groups + deal(max(0, free), wants, self._fair()).get(name, 0)
+
+    def _sink(self) -> StoreSink:
+        most_groups, most_batches = self._limits
+        sizes = [one.group_size for one, _ in self._present()]
+        return StoreSink(
+            self._store,
+            group_size=min(sizes, default=1),
+            most_groups=most_groups,
+            most_batches=most_batches,
+        )
+
+    def _fair(self) -> Shares:
+        """The clocks of those that count; they begin anew when others count than before."""
+        shares = [Share(o.name, o.weight, o.minimum_share) for o, _ in self._present()]
+        sharing = (*(one.share for one in self._local), *shares)
+        if sharing != self._sharing and sharing:
+            self._sharing, self._shares = sharing, fair_shares(sharing)
+        for one in self._local:
+            begun, before = one.begun(), self._local_begun.get(one.share.name, 0)
+            self._local_begun[one.share.name] = max(begun, before)
+            self._count_begun(one.share.name, begun - before)
+        return self._shares
+
+    def _count_begun(self, name: str, groups: int) -> None:
+        if groups > 0 and any(one.name == name for one in self._sharing):
+            for _ in range(min(groups, _MOST_COUNTED)):
+                self._shares.begin(name)
+
+    async def _changed(self, seconds: float) -> None:
+        change = self._change
+        try:
+            async with asyncio.timeout(seconds):
+                await change.wait()
+        except TimeoutError:
+            return
+
+    async def _save(self, known: Mapping[str, Known]) -> None:
+        await self._store.set_value(KEY, msgspec.to_builtins(list(known.values())))
+        self._known = dict(known)
+
+
+def _is_new(news: News, beat: Heartbeat) -> bool:
+    seen = beat.seen
+    if seen is None or news.model_copy(update={"room": seen.room}) != seen:
+        return True
+    return news.room > seen.room and beat.open >= seen.room
+
+
+def _hash(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
