@@ -29,6 +29,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "console", "json"]
 Edit = Literal["exact", "appended", "whitespace", "calls"]
 Mode = Literal["auto", "tokens", "completions", "chat", "opaque"]
+Missing = Literal["shrink", "drop_group"]
 
 
 def is_loopback(host: str) -> bool:
@@ -271,8 +272,31 @@ class RolloutsConfig(Section):
     """Tries per rollout when a failure is not the model's fault."""
     min_group_size: int | None = Field(default=None, ge=1)
     """Smallest group worth delivering when rollouts were lost; unset: only whole groups."""
+    failed_in_group: Missing = "shrink"
+    """A rollout that failed for good and not by the model's fault: leave it out of the group (which
+    `min_group_size` bounds), or drop the group. What the model is to blame for is always scored."""
+    late_in_group: Missing = "shrink"
+    """The same for stragglers and stale rollouts. Those are long ones: left out, the rest is biased
+    towards short ones."""
+    stragglers: Literal["cancel", "wait"] = "cancel"
+    """Cancel what is not done when its group's time is over, or wait for every rollout's end."""
     group_timeout_seconds: float = Field(default=1800.0, gt=0)
     """Seconds from a group's first rollout; then its stragglers are cancelled."""
+    straggler_grace_seconds: float | None = Field(default=None, ge=0)
+    """Seconds that the rest of a group has from when `min_group_size` of it are scored; unset:
+    until the group's time is over."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Policy versions that the first token of a rollout in flight may be behind; unset: any."""
+    stale_rollouts: Literal["cancel", "finish"] = "cancel"
+    """What becomes of older ones when a version is published: cancelled, or left to their end."""
+    max_staleness_at_delivery: int | None = Field(default=None, ge=0)
+    """`serve`: policy versions that the first token of a group may be behind when a trainer gets
+    it; unset: any. No group is begun that would be older by then."""
+    stale_groups: Literal["drop", "deliver"] = "drop"
+    """What becomes of older groups, finished or waiting: dropped and counted, or delivered."""
+    silent_run_seconds: float | None = Field(default=3600.0, gt=0)
+    """`serve`: a broadcast run that leases nothing for so long, while others do, is closed, so that
+    its queue does not hold them up; it goes on when it registers again. Unset: never."""
     stop_after_failed_groups: int = Field(default=8, ge=1)
     """Groups that fail in a row before `process` stops with an error (`serve` waits instead)."""
     stop_after_dropped_groups: int = Field(default=200, ge=1)
@@ -283,6 +307,17 @@ class RolloutsConfig(Section):
     """`serve`: groups waiting for a trainer before new rollouts wait too."""
     max_batches_offpolicy: int = Field(default=3, ge=1)
     """`serve`: batches (of the registered trainer) waiting before new rollouts wait too."""
+
+    @model_validator(mode="after")
+    def _grace_needs_a_least_size(self) -> RolloutsConfig:
+        if self.straggler_grace_seconds is None:
+            return self
+        if self.min_group_size is None or self.stragglers == "wait":
+            raise ValueError(
+                "straggler_grace_seconds is for groups that may lack rollouts: "
+                'set min_group_size, and stragglers "cancel"'
+            )
+        return self
 
 
 class ServerConfig(Section):

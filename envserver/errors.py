@@ -27,6 +27,7 @@
     │   ├── ScorerError        scoring raised, died or ran out of time            retry, then drop
     │   ├── Unscorable         its score has no reward                            drop
     │   ├── Straggler          the time of its group was over before it ended     drop
+    │   ├── Stale              the policy went on too far since its first token   drop
     │   └── TokensError        the recorded tokens break an invariant             never delivered
     ├── StoreError             the durable store failed; nothing was accepted     HTTP 503
     │   └── StoreFull          no space left                                      HTTP 507
@@ -212,6 +213,12 @@ class Unscorable(RolloutError):
 
 class Straggler(RolloutError):
     kind, blame = "straggler", Blame.ENVIRONMENT
+
+
+class Stale(RolloutError):
+    """`detail["oldest"]` is the version of its first token, `detail["version"]` that of now."""
+
+    kind = "stale"
 
 
 class TokensError(RolloutError):

@@ -410,6 +410,9 @@ class Group(msgspec.Struct, kw_only=True):
         policy_version: the lowest version that sampled any of its tokens (-1: unknown).
         model: name of the model as the engine serves it.
         failures: of the rollouts that are missing or were retried.
+        asked: rollouts that were begun for it (0: it was made before that was noted).
+        lost: those of them that are missing, by the kind of their last failure ("straggler" and
+            "stale" are those that were cancelled).
         generation_params: the sampling settings that all rollouts shared.
         rendering: how their prompts came to be: the engine's server and mode, whether calls were
             continued by tokens (or why not), the think policy, digests of template and tokenizer.
@@ -430,6 +433,8 @@ class Group(msgspec.Struct, kw_only=True):
     created_at: float = 0.0
     seed: int = 0
     services: dict[str, Any] = msgspec.field(default_factory=dict)
+    asked: int = 0
+    lost: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 _DTYPES = {"i4": np.int32, "f4": np.float32, "u1": np.uint8}

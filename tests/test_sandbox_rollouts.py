@@ -39,6 +39,7 @@ from envserver.errors import SandboxUnavailable, WorkerDied
 from envserver.records import SandboxLimits, Usage
 from envserver.registry import find
 from envserver.rollouts.attempt import Finished, run_attempt
+from envserver.rollouts.freshness import Freshness
 from envserver.rollouts.group import Machinery, attempt_spec, make_group
 from envserver.rollouts.stream import Ticket
 from envserver.sandbox.requests import Exec, Open, Opened
@@ -89,6 +90,7 @@ async def run(
         pool=parts.pool,
         isolation=isolation or parts.isolation,
         actions=parts.actions,
+        freshness=Freshness(None),
     )
 
 

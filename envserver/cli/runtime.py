@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ..api.server import serve_api
-from ..config import Settings, WorkersConfig
+from ..config import RolloutsConfig, Settings, WorkersConfig
 from ..environment import AgentRole, Environment, Isolation
 from ..errors import ConfigError, EngineError
 from ..models.engine import Engine
@@ -20,6 +20,7 @@ from ..proxy.source import Source
 from ..registry import absolute
 from ..rollouts.agents import roles_of, seats_of
 from ..rollouts.events import Observer
+from ..rollouts.freshness import Freshness
 from ..rollouts.group import Demonstrator, Machinery
 from ..rollouts.scoring import ScorerPool
 from ..sandbox.client import SandboxClient
@@ -157,6 +158,7 @@ async def machinery(
             need_exact=need_exact,
             drop_zero_variance=drop_zero_variance,
             observer=observer,
+            freshness=_freshness(settings.rollouts),
             slots=asyncio.Semaphore(_slots(settings, environment)),
             demonstrator=room.demonstrator,
         )
@@ -255,6 +257,10 @@ async def _host(
     images = environment.sandbox_images
     async with AttemptSandboxes(sandboxes, environment.sandbox, places, images=images) as host:
         yield host
+
+
+def _freshness(config: RolloutsConfig) -> Freshness:
+    return Freshness(config.max_staleness if config.stale_rollouts == "cancel" else None)
 
 
 def _sandbox_places(settings: Settings) -> int:

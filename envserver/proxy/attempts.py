@@ -11,6 +11,8 @@ import asyncio
 import re
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,6 +167,7 @@ class Attempt:
     _reserved_tokens: int = 0
     _returned: asyncio.Event = field(default_factory=asyncio.Event)
     _in_flight: set[Interrupts] = field(default_factory=set)
+    _sampling: dict[object, int] = field(default_factory=dict)
     _held: set[asyncio.Task[Any]] = field(default_factory=set)
 
     @property
@@ -175,6 +178,24 @@ class Attempt:
     def engine_failure(self) -> Failure | None:
         """How an engine failed an agent's last exchange with it; None when all were answered."""
         return next(iter(self._unanswered.values()), None)
+
+    @property
+    def oldest_version(self) -> int:
+        """The lowest policy version that sampled a token that is trained, be it of a call that is
+        at the engine now; -1: of none it is known."""
+        recorded = (span.version for call in self.calls if call.trained for span in call.versions)
+        known = [version for version in (*recorded, *self._sampling.values()) if version >= 0]
+        return min(known, default=-1)
+
+    @contextmanager
+    def sampling(self, version: int) -> Iterator[None]:
+        """Within: a call of a trained agent is at the engine, which began it with `version`."""
+        call = object()
+        self._sampling[call] = version
+        try:
+            yield
+        finally:
+            del self._sampling[call]
 
     def take_turn(self, agent: str | None = None) -> None:
         """Counts one turn of `agent`.

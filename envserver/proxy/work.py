@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from ..errors import (
@@ -171,14 +171,14 @@ class Work:
         while True:
             with suppress(Aborted):
                 async with self._source.gate.passing():
-                    self._begin_sampling()
-                    return await self._ready.whole(
-                        self.ask,
-                        self._body.body,
-                        self._prompt,
-                        rollout_id=self._line,
-                        timeout_seconds=self._seconds_left,
-                    )
+                    with self._sampling():
+                        return await self._ready.whole(
+                            self.ask,
+                            self._body.body,
+                            self._prompt,
+                            rollout_id=self._line,
+                            timeout_seconds=self._seconds_left,
+                        )
 
     # A true stream
 
@@ -212,8 +212,8 @@ class Work:
             ends: list[dict[str, Any]] = []
             try:
                 async with self._source.gate.passing():
-                    self._begin_sampling()
-                    await self._relay_once(self._collector, emit, ends)
+                    with self._sampling():
+                        await self._relay_once(self._collector, emit, ends)
                 return ends
             except Aborted:
                 if self._first_at is not None:
@@ -303,10 +303,12 @@ class Work:
             flags=self._body.flags + (["own_model"] if self._seat.source else []),
         )
 
-    def _begin_sampling(self) -> None:
+    def _sampling(self) -> AbstractContextManager[None]:
+        """Within: the engine samples, with the version of now or a later one."""
         self._asked = True
         self._first_version = self._version
         self._body.body["model"] = self._source.model(self._seat.model)
+        return self._attempt.sampling(self._first_version if self._seat.trained else -1)
 
     async def _reserved(self) -> Grant:
         ask = self.ask

@@ -32,6 +32,7 @@ from ..tokens.flags import Actions
 from ..tokens.invariants import check
 from ..tokens.trace import pack_calls
 from ..workers.pool import Assignment, Spent, WorkerPool
+from .freshness import Freshness
 from .policy import limit_of_death
 
 _ERRORS = by_kind(RolloutError)
@@ -61,11 +62,13 @@ async def run_attempt(
     pool: WorkerPool,
     isolation: Isolation,
     actions: Actions,
+    freshness: Freshness,
     keep_calls: bool = False,
 ) -> Finished:
     """Runs the agent once.
 
     Args:
+        freshness: ends it when it becomes too old.
         proxy_url: where workers reach the proxy, without a trailing slash.
         keep_calls: give the calls beside the sequences.
 
@@ -76,15 +79,16 @@ async def run_attempt(
     attempt = proxy.open(spec)
     spent, death = None, None
     try:
-        spent = await pool.run(
-            Assignment(
-                rollout_id=spec.rollout_id,
-                url=f"{proxy_url}/r/{attempt.key}",
-                env_reference=spec.env_reference,
-                isolation=isolation,
-                deadline=spec.deadline,
+        async with freshness.watching(attempt):
+            spent = await pool.run(
+                Assignment(
+                    rollout_id=spec.rollout_id,
+                    url=f"{proxy_url}/r/{attempt.key}",
+                    env_reference=spec.env_reference,
+                    isolation=isolation,
+                    deadline=spec.deadline,
+                )
             )
-        )
     except WorkerError as error:
         death = error
     finally:

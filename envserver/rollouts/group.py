@@ -27,13 +27,18 @@ from ..workers.pool import WorkerPool
 from .agents import demonstrated
 from .attempt import Finished, run_attempt
 from .events import Observer, RolloutFailed, RolloutScored
+from .freshness import Freshness
 from .policy import (
     Drop,
+    GroupRules,
     counts_as_attempt,
+    group_seconds_left,
     is_retried,
     judge_group,
+    judge_losses,
     judge_trajectory,
     retry_delay_seconds,
+    rules_of,
 )
 from .scoring import ScorerPool
 from .stream import Ticket
@@ -65,6 +70,7 @@ class Machinery(msgspec.Struct, kw_only=True):
         keep_calls: keep every call beside the sequences of a trajectory.
         need_exact: only trajectories with exact tokens are delivered.
         drop_zero_variance: drop groups whose rewards are all equal.
+        freshness: ends rollouts in flight that are too old.
         slots: one per rollout in flight.
         demonstrator: None where nobody needs solutions.
     """
@@ -86,8 +92,14 @@ class Machinery(msgspec.Struct, kw_only=True):
     need_exact: bool
     drop_zero_variance: bool
     observer: Observer
+    freshness: Freshness
     slots: asyncio.Semaphore
     demonstrator: Demonstrator | None
+
+    def publish_version(self, version: int) -> None:
+        """The engine serves `version` of the policy from now on; what is too old for it ends."""
+        self.proxy.publish_version(version)
+        self.freshness.publish(version)
 
 
 class Member(msgspec.Struct):
@@ -102,41 +114,82 @@ async def make_group(machinery: Machinery, ticket: Ticket) -> Group | Drop:
     """Runs all rollouts of `ticket` and scores them.
 
     Returns:
-        The group, or why it is not delivered. Stragglers are cancelled at the group's deadline.
+        The group, or why it is not delivered. A group that cannot be delivered any more is not made
+        to its end.
     """
+    rules = _rules(machinery)
     failures = _Failures(machinery.observer, ticket)
-    size = machinery.environment.config.group_size
-    seconds = machinery.rollouts.group_timeout_seconds
-    tasks = [
-        asyncio.create_task(_member(machinery, ticket, number, failures)) for number in range(size)
-    ]
+    members = await _members(machinery, ticket, rules, failures)
+    if (drop := judge_losses(failures.lost, rules)) is not None:
+        return drop
     try:
-        done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    members = [(number, task.result()) for number, task in enumerate(tasks) if task in done]
-    for number, task in enumerate(tasks):
-        if task not in done:
-            failures.add(number, _straggler(seconds), final=True)
-    scored = [(number, member) for number, member in members if member is not None]
-    try:
-        scores = await _group_scores(machinery, ticket.task, [member for _, member in scored])
+        scores = await _group_scores(machinery, ticket.task, list(members.values()))
     except (ScorerError, SandboxError) as error:
         return Drop("unscorable", str(error), True)
     trajectories = {
         number: trajectory_of(machinery, ticket, number, member, score)
-        for (number, member), score in zip(scored, scores, strict=True)
+        for (number, member), score in zip(members.items(), scores, strict=True)
     }
-    return _judged(machinery, ticket, trajectories, failures)
+    return _judged(machinery, ticket, rules, trajectories, failures)
+
+
+def _rules(machinery: Machinery) -> GroupRules:
+    config = machinery.environment.config
+    return rules_of(
+        machinery.rollouts,
+        size=config.group_size,
+        drop_zero_variance=machinery.drop_zero_variance,
+        max_token_length=config.max_token_length,
+    )
+
+
+async def _members(
+    machinery: Machinery, ticket: Ticket, rules: GroupRules, failures: _Failures
+) -> dict[int, Member]:
+    """The rollouts that are scored, by number; of the others `failures` says why not."""
+    started = time.monotonic()
+    tasks = {
+        asyncio.create_task(_member(machinery, ticket, number, failures)): number
+        for number in range(rules.size)
+    }
+    pending = set(tasks)
+    members: dict[int, Member] = {}
+    enough_at: float | None = None
+    try:
+        while pending and judge_losses(failures.lost, rules) is None:
+            now = time.monotonic()
+            left = group_seconds_left(
+                machinery.rollouts, now - started, None if enough_at is None else now - enough_at
+            )
+            done, pending = await asyncio.wait(
+                pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                break
+            for task in done:
+                if (member := task.result()) is not None:
+                    members[tasks[task]] = member
+            if enough_at is None and len(members) >= rules.least:
+                enough_at = time.monotonic()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    if judge_losses(failures.lost, rules) is None:
+        for number in sorted(tasks[task] for task in pending):
+            failures.add(number, _straggler(time.monotonic() - started), final=True)
+    return dict(sorted(members.items()))
 
 
 class _Failures:
-    """The failed attempts of one group: told to the observer and kept for the group's record."""
+    """The failed attempts of one group: told to the observer and kept for the group's record.
+
+    `lost`: rollouts that are missing for good, by the kind of their last failure.
+    """
 
     def __init__(self, observer: Observer, ticket: Ticket) -> None:
         self.seen: list[Failure] = []
+        self.lost: Counter[str] = Counter()
         self._observer = observer
         self._ticket = ticket
         self._attempts: Counter[int] = Counter()
@@ -150,6 +203,8 @@ class _Failures:
         """The latest attempt of rollout `number` ended by `error`; `final`: none follows."""
         failure = error.failure()
         self.seen.append(failure)
+        if final:
+            self.lost[failure.kind] += 1
         self._observer(
             RolloutFailed(
                 group_id=self._ticket.group_id,
@@ -219,6 +274,7 @@ async def run_once(machinery: Machinery, ticket: Ticket, rollout_id: str, attemp
             pool=machinery.pool,
             isolation=machinery.isolation,
             actions=machinery.actions,
+            freshness=machinery.freshness,
             keep_calls=machinery.keep_calls,
         )
 
@@ -322,6 +378,7 @@ def trajectory_of(
 def _judged(
     machinery: Machinery,
     ticket: Ticket,
+    rules: GroupRules,
     trajectories: dict[int, Trajectory],
     failures: _Failures,
 ) -> Group | Drop:
@@ -336,7 +393,6 @@ def _judged(
         else:
             failures.add(number, why_not, final=True)
     versions = [int(row.versions[row.mask == 1].min()) for item in kept for row in item.sequences]
-    config = machinery.environment.config
     group = Group(
         group_id=ticket.group_id,
         index=ticket.index,
@@ -352,15 +408,10 @@ def _judged(
         failures=failures.seen,
         created_at=time.time(),
         seed=ticket.seed,
+        asked=rules.size,
+        lost=dict(failures.lost),
     )
-    drop = judge_group(
-        group,
-        group_size=config.group_size,
-        min_group_size=machinery.rollouts.min_group_size,
-        drop_zero_variance=machinery.drop_zero_variance,
-        max_token_length=config.max_token_length,
-    )
-    return drop or group
+    return judge_group(group, rules, machinery.freshness.version) or group
 
 
 def _rendering(machinery: Machinery) -> dict[str, Any]:
@@ -377,6 +428,6 @@ def _rendering(machinery: Machinery) -> dict[str, Any]:
 
 def _straggler(seconds: float) -> Straggler:
     return Straggler(
-        f"The rollout was cancelled when its group was {seconds:g} s old.",
-        hint="See rollouts.group_timeout_seconds.",
+        f"The rollout was cancelled when its group was {seconds:.1f} s old.",
+        hint="See rollouts.group_timeout_seconds and rollouts.straggler_grace_seconds.",
     )

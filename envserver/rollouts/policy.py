@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
+from ..config import Missing, RolloutsConfig
 from ..environment import Isolation
 from ..errors import (
     Outcome,
     RolloutError,
+    Stale,
+    Straggler,
     TokensError,
     Unscorable,
     WorkerDied,
@@ -61,12 +66,96 @@ def retry_delay_seconds(attempts: int, jitter: float) -> float:
     return min(10.0, 0.2 * 2.0 ** min(attempts - 1, 16)) * (0.5 + jitter / 2)
 
 
+def is_stale(oldest: int, version: int, most: int | None) -> bool:
+    """Whether a token of version `oldest` (-1: unknown, is never) is more than `most` behind."""
+    return most is not None and oldest >= 0 and version - oldest > most
+
+
+def oldest_deliverable(version: int, most: int | None) -> int:
+    """The lowest version of a group that may be delivered while `version` is published."""
+    return -1 if most is None else max(-1, version - most)
+
+
+def group_seconds_left(
+    rollouts: RolloutsConfig, age_seconds: float, since_enough_seconds: float | None
+) -> float | None:
+    """For how long the rollouts of a group that are not done are waited for; None: without end.
+
+    Args:
+        age_seconds: since the group was begun.
+        since_enough_seconds: since its smallest acceptable number was scored; None: not yet.
+    """
+    if rollouts.stragglers == "wait":
+        return None
+    left = rollouts.group_timeout_seconds - age_seconds
+    if rollouts.straggler_grace_seconds is not None and since_enough_seconds is not None:
+        left = min(left, rollouts.straggler_grace_seconds - since_enough_seconds)
+    return max(0.0, left)
+
+
 class Drop(msgspec.Struct, frozen=True):
     """Why a group is not delivered; `failed` tells a failure from a filter."""
 
     reason: str
     message: str
     failed: bool
+
+
+class GroupRules(msgspec.Struct, frozen=True, kw_only=True):
+    """What a group must be to be delivered.
+
+    Args:
+        size: rollouts that are begun for it.
+        least: of them that must be left.
+        failed: whether a group without one that failed for good may be delivered; `late`: without
+            one that was cancelled, because its group's time was over or it was too old.
+        max_token_length: of its longest sequence.
+        max_staleness: versions that its oldest token may be behind; None: any.
+    """
+
+    size: int
+    least: int
+    failed: Missing = "shrink"
+    late: Missing = "shrink"
+    drop_zero_variance: bool = False
+    max_token_length: int = 2**31 - 1
+    max_staleness: int | None = None
+
+
+def rules_of(
+    rollouts: RolloutsConfig, *, size: int, drop_zero_variance: bool, max_token_length: int
+) -> GroupRules:
+    """The rules of an environment's groups."""
+    least = size if rollouts.min_group_size is None else min(rollouts.min_group_size, size)
+    drops = rollouts.stale_groups == "drop"
+    return GroupRules(
+        size=size,
+        least=least,
+        failed=rollouts.failed_in_group,
+        late=rollouts.late_in_group,
+        drop_zero_variance=drop_zero_variance,
+        max_token_length=max_token_length,
+        max_staleness=rollouts.max_staleness_at_delivery if drops else None,
+    )
+
+
+_LATE = (Straggler.kind, Stale.kind)
+
+
+def judge_losses(lost: Mapping[str, int], rules: GroupRules) -> Drop | None:
+    """Why a group that has lost so many rollouts, by kind of failure, cannot be delivered any more.
+
+    More losses never make it deliverable again, so that the rest need not be made.
+    """
+    missing = sum(lost.values())
+    late = sum(lost.get(kind, 0) for kind in _LATE)
+    refused = (late and rules.late == "drop_group") or (
+        missing > late and rules.failed == "drop_group"
+    )
+    if not refused and rules.size - missing >= rules.least:
+        return None
+    causes = ", ".join(sorted(lost))
+    return Drop("incomplete", f"{missing} of {rules.size} rollouts are lost ({causes}).", True)
 
 
 def judge_trajectory(
@@ -89,29 +178,28 @@ def judge_trajectory(
     return None
 
 
-def judge_group(
-    group: Group,
-    *,
-    group_size: int,
-    min_group_size: int | None,
-    drop_zero_variance: bool,
-    max_token_length: int,
-) -> Drop | None:
-    """Why `group` (of deliverable trajectories only) is not delivered, None if it is."""
-    size = len(group.trajectories)
-    need = group_size if min_group_size is None else min(min_group_size, group_size)
-    if size < need:
-        causes = ", ".join(sorted({failure.kind for failure in group.failures})) or "unscorable"
-        return Drop("incomplete", f"{size} of {group_size} rollouts are usable ({causes}).", True)
+def judge_group(group: Group, rules: GroupRules, version: int) -> Drop | None:
+    """Why `group` (of deliverable trajectories only) is not delivered, None if it is.
+
+    Args:
+        version: of the policy that is published now, -1 for none.
+    """
+    if (drop := judge_losses(group.lost, rules)) is not None:
+        return drop
+    if is_stale(group.policy_version, version, rules.max_staleness):
+        behind = f"version {group.policy_version} sampled it, {version} is published"
+        return Drop("stale", f"It is too old: {behind}.", False)
     longest = max(
         (len(row.tokens) for trajectory in group.trajectories for row in trajectory.sequences),
         default=0,
     )
-    if longest > max_token_length:
+    if longest > rules.max_token_length:
         return Drop(
-            "too_long", f"A sequence has {longest} tokens, {max_token_length} are allowed.", False
+            "too_long",
+            f"A sequence has {longest} tokens, {rules.max_token_length} are allowed.",
+            False,
         )
     rewards = {trajectory.score.reward for trajectory in group.trajectories}
-    if drop_zero_variance and size > 1 and len(rewards) == 1:
+    if rules.drop_zero_variance and len(group.trajectories) > 1 and len(rewards) == 1:
         return Drop("zero_variance", f"All rewards are {rewards.pop()}.", False)
     return None
