@@ -34,15 +34,6 @@ class Stopwatch:
         self.calls = 0
         self.seconds = 0.0
 
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """What happens within is no work of ours."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - started
-
 
 _stopwatch: ContextVar[Stopwatch | None] = ContextVar("envserver_stopwatch", default=None)
 
@@ -56,6 +47,18 @@ def timed() -> Iterator[Stopwatch]:
         yield watch
     finally:
         _stopwatch.reset(token)
+
+
+@contextmanager
+def not_ours() -> Iterator[None]:
+    """What happens within is waiting: it stops the watch, too."""
+    watch = _stopwatch.get()
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        if watch is not None:
+            watch.seconds += time.perf_counter() - started
 
 
 class MeasuredEngine:

@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Literal
 
+from ..models.measured import not_ours
+
 InFlight = Literal["drain", "keep", "abort"]
 
 
@@ -102,6 +104,7 @@ class Gate:
         self._waiting += 1
         try:
             while not self._open.is_set():
-                await self._open.wait()
+                with not_ours():
+                    await self._open.wait()
         finally:
             self._waiting -= 1

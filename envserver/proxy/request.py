@@ -69,6 +69,11 @@ class ModelRequest:
         self._begun = False
         self._writer: EventWriter | None = None
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the agent asked for a stream."""
+        return self._writer is not None
+
     async def answer(self, body: bytes, marks: Marks) -> None:
         """
         Raises:

@@ -22,6 +22,10 @@ _LAST_SECONDS = 5.0
 class SandboxHost(Protocol):
     """Has the sandboxes of all attempts in flight."""
 
+    @property
+    def open(self) -> int:
+        """Sandboxes that attempts have now, or wait for."""
+
     def most_bytes(self, path: str) -> int:
         """The largest body that a request to `path` may have."""
 

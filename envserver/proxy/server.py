@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
+from structlog.contextvars import bind_contextvars
 
 from ..environment import Service
 from ..errors import (
@@ -25,7 +26,9 @@ from ..errors import (
     UsageError,
 )
 from ..models.engine import Engine
+from ..models.measured import timed
 from ..records import SandboxUsage
+from ..telemetry.numbers import SHORT_SECONDS, Distribution
 from .asgi import (
     AsgiApp,
     ClientGone,
@@ -107,6 +110,8 @@ class Proxy:
         self._sealed: dict[str, weakref.ref[Attempt]] = {}
         self._sealed_at: deque[tuple[float, str]] = deque()
         self._health = (-_HEALTH_SECONDS, False)
+        self.added_seconds = Distribution(SHORT_SECONDS)
+        """Of calls that were answered whole: the time that was not the engine's."""
 
     @property
     def policy_version(self) -> int:
@@ -128,6 +133,11 @@ class Proxy:
     def services(self) -> ServiceDesk:
         """Where agents ask for the environment's services."""
         return self._services
+
+    @property
+    def open_sandboxes(self) -> int:
+        """That attempts have now, or wait for."""
+        return self._sandboxes.open if self._sandboxes is not None else 0
 
     @property
     def gate(self) -> Gate:
@@ -195,6 +205,9 @@ class Proxy:
                 self._late(self._sealed[key](), path)
                 raise ended()
             raise NotFoundError("There is nothing under this address.")
+        if attempt is not None:
+            spec = attempt.spec
+            bind_contextvars(rollout_id=spec.rollout_id, group_id=spec.group_id)
         if attempt is None:
             # Environments of others have a setting for the address, and often a key of their own.
             await self._guest_route(scope, key, path, receive, send)
@@ -261,11 +274,15 @@ class Proxy:
         receive: Receive,
         send: Send,
     ) -> None:
+        began = time.perf_counter()
         body = await read_body(scope, receive, self._max_body_bytes)
         marks = Marks(scope, digest_of(path, agent, body))
         source = self._sources[attempt.spec.seat(agent).source]
         request = ModelRequest(source, attempt, APIS[path], agent, receive, send)
-        await request.answer(body, marks)
+        with timed() as watch:
+            await request.answer(body, marks)
+        if watch.calls and not request.is_streamed:
+            self.added_seconds.add(max(0.0, time.perf_counter() - began - watch.seconds))
 
     def _late(self, attempt: Attempt | None, path: str) -> None:
         """Notes a model call that came after the end of its attempt; None: that is long over."""

@@ -66,6 +66,11 @@ class AttemptSandboxes:
         if self._tenants:
             await asyncio.wait(self._tenants)
 
+    @property
+    def open(self) -> int:
+        """See `SandboxHost`."""
+        return len(self._tenants)
+
     def most_bytes(self, path: str) -> int:
         """See `SandboxHost`. What is larger than the sandbox's disk would be refused there."""
         limits = self._most.limits
