@@ -1,0 +1,324 @@
+"""The session of a joiner with its server: it registers, says how it is, hears news, posts groups.
+
+What holds: a request that the server could not answer is asked again, ever more slowly, until it
+does, so that nothing that is finished is lost while this process lives; a server that does not know
+us any more is registered with again; news are taken in the order in which they were asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final, TypeVar
+
+import httpx
+import structlog
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from ..errors import ConfigError, ConflictError, EnvserverError, InputError
+from .gate import HeldGate
+from .messages import (
+    GROUP_MSGPACK,
+    KEY_HEADER,
+    GroupIds,
+    Heartbeat,
+    News,
+    Pause,
+    Registration,
+    Welcome,
+)
+
+_log = structlog.get_logger("envserver.remote")
+
+M = TypeVar("M", bound=BaseModel)
+
+_PLACE: Final = "/v1/environments"
+_POLL_SECONDS: Final = 5.0
+_SHORTEST_BEAT_SECONDS: Final = 0.01
+_REQUEST_SECONDS: Final = 60.0
+_FIRST_PAUSE_SECONDS: Final = 0.2
+_LONGEST_PAUSE_SECONDS: Final = 3.0
+_PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504, 507})
+_HOLD_SECONDS: Final = 3600.0
+_KNOWN: Final = TypeAdapter(dict[str, list[str]])
+
+
+class Unreachable(EnvserverError):
+    """The server gave no answer, or none that it could stand by."""
+
+    kind = "server_unreachable"
+
+
+class SessionLost(EnvserverError):
+    """The server does not know this environment."""
+
+    kind = "session_lost"
+
+
+class Link:
+    """See the module. `open` it, let `live` run beside the work.
+
+    Args:
+        url: of the server.
+        registration: who joins.
+        gate: before the engine; opened and closed as the server says.
+        token: access token of the server, "" for none.
+        facts: how this joiner is now; `seen`, `quiet` and `wait_seconds` are filled in here.
+        publish: called with each new policy version.
+        drain: called when no further group is to be begun.
+        transport: for tests.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        registration: Registration,
+        *,
+        gate: HeldGate,
+        token: str = "",
+        facts: Callable[[], Heartbeat] = Heartbeat,
+        publish: Callable[[int], None] = lambda version: None,
+        drain: Callable[[], None] = lambda: None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.facts, self.publish, self.drain = facts, publish, drain
+        self._registration = registration
+        self._gate = gate
+        self._session: Welcome | None = None
+        self._registering: asyncio.Task[None] | None = None
+        self._news = News()
+        self._said = Heartbeat()
+        self._quiet = ""
+        self._holding: asyncio.Task[None] | None = None
+        self._urgent = asyncio.Event()
+        self._more = asyncio.Event()
+        self._reachable = True
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            timeout=_REQUEST_SECONDS,
+            headers={"authorization": f"Bearer {token}"} if token else {},
+            transport=transport,
+        )
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[Welcome]:
+        """Registers; on the way out says goodbye, if the server can be reached.
+
+        Raises:
+            ConfigError: the server does not let us in, or is none of ours.
+            ConflictError: another has our name.
+        """
+        async with self._http:
+            yield await self._patiently(self._register)
+            for task in (self._holding, self._registering):
+                if task is not None:
+                    task.cancel()
+            try:
+                await self._send("DELETE", "")
+            except EnvserverError as error:
+                _log.warning("no_goodbye", reason=error.message)
+
+    async def live(self) -> None:
+        """Heartbeats, until cancelled.
+
+        Raises:
+            ConflictError: another process has taken our name.
+            ConfigError: the server does not let us in any more.
+        """
+        while True:
+            self._urgent.clear()
+            polling = asyncio.create_task(self._patiently(self._beat))
+            urgent = asyncio.create_task(self._urgent.wait())
+            try:
+                await asyncio.wait({polling, urgent}, return_when=asyncio.FIRST_COMPLETED)
+                if polling.done():
+                    asked_at, news = polling.result()
+                    self._take(news)
+                    # Not before: calls that waited for it are of the version that it says.
+                    self._gate.hear(asked_at)
+            finally:
+                for task in (polling, urgent):
+                    task.cancel()
+                await asyncio.gather(polling, urgent, return_exceptions=True)
+            await asyncio.sleep(_SHORTEST_BEAT_SECONDS)
+
+    async def wait_for_room(self, open_groups: Callable[[], int]) -> None:
+        """Returns when another group may be begun."""
+        while open_groups() >= self._news.room or self._news.drain:
+            if self._said.open < self._news.room:
+                self.hurry()  # the server thinks that there is room left
+            self._more.clear()
+            await self._more.wait()
+
+    async def post(self, body: bytes) -> None:
+        """Returns when the server has the packed group on disk.
+
+        Raises:
+            InputError: it refuses the group for good.
+            ConflictError, ConfigError: as for `live`.
+        """
+        headers = {"content-type": GROUP_MSGPACK}
+        answer = await self._patiently(
+            lambda: self._send("POST", "/groups", content=body, headers=headers)
+        )
+        self._set_room(_read(News, answer).room)
+
+    async def known(self, group_ids: list[str]) -> set[str]:
+        """Which of these groups the server has."""
+        body = GroupIds(group_ids=group_ids).model_dump()
+        answer = await self._patiently(lambda: self._send("POST", "/known", json=body))
+        return set(_KNOWN.validate_json(answer.content)["known"])
+
+    def hurry(self) -> None:
+        """Something is to be said now, not when the server has answered."""
+        self._urgent.set()
+
+    # News
+
+    def _take(self, news: News) -> None:
+        before, self._news = self._news, news
+        if news.policy_version > before.policy_version:
+            self.publish(news.policy_version)
+        if news.pause != before.pause:
+            self._set_pause(news.pause)
+        if news.drain:
+            self.drain()
+        self._set_room(news.room)
+
+    def _set_room(self, room: int) -> None:
+        self._news = self._news.model_copy(update={"room": room})
+        self._more.set()
+
+    def _set_pause(self, pause: Pause | None) -> None:
+        self._quiet = ""
+        if self._holding is not None:
+            self._holding.cancel()
+            self._holding = None
+        if pause is None:
+            self._gate.resume()
+        else:
+            self._holding = asyncio.create_task(self._hold(pause))
+
+    async def _hold(self, pause: Pause) -> None:
+        while not await self._gate.pause(pause.in_flight, _HOLD_SECONDS):
+            pass
+        self._quiet = pause.id
+        self.hurry()
+
+    async def _beat(self) -> tuple[float, News]:
+        """When the server was asked, and what it said."""
+        self._said = self.facts().model_copy(
+            update={"seen": self._news, "quiet": self._quiet, "wait_seconds": _POLL_SECONDS}
+        )
+        asked_at = time.monotonic()
+        answer = await self._send("POST", "/heartbeat", json=self._said.model_dump())
+        return asked_at, _read(News, answer)
+
+    # Requests
+
+    async def _patiently(self, ask: Callable[[], Any]) -> Any:
+        """What `ask` gives, however often it must be asked."""
+        tried = 0
+        while True:
+            session = self._session
+            try:
+                answer = await ask()
+            except SessionLost:
+                await self._register_again(session)
+            except Unreachable as error:
+                tried += 1
+                if self._reachable:
+                    self._reachable = False
+                    _log.warning("server_unreachable", reason=error.message)
+                longest = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(tried, 16))
+                await asyncio.sleep(longest * random.uniform(0.5, 1.0))
+            else:
+                if not self._reachable:
+                    self._reachable = True
+                    _log.info("server_reached_again")
+                return answer
+
+    async def _register_again(self, lost: Welcome | None) -> None:
+        """Registers, unless somebody has already. It is not given up half way: the server might
+        have answered with a key that nobody heard."""
+        if self._session is not lost:
+            return
+        if self._registering is None or self._registering.done():
+            self._registering = asyncio.create_task(self._new_session(lost))
+        await asyncio.shield(self._registering)
+
+    async def _new_session(self, lost: Welcome | None) -> None:
+        _log.warning("registering_again", name=self._registration.name)
+        welcome = await self._patiently(self._register)
+        if lost is not None and welcome.seed != lost.seed:
+            raise ConflictError(
+                f"The server gave the stream with seed {lost.seed} to another environment.",
+                hint="Start this one again: it gets another.",
+            )
+
+    async def _register(self) -> Welcome:
+        answer = await self._request("POST", _PLACE, json=self._registration.model_dump())
+        welcome = _read(Welcome, answer)
+        self._session = welcome
+        self._gate.longest_silence_seconds = welcome.silent_after_seconds / 2
+        return welcome
+
+    async def _send(self, method: str, path: str, **more: Any) -> httpx.Response:
+        """A request of this session."""
+        session = self._session
+        if session is None:
+            raise SessionLost("Nothing was registered yet.")
+        headers = {**more.pop("headers", {}), KEY_HEADER: session.key}
+        try:
+            return await self._request(
+                method, f"{_PLACE}/{session.id}{path}", headers=headers, **more
+            )
+        except ConflictError:
+            if self._session is not session:  # it was of the session before
+                raise SessionLost("Another session has begun.") from None
+            raise
+
+    async def _request(self, method: str, path: str, **more: Any) -> httpx.Response:
+        try:
+            answer = await self._http.request(method, path, **more)
+        except httpx.TransportError as error:
+            raise Unreachable(str(error) or type(error).__name__) from error
+        if not answer.is_success:
+            raise _problem(answer)
+        return answer
+
+
+def _problem(answer: httpx.Response) -> EnvserverError:
+    """What the server says, as an error."""
+    try:
+        said = answer.json()
+        kind, message = str(said["type"]).rpartition(":")[2], str(said["detail"])
+        hint = str(said.get("hint", ""))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        kind, message, hint = "", f"HTTP {answer.status_code}: {answer.text[:200]}", ""
+    if answer.status_code in _PASSING:
+        return Unreachable(message)
+    if answer.status_code == 404 and kind == "not_found":
+        return SessionLost(message)
+    if kind == "wrong_key":
+        return ConflictError("Another process has registered under this name.", hint=hint)
+    if answer.status_code in (401, 403):
+        return ConfigError(message, hint=hint or "Set the server's access token: --token.")
+    if answer.status_code == 409:
+        return ConflictError(message, hint=hint)
+    if answer.status_code == 404:
+        return ConfigError(message, hint="Is this the address of an envserver that has /v1?")
+    return InputError(f"The server refuses it: {message}", hint=hint)
+
+
+def _read(kind: type[M], answer: httpx.Response) -> M:
+    try:
+        return kind.model_validate_json(answer.content)
+    except ValidationError as error:
+        raise ConfigError(
+            f"The server's answer is no {kind.__name__}.",
+            hint="Do both run the same version of envserver?",
+        ) from error
