@@ -15,6 +15,7 @@ from ..config import RolloutsConfig, Settings, WorkersConfig
 from ..environment import AgentRole, Environment, Isolation
 from ..errors import ConfigError, EngineError
 from ..models.engine import Engine
+from ..proxy.gate import Gate
 from ..proxy.server import Proxy
 from ..proxy.source import Source
 from ..registry import absolute
@@ -51,13 +52,14 @@ class EngineRoom(msgspec.Struct, frozen=True):
 
 @contextlib.asynccontextmanager
 async def engine_room(
-    settings: Settings, *, need_engine: bool, need_exact: bool
+    settings: Settings, *, need_engine: bool, need_exact: bool, gate: Gate | None = None
 ) -> AsyncIterator[EngineRoom]:
-    """The engine that `settings` name. Arguments and errors as of `machinery`."""
+    """The engine that `settings` name, behind `gate` (unset: one of its own). Other arguments and
+    errors as of `machinery`."""
     engine, demonstrator = make_engine(settings)
     _check_exact(engine.exact, need_exact)
     async with engine:
-        source = make_source(settings, engine)
+        source = make_source(settings, engine, gate=gate)
         if await look_at(engine, must_answer=need_engine):
             _check_exact((await source.ready()).exact, need_exact)
         yield EngineRoom(engine, source, await engine.model_name(), demonstrator)
