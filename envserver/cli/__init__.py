@@ -30,6 +30,7 @@ COMMANDS = {
     "serve": Command("serve", "run an environment and serve its groups to trainers over HTTP"),
     "sft-gen": Command("sft_command", "write the best rollouts as rows for supervised training"),
     "run-api": Command("run_api", "serve trainers and others' environments, run none", False),
+    "join": Command("join", "run an environment here for a server elsewhere"),
     "run": Command("run_command", "ask an environment's agent one question, keep what it did"),
     "verify": Command("verify_command", "check delivered tokens against the engine again", False),
     "score": Command("score_command", "score given answers, without any model"),

@@ -38,6 +38,7 @@ M = TypeVar("M", bound=BaseModel)
 _PLACE: Final = "/v1/environments"
 _POLL_SECONDS: Final = 5.0
 _SHORTEST_BEAT_SECONDS: Final = 0.01
+_GOODBYE_SECONDS: Final = 5.0
 _REQUEST_SECONDS: Final = 60.0
 _FIRST_PAUSE_SECONDS: Final = 0.2
 _LONGEST_PAUSE_SECONDS: Final = 3.0
@@ -112,14 +113,13 @@ class Link:
             ConflictError: another has our name.
         """
         async with self._http:
-            yield await self._patiently(self._register)
-            for task in (self._holding, self._registering):
-                if task is not None:
-                    task.cancel()
             try:
-                await self._send("DELETE", "")
-            except EnvserverError as error:
-                _log.warning("no_goodbye", reason=error.message)
+                yield await self._patiently(self._register)
+            finally:
+                for task in (self._holding, self._registering):
+                    if task is not None:
+                        task.cancel()
+                await self._say_goodbye()
 
     async def live(self) -> None:
         """Heartbeats, until cancelled.
@@ -175,6 +175,15 @@ class Link:
     def hurry(self) -> None:
         """Something is to be said now, not when the server has answered."""
         self._urgent.set()
+
+    async def _say_goodbye(self) -> None:
+        if self._session is None:
+            return
+        try:
+            async with asyncio.timeout(_GOODBYE_SECONDS):
+                await self._send("DELETE", "")
+        except (EnvserverError, TimeoutError) as error:
+            _log.warning("no_goodbye", reason=str(error) or type(error).__name__)
 
     # News
 

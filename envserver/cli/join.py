@@ -1,0 +1,241 @@
+"""`envserver join URL`: the environments of another machine's server, made here.
+
+The same scheduler, workers, proxy and scorer as in `serve`; finished groups go to the server at URL
+instead of a store. The server says how many groups may be open, which policy the engine serves and
+when its weights change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import structlog
+from pydantic import Field, SecretStr, field_validator
+from rich.console import Console
+
+from .. import __version__
+from ..config import Settings
+from ..errors import ConfigError
+from ..remote.gate import HeldGate
+from ..remote.identity import Identity, default_name, held_identity
+from ..remote.link import Link
+from ..remote.messages import NAME_PATTERN, Heartbeat, Registration
+from ..remote.sink import RemoteSink
+from ..rollouts.events import Event, GroupDropped, Observer
+from ..rollouts.group import Machinery
+from ..rollouts.scheduler import Scheduler
+from ..rollouts.stream import tickets
+from ..tokens.flags import chosen
+from .command_line import CommandLine, read_command_line
+from .logs import configure_logs
+from .loop import run_loop
+from .progress import Tally, counted
+from .runtime import engine_room, machinery, run_until_stopped
+
+SUMMARY = """Runs rollouts of an environment here for the server at URL (`serve` or `run-api`).
+It reconnects by itself, and goes on with its own groups when it is started again. SIGTERM or
+Ctrl-C once finishes and delivers the open groups and stops; twice stops at once."""
+
+_log = structlog.get_logger("envserver.join")
+
+
+class JoinSettings(Settings):
+    """Settings with those that only `join` has."""
+
+    url: str = ""
+    """Of the server, also as the first word: http://host:8000."""
+    token: SecretStr = SecretStr("")
+    """Access token of the server, of the role `environment`."""
+    name: str | None = Field(default=None, pattern=NAME_PATTERN)
+    """Of this joiner, unique at the server; unset: environment@host, with -2, -3, ... for others in
+    the same folder."""
+    joined_folder: Path = Path("data/joined")
+    """Where the joiners of this machine keep who they are, to go on after a restart."""
+    weight: float = Field(default=1.0, gt=0)
+    """Its part of the groups, in proportion to the weights of the server's other environments."""
+    minimum_share: float = Field(default=0.0, ge=0, le=1)
+    """The least part of all groups that it has, whatever the weights say."""
+
+    @field_validator("url")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if value and (parts.scheme not in ("http", "https") or not parts.hostname):
+            raise ValueError("an address must look like http://host:8000")
+        return value.rstrip("/")
+
+
+Line = CommandLine[JoinSettings]
+
+
+def run(argv: list[str]) -> int:
+    """The command.
+
+    Raises:
+        EnvserverError: it cannot be run.
+    """
+    words = ["--url", *argv] if argv and not argv[0].startswith("-") else argv
+    line = read_command_line("join URL", SUMMARY, words, settings_class=JoinSettings)
+    if line is None:
+        return 0
+    if not line.settings.url:
+        raise ConfigError("Which server?", hint="envserver join http://host:8000 --env NAME")
+    configure_logs(line.settings.log_level)
+    return run_loop(join(line, Console(stderr=True)))
+
+
+async def join(line: Line, console: Console) -> int:
+    """Makes groups for the server until stopped, told to leave, or until as many as wanted are
+    there.
+
+    Raises:
+        ConfigError, ConflictError, InputError: the server does not let us in, or refuses a group.
+        EngineError: see `machinery`.
+    """
+    settings, name = line.settings, line.environment_class.name
+    with held_identity(
+        settings.joined_folder, name=settings.name, default=default_name(name)
+    ) as identity:
+        gate = HeldGate()
+        link = Link(
+            settings.url,
+            _registration(line, identity),
+            gate=gate,
+            token=settings.token.get_secret_value(),
+        )
+        console.print(f"Joining {settings.url} as {identity.name}", highlight=False)
+        async with link.open() as welcome:
+            environment = _with_seed(line, welcome.seed).make_environment()
+            tally = Tally()
+            async with contextlib.AsyncExitStack() as stack:
+                room = await stack.enter_async_context(
+                    engine_room(settings, need_engine=False, need_exact=True, gate=gate)
+                )
+                parts = await stack.enter_async_context(
+                    machinery(
+                        settings,
+                        environment,
+                        line.reference,
+                        observer=_observer(tally),
+                        need_engine=False,
+                        actions=chosen(
+                            settings.tokens.train, settings.tokens.mask, settings.tokens.drop
+                        ),
+                        need_exact=True,
+                        drop_zero_variance=(
+                            environment.config.ensure_scores_are_not_same is not False
+                        ),
+                        room=room,
+                    )
+                )
+                scheduler = _scheduler(parts, link, welcome.stored)
+                _connect(link, parts, scheduler, tally)
+                console.print(
+                    f"Joined {settings.url} as {identity.name}: {environment.name}, seed "
+                    f"{welcome.seed}, {counted(welcome.stored, 'group')} there already",
+                    highlight=False,
+                )
+                await run_until_stopped(_work(scheduler, link), scheduler, console.print)
+        console.print(f"{counted(tally.groups, 'group')} delivered.", highlight=False)
+    return 0
+
+
+def _registration(line: Line, identity: Identity) -> Registration:
+    settings, config = line.settings, line.settings.env
+    return Registration(
+        name=identity.name,
+        instance=identity.instance,
+        env=line.environment_class.name,
+        split=config.split,
+        seed=config.seed,
+        group_size=config.group_size,
+        weight=settings.weight,
+        minimum_share=settings.minimum_share,
+        scoring={
+            "max_token_length": config.max_token_length,
+            "ensure_scores_are_not_same": config.ensure_scores_are_not_same is not False,
+            "min_group_size": settings.rollouts.min_group_size,
+        },
+        version=__version__,
+        host=identity.name.partition("@")[2],
+    )
+
+
+def _with_seed(line: Line, seed: int) -> Line:
+    """The same command line with the seed that the server gave: no two joiners make the same."""
+    config = line.settings.env.model_copy(update={"seed": seed})
+    return dataclasses.replace(line, settings=line.settings.model_copy(update={"env": config}))
+
+
+def _observer(tally: Tally) -> Observer:
+    def observe(event: Event) -> None:
+        tally(event)
+        if isinstance(event, GroupDropped) and event.failed:
+            _log.warning(
+                "group_dropped",
+                group_id=event.group_id,
+                reason=event.reason,
+                message=event.message,
+                latest_failure=tally.latest_failure,
+            )
+
+    return observe
+
+
+def _scheduler(parts: Machinery, link: Link, stored: int) -> Scheduler:
+    environment = parts.environment
+    steps = environment.config.total_steps
+    scheduler: Scheduler | None = None
+
+    def open_groups() -> int:
+        return 0 if scheduler is None else scheduler.open_groups
+
+    scheduler = Scheduler(
+        parts,
+        tickets(environment, repeat=True),
+        RemoteSink(link, open_groups),
+        wanted=None if steps is None else max(0, steps - stored),
+        stop_on_failures=False,
+    )
+    return scheduler
+
+
+def _connect(link: Link, parts: Machinery, scheduler: Scheduler, tally: Tally) -> None:
+    """Lets `link` say how the work goes, and the work hear the news."""
+    most = max(1, parts.rollouts.max_concurrent // parts.environment.config.group_size) + 1
+
+    def facts() -> Heartbeat:
+        ended = tally.groups + tally.drops.total()
+        return Heartbeat(
+            open=scheduler.open_groups,
+            capacity=0 if scheduler.drained else most,
+            begun=ended + scheduler.open_groups,
+            delivered=tally.groups,
+            dropped=dict(tally.drops),
+            failures=dict(tally.failures),
+            engine={"model": parts.model, **parts.proxy.engine_described()},
+        )
+
+    def publish(version: int) -> None:
+        parts.proxy.publish_version(version)
+        parts.freshness.publish(version)
+
+    link.facts, link.publish, link.drain = facts, publish, scheduler.drain
+
+
+async def _work(scheduler: Scheduler, link: Link) -> None:
+    """Runs the scheduler to its end, and the heartbeats beside it."""
+    living = asyncio.create_task(link.live())
+    making = asyncio.create_task(scheduler.run())
+    try:
+        done, _ = await asyncio.wait({living, making}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in (living, making):
+            task.cancel()
+        await asyncio.gather(living, making, return_exceptions=True)
