@@ -8,6 +8,7 @@ import struct
 import time
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -207,26 +208,28 @@ def bomb() -> bytes:
     return zipped({"xl/workbook.xml": b"<x/>", "xl/worksheets/sheet1.xml": bytes(300 << 20)})
 
 
+MANY = ["word/document.xml", *(f"m{i}" for i in range(11_000))]
+
+
 @pytest.mark.parametrize(
-    ("name", "data", "member"),
+    ("name", "make", "member"),
     [
-        ("bomb.xlsx", bomb(), ""),
-        ("bomb.zip", bomb(), "xl/worksheets/sheet1.xml"),
-        ("cut.zip", zipped({"a": b"b" * 1000})[:60], ""),
-        ("broken.pdf", b"%PDF-1.7\n" + b"<<" * 50_000, ""),
-        (
-            "many.docx",
-            zipped({"word/document.xml": b"", **{f"m{i}": b"" for i in range(11_000)}}),
-            "",
-        ),
+        ("bomb.xlsx", bomb, ""),
+        ("bomb.zip", bomb, "xl/worksheets/sheet1.xml"),
+        ("cut.zip", lambda: zipped({"a": b"b" * 1000})[:60], ""),
+        ("broken.pdf", lambda: b"%PDF-1.7\n" + b"<<" * 50_000, ""),
+        ("many.docx", lambda: zipped(dict.fromkeys(MANY, b"")), ""),
     ],
 )
-def test_hostile_files_are_a_sentence_in_time(name: str, data: bytes, member: str) -> None:
+def test_hostile_files_are_a_sentence_in_time(
+    name: str, make: Callable[[], bytes], member: str
+) -> None:
+    data = make()
     started = time.monotonic()
     with pytest.raises(DocumentError) as caught:
         to_text(data, name, member=member, limits=QUICK)
     assert len(str(caught.value)) < 1000
-    assert time.monotonic() - started < QUICK.seconds + 3
+    assert time.monotonic() - started < 4 * QUICK.seconds + 10
 
 
 def test_entities_are_not_multiplied() -> None:
@@ -237,7 +240,7 @@ def test_entities_are_not_multiplied() -> None:
     started = time.monotonic()
     with pytest.raises(DocumentError):
         to_text(zipped(dict.fromkeys(names, book.encode())), "e.xlsx", limits=QUICK)
-    assert time.monotonic() - started < QUICK.seconds + 3
+    assert time.monotonic() - started < 4 * QUICK.seconds + 10
 
 
 def test_what_loops_eats_memory_or_dies_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
