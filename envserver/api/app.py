@@ -13,10 +13,7 @@ from typing import Any, Final, Literal
 
 import structlog
 from fastapi import FastAPI
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.registry import Collector
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .. import __version__
@@ -28,6 +25,8 @@ from . import problems
 from .atropos.routes import atropos_routes
 from .atropos.service import AtroposService
 from .environments import environment_routes
+from .health import Health, health_routes, store_probe
+from .metrics import CountedRequests, Metrics, metric_routes
 from .native import PolicyVersion, native_routes
 from .registered import RemoteEnvironments
 from .transfer import CompressedAnswers, RequestBodies
@@ -46,7 +45,8 @@ def create_api(
     status: Callable[[], dict[str, Any]] | None = None,
     on_policy_version: Callable[[int], None] | None = None,
     gate: Gate | None = None,
-    metrics: Collector | None = None,
+    metrics: Metrics | None = None,
+    health: Health | None = None,
     include_messages: bool = True,
     score_range: Literal["unit", "pm1"] = "unit",
     silent_after_seconds: float = 30.0,
@@ -61,6 +61,7 @@ def create_api(
         on_policy_version: called with each version that a trainer publishes, and at the start with
             the stored one.
         metrics: what `GET /metrics` shows; None: there is no such route.
+        health: the parts that must be ready; None: the store alone.
         gate: before the engine; None where no engine is behind this server.
         include_messages, score_range: how groups of our own environments go to Atropos trainers.
         silent_after_seconds: a foreign environment that says nothing for so long no longer holds up
@@ -101,8 +102,9 @@ def create_api(
     app = FastAPI(title="envserver", version=__version__, lifespan=lifespan)
     problems.install(app)
     app.include_router(native_routes(store, atropos, policy, settings=settings, status=status))
+    app.include_router(health_routes(health or _store_only(store)))
     if metrics is not None:
-        app.add_api_route("/metrics", _metrics_route(metrics), methods=["GET"], tags=["health"])
+        app.include_router(metric_routes(metrics))
     if gate is not None:
         app.include_router(weight_routes(gate, policy, joined))
     app.include_router(environment_routes(joined))
@@ -112,6 +114,8 @@ def create_api(
     app.add_middleware(CompressedAnswers)
     app.add_middleware(_WireCors, paths={str(getattr(route, "path", "")) for route in wire.routes})
     app.add_middleware(_NoForeignPages)
+    if metrics is not None:
+        app.add_middleware(CountedRequests, requests=metrics.requests)
     return app
 
 
@@ -129,15 +133,10 @@ async def _expire_leases(store: Store, atropos: AtroposService) -> None:
             atropos.store_changed()
 
 
-def _metrics_route(metrics: Collector) -> Callable[[], Response]:
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(metrics)
-
-    def show() -> Response:
-        """Counters and gauges in the text format of Prometheus."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
-
-    return show
+def _store_only(store: Store) -> Health:
+    health = Health()
+    health.found("store", store_probe(store))
+    return health
 
 
 class _WireCors:

@@ -55,7 +55,7 @@ def run(argv: list[str]) -> int:
     line = read_command_line("check", SUMMARY, argv, settings_class=CheckSettings, aliases=ALIASES)
     if line is None:
         return 0
-    configure_logs(line.settings.log_level)
+    configure_logs(line.settings.log_level, line.settings.log_format)
     with _bar(Console(stderr=True)) as bar:
         shown = bar.add_task("results", total=None)
         report = run_loop(

@@ -1,13 +1,22 @@
-"""How log lines look: JSON, one a line, on stderr; coloured text where that is a terminal."""
+"""How log lines look: JSON, one a line, on stderr; coloured text where that is a terminal.
+
+Whoever logs, the server or a library (uvicorn, aiohttp, Python's warnings), its lines have one form
+and the ids of what they are about (`group_id`, `rollout_id`, `run`); and what looks like a secret
+is struck out of the whole line before it is written.
+"""
 
 from __future__ import annotations
 
 import io
 import logging
 import sys
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from ..config import LogFormat
+from ..telemetry.redaction import redacted
 
 
 class CurrentStderr(io.TextIOBase):
@@ -21,26 +30,54 @@ class CurrentStderr(io.TextIOBase):
         sys.stderr.flush()
 
 
-def configure_logs(level: str) -> None:
-    """Shows events of `level` ("debug" ... "error") and above."""
+def configure_logs(level: str, form: LogFormat = "auto") -> None:
+    """Shows events of `level` ("debug" ... "error") and above; of libraries warnings and above.
+
+    Args:
+        form: auto is console on a terminal, else json.
+    """
     number = logging.getLevelNamesMapping()[level.upper()]
     stderr = cast(TextIO, CurrentStderr())
-    logging.basicConfig(
-        stream=stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
-    )
-    shown = (
-        structlog.dev.ConsoleRenderer()
-        if sys.stderr.isatty()
-        else structlog.processors.JSONRenderer()
-    )
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso"),
+    ]
+    shown = _renderers(form)
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
-            shown,
-        ],
+        processors=[*shared, *shown],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.PrintLoggerFactory(stderr),
     )
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *shown],
+    )
+    root = logging.getLogger()
+    for handler in [one for one in root.handlers if isinstance(one, _Lines)]:
+        root.removeHandler(handler)
+    lines = _Lines(stderr)
+    lines.setFormatter(formatter)
+    root.addHandler(lines)
+    root.setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+
+
+class _Lines(logging.StreamHandler[TextIO]):
+    """What libraries log."""
+
+
+def _renderers(form: LogFormat) -> list[Processor]:
+    on_terminal = sys.stderr.isatty()
+    if form == "console" or (form == "auto" and on_terminal):
+        plain = structlog.dev.plain_traceback  # the other one shows variables: prompts and keys
+        return [
+            structlog.dev.ConsoleRenderer(colors=on_terminal, exception_formatter=plain),
+            _strike,
+        ]
+    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(), _strike]
+
+
+def _strike(_: WrappedLogger, __: str, line: EventDict | str) -> Any:
+    """The rendered line, without secrets."""
+    return redacted(str(line))

@@ -1,67 +1,226 @@
-"""What `serve` counts, for Prometheus."""
+"""What `serve` and `run-api` count, for Prometheus; `telemetry/README.md` lists the names.
+
+Nothing is counted twice: what a part knows already is read from it when `/metrics` is asked for.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
-from ..proxy.server import Proxy
-from .progress import Tally
+from ..models.measured import MeasuredEngine
+from ..proxy.gate import Gate
+from ..rollouts.events import (
+    Event,
+    GroupDelivered,
+    GroupDropped,
+    Observer,
+    RolloutFailed,
+    RolloutScored,
+)
+from ..rollouts.group import Machinery
+from ..store import Lease, Store
+from ..telemetry.families import by_key, counter, gauge, histogram, single
+from ..telemetry.numbers import SECONDS, Counts, Distribution, Labelled
+
+_REWARDS: Final = tuple(round(0.1 * tenth, 1) for tenth in range(11))
+_VERSIONS: Final = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
+_SIZES: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
+_MOST_RUNS: Final = 100
+"""That are shown by name; more are one, `other`."""
+_BREAKER: Final = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
 
 
-class ServeMetrics(Collector):
-    """Read when `/metrics` is asked for; nothing is counted twice."""
+class RolloutNumbers:
+    """Counts over the events of rollouts, by environment."""
 
-    def __init__(self, tally: Tally, proxies: Sequence[Proxy]) -> None:
-        self._tally = tally
-        self._proxies = proxies
+    def __init__(self) -> None:
+        self._ends = Counts()
+        self._failures = Counts()
+        self._rewards = Labelled(_REWARDS)
+        self._seconds = Labelled(SECONDS)
+        self._tokens = Counts()
+        self._delivered = Counts()
+        self._dropped = Counts()
+        self._flags = Counts()
 
-    def collect(self) -> Iterator[Metric]:
-        """All metrics."""
-        tally, proxy = self._tally, self._proxies[0]  # they share the engine
+    def observer(self, environment: str) -> Observer:
+        """Counts the events of one environment."""
+        self._delivered.add((environment,), 0)
+        return partial(self._observe, environment)
+
+    def _observe(self, environment: str, event: Event) -> None:
+        if isinstance(event, RolloutScored):
+            self._scored(environment, event)
+        elif isinstance(event, RolloutFailed):
+            kind = event.failure.kind
+            self._failures.add((environment, kind))
+            if event.final:
+                self._ends.add((environment, "stale" if kind == "stale" else "lost"))
+        elif isinstance(event, GroupDelivered):
+            self._delivered.add((environment,))
+        elif isinstance(event, GroupDropped):
+            self._dropped.add((environment, event.reason))
+
+    def _scored(self, environment: str, event: RolloutScored) -> None:
+        end = f"limit_{event.limit}" if event.limit else "scored"
+        self._ends.add((environment, "unscorable" if event.reward is None else end))
+        self._tokens.add((environment, "prompt"), event.prompt_tokens)
+        self._tokens.add((environment, "completion"), event.completion_tokens)
+        self._seconds.add((environment,), event.seconds)
+        if event.reward is not None:
+            self._rewards.add((environment,), event.reward)
+        for flag in event.flags:
+            self._flags.add((flag,))
+
+    async def families(self) -> Iterable[Metric]:
+        """See `api.metrics.Source`."""
+        of = ("environment",)
+        return [
+            counter("envserver_rollouts", "By how they ended", (*of, "end"), self._ends),
+            counter(
+                "envserver_failed_attempts", "By kind of failure", (*of, "kind"), self._failures
+            ),
+            histogram("envserver_reward", "Of scored rollouts", of, self._rewards),
+            histogram("envserver_rollout_seconds", "From start to result", of, self._seconds),
+            counter("envserver_tokens", "Of scored rollouts", (*of, "kind"), self._tokens),
+            counter("envserver_groups_delivered", "Groups made durable", of, self._delivered),
+            counter(
+                "envserver_groups_dropped", "Groups not delivered", (*of, "reason"), self._dropped
+            ),
+            counter(
+                "envserver_flags", "Rollouts by what is odd about their tokens", ("flag",),
+                self._flags,
+            ),
+        ]  # fmt: skip
+
+
+class EngineNumbers:
+    """Of the engine that all rollouts ask, and of the gate before it."""
+
+    def __init__(self, engine: MeasuredEngine, gate: Gate, version: Callable[[], int]) -> None:
+        self._engine = engine
+        self._gate = gate
+        self._version = version
+
+    async def families(self) -> Iterable[Metric]:
+        """See `api.metrics.Source`."""
+        engine, gate = self._engine, self._gate
+        replicas = engine.replicas()
+        of = ("replica",)
+        return [
+            histogram(
+                "envserver_engine_seconds", "Calls that were answered, to their end", ("path",),
+                engine.seconds,
+            ),
+            counter("envserver_engine_errors", "Calls that failed", ("kind",), engine.errors),
+            gauge("envserver_engine_calls", "Not answered yet", (), single(engine.in_flight)),
+            gauge("envserver_calls_at_engine", "Agents' calls there", (), single(gate.in_flight)),
+            gauge("envserver_calls_waiting", "Held up by a pause", (), single(gate.waiting)),
+            gauge("envserver_paused", "1 while calls are paused", (), single(gate.paused)),
+            gauge(
+                "envserver_policy_version", "Published last, -1 before any", (),
+                single(self._version()),
+            ),
+            gauge(
+                "envserver_replica_calls", "In flight there", of,
+                [((one.base_url,), float(one.in_flight)) for one in replicas],
+            ),
+            gauge(
+                "envserver_replica_limit", "The most that are sent there at once", of,
+                [((one.base_url,), float(one.limit)) for one in replicas],
+            ),
+            gauge(
+                "envserver_replica_waiting", "Calls that wait for room there", of,
+                [((one.base_url,), float(one.waiting)) for one in replicas],
+            ),
+            gauge(
+                "envserver_replica_breaker", "0: used, 1: on trial, 2: set aside", of,
+                [((one.base_url,), _BREAKER[one.state]) for one in replicas],
+            ),
+        ]  # fmt: skip
+
+
+class PartsNumbers:
+    """Of what runs the rollouts of each environment: proxy, workers, sandboxes, services."""
+
+    def __init__(self, parts: Sequence[Machinery]) -> None:
+        self._parts = parts
+
+    async def families(self) -> Iterable[Metric]:
+        """See `api.metrics.Source`."""
         services: Counter[str] = Counter()
-        for one in self._proxies:
-            services.update(one.services.counts())
-        yield _labelled(
-            "envserver_flags",
-            "Rollouts by what is odd about their tokens",
-            "flag",
-            tally.flags,
-        )
-        yield _labelled(
-            "envserver_failed_attempts", "Failed attempts by kind", "kind", tally.failures
-        )
-        yield _labelled(
-            "envserver_groups_dropped", "Groups not delivered by reason", "reason", tally.drops
-        )
-        yield _labelled(
-            "envserver_services",
-            "What the environment's services counted",
-            "count",
-            services,
-        )
-        for name, words, count in (
-            ("envserver_groups_delivered", "Groups made durable", tally.groups),
-            ("envserver_rollouts_scored", "Rollouts that have a score", tally.rollouts),
-            ("envserver_rollouts_lost", "Rollouts that failed for good", tally.lost),
-            ("envserver_completion_tokens", "Tokens sampled", tally.completion_tokens),
-        ):
-            yield CounterMetricFamily(name, words, value=count)
-        for name, words, number in (
-            ("envserver_policy_version", "Published last, -1 before any", proxy.policy_version),
-            ("envserver_calls_at_engine", "Model calls in flight", proxy.gate.in_flight),
-            ("envserver_calls_waiting", "Calls held up by a pause", proxy.gate.waiting),
-            ("envserver_paused", "1 while calls are paused", int(proxy.gate.paused)),
-            ("envserver_mean_reward", "Of all scored rollouts", tally.rewards.mean or 0.0),
-        ):
-            yield GaugeMetricFamily(name, words, value=number)
+        added, alive, running, restarts, deaths, sandboxes = [], [], [], [], [], []
+        for one in self._parts:
+            name, seen = one.environment.name, one.pool.snapshot()
+            services.update(one.proxy.services.counts())
+            added.append(((name,), one.proxy.added_seconds))
+            alive.append(((name,), float(seen["processes"])))
+            running.append(((name,), float(seen["running"])))
+            restarts.append(((name,), float(seen["restarts"])))
+            deaths += [((name, kind), float(n)) for kind, n in sorted(seen["deaths"].items())]
+            sandboxes.append(((name,), float(one.proxy.open_sandboxes)))
+        of = ("environment",)
+        return [
+            histogram(
+                "envserver_proxy_added_seconds",
+                "Of answered calls (no streams): the time that was not the engine's", of, added,
+            ),
+            gauge("envserver_workers", "Worker processes alive", of, alive),
+            gauge("envserver_rollouts_running", "Rollouts in workers", of, running),
+            counter("envserver_worker_restarts", "Workers replaced", of, restarts),
+            counter("envserver_worker_deaths", "By kind", (*of, "kind"), deaths),
+            gauge("envserver_sandboxes", "Open for agents", of, sandboxes),
+            counter(
+                "envserver_services", "What the environments' services counted", ("count",),
+                by_key(services),
+            ),
+        ]  # fmt: skip
 
 
-def _labelled(name: str, words: str, label: str, counts: Mapping[str, float]) -> Metric:
-    family = CounterMetricFamily(name, words, labels=[label])
-    for value, count in sorted(counts.items()):
-        family.add_metric([value], count)
-    return family
+class StoreNumbers:
+    """Of the store: what waits for whom, leases, commits; and how old groups are when leased.
+
+    Args:
+        version: the policy's now; -1 where it is unknown.
+    """
+
+    def __init__(self, store: Store, version: Callable[[], int]) -> None:
+        self._store = store
+        self._version = version
+        self._staleness = Distribution(_VERSIONS)
+        self._waited = Distribution(SECONDS)
+
+    def leased(self, lease: Lease) -> None:
+        """A lease was handed out."""
+        version = self._version()
+        for row in lease.groups:
+            if version >= 0 and row.policy_version >= 0:
+                self._staleness.add(version - row.policy_version)
+
+    async def families(self) -> Iterable[Metric]:
+        """See `api.metrics.Source`."""
+        store = self._store
+        return [
+            gauge(
+                "envserver_groups", "Groups of the shared queue by state", ("state",),
+                by_key({str(state): n for state, n in (await store.counts()).items()}),
+            ),
+            histogram(
+                "envserver_staleness_versions", "Of each leased group: how far behind the policy",
+                (), [((), self._staleness)],
+            ),
+        ]  # fmt: skip
+
+
+def most(counts: Mapping[str, int], limit: int = _MOST_RUNS) -> dict[str, float]:
+    """`counts` of the `limit` largest, and of the rest together as `other`."""
+    ranked = sorted(counts.items(), key=lambda one: (-one[1], one[0]))
+    shown = {name: float(count) for name, count in ranked[:limit]}
+    if len(ranked) > limit:
+        shown["other"] = float(sum(count for _, count in ranked[limit:]))
+    return shown

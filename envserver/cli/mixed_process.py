@@ -123,7 +123,7 @@ async def _run(
             )
         several = Several(schedulers)
         with view:
-            return await run_until_stopped(several.run(view.say), several, view.say)
+            return await run_until_stopped(several.run(view.say), several, view.say) != "done"
 
 
 class _File:

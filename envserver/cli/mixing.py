@@ -170,6 +170,10 @@ class Several:
         """Whether `drain` was called."""
         return any(one.drained for one in self._schedulers.values())
 
+    def cut_off(self) -> dict[str, int]:
+        """Groups of each that were cancelled because the run was."""
+        return {name: one.cut_off for name, one in self._schedulers.items()}
+
     def delivered(self) -> dict[str, int]:
         """Groups that each delivered in this run."""
         return {name: one.delivered for name, one in self._schedulers.items()}

@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
     if show_help(argv, usage=usage, summary=SUMMARY, settings_class=ModelsSettings):
         return 0
     settings = load_settings(argv, settings_class=ModelsSettings)
-    configure_logs(settings.log_level)
+    configure_logs(settings.log_level, settings.log_format)
     solver = _solver(settings)
     run_loop(
         run_sim(

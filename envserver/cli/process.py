@@ -57,12 +57,12 @@ def run(argv: list[str]) -> int:
         if members is not None:
             from .mixed_process import process_mix
 
-            configure_logs(members[0].line.settings.log_level)
+            configure_logs(members[0].line.settings.log_level, members[0].line.settings.log_format)
             return run_loop(process_mix(members, Console(stderr=True)))
     line = read_command_line("process", SUMMARY, argv, settings_class=ProcessSettings)
     if line is None:
         return 0
-    configure_logs(line.settings.log_level)
+    configure_logs(line.settings.log_level, line.settings.log_format)
     environment = line.make_environment()
     return run_loop(process(line.reference, environment, line.settings, Console(stderr=True)))
 
@@ -191,7 +191,7 @@ async def _run(
 ) -> bool:
     """Runs the stream; whether it was stopped by a signal."""
     scheduler = Scheduler(parts, stream, sink, wanted=wanted, stop_on_failures=True)
-    return await run_until_stopped(scheduler.run(), scheduler, view.say)
+    return await run_until_stopped(scheduler.run(), scheduler, view.say) != "done"
 
 
 def show_result(

@@ -11,12 +11,17 @@ import signal
 import sys
 
 from ..api.app import create_api
+from ..api.doorway import Doorway
+from ..api.health import Health, store_probe
+from ..api.metrics import Metrics
 from ..api.server import serve_api
-from ..config import LogLevel, Section, ServerConfig, StorePlace
+from ..config import LogFormat, LogLevel, Section, ServerConfig, StorePlace, TelemetryConfig
 from ..store import open_store
+from ..telemetry.lag import LoopLag
 from .help import show_help
 from .logs import configure_logs
 from .loop import run_loop
+from .metrics import StoreNumbers
 from .settings import load_settings
 
 SUMMARY = """Serves trainers, and environments that others run, over the Atropos wire and /v1.
@@ -33,6 +38,9 @@ class RunApiSettings(Section):
     """Where groups are kept: a file (SQLite) or a database URL."""
     log_level: LogLevel = "info"
     """Least serious event that is logged."""
+    log_format: LogFormat = "auto"
+    """How a log line looks; auto: console on a terminal, else json."""
+    telemetry: TelemetryConfig = TelemetryConfig()
 
 
 def run(argv: list[str]) -> int:
@@ -48,7 +56,7 @@ def run(argv: list[str]) -> int:
     ):
         return 0
     settings = load_settings(argv, settings_class=RunApiSettings, aliases=ALIASES)
-    configure_logs(settings.log_level)
+    configure_logs(settings.log_level, settings.log_format)
     return run_loop(run_api(settings))
 
 
@@ -57,9 +65,38 @@ async def run_api(settings: RunApiSettings) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with open_store(settings.store) as store:
-        api = create_api(store, settings=settings.server)
-        async with await serve_api(api, settings.server.host, settings.server.port) as server:
+    version = -1
+
+    def publish(published: int) -> None:
+        nonlocal version
+        version = published
+
+    async with (
+        LoopLag(settings.telemetry.slow_callback_seconds) as lag,
+        open_store(settings.store) as store,
+    ):
+        health, metrics = Health(lag), Metrics()
+        health.found("store", store_probe(store))
+        metrics.watch(lag, health)
+        metrics.add(StoreNumbers(store, lambda: version).families)
+        doorway = Doorway(health)
+        await doorway.open(
+            create_api(
+                store,
+                settings=settings.server,
+                on_policy_version=publish,
+                metrics=metrics,
+                health=health,
+            )
+        )
+        server = await serve_api(doorway, settings.server.host, settings.server.port)
+        watching = asyncio.create_task(health.watch(), name="health")
+        try:
             print(f"Trainers and environments: {server.url}", file=sys.stderr, flush=True)
             await stop.wait()
+        finally:
+            watching.cancel()
+            health.drain()
+            doorway.close()
+            await server.close()
     return 0

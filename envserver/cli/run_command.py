@@ -56,7 +56,7 @@ def run(argv: list[str]) -> int:
     line = read_command_line("run", SUMMARY, words, settings_class=_with_fields_of(asked_class))
     if line is None:
         return 0
-    configure_logs(line.settings.log_level)
+    configure_logs(line.settings.log_level, line.settings.log_format)
     asked = _question(line, asked_class)
     line = _as_asked(line, asked)
     return run_loop(ask(line, line.make_environment(), asked))

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -14,7 +14,7 @@ from ..api.server import serve_api
 from ..config import RolloutsConfig, Settings, WorkersConfig
 from ..environment import AgentRole, Environment, Isolation
 from ..errors import ConfigError, EngineError
-from ..models.engine import Engine
+from ..models.measured import MeasuredEngine
 from ..proxy.gate import Gate
 from ..proxy.server import Proxy
 from ..proxy.source import Source
@@ -27,6 +27,7 @@ from ..rollouts.scoring import ScorerPool
 from ..sandbox.client import SandboxClient
 from ..sandbox.rooms import AttemptSandboxes
 from ..sandbox.service import SandboxService
+from ..telemetry.tracing import Tracer
 from ..tokens.flags import Actions
 from ..workers.local import LocalPool
 from ..workers.walled import Wall
@@ -34,6 +35,7 @@ from .agents import OwnSource, own_sources
 from .engines import look_at, make_engine, make_source
 from .progress import counted
 from .sandboxing import sandboxes_of, try_sandbox
+from .tracing import tracer_of
 
 
 class EngineRoom(msgspec.Struct, frozen=True):
@@ -41,13 +43,14 @@ class EngineRoom(msgspec.Struct, frozen=True):
 
     Args:
         model: name of the model there.
-        demonstrator: see Machinery.
+        demonstrator, tracer: see Machinery.
     """
 
-    engine: Engine
+    engine: MeasuredEngine
     source: Source
     model: str
     demonstrator: Demonstrator | None
+    tracer: Tracer
 
 
 @contextlib.asynccontextmanager
@@ -56,13 +59,13 @@ async def engine_room(
 ) -> AsyncIterator[EngineRoom]:
     """The engine that `settings` name, behind `gate` (unset: one of its own). Other arguments and
     errors as of `machinery`."""
-    engine, demonstrator = make_engine(settings)
-    _check_exact(engine.exact, need_exact)
-    async with engine:
+    sampling, demonstrator = make_engine(settings)
+    _check_exact(sampling.exact, need_exact)
+    async with MeasuredEngine(sampling) as engine, tracer_of(settings.telemetry) as tracer:
         source = make_source(settings, engine, gate=gate)
         if await look_at(engine, must_answer=need_engine):
             _check_exact((await source.ready()).exact, need_exact)
-        yield EngineRoom(engine, source, await engine.model_name(), demonstrator)
+        yield EngineRoom(engine, source, await engine.model_name(), demonstrator, tracer)
 
 
 @contextlib.asynccontextmanager
@@ -77,11 +80,13 @@ async def machinery(
     need_exact: bool,
     drop_zero_variance: bool,
     room: EngineRoom | None = None,
+    is_up: Callable[[str], None] = lambda part: None,
 ) -> AsyncIterator[Machinery]:
     """Everything that running rollouts needs, started; all of it is ended on the way out.
 
     Args:
         room: the engine, where others use it too; unset: one of its own.
+        is_up: told of "workers" and "scorers" when they are.
         actions: what is done about each flag of a call or a trajectory.
         need_engine: whether the engine must answer now, or may come later (its name must then be
             set).
@@ -134,7 +139,9 @@ async def machinery(
             listen=server.also_on,
         )
         pool = await stack.enter_async_context(workers)
+        is_up("workers")
         await scorer_is_up
+        is_up("scorers")
         await trying
         yield Machinery(
             environment=environment,
@@ -163,6 +170,7 @@ async def machinery(
             freshness=_freshness(settings.rollouts),
             slots=asyncio.Semaphore(_slots(settings, environment)),
             demonstrator=room.demonstrator,
+            tracer=room.tracer,
         )
 
 
@@ -283,6 +291,10 @@ def _workers(settings: Settings, isolation: Isolation) -> int:
     return workers.dedicated
 
 
+Ending = Literal["done", "stopped", "overdue"]
+"""Of a run: by itself, by a signal, or by the end of the time that a signal left it."""
+
+
 class Stoppable(Protocol):
     """What makes groups, and can be told to begin no more."""
 
@@ -293,33 +305,51 @@ class Stoppable(Protocol):
 
 
 async def run_until_stopped(
-    work: Coroutine[Any, Any, None], scheduler: Stoppable, say: Callable[[str], object]
-) -> bool:
-    """Awaits `work`, which runs `scheduler`; whether a signal stopped it before its end.
+    work: Coroutine[Any, Any, None],
+    scheduler: Stoppable,
+    say: Callable[[str], object],
+    *,
+    on_stop: Callable[[], None] = lambda: None,
+    drain_seconds: float | None = None,
+) -> Ending:
+    """Awaits `work`, which runs `scheduler`; how it ended.
 
     The first SIGINT or SIGTERM lets the open groups end, the second ends everything at once.
+
+    Args:
+        on_stop: called at the first signal.
+        drain_seconds: after which the groups that are still open are cancelled; unset: never.
     """
     loop = asyncio.get_running_loop()
     running = asyncio.ensure_future(work)
-    stopped = False
+    ending: Ending = "done"
 
     def on_signal() -> None:
-        nonlocal stopped
-        if stopped:
+        nonlocal ending
+        if ending != "done":
             running.cancel()
             return
-        stopped = True
+        ending = "stopped"
         say(f"Finishing {counted(scheduler.open_groups, 'open group')}; again stops at once.")
         scheduler.drain()
+        on_stop()
+        if drain_seconds is not None:
+            loop.call_later(drain_seconds, on_deadline)
+
+    def on_deadline() -> None:
+        nonlocal ending
+        if not running.done():
+            ending = "overdue"
+            running.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     try:
         await running
     except asyncio.CancelledError:
-        if not stopped:
+        if ending == "done":
             raise
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
-    return stopped
+    return ending

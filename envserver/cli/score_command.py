@@ -42,7 +42,7 @@ def run(argv: list[str]) -> int:
     if line is None:
         return 0
     settings = line.settings
-    configure_logs(settings.log_level)
+    configure_logs(settings.log_level, settings.log_format)
     console = Console(stderr=True)
     try:
         with _bar(console) as bar:

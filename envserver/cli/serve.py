@@ -8,12 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import structlog
 from rich.console import Console
 
 from ..api.app import create_api
+from ..api.doorway import Doorway
+from ..api.health import Health, engine_probe, store_probe
+from ..api.metrics import Metrics
 from ..api.server import serve_api
 from ..config import MixSettings
 from ..errors import ConfigError
@@ -25,11 +29,12 @@ from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import id_prefix, tickets
 from ..store import Store, open_store
 from ..store.sink import StoreSink
+from ..telemetry.lag import LoopLag
 from ..tokens.flags import chosen
 from .command_line import read_command_line
 from .logs import configure_logs
 from .loop import run_loop
-from .metrics import ServeMetrics
+from .metrics import EngineNumbers, PartsNumbers, RolloutNumbers, StoreNumbers
 from .mixing import Member, Several, read_mix
 from .progress import Tally, counted
 from .runtime import EngineRoom, engine_room, machinery, run_until_stopped
@@ -63,7 +68,8 @@ def run(argv: list[str]) -> int:
             return 0
         environment = line.make_environment()
         members = [Member(line, environment, Share(environment.name))]
-    configure_logs(members[0].line.settings.log_level)
+    settings = members[0].line.settings
+    configure_logs(settings.log_level, settings.log_format)
     return run_loop(serve(members, Console(stderr=True)))
 
 
@@ -75,69 +81,112 @@ async def serve(members: Members, console: Console) -> int:
     """
     settings = members[0].line.settings
     _check_alike(members)
-    tally = Tally()
+    tally, numbers, metrics = Tally(), RolloutNumbers(), Metrics()
 
-    def observe(event: Event) -> None:
-        tally(event)
-        if isinstance(event, GroupDelivered):
-            for trajectory in event.group.trajectories:
-                auditor.offer(trajectory)
-        elif isinstance(event, GroupDropped) and event.failed:
-            _log.warning(
-                "group_dropped",
-                group_id=event.group_id,
-                reason=event.reason,
-                message=event.message,
-                latest_failure=tally.latest_failure,
+    def observe(environment: str) -> Observer:
+        count = numbers.observer(environment)
+
+        def told(event: Event) -> None:
+            tally(event)
+            count(event)
+            if isinstance(event, GroupDelivered):
+                for trajectory in event.group.trajectories:
+                    auditor.offer(trajectory)
+            elif isinstance(event, GroupDropped) and event.failed:
+                _warn(event, tally)
+
+        return told
+
+    async with contextlib.AsyncExitStack() as stack:
+        lag = await stack.enter_async_context(LoopLag(settings.telemetry.slow_callback_seconds))
+        health = Health(lag)
+        for part in ("store", "engine", *_loaded(members)):
+            health.expect(part)
+        store = await stack.enter_async_context(open_store(settings.store))
+        health.found("store", store_probe(store))
+        doorway = Doorway(health)
+        server = await serve_api(doorway, settings.server.host, settings.server.port)
+        stack.push_async_callback(server.close)
+        room = await stack.enter_async_context(
+            engine_room(settings, need_engine=False, need_exact=True)
+        )
+        health.found("engine", engine_probe(room.engine))
+        parts = await stack.enter_async_context(_machineries(members, room, observe, health))
+        auditor = await stack.enter_async_context(
+            Auditor(
+                room.engine,
+                settings.tokens.audit_fraction,
+                settings.tokens.audit_tolerance,
+                version=lambda: parts[0].proxy.policy_version,
+                gate=room.source.gate,
             )
-
-    async with (
-        open_store(settings.store) as store,
-        engine_room(settings, need_engine=False, need_exact=True) as room,
-        _machineries(members, room, observe) as parts,
-        Auditor(
-            room.engine,
-            settings.tokens.audit_fraction,
-            settings.tokens.audit_tolerance,
-            version=lambda: parts[0].proxy.policy_version,
-            gate=room.source.gate,
-        ) as auditor,
-    ):
+        )
         config = members[0].environment.config
         schedulers = await _schedulers(members, parts, store)
 
         def publish(version: int) -> None:
             for one in parts:
-                one.proxy.publish_version(version)
+                one.publish_version(version)
 
+        def version() -> int:
+            return parts[0].proxy.policy_version
+
+        metrics.watch(lag, health)
+        for source in (
+            numbers,
+            StoreNumbers(store, version),
+            EngineNumbers(room.engine, room.source.gate, version),
+            PartsNumbers(parts),
+        ):
+            metrics.add(source.families)
         api = create_api(
             store,
             settings=settings.server,
             status=lambda: _status(parts, schedulers, tally) | {"audit": auditor.report()},
             on_policy_version=publish,
             gate=room.source.gate,
-            metrics=ServeMetrics(tally, [one.proxy for one in parts]),
+            metrics=metrics,
+            health=health,
             include_messages=config.include_messages,
             score_range=config.score_range,
         )
-        server = await serve_api(api, settings.server.host, settings.server.port)
+        await doorway.open(api)
+        lag.begin_anew()
+        watching = asyncio.create_task(health.watch(), name="health")
         try:
             _announce(console, settings.server.host, server.port, parts[0])
-            work = _run_then_wait(schedulers, store, console.print)
-            await run_until_stopped(work, schedulers, console.print)
+            ending = await run_until_stopped(
+                _run_then_wait(schedulers, store, console.print),
+                schedulers,
+                console.print,
+                on_stop=health.drain,
+                drain_seconds=settings.server.drain_seconds,
+            )
         finally:
+            watching.cancel()
+            doorway.close()
             await server.close()
         waiting = await _waiting(store)
     if auditor.fraction:
         console.print(auditor.summary(), highlight=False, soft_wrap=True)
     # The address of a database may hold a password: it is not repeated.
     console.print(f"{counted(waiting, 'group')} kept in the store for trainers.", highlight=False)
-    return 0
+    if ending != "overdue":
+        return 0
+    cut = schedulers.cut_off()
+    _log.warning("drain_overdue", groups=cut, drain_seconds=settings.server.drain_seconds)
+    console.print(
+        f"Stopped after {settings.server.drain_seconds:g} s: "
+        f"{counted(sum(cut.values()), 'group')} cancelled, to be made anew by the next start here.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 1
 
 
 @contextlib.asynccontextmanager
 async def _machineries(
-    members: Members, room: EngineRoom, observe: Observer
+    members: Members, room: EngineRoom, observe: Callable[[str], Observer], health: Health
 ) -> AsyncIterator[list[Machinery]]:
     """What runs the rollouts of each."""
     async with contextlib.AsyncExitStack() as stack:
@@ -149,15 +198,35 @@ async def _machineries(
                 settings,
                 one.environment,
                 one.line.reference,
-                observer=observe,
+                observer=observe(one.environment.name),
                 need_engine=False,
                 actions=chosen(tokens.train, tokens.mask, tokens.drop),
                 need_exact=True,
                 drop_zero_variance=config.ensure_scores_are_not_same is not False,
                 room=room,
+                is_up=partial(_found, health, one.environment.name),
             )
             parts.append(await stack.enter_async_context(made))
         yield parts
+
+
+def _loaded(members: Members) -> list[str]:
+    """The parts that must be loaded for each environment, as health names them."""
+    return [f"{part}:{one.environment.name}" for one in members for part in ("workers", "scorers")]
+
+
+def _found(health: Health, environment: str, part: str) -> None:
+    health.found(f"{part}:{environment}")
+
+
+def _warn(event: GroupDropped, tally: Tally) -> None:
+    _log.warning(
+        "group_dropped",
+        group_id=event.group_id,
+        reason=event.reason,
+        message=event.message,
+        latest_failure=tally.latest_failure,
+    )
 
 
 async def _schedulers(members: Members, parts: list[Machinery], store: Store) -> Several:

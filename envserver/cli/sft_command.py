@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
     )
     if line is None:
         return 0
-    configure_logs(line.settings.log_level)
+    configure_logs(line.settings.log_level, line.settings.log_format)
     environment = line.make_environment()
     return run_loop(generate(line.reference, environment, line.settings, Console(stderr=True)))
 
@@ -121,7 +121,7 @@ async def generate(
             )
             with view:
                 work = _until_full(scheduler, sink)
-                stopped = await run_until_stopped(work, scheduler, view.say)
+                stopped = await run_until_stopped(work, scheduler, view.say) != "done"
     rows = f"{counted(sink.rows, 'row')} of {counted(view.tally.groups, 'group')} in {sink.path}"
     console.print(rows, highlight=False, markup=False, soft_wrap=True)
     return 130 if stopped else 0

@@ -22,6 +22,7 @@ from ..models.engine import Engine
 from ..proxy.attempts import AttemptSpec, Limits, Seat, line_of
 from ..proxy.server import Proxy
 from ..records import Group, Message, PublicTask, Result, Score, Task, Trajectory
+from ..telemetry.tracing import NO_TRACER, Tracer
 from ..tokens.flags import Actions
 from ..workers.pool import WorkerPool
 from .agents import demonstrated
@@ -73,6 +74,7 @@ class Machinery(msgspec.Struct, kw_only=True):
         freshness: ends rollouts in flight that are too old.
         slots: one per rollout in flight.
         demonstrator: None where nobody needs solutions.
+        tracer: told what each rollout does.
     """
 
     environment: Environment
@@ -95,6 +97,7 @@ class Machinery(msgspec.Struct, kw_only=True):
     freshness: Freshness
     slots: asyncio.Semaphore
     demonstrator: Demonstrator | None
+    tracer: Tracer = NO_TRACER
 
     def publish_version(self, version: int) -> None:
         """The engine serves `version` of the policy from now on; what is too old for it ends."""

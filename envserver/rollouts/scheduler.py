@@ -66,6 +66,11 @@ class Scheduler:
         return len(self._open)
 
     @property
+    def cut_off(self) -> int:
+        """Groups that were cancelled because `run` was."""
+        return sum(group.cancelled() for group in self._open)
+
+    @property
     def drained(self) -> bool:
         """Whether `drain` was called."""
         return self._draining.is_set()

@@ -53,6 +53,11 @@ class LoopLag:
         recent = sorted(self._recent)
         return recent[int(0.99 * (len(recent) - 1))] if recent else 0.0
 
+    def begin_anew(self) -> None:
+        """Forgets what was measured: loading what is needed blocks the loop, serving must not."""
+        self.seconds = Distribution(SHORT_SECONDS)
+        self._recent.clear()
+
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._tick(), name="loop-lag")
         if self._slow_seconds is not None:

@@ -1,4 +1,4 @@
-"""How things stand, and whether the process and its store answer."""
+"""How things stand."""
 
 from __future__ import annotations
 
@@ -34,14 +34,3 @@ def add_status_routes(
                 "server": status() if status is not None else {},
             }
         )
-
-    @router.get("/healthz", tags=["health"])
-    async def healthz() -> Response:
-        """The process answers."""
-        return json_answer({"status": "ok"})
-
-    @router.get("/readyz", tags=["health"])
-    async def readyz() -> Response:
-        """The store answers too."""
-        await store.get_value("policy_version")
-        return json_answer({"status": "ok"})

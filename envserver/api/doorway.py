@@ -1,0 +1,120 @@
+"""What stands at the port before the API is there, and when it ends.
+
+While the parts of the server come up, health is answered and everything else is 503: who asks too
+early learns that it is early. When the server ends, requests that wait (long polls, streams) are
+told that nobody waits for them any more, so that they end at once and in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from . import problems
+from .health import Health, health_routes
+from .lifespan import Lifespan
+
+_RETRY_SECONDS: Final = "1"
+_DISCONNECT: Final[Message] = {"type": "http.disconnect"}
+
+
+class Doorway:
+    """An ASGI application around another one that comes later."""
+
+    def __init__(self, health: Health) -> None:
+        self._early = _early(health)
+        self._inside: ASGIApp | None = None
+        self._lifespan: Lifespan | None = None
+        self._closing = asyncio.Event()
+
+    async def open(self, app: ASGIApp) -> None:
+        """From now on `app` answers.
+
+        Raises:
+            Exception: what it raised while it started.
+        """
+        lifespan = Lifespan(app)
+        await lifespan.start()
+        self._inside, self._lifespan = app, lifespan
+
+    def close(self) -> None:
+        """Requests that wait are to end."""
+        self._closing.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif scope["type"] == "http":
+            await _Visit(self._closing, receive, send).to(self._inside or self._early, scope)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        if self._lifespan is not None:
+            await self._lifespan.stop()
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+class _Visit:
+    """One request."""
+
+    def __init__(self, closing: asyncio.Event, receive: Receive, send: Send) -> None:
+        self._closing = closing
+        self._receive_message = receive
+        self._send_message = send
+        self._has_body = False
+        self._begun = False
+        self._ended = False
+        self._gone: asyncio.Future[Message] | None = None
+
+    async def to(self, app: ASGIApp, scope: Scope) -> None:
+        try:
+            await app(scope, self._receive, self._send)
+        finally:
+            if self._gone is not None:
+                self._gone.cancel()
+        if self._closing.is_set() and self._begun and not self._ended:
+            # A stream that was told that its client has gone says no last word, but it has not.
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _receive(self) -> Message:
+        if not self._has_body:
+            message = await self._receive_message()
+            self._has_body = not message.get("more_body", False)
+            return message
+        if self._closing.is_set():
+            return _DISCONNECT
+        # One for all that ask: who only looks whether the client has gone does not wait for it.
+        self._gone = self._gone or asyncio.ensure_future(self._receive_message())
+        closing = asyncio.ensure_future(self._closing.wait())
+        first: set[asyncio.Future[Any]] = {self._gone, closing}
+        try:
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            closing.cancel()
+        return self._gone.result() if self._gone.done() else _DISCONNECT
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._begun = True
+        elif message["type"] == "http.response.body":
+            self._ended = not message.get("more_body", False)
+        await self._send_message(message)
+
+
+def _early(health: Health) -> FastAPI:
+    app = FastAPI(openapi_url=None)
+    app.include_router(health_routes(health))
+
+    async def too_early(scope: Scope, receive: Receive, send: Send) -> None:
+        words = f"The server is starting: {health.missing() or 'a moment'}."
+        headers = {"retry-after": _RETRY_SECONDS}
+        answer = problems.error_answer(scope["path"], 503, words, kind="starting", headers=headers)
+        await answer(scope, receive, send)
+
+    app.mount("/", too_early)
+    return app

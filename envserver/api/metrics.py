@@ -1,0 +1,151 @@
+"""What `/metrics` shows, and the count of HTTP requests by route.
+
+Each part of the server that has numbers adds a source; all are read when somebody asks. Requests
+are counted by the template of their route, so that ids in paths make no labels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Final
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.core import Metric
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .. import __version__
+from ..telemetry.families import counter, gauge, histogram, info, single
+from ..telemetry.lag import LoopLag
+from ..telemetry.numbers import SECONDS, Counts, Labelled
+from ..telemetry.process import Resources
+from .health import Health
+
+Source = Callable[[], Awaitable[Iterable[Metric]]]
+"""Gives the numbers of the moment; on the event loop, so it must be quick."""
+
+_METHODS: Final = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
+
+
+class Requests:
+    """How many requests came to which route, how they were answered, and how long that took."""
+
+    def __init__(self) -> None:
+        self.counts = Counts()
+        self.seconds = Labelled(SECONDS)
+
+    async def families(self) -> Iterable[Metric]:
+        """A Source."""
+        labels = ("method", "route", "status")
+        requests = counter(
+            "envserver_http_requests", "Requests answered, by route", labels, self.counts
+        )
+        seconds = histogram(
+            "envserver_http_request_seconds",
+            "From the request's head to the answer's end; long polls wait within",
+            ("route",),
+            self.seconds,
+        )
+        return [requests, seconds]
+
+
+class Metrics:
+    """Everything that a server shows. `requests` counts those of its API."""
+
+    def __init__(self) -> None:
+        self.requests = Requests()
+        self._sources: list[Source] = [_build, Resources().families, self.requests.families]
+
+    def add(self, source: Source) -> None:
+        """Shows what `source` gives, too."""
+        self._sources.append(source)
+
+    def watch(self, lag: LoopLag, health: Health) -> None:
+        """Shows how late the loop is, and which parts are ready."""
+
+        async def families() -> Iterable[Metric]:
+            ready = [((name,), float(one.state == "ready")) for name, one in health.parts.items()]
+            return [
+                histogram(
+                    "envserver_loop_lag_seconds",
+                    "How late the event loop woke a task that asked for every 50 ms",
+                    (),
+                    [((), lag.seconds)],
+                ),
+                gauge(
+                    "envserver_loop_lag_p99_seconds",
+                    "The same at the 99th percentile of the last minute",
+                    (),
+                    single(lag.p99_seconds()),
+                ),
+                gauge("envserver_ready", "1 while every part is", (), single(health.ready)),
+                gauge("envserver_part_ready", "1 while it is, as last seen", ("part",), ready),
+            ]
+
+        self.add(families)
+
+    async def text(self) -> bytes:
+        """In the text format of Prometheus."""
+        families = [family for source in self._sources for family in await source()]
+        return await asyncio.to_thread(generate_latest, _Read(families))
+
+
+class _Read:
+    """A registry of what was read already."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+async def _build() -> Iterable[Metric]:
+    facts = {"version": __version__, "python": platform.python_version()}
+    return [info("envserver_build", "What runs here", facts)]
+
+
+def metric_routes(metrics: Metrics) -> APIRouter:
+    """`/metrics`."""
+    router = APIRouter(tags=["health"])
+
+    @router.get("/metrics")
+    async def show() -> Response:
+        """Counters, gauges and histograms in the text format of Prometheus."""
+        return Response(await metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+class CountedRequests:
+    """The outermost middleware: counts what passes."""
+
+    def __init__(self, app: ASGIApp, requests: Requests) -> None:
+        self._app = app
+        self._requests = requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 0
+        started = time.perf_counter()
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counted)
+        finally:
+            route = getattr(scope.get("route"), "path", "unmatched")
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            answered = str(status) if status else "none"
+            self._requests.counts.add((method, route, answered))
+            self._requests.seconds.add((route,), time.perf_counter() - started)

@@ -1,0 +1,33 @@
+"""Where the traces of a command go."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from ..config import TelemetryConfig
+from ..errors import ConfigError
+from ..telemetry.tracing import NO_TRACER, Tracer
+
+
+@asynccontextmanager
+async def tracer_of(config: TelemetryConfig) -> AsyncIterator[Tracer]:
+    """Traces as `config` has them; without an endpoint none, and nothing is imported for it.
+
+    Raises:
+        ConfigError: the library is not installed.
+    """
+    if config.otlp_endpoint is None:
+        yield NO_TRACER
+        return
+    try:
+        from ..telemetry.otel import otlp_tracer
+    except ImportError as error:
+        raise ConfigError(
+            f"telemetry.otlp_endpoint needs OpenTelemetry: {error}.",
+            hint="pip install 'envserver[otel]'",
+        ) from error
+    async with otlp_tracer(
+        config.otlp_endpoint, service_name=config.service_name, sample_ratio=config.sample_ratio
+    ) as tracer:
+        yield tracer
