@@ -283,7 +283,9 @@ class RemoteEnvironments:
         one = self.known_as(env_id, key)
         async with self._lock:
             await self._save(self._known | {one.id: msgspec.structs.replace(one, gone=True)})
-            self._now.pop(one.id, None)
+            now = self._now_of(one)
+            now.beat = now.beat.model_copy(update={"open": 0, "capacity": 0})
+            now.room = now.open = 0
         log.info("environment_left", name=one.name)
         self.wake()
 

@@ -95,12 +95,13 @@ def _good(answer: httpx.Response) -> Any:
 async def running_api(
     place: Path, *, server: dict[str, Any] | None = None, **more: Any
 ) -> AsyncIterator[Api]:
-    """The API over the store at `place`; `more` goes to `create_api`."""
-    settings = ServerConfig(**(server or {}))
+    """The API over the store at `place`, at the port in `server` or a free one; `more` goes to
+    `create_api`."""
+    settings = ServerConfig(**({"port": 0} | (server or {})))
     async with open_store(place) as store:
         app = create_api(store, settings=settings, **more)
         async with (
-            await serve_api(app, "127.0.0.1", 0) as running,
+            await serve_api(app, "127.0.0.1", settings.port) as running,
             httpx.AsyncClient(base_url=running.url, timeout=30) as http,
         ):
             yield Api(http, store, running.url)
