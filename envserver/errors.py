@@ -30,7 +30,8 @@
     │   ├── Stale              the policy went on too far since its first token   drop
     │   └── TokensError        the recorded tokens break an invariant             never delivered
     ├── StoreError             the durable store failed; nothing was accepted     HTTP 503
-    │   └── StoreFull          no space left                                      HTTP 507
+    │   ├── StoreFull          no space left                                      HTTP 507
+    │   └── StoreLost          it is another process's now, or gone; the server ends
     └── AllFailed              every rollout failed; the run was stopped          exit 1
 
 An infrastructure failure is never a reward of 0: only what is scored reaches a trainer. A worker
@@ -231,6 +232,10 @@ class StoreError(EnvserverError):
 
 class StoreFull(StoreError):
     kind, status = "store_full", 507
+
+
+class StoreLost(StoreError):
+    kind = "store_lost"
 
 
 class AllFailed(EnvserverError):

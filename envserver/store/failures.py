@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import errno
+import socket
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from sqlalchemy.exc import SQLAlchemyError, StatementError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError, StatementError
 
-from ..errors import ConfigError, EnvserverError, InputError, StoreError, StoreFull
+from ..errors import ConfigError, ConflictError, EnvserverError, InputError, StoreError, StoreFull
 from .compression import ZstdError
 
 _FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FULL_SQLSTATES: Final = frozenset({"53100"})  # PostgreSQL: disk_full
+_UNREACHABLE_SQLSTATES: Final = frozenset(
+    {"57P01", "57P02", "57P03", "53300"}
+)  # PostgreSQL: it ends, has crashed, is starting; has too many clients
 _FULL_SQLITE: Final = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})
 _SQLITE_PRIMARY: Final = 0xFF
 """The low byte of SQLite's extended codes says what kind of failure it is."""
@@ -39,6 +43,18 @@ def typed(error: Exception) -> Exception:
     if isinstance(error, SQLAlchemyError | sqlite3.Error | OSError):
         return StoreError(f"The store failed ({type(cause).__name__}: {cause}).")
     return error
+
+
+def is_unreachable(error: Exception) -> bool:
+    """Whether the database does not answer, rather than answers that something is wrong."""
+    cause = (error.orig or error) if isinstance(error, StatementError) else error
+    sqlstate = getattr(cause, "sqlstate", None) or ""
+    return (
+        (isinstance(error, DBAPIError) and error.connection_invalidated)
+        or isinstance(cause, ConnectionError | TimeoutError | socket.gaierror)
+        or sqlstate[:2] == "08"
+        or sqlstate in _UNREACHABLE_SQLSTATES
+    )
 
 
 @contextmanager
@@ -73,4 +89,12 @@ def _is_bad_value(cause: object) -> bool:
     sqlstate = getattr(cause, "sqlstate", None) or ""
     return (
         isinstance(cause, UnicodeError | OverflowError | sqlite3.DataError) or sqlstate[:2] == "22"
+    )
+
+
+def already_open(name: str, holder: str) -> ConflictError:
+    return ConflictError(
+        f"The store {name} is open in another process ({holder}).",
+        hint="Stop that one first, or name another --store.",
+        store=name,
     )

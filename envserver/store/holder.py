@@ -1,0 +1,73 @@
+"""Who has the store open and how late it was there last, kept in the store itself.
+
+A connection that was lost and made again finds here whether another process came between: then what
+this one remembers is worth nothing, and it must end. (While the connection lasts, the lock keeps
+others out.)
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Final
+
+from sqlalchemy import insert, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from ..errors import StoreLost
+from .runs import get_value, to_json
+from .schema import values
+
+_HOLDER: Final = "store.holder"
+_TIME: Final = "store.time"
+
+
+@dataclass(frozen=True)
+class Held:
+    """A store that was taken.
+
+    Args:
+        holder: who has it now.
+        last_time: how late it was there last; 0 when it is new.
+    """
+
+    holder: str
+    last_time: float
+
+
+async def take(connection: AsyncConnection) -> Held:
+    """Makes this process the one that has the store; for who holds its lock."""
+    held = Held(uuid.uuid4().hex, float(await get_value(connection, _TIME) or 0.0))
+    await _write(connection, _HOLDER, held.holder)
+    return held
+
+
+async def is_held(connection: AsyncConnection, holder: str) -> bool:
+    """Whether `holder` is the last that took the store."""
+    return bool(await get_value(connection, _HOLDER) == holder)
+
+
+async def require_held(connection: AsyncConnection, holder: str) -> None:
+    """Raises StoreLost: another process has taken the store."""
+    if not await is_held(connection, holder):
+        raise taken()
+
+
+def taken() -> StoreLost:
+    """What to say when another process has taken the store."""
+    return StoreLost(
+        "Another process has opened the store since its database was last reached.",
+        hint="Only one process may have it open; this one ends.",
+    )
+
+
+async def save_time(connection: AsyncConnection, now: float) -> None:
+    """The next `take` finds `now`."""
+    await _write(connection, _TIME, now)
+
+
+async def _write(connection: AsyncConnection, key: str, value: str | float) -> None:
+    text = to_json(value, key)
+    changed = await connection.execute(update(values).where(values.c.key == key).values(value=text))
+    if not changed.rowcount:
+        await connection.execute(insert(values).values(key=key, value=text))
