@@ -9,7 +9,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .rows import ATROPOS_RUN, GroupPut, GroupRow, Lease, Run
+from .rows import (
+    ATROPOS_RUN,
+    UNKNOWN_VERSION,
+    Checkpoint,
+    Compacted,
+    Delivery,
+    GroupPut,
+    GroupRow,
+    Lease,
+    Run,
+)
 from .states import GroupState, RunState
 
 if TYPE_CHECKING:
@@ -17,6 +27,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ATROPOS_RUN",
+    "UNKNOWN_VERSION",
+    "Checkpoint",
+    "Compacted",
+    "Delivery",
     "GroupPut",
     "GroupRow",
     "GroupState",

@@ -8,22 +8,25 @@ an advisory lock that ends with the connection that writes.
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
-import os
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from sqlalchemy import URL, AsyncAdaptedQueuePool, event, insert, inspect, make_url, select
+import structlog
+from sqlalchemy import URL, AsyncAdaptedQueuePool, event, insert, inspect, make_url, select, text
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from ..errors import ConfigError, ConflictError
-from .failures import typed_failures
+from ..errors import ConfigError
+from .failures import already_open, typed_failures
+from .files import Files, locked_file, make_folder
+from .migrations import migrate
 from .schema import SCHEMA_VERSION, metadata, schema_version
+
+log = structlog.get_logger(__name__)
 
 _READERS: Final = 4
 _BUSY_TIMEOUT_MS: Final = 10_000
@@ -34,15 +37,52 @@ _ADVISORY_KEY: Final = 0x656E7673657276
 """PostgreSQL's name for our lock on a database: "envserv" in bytes."""
 _LOCK_WAIT_MS: Final = 3_000
 _LOCK_NOT_AVAILABLE: Final = "55P03"
+_SESSION: Final = (
+    # A commit that has returned is on disk, whatever the server's own settings say.
+    "SELECT set_config('synchronous_commit', 'on', false)"
+    " WHERE current_setting('synchronous_commit') = 'off'",
+    # A machine that is gone gives up its lock within a minute.
+    "SET tcp_keepalives_idle = 30",
+    "SET tcp_keepalives_interval = 10",
+    "SET tcp_keepalives_count = 3",
+)
+_END_SESSION: Final = text(
+    "SELECT pg_terminate_backend(pid) FROM pg_locks"
+    " WHERE locktype = 'advisory' AND granted AND pid = :pid"
+    f" AND (classid::bigint << 32) + objid::bigint = {_ADVISORY_KEY}"
+)
+CONNECT_SECONDS = 10.0
+COMMAND_SECONDS = 60.0
+"""How long PostgreSQL may take for a statement or a commit until it counts as not answering."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Database:
-    """An open database. `writer` has one connection; `reader` commits each statement by itself."""
+    """An open database. `writer` has one connection; `reader` commits each statement by itself.
+
+    Args:
+        files: those of SQLite.
+        sessions: connections that `writer` has had; one more than before: another process may have
+            been there in between.
+        session_pid: PostgreSQL's process for the last of them.
+    """
 
     name: str
     writer: AsyncEngine
     reader: AsyncEngine
+    files: Files | None = None
+    sessions: int = 0
+    session_pid: int = 0
+
+    def check_files(self) -> None:
+        """Raises StoreLost: a file has been removed or replaced; what is written would be gone."""
+        if self.files is not None:
+            self.files.check()
+
+    async def end_former_session(self) -> None:
+        """Has PostgreSQL end a connection of ours that was lost, where it still has the lock."""
+        async with self.reader.connect() as connection:
+            await connection.execute(_END_SESSION, {"pid": self.session_pid})
 
 
 @asynccontextmanager
@@ -62,9 +102,9 @@ async def open_database(where: str | Path) -> AsyncIterator[Database]:
         if url.get_backend_name() == "sqlite":
             path = Path(url.database or "")
             with typed_failures():
-                _make_folder(path)
-                stack.enter_context(_locked_file(path))
-            database = _sqlite(url)
+                make_folder(path)
+                files = stack.enter_context(locked_file(path))
+            database = _sqlite(url, files)
         else:
             database = _postgresql(url)
         stack.push_async_callback(database.reader.dispose)
@@ -74,6 +114,7 @@ async def open_database(where: str | Path) -> AsyncIterator[Database]:
                 # Its first connection takes the lock, before anything is read.
                 await (await database.writer.connect()).close()
             await _prepare_tables(database)
+            database.check_files()
         yield database
 
 
@@ -107,37 +148,7 @@ def _sqlite_url(path: str) -> URL:
     return URL.create("sqlite+aiosqlite", database=str(Path(path).expanduser().resolve()))
 
 
-def _make_folder(path: Path) -> None:
-    if path.is_dir():
-        raise ConfigError(f"The store {path} is a folder.", hint="Name a file in it.")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        raise ConfigError(f"The folder of the store {path} cannot be made ({error}).") from error
-
-
-@contextmanager
-def _locked_file(path: Path) -> Iterator[None]:
-    """Holds the lock file beside `path`. It is left behind: removing it would let two hold it."""
-    lock_path = path.with_name(path.name + ".lock")
-    try:
-        descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except PermissionError as error:
-        raise ConfigError(f"The store {path} cannot be opened for writing ({error}).") from error
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
-            raise _already_open(str(path), holder or "unknown") from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"pid {os.getpid()}\n".encode(), 0)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _sqlite(url: URL) -> Database:
+def _sqlite(url: URL, files: Files) -> Database:
     # The class is named because the default for SQLite differs between versions of the library.
     shared: dict[str, Any] = {
         "poolclass": AsyncAdaptedQueuePool,
@@ -147,9 +158,12 @@ def _sqlite(url: URL) -> Database:
     # No reset: every transaction is ended before its connection goes back.
     writer = create_async_engine(url, pool_size=1, pool_reset_on_return=None, **shared)
     reader = create_async_engine(url, pool_size=_READERS, isolation_level="AUTOCOMMIT", **shared)
+    database = Database(url.database or "", writer, reader, files)
 
     @event.listens_for(writer.sync_engine, "connect")
     def set_up_writer(connection: Any, record: object) -> None:
+        database.sessions += 1
+        files.begin()
         # The driver's own implicit BEGIN is deferred and could fail halfway; ours comes below.
         connection.isolation_level = None
         _pragmas(
@@ -169,7 +183,7 @@ def _sqlite(url: URL) -> Database:
     def begin(connection: Any) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
-    return Database(url.database or "", writer, reader)
+    return database
 
 
 def _pragmas(connection: Any, *settings: str) -> None:
@@ -180,10 +194,16 @@ def _pragmas(connection: Any, *settings: str) -> None:
 
 
 def _postgresql(url: URL) -> Database:
-    shared: dict[str, Any] = {"max_overflow": 0, "hide_parameters": True, "pool_pre_ping": True}
+    shared: dict[str, Any] = {
+        "max_overflow": 0,
+        "hide_parameters": True,
+        "pool_pre_ping": True,
+        "connect_args": {"timeout": CONNECT_SECONDS, "command_timeout": COMMAND_SECONDS},
+    }
     writer = create_async_engine(url, pool_size=1, **shared)
     reader = create_async_engine(url, pool_size=_READERS, isolation_level="AUTOCOMMIT", **shared)
     name = url.render_as_string(hide_password=True)
+    database = Database(name, writer, reader)
 
     @event.listens_for(writer.sync_engine, "connect")
     def lock(connection: Any, record: object) -> None:
@@ -192,34 +212,35 @@ def _postgresql(url: URL) -> Database:
         cursor = connection.cursor()
         try:
             cursor.execute(f"SET lock_timeout = {_LOCK_WAIT_MS}")
-            cursor.execute(f"SELECT pg_advisory_lock({_ADVISORY_KEY})")
+            cursor.execute(f"SELECT pg_advisory_lock({_ADVISORY_KEY}), pg_backend_pid()")
+            [(_, database.session_pid)] = cursor.fetchall()
             cursor.execute("SET lock_timeout = 0")
+            for setting in _SESSION:
+                cursor.execute(setting)
         except Exception as error:
             if getattr(error, "sqlstate", None) != _LOCK_NOT_AVAILABLE:
                 raise
-            raise _already_open(name, "perhaps on another machine") from error
+            raise already_open(name, "perhaps on another machine") from error
         finally:
             cursor.close()
         connection.commit()
+        database.sessions += 1
 
-    return Database(name, writer, reader)
-
-
-def _already_open(name: str, holder: str) -> ConflictError:
-    return ConflictError(
-        f"The store {name} is open in another process ({holder}).",
-        hint="Stop that one first, or name another --store.",
-        store=name,
-    )
+    return database
 
 
 async def _prepare_tables(database: Database) -> None:
-    """Creates the tables in an empty database; refuses one that is not ours, unchanged."""
+    """Creates the tables in an empty database and brings older ones up to date; refuses one that
+    is not ours, unchanged.
+    """
     async with database.reader.connect() as connection:
         names = set(await connection.run_sync(lambda sync: inspect(sync).get_table_names()))
-        if schema_version.name in names:
-            _check_version(database.name, await connection.scalar(select(schema_version.c.version)))
-            return
+        is_ours = schema_version.name in names
+        version = await connection.scalar(select(schema_version.c.version)) if is_ours else None
+    if is_ours:
+        if _check_version(database.name, version) < SCHEMA_VERSION:
+            await _bring_up_to_date(database)
+        return
     # A file belongs to one program; a PostgreSQL database may hold tables of others too.
     is_file = database.reader.dialect.name == "sqlite"
     foreign = names if is_file else names & set(metadata.tables)
@@ -233,9 +254,17 @@ async def _prepare_tables(database: Database) -> None:
         await connection.execute(insert(schema_version).values(version=SCHEMA_VERSION))
 
 
-def _check_version(name: str, version: int | None) -> None:
-    if version == SCHEMA_VERSION:
-        return
+async def _bring_up_to_date(database: Database) -> None:
+    async with database.writer.begin() as connection:
+        # Read again inside the transaction: it is what will be changed.
+        version = await connection.scalar(select(schema_version.c.version))
+        log.info("store_migrates", store=database.name, version=version, to=SCHEMA_VERSION)
+        await migrate(connection, _check_version(database.name, version))
+
+
+def _check_version(name: str, version: int | None) -> int:
+    if version is not None and 1 <= version <= SCHEMA_VERSION:
+        return version
     if version is not None and version > SCHEMA_VERSION:
         raise ConfigError(
             f"The store {name} was written by a newer envserver (its tables have version {version},"

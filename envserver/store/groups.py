@@ -1,4 +1,4 @@
-"""The SQL of groups: putting, finding, changing their state. Transactions are begun elsewhere."""
+"""The SQL of groups: putting and finding. Transactions are begun elsewhere."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import msgspec
 import structlog
-from sqlalchemy import func, insert, literal_column, select, update
+from sqlalchemy import Select, func, insert, literal_column, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..errors import InputError, NotFoundError
 from . import compression
 from .rows import GroupPut, GroupRow
-from .schema import bodies, groups
-from .states import FIRST_STATES, GroupEvent, GroupState, check_group
+from .schema import SHARED, bodies, deliveries, groups
+from .states import FIRST_STATES
 from .transaction import Transaction, chunks
 
 log = structlog.get_logger(__name__)
 
 # Written out, not bound: SQLite takes a partial index only when it can read the condition.
-_QUEUED: Final = groups.c.state == literal_column("'queued'")
-_BUFFERED: Final = groups.c.state == literal_column("'buffered'")
+QUEUED: Final = deliveries.c.state == literal_column("'queued'")
+_BUFFERED: Final = deliveries.c.state == literal_column("'buffered'")
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ async def put_all(tx: Transaction, puts: Sequence[EncodedPut]) -> list[bool]:
         first = new[group_id].put.body if group_id in new else None
         if first is None:
             first = await _body(tx.connection, known[group_id])
-        if first != item.put.body:
+        if first is not None and first != item.put.body:
             tx.memory.conflicting_puts += 1
             log.warning("put_with_another_body", group_id=group_id, env=item.put.env)
     if new:
@@ -74,7 +73,7 @@ async def put_all(tx: Transaction, puts: Sequence[EncodedPut]) -> list[bool]:
 
 
 async def seqs_of(connection: AsyncConnection, group_ids: Sequence[str]) -> dict[str, int]:
-    """`seq` by id, of those that exist."""
+    """`seq` by id, of those that were ever stored."""
     found: dict[str, int] = {}
     for part in chunks(group_ids):
         query = select(groups.c.group_id, groups.c.seq).where(groups.c.group_id.in_(part))
@@ -82,72 +81,120 @@ async def seqs_of(connection: AsyncConnection, group_ids: Sequence[str]) -> dict
     return found
 
 
-async def _body(connection: AsyncConnection, seq: int) -> bytes:
+async def _body(connection: AsyncConnection, seq: int) -> bytes | None:
+    """None when it is no longer kept."""
     query = select(bodies.c.encoding, bodies.c.body).where(bodies.c.seq == seq)
-    encoding, stored = (await connection.execute(query)).one()
-    return compression.decode(encoding, stored)
+    row = (await connection.execute(query)).one_or_none()
+    return None if row is None else compression.decode(row.encoding, row.body)
 
 
 async def _insert(tx: Transaction, items: Sequence[EncodedPut]) -> None:
-    start = tx.memory.next_seq
-    metas = [_meta(start + index, item.put, tx.now) for index, item in enumerate(items)]
-    raws = [
-        {"seq": start + index, "encoding": item.encoding, "body": item.stored}
-        for index, item in enumerate(items)
-    ]
-    await tx.connection.execute(insert(groups), metas)
-    await tx.connection.execute(insert(bodies), raws)
+    numbered = list(enumerate(items, tx.memory.next_seq))
     tx.memory.next_seq += len(items)
-    for item in items:
-        tx.memory.counts[item.put.state] += 1
+    await tx.connection.execute(
+        insert(groups), [_meta(seq, item.put, tx.now) for seq, item in numbered]
+    )
+    await tx.connection.execute(
+        insert(bodies),
+        [{"seq": seq, "encoding": item.encoding, "body": item.stored} for seq, item in numbered],
+    )
+    tx.memory.stored_bytes += sum(len(item.stored) for item in items)
+    queues = tx.memory.fan_out()
+    rows = []
+    for seq, item in numbered:
+        state = item.put.state
+        # What is buffered is nobody's yet: it comes to the other queues when it is moved.
+        for queue in (SHARED, *queues) if state == "queued" else (SHARED,):
+            rows.append(
+                {
+                    "queue": queue,
+                    "seq": seq,
+                    "env": item.put.env,
+                    "policy_version": item.put.policy_version,
+                    "stored_bytes": len(item.stored),
+                    "state": state,
+                }
+            )
+            tx.memory.tally(queue, item.put.env, state, 1)
+        if state == "queued":
+            tx.memory.queued(seq, item.put.policy_version)
+    await tx.connection.execute(insert(deliveries), rows)
 
 
 def _meta(seq: int, put: GroupPut, now: float) -> dict[str, Any]:
-    fields = {name: getattr(put, name) for name in put.__struct_fields__ if name != "body"}
-    return {**fields, "seq": seq, "created_at": now, "lease_id": None}
+    fields = {
+        name: getattr(put, name) for name in put.__struct_fields__ if name not in ("body", "state")
+    }
+    return {**fields, "seq": seq, "created_at": now}
+
+
+def rows_in(queue: str) -> Select[Any]:
+    """All groups of a queue, with the columns of a `GroupRow` in its order."""
+    of_group = groups.c
+    columns = [
+        of_group.seq,
+        of_group.group_id,
+        of_group.env,
+        of_group.format,
+        of_group.size,
+        of_group.tokens,
+        of_group.max_length,
+        of_group.policy_version,
+        of_group.env_id,
+        deliveries.c.state,
+        deliveries.c.lease_id,
+        of_group.created_at,
+    ]
+    both = deliveries.join(groups, deliveries.c.seq == groups.c.seq)
+    return select(*columns).select_from(both).where(deliveries.c.queue == queue)
 
 
 async def pending(connection: AsyncConnection) -> list[GroupRow]:
-    """All queued and buffered groups, in order of arrival."""
+    """All queued and buffered groups of the shared queue, in order of arrival."""
     rows: list[GroupRow] = []
-    for waiting in (_QUEUED, _BUFFERED):
-        query = select(groups).where(waiting).order_by(groups.c.seq)
+    for waiting in (QUEUED, _BUFFERED):
+        query = rows_in(SHARED).where(waiting).order_by(deliveries.c.seq)
         rows += [GroupRow(*row) for row in await connection.execute(query)]
     return sorted(rows, key=lambda row: row.seq)
 
 
 async def arrived_after(connection: AsyncConnection, seq: int, limit: int) -> list[GroupRow]:
-    """Up to `limit` groups of any state that arrived after the one numbered `seq`, in order."""
-    query = select(groups).where(groups.c.seq > seq).order_by(groups.c.seq).limit(limit)
+    """Up to `limit` groups that are kept and arrived after the one numbered `seq`, in order."""
+    after = deliveries.c.seq > seq
+    query = rows_in(SHARED).where(after).order_by(deliveries.c.seq).limit(limit)
     return [GroupRow(*row) for row in await connection.execute(query)]
 
 
 async def count_with_prefix(connection: AsyncConnection, prefix: str) -> int:
     """How many groups were ever stored whose id begins with `prefix`."""
-    is_like = groups.c.group_id.startswith(prefix, autoescape=True)
-    count = await connection.execute(select(func.count()).where(is_like))
+    is_like = func.substr(groups.c.group_id, 1, len(prefix)) == prefix
+    count = await connection.execute(select(func.count()).select_from(groups).where(is_like))
     return int(count.scalar_one())
 
 
-async def oldest_queued(connection: AsyncConnection, limit: int | None) -> list[GroupRow]:
-    """Up to `limit` queued groups (None: all), in order of arrival."""
-    query = select(groups).where(_QUEUED).order_by(groups.c.seq).limit(limit)
-    return [GroupRow(*row) for row in await connection.execute(query)]
-
-
-async def rows_of(connection: AsyncConnection, group_ids: Sequence[str]) -> list[GroupRow]:
-    """The groups with these ids, in this order, each once.
+async def rows_of(
+    connection: AsyncConnection, group_ids: Sequence[str], queue: str = SHARED
+) -> list[GroupRow]:
+    """The groups of a queue with these ids, in this order, each once.
 
     Raises:
-        NotFoundError: one does not exist.
+        NotFoundError: one does not exist, or is no longer kept.
     """
     wanted = list(dict.fromkeys(group_ids))
-    found: dict[str, GroupRow] = {}
-    for part in chunks(wanted):
-        for row in await connection.execute(select(groups).where(groups.c.group_id.in_(part))):
-            found[row.group_id] = GroupRow(*row)
-    _require(wanted, found)
+    found = await kept_rows(connection, wanted, queue)
+    await _require(connection, wanted, found)
     return [found[group_id] for group_id in wanted]
+
+
+async def kept_rows(
+    connection: AsyncConnection, group_ids: Sequence[str], queue: str
+) -> dict[str, GroupRow]:
+    """By id, those of these groups that are kept in a queue."""
+    found: dict[str, GroupRow] = {}
+    for part in chunks(group_ids):
+        query = rows_in(queue).where(groups.c.group_id.in_(part))
+        found.update((row.group_id, GroupRow(*row)) for row in await connection.execute(query))
+    return found
 
 
 async def stored_bodies(
@@ -156,7 +203,7 @@ async def stored_bodies(
     """Encoding and stored bytes of each group, in the order of `group_ids`.
 
     Raises:
-        NotFoundError: one does not exist.
+        NotFoundError: one does not exist, or is no longer kept.
     """
     found: dict[str, tuple[int, bytes]] = {}
     both = select(groups.c.group_id, bodies.c.encoding, bodies.c.body).join_from(
@@ -165,42 +212,21 @@ async def stored_bodies(
     for part in chunks(list(dict.fromkeys(group_ids))):
         for row in await connection.execute(both.where(groups.c.group_id.in_(part))):
             found[row.group_id] = (row.encoding, row.body)
-    _require(group_ids, found)
+    await _require(connection, group_ids, found)
     return [found[group_id] for group_id in group_ids]
 
 
-def _require(wanted: Sequence[str], found: dict[str, Any]) -> None:
-    for group_id in wanted:
-        if group_id not in found:
-            raise NotFoundError(f"There is no group {group_id}.", group_id=group_id)
-
-
-async def advance(
-    tx: Transaction,
-    rows: Sequence[GroupRow],
-    target: GroupState,
-    event: GroupEvent,
-    *,
-    lease_id: str | None,
-) -> list[GroupRow]:
-    """Takes `rows`, as they are in the database now, to `target`, all or none.
-
-    Raises:
-        ConflictError: the table of transitions forbids it for one of them.
-    """
-    for row in rows:
-        check_group(row.group_id, row.state, target, event)
-    for part in chunks([row.seq for row in rows]):
-        change = update(groups).where(groups.c.seq.in_(part))
-        await tx.connection.execute(change.values(state=target, lease_id=lease_id))
-    tx.memory.move(rows, target)
-    return [msgspec.structs.replace(row, state=target, lease_id=lease_id) for row in rows]
-
-
-async def move(tx: Transaction, group_ids: Sequence[str], target: GroupState) -> None:
-    """Takes groups that wait to `target`: from buffered to queued, from either to dropped.
-
-    Raises:
-        NotFoundError: one does not exist. ConflictError: one is in a state that forbids it.
-    """
-    await advance(tx, await rows_of(tx.connection, group_ids), target, "move", lease_id=None)
+async def _require(
+    connection: AsyncConnection, wanted: Sequence[str], found: dict[str, Any]
+) -> None:
+    missing = [group_id for group_id in wanted if group_id not in found]
+    if not missing:
+        return
+    first = missing[0]
+    if await seqs_of(connection, [first]):
+        raise NotFoundError(
+            f"Group {first} is no longer kept: it was delivered long ago.",
+            hint="See --retention.acked_hours.",
+            group_id=first,
+        )
+    raise NotFoundError(f"There is no group {first}.", group_id=first)

@@ -8,54 +8,68 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
-from sqlalchemy import insert, literal_column, select, update
+from sqlalchemy import Row, insert, literal_column, select, update
 
 from ..errors import ConflictError, NotFoundError
-from .groups import advance, oldest_queued, rows_of
+from .checkpoints import mark
+from .deliveries import Wanted, advance, choose
+from .groups import kept_rows, rows_of
 from .rows import GroupRow, Lease
-from .runs import require_open
+from .runs import add_acked, require_open
 from .schema import leases
-from .states import LeaseState, check_lease
+from .states import LeaseEvent, LeaseState, check_lease
 from .transaction import Transaction
 
-
-@dataclass(frozen=True)
-class Wanted:
-    """Which groups a lease is to hold: these, or else the `max_groups` oldest (None: all)."""
-
-    max_groups: int | None
-    group_ids: Sequence[str] | None
+_REASON_CHARACTERS = 80
+_MOST_REASONS = 64
+"""Reasons come from trainers: so many are counted each by itself, then all others together."""
 
 
 @dataclass(frozen=True)
-class _Known:
+class Known:
     """A lease as the database has it."""
 
     lease_id: str
+    run: str
+    queue: str
     state: LeaseState
     group_ids: list[str]
+    ack_number: int | None
 
 
-async def lease(tx: Transaction, run: str, wanted: Wanted, seconds: float) -> Lease | None:
-    """Hands groups to `run`; what is overdue is taken back first. None when nothing is queued.
+async def lease(
+    tx: Transaction, run: str, wanted: Wanted | Sequence[str], seconds: float
+) -> Lease | None:
+    """Hands groups to `run`, by what it wants or by their ids; what is overdue is taken back first.
+
+    Returns:
+        None when nothing, or too little, is queued.
 
     Raises:
         NotFoundError: no such run or group.
-        ConflictError: the run is closed, or a group is not queued.
+        ConflictError: the run is closed, or a group is not queued or none of the run's.
     """
-    await require_open(tx.connection, run)
+    known = require_open(tx, run)
     await expire(tx, tx.now)
-    if wanted.group_ids is None:
-        rows = await oldest_queued(tx.connection, wanted.max_groups)
+    if isinstance(wanted, Wanted):
+        rows = await choose(tx, known.queue, wanted)
     else:
-        rows = await rows_of(tx.connection, wanted.group_ids)
+        rows = await rows_of(tx.connection, wanted, known.queue)
+        for row in rows:
+            if known.environments and row.env not in known.environments:
+                raise ConflictError(
+                    f"Group {row.group_id} is of {row.env}, of which the run {run} takes none.",
+                    group_id=row.group_id,
+                    state=row.state,
+                )
     if not rows:
         return None
     lease_id = uuid.uuid4().hex
     expires_at = tx.now + seconds
-    rows = await advance(tx, rows, "leased", "lease", lease_id=lease_id)
+    rows = await advance(tx, known.queue, rows, "leased", "lease", lease_id=lease_id)
     await tx.connection.execute(
         insert(leases).values(
             lease_id=lease_id,
@@ -69,29 +83,42 @@ async def lease(tx: Transaction, run: str, wanted: Wanted, seconds: float) -> Le
     return Lease(lease_id, run, expires_at, rows)
 
 
-async def ack(tx: Transaction, lease_id: str) -> None:
-    """The groups are done with for ever. Late is early enough while nobody else has taken them."""
-    known = await _find(tx, lease_id)
-    if known.state == "acked":
-        return
-    rows = await _resume(tx, known)
-    await advance(tx, rows, "acked", "ack", lease_id=lease_id)
-    await _set_state(tx, lease_id, "open", "acked")
+async def ack(tx: Transaction, lease_id: str, checkpoint: str | None) -> None:
+    """The groups are done with. Late is early enough while nobody else has taken them.
+
+    `checkpoint`: all that the run has acked, up to this lease, belongs to it.
+    """
+    known = await find(tx, lease_id)
+    number = known.ack_number
+    if known.state != "acked":
+        rows = await _resume(tx, known)
+        await advance(tx, known.queue, rows, "acked", "ack", lease_id=lease_id)
+        number = tx.memory.next_ack
+        tx.memory.next_ack += 1
+        await _set_state(tx, lease_id, "open", "acked", "ack", ack_number=number)
+        await add_acked(tx, known.run, len(rows))
+    if checkpoint is not None and number is not None:
+        await mark(tx, known.run, checkpoint, number)
 
 
-async def nack(tx: Transaction, lease_id: str) -> None:
+async def nack(tx: Transaction, lease_id: str, reason: str) -> None:
     """The groups go back to their places in the queue, and the lease loses its claim."""
-    known = await _find(tx, lease_id)
+    known = await find(tx, lease_id)
     if known.state == "nacked":
         return
     rows = await _resume(tx, known)
-    await advance(tx, rows, "queued", "give_back", lease_id=None)
-    await _set_state(tx, lease_id, "open", "nacked")
+    await advance(tx, known.queue, rows, "queued", "give_back", lease_id=None)
+    await _set_state(tx, lease_id, "open", "nacked", "nack")
+    name = f"nacked: {reason[:_REASON_CHARACTERS]}" if reason else "nacked"
+    named = sum(counter.startswith("nacked: ") for counter in tx.memory.counters)
+    if reason and name not in tx.memory.counters and named >= _MOST_REASONS:
+        name = "nacked: other"
+    await tx.count(name)
 
 
 async def extend(tx: Transaction, lease_id: str, seconds: float) -> float:
     """The lease ends `seconds` from now; an expired one with its claim is good again."""
-    known = await _find(tx, lease_id)
+    known = await find(tx, lease_id)
     await _resume(tx, known)
     expires_at = tx.now + seconds
     change = update(leases).where(leases.c.lease_id == lease_id)
@@ -102,43 +129,90 @@ async def extend(tx: Transaction, lease_id: str, seconds: float) -> float:
 async def expire(tx: Transaction, now: float) -> list[str]:
     """Queues again what overdue leases hold; their ids, soonest due first."""
     overdue = (
-        select(leases.c.lease_id, leases.c.state, leases.c.group_ids)
+        select(leases)
         # Written out for the partial index, as in groups.
         .where(leases.c.state == literal_column("'open'"), leases.c.expires_at <= now)
         .order_by(leases.c.expires_at)
     )
     expired = []
     for row in (await tx.connection.execute(overdue)).all():
-        known = _known(row.lease_id, row.state, row.group_ids)
-        held = await rows_of(tx.connection, known.group_ids)
+        known = _known(tx, row)
+        held = await rows_of(tx.connection, known.group_ids, known.queue)
         # They keep the lease's id: it is what a late ack is recognised by.
-        await advance(tx, held, "queued", "give_back", lease_id=known.lease_id)
-        await _set_state(tx, known.lease_id, known.state, "expired")
+        await advance(tx, known.queue, held, "queued", "give_back", lease_id=known.lease_id)
+        await _set_state(tx, known.lease_id, known.state, "expired", "expire")
         expired.append(known.lease_id)
+    if expired:
+        await tx.count("expired", len(expired))
     return expired
 
 
-def _known(lease_id: str, state: LeaseState, group_ids: str) -> _Known:
-    return _Known(lease_id, state, msgspec.json.decode(group_ids, type=list[str]))
+async def revoke_held(tx: Transaction, run: str, event: LeaseEvent) -> None:
+    """Gives back what the run's open leases hold; nothing said about those, or about its expired
+    ones, counts any more.
+    """
+    is_open = leases.c.state == literal_column("'open'")
+    is_expired = leases.c.state == literal_column("'expired'")
+    for condition in (is_open, is_expired):
+        query = select(leases).where(condition, leases.c.run == run)
+        for row in (await tx.connection.execute(query)).all():
+            known = _known(tx, row)
+            if known.state == "open":
+                held = await rows_of(tx.connection, known.group_ids, known.queue)
+                await advance(tx, known.queue, held, "queued", "give_back", lease_id=None)
+            await _set_state(tx, known.lease_id, known.state, "revoked", event)
 
 
-async def _find(tx: Transaction, lease_id: str) -> _Known:
-    query = select(leases.c.state, leases.c.group_ids).where(leases.c.lease_id == lease_id)
+async def take_back_acked(tx: Transaction, run: str, after_ack: int) -> list[str]:
+    """Queues again, in their old order, what the run acked after the ack of this number and is
+    still kept; their ids. The leases are revoked.
+    """
+    query = select(leases).where(leases.c.run == run, leases.c.ack_number > after_ack)
+    rows: list[GroupRow] = []
+    acked = 0
+    for row in (await tx.connection.execute(query)).all():
+        known = _known(tx, row)
+        kept = await kept_rows(tx.connection, known.group_ids, known.queue)
+        rows += kept.values()
+        acked += len(known.group_ids)
+        await _set_state(tx, known.lease_id, known.state, "revoked", "rewind")
+    rows.sort(key=lambda row: row.seq)
+    if rows:
+        queue = tx.memory.runs[run].queue
+        await advance(tx, queue, rows, "queued", "rewind", lease_id=None)
+    await add_acked(tx, run, -acked)
+    return [row.group_id for row in rows]
+
+
+def _known(tx: Transaction, row: Row[Any]) -> Known:
+    return Known(
+        row.lease_id,
+        row.run,
+        tx.memory.runs[row.run].queue,
+        row.state,
+        msgspec.json.decode(row.group_ids, type=list[str]),
+        row.ack_number,
+    )
+
+
+async def find(tx: Transaction, lease_id: str) -> Known:
+    """Raises NotFoundError: there is none."""
+    query = select(leases).where(leases.c.lease_id == lease_id)
     row = (await tx.connection.execute(query)).one_or_none()
     if row is None:
         raise NotFoundError(f"There is no lease {lease_id}.", lease_id=lease_id)
-    return _known(lease_id, row.state, row.group_ids)
+    return _known(tx, row)
 
 
-async def _resume(tx: Transaction, known: _Known) -> list[GroupRow]:
+async def _resume(tx: Transaction, known: Known) -> list[GroupRow]:
     """The groups of a lease that is open, or that expired and still has its claim on all of them.
 
     Raises:
         ConflictError: it is at its end, or others have its groups.
     """
     if known.state != "open":
-        check_lease(known.lease_id, known.state, "open")
-    rows = await rows_of(tx.connection, known.group_ids)
+        check_lease(known.lease_id, known.state, "open", "resume")
+    rows = await rows_of(tx.connection, known.group_ids, known.queue)
     if known.state == "open":
         return rows
     lost = [r.group_id for r in rows if (r.state, r.lease_id) != ("queued", known.lease_id)]
@@ -149,13 +223,23 @@ async def _resume(tx: Transaction, known: _Known) -> list[GroupRow]:
             lease_id=known.lease_id,
             group_ids=lost,
         )
-    await _set_state(tx, known.lease_id, known.state, "open")
-    return await advance(tx, rows, "leased", "lease", lease_id=known.lease_id)
+    await _set_state(tx, known.lease_id, known.state, "open", "resume")
+    return await advance(tx, known.queue, rows, "leased", "lease", lease_id=known.lease_id)
 
 
 async def _set_state(
-    tx: Transaction, lease_id: str, source: LeaseState, target: LeaseState
+    tx: Transaction,
+    lease_id: str,
+    source: LeaseState,
+    target: LeaseState,
+    event: LeaseEvent,
+    *,
+    ack_number: int | None = None,
 ) -> None:
-    check_lease(lease_id, source, target)
-    change = update(leases).where(leases.c.lease_id == lease_id)
-    await tx.connection.execute(change.values(state=target))
+    check_lease(lease_id, source, target, event)
+    ended_at = None if target == "open" else tx.now
+    await tx.connection.execute(
+        update(leases)
+        .where(leases.c.lease_id == lease_id)
+        .values(state=target, ack_number=ack_number, ended_at=ended_at)
+    )

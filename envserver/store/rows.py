@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from .states import GroupState, RunState
 
+Delivery = Literal["shared", "broadcast"]
+"""shared: each group goes to one of these runs; broadcast: the run gets every group."""
+
 Format = Literal["group", "atropos"]
 """How a body is to be read: a packed `records.Group`, or a post of the Atropos wire."""
+
+
+UNKNOWN_VERSION: Final = -1
+"""Policy version of a group of which nobody said which policy sampled it: never called stale."""
 
 
 class GroupPut(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +52,8 @@ class GroupRow(msgspec.Struct, frozen=True):
 
     Args:
         seq: order of arrival; grows, never used twice.
-        lease_id: the lease it is in or, after that expired, was in last.
+        state: in the queue of the run that asks, else in the one that is shared.
+        lease_id: in that queue, the lease it is in or, after that expired, was in last.
         created_at: when it was accepted.
     """
 
@@ -84,6 +92,8 @@ class Run(msgspec.Struct, frozen=True):
         settings: JSON-like.
         policy_version: the last one that it published (-1: none yet).
         state: a closed run leases no more.
+        delivery: which groups it gets: its part of those that are shared, or all.
+        environments: names of the environments whose groups it takes; empty: all.
     """
 
     name: str
@@ -92,3 +102,31 @@ class Run(msgspec.Struct, frozen=True):
     settings: dict[str, Any]
     policy_version: int
     state: RunState
+    delivery: Delivery = "shared"
+    environments: list[str] = []
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """A point to which a run can go back.
+
+    Args:
+        acked_groups: how many groups the run had acked by then, with those of this checkpoint.
+    """
+
+    name: str
+    acked_groups: int
+    created_at: float
+
+
+class Compacted(msgspec.Struct, frozen=True):
+    """What retention removed.
+
+    Args:
+        groups: groups of which only the id is still known.
+        stored_bytes: of their bodies, as they lay in the database.
+        leases: leases that had ended.
+    """
+
+    groups: int
+    stored_bytes: int
+    leases: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -9,9 +10,10 @@ from sqlalchemy import Row, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..errors import ConflictError, InputError, NotFoundError
-from .rows import Run
+from .deliveries import fill
+from .rows import Delivery, Run
 from .schema import runs, values
-from .transaction import Transaction
+from .transaction import KnownRun, Transaction, queue_of
 
 
 def to_json(value: Any, place: str) -> str:
@@ -34,11 +36,20 @@ def _run(row: Row[Any]) -> Run:
         msgspec.json.decode(row.settings),
         row.policy_version,
         row.state,
+        row.delivery,
+        msgspec.json.decode(row.environments),
     )
 
 
-async def create_run(tx: Transaction, name: str, batch_size: int, settings: str) -> Run:
-    """A new open run, or the one of this name when it was made with the same settings.
+async def create_run(
+    tx: Transaction,
+    name: str,
+    batch_size: int,
+    settings: str,
+    delivery: Delivery,
+    environments: Sequence[str],
+) -> Run:
+    """A new open run, or the one of this name, open again, when it was made with the same.
 
     Raises:
         ConflictError: there is one of this name with others.
@@ -46,17 +57,35 @@ async def create_run(tx: Transaction, name: str, batch_size: int, settings: str)
     query = select(runs).where(runs.c.name == name)
     row = (await tx.connection.execute(query)).one_or_none()
     if row is None:
-        fresh = {"name": name, "batch_size": batch_size, "settings": settings}
-        fresh |= {"created_at": tx.now, "policy_version": -1, "state": "open"}
+        fresh: dict[str, Any] = {
+            "name": name,
+            "created_at": tx.now,
+            "batch_size": batch_size,
+            "settings": settings,
+            "policy_version": -1,
+            "state": "closed",
+            "delivery": delivery,
+            "environments": names_json(environments),
+            "acked_groups": 0,
+            "gone_ack_number": 0,
+        }
         await tx.connection.execute(insert(runs).values(fresh))
-        return await get_run(tx.connection, name)
+        return await _open(tx, name)
     run = _run(row)
-    if (run.batch_size, run.settings) != (batch_size, msgspec.json.decode(settings)):
+    was = (run.batch_size, run.settings, run.delivery, set(run.environments))
+    if was != (batch_size, msgspec.json.decode(settings), delivery, set(environments)):
         raise ConflictError(
             f"There is a run {name} with other settings.",
             hint="Take another name, or change the run.",
             run=name,
         )
+    return run if run.state == "open" else await _open(tx, name)
+
+
+async def _open(tx: Transaction, name: str) -> Run:
+    run = await _change(tx, name, {"state": "open"})
+    if run.delivery == "broadcast":
+        await fill(tx, tx.memory.runs[name].queue)
     return run
 
 
@@ -76,19 +105,61 @@ async def list_runs(connection: AsyncConnection) -> list[Run]:
 
 async def set_run(tx: Transaction, name: str, changes: dict[str, Any]) -> Run:
     """Changes columns of a run. Raises NotFoundError: there is none."""
-    await get_run(tx.connection, name)
+    run = await _change(tx, name, changes)
+    if changes.get("environments") is not None:
+        tx.memory.changes += 1
+    return run
+
+
+async def reopen_run(tx: Transaction, name: str) -> Run:
+    """Raises NotFoundError: there is none."""
+    run = await get_run(tx.connection, name)
+    return run if run.state == "open" else await _open(tx, name)
+
+
+async def mark_closed(tx: Transaction, name: str) -> Run:
+    """Raises NotFoundError: there is none."""
+    run = await _change(tx, name, {"state": "closed"})
+    # Who waits for groups of it learns that there will be none.
+    tx.memory.changes += 1
+    return run
+
+
+async def _change(tx: Transaction, name: str, changes: dict[str, Any]) -> Run:
     if changes:
         await tx.connection.execute(update(runs).where(runs.c.name == name).values(changes))
-    return await get_run(tx.connection, name)
+    run = await get_run(tx.connection, name)
+    tx.memory.runs[name] = KnownRun(
+        run.state, run.delivery, queue_of(name, run.delivery), frozenset(run.environments)
+    )
+    return run
 
 
-async def require_open(connection: AsyncConnection, name: str) -> None:
-    """Raises NotFoundError: no such run. ConflictError: it is closed."""
-    state = await connection.scalar(select(runs.c.state).where(runs.c.name == name))
-    if state is None:
+def names_json(environments: Collection[str]) -> str:
+    """Each name once, as they lie in the database."""
+    return to_json(sorted(set(environments)), "environments")
+
+
+async def add_acked(tx: Transaction, name: str, count: int) -> None:
+    """The run has acked so many groups more (fewer where negative)."""
+    change = update(runs).where(runs.c.name == name)
+    await tx.connection.execute(change.values(acked_groups=runs.c.acked_groups + count))
+
+
+def require_known(tx: Transaction, name: str) -> KnownRun:
+    """Raises NotFoundError: no such run."""
+    known = tx.memory.runs.get(name)
+    if known is None:
         raise NotFoundError(f"There is no run {name}.", run=name)
-    if state != "open":
-        raise ConflictError(f"The run {name} is {state}.", run=name)
+    return known
+
+
+def require_open(tx: Transaction, name: str) -> KnownRun:
+    """Raises NotFoundError: no such run. ConflictError: it is closed."""
+    known = require_known(tx, name)
+    if known.state != "open":
+        raise ConflictError(f"The run {name} is {known.state}.", run=name)
+    return known
 
 
 async def get_value(connection: AsyncConnection, key: str) -> Any:

@@ -1,8 +1,10 @@
 """The tables, the same for SQLite and PostgreSQL.
 
-`groups` is small and changes; `bodies` is large and never changes: a row that holds a body is never
-updated, or the database would write the body again. `seq` joins them. What is waiting is found
-through partial indexes, so that it does not matter how much lies behind it.
+`groups` and `bodies` never change: a row that holds a body is never updated, or the database would
+write the body again. What changes is small: `deliveries` has one row for each group in each queue.
+`seq` joins them. What waits, and what may be removed, is found through partial indexes, so that it
+does not matter how much lies beside it. A group with no delivery is no longer kept: only its id is
+known. A change here needs a step in `migrations` and a higher version.
 """
 
 from __future__ import annotations
@@ -27,8 +29,11 @@ from sqlalchemy import (
 
 from .states import GROUP_STATES, LEASE_STATES, RUN_STATES
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 """Grows with every change of the tables; a store with a higher one is refused."""
+
+SHARED: Final = "shared"
+"""The queue of all runs whose delivery is shared."""
 
 metadata = MetaData()
 
@@ -41,8 +46,8 @@ def _one_of(column: str, values: tuple[str, ...]) -> CheckConstraint:
     return CheckConstraint(f"{column} IN ({listed})", name=f"known_{column}")
 
 
-def _partial_index(name: str, column: Column[Any], where: str) -> None:
-    Index(name, column, sqlite_where=text(where), postgresql_where=text(where))
+def _partial_index(name: str, *columns: Column[Any], where: str) -> None:
+    Index(name, *columns, sqlite_where=text(where), postgresql_where=text(where))
 
 
 schema_version = Table("schema_version", metadata, Column("version", Integer, nullable=False))
@@ -59,13 +64,8 @@ groups = Table(
     Column("max_length", BigInteger, nullable=False),
     Column("policy_version", BigInteger, nullable=False),
     Column("env_id", BigInteger),
-    Column("state", Text, nullable=False),
-    Column("lease_id", Text),
     Column("created_at", Double, nullable=False),
-    _one_of("state", GROUP_STATES),
 )
-_partial_index("groups_queued", groups.c.seq, "state = 'queued'")
-_partial_index("groups_buffered", groups.c.seq, "state = 'buffered'")
 
 bodies = Table(
     "bodies",
@@ -73,6 +73,42 @@ bodies = Table(
     Column("seq", _Seq, ForeignKey(groups.c.seq), primary_key=True, autoincrement=False),
     Column("encoding", SmallInteger, nullable=False),
     Column("body", LargeBinary, nullable=False),
+)
+
+deliveries = Table(
+    "deliveries",
+    metadata,
+    Column("queue", Text, primary_key=True),
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    # As in the group, so that one index finds what a run wants.
+    Column("env", Text, nullable=False),
+    Column("policy_version", BigInteger, nullable=False),
+    Column("stored_bytes", BigInteger, nullable=False),
+    Column("state", Text, nullable=False),
+    # The lease it is in or was in last; nothing after a nack.
+    Column("lease_id", Text),
+    # Since when it is acked or dropped.
+    Column("settled_at", Double),
+    _one_of("state", GROUP_STATES),
+    sqlite_with_rowid=False,
+)
+_QUEUED_ONLY: Final = "state = 'queued'"
+_partial_index("deliveries_queued", deliveries.c.queue, deliveries.c.seq, where=_QUEUED_ONLY)
+_partial_index(
+    "deliveries_queued_env",
+    deliveries.c.queue,
+    deliveries.c.env,
+    deliveries.c.seq,
+    where=_QUEUED_ONLY,
+)
+_partial_index(
+    "deliveries_buffered", deliveries.c.queue, deliveries.c.seq, where="state = 'buffered'"
+)
+_partial_index(
+    "deliveries_settled",
+    deliveries.c.settled_at,
+    deliveries.c.seq,
+    where="settled_at IS NOT NULL",
 )
 
 leases = Table(
@@ -84,9 +120,16 @@ leases = Table(
     Column("created_at", Double, nullable=False),
     Column("expires_at", Double, nullable=False),
     Column("state", Text, nullable=False),
+    # Order of the acks of the store, from 1; set while it is acked.
+    Column("ack_number", BigInteger),
+    # Since when it is not open.
+    Column("ended_at", Double),
     _one_of("state", LEASE_STATES),
 )
-_partial_index("leases_open", leases.c.expires_at, "state = 'open'")
+_partial_index("leases_open", leases.c.expires_at, where="state = 'open'")
+_partial_index("leases_expired", leases.c.run, where="state = 'expired'")
+_partial_index("leases_acked", leases.c.run, leases.c.ack_number, where="ack_number IS NOT NULL")
+_partial_index("leases_ended", leases.c.ended_at, leases.c.lease_id, where="ended_at IS NOT NULL")
 
 runs = Table(
     "runs",
@@ -97,7 +140,41 @@ runs = Table(
     Column("settings", Text, nullable=False),  # JSON object
     Column("policy_version", BigInteger, nullable=False),
     Column("state", Text, nullable=False),
+    Column("delivery", Text, nullable=False),
+    Column("environments", Text, nullable=False),  # JSON list; empty: all
+    # Groups that it acked and did not rewind.
+    Column("acked_groups", BigInteger, nullable=False),
+    # The latest of its acks that had a group which is no longer kept.
+    Column("gone_ack_number", BigInteger, nullable=False),
     _one_of("state", RUN_STATES),
+    _one_of("delivery", ("shared", "broadcast")),
+)
+
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    Column("run", Text, primary_key=True),
+    Column("name", Text, primary_key=True),
+    Column("ack_number", BigInteger, nullable=False),  # it and all before belong to it
+    Column("acked_groups", BigInteger, nullable=False),
+    Column("created_at", Double, nullable=False),
+)
+
+counters = Table(
+    "counters",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("value", BigInteger, nullable=False),
+)
+
+gone = Table(
+    "gone",
+    metadata,
+    # Deliveries that were removed with their groups: they stay counted.
+    Column("queue", Text, primary_key=True),
+    Column("env", Text, primary_key=True),
+    Column("state", Text, primary_key=True),
+    Column("removed", BigInteger, nullable=False),
 )
 
 values = Table(

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -26,13 +25,18 @@ from typing import Any, Final, TypeVar
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..errors import InputError
-from . import compression, groups, leases, runs
+from . import compression, deliveries, endings, groups, leases, retention, runs
+from .checkpoints import list_checkpoints
+from .clock import ForwardClock, SteadyClock
 from .database import Database, open_database
-from .failures import typed_failures
+from .failures import is_unreachable, typed, typed_failures
 from .groups import encode_puts
-from .rows import GroupPut, GroupRow, Lease, Run
+from .holder import take
+from .reach import Reach, Unanswered
+from .rows import Checkpoint, Compacted, Delivery, GroupPut, GroupRow, Lease, Run
+from .schema import SHARED
 from .states import GroupState, RunState
-from .transaction import load_memory
+from .transaction import Transaction, load_memory
 from .writer import Writer
 
 A = TypeVar("A")
@@ -40,37 +44,62 @@ T = TypeVar("T")
 
 _THREADS: Final = 2
 """For compressing and inflating bodies."""
+_DROPPED_AT_ONCE: Final = 1000
 _INLINE_BYTES: Final = 32 * 1024
 """Less than this is compressed on the event loop: it takes less time than a change of threads."""
 
 
 @asynccontextmanager
 async def open_store(
-    where: str | Path, *, clock: Callable[[], float] = time.time
+    where: str | Path, *, clock: Callable[[], float] | None = None
 ) -> AsyncIterator[Store]:
     """Opens, and creates where missing, the store at `where`; at most one process has it open.
 
     Args:
         where: a path (its folder is made), `sqlite:///path` or `postgresql://user@host/name`.
-        clock: seconds; leases expire by it.
+        clock: seconds; leases expire by it. Unset: a `SteadyClock`, which the wall's does not move.
 
     Raises:
         ConfigError: no such kind of store, not one of ours, or one of a newer version.
         ConflictError: another process has it open.
         StoreError: it cannot be reached.
+        StoreLost: later, after the body was cancelled: another process has opened the store while
+            its database was out of reach, or its file was removed or replaced.
     """
     async with open_database(where) as database:
         with typed_failures():
-            async with database.reader.connect() as connection:
-                memory = await load_memory(connection)
-        writer = Writer(database.writer, memory, clock)
-        task = asyncio.create_task(writer.run(), name="store-writer")
+            async with database.writer.begin() as connection:
+                held = await take(connection)
+                memory = await load_memory(connection, trust_written=True)
+        time_now = ForwardClock(clock or SteadyClock(), held.last_time)
+        writer = Writer(database, memory, time_now, held.holder)
         with ThreadPoolExecutor(_THREADS, "store") as threads:
-            try:
-                yield Store(database, writer, threads, clock)
-            finally:
-                writer.close()
-                await task
+            async with _running(writer):
+                yield Store(database, writer, threads, time_now)
+
+
+@asynccontextmanager
+async def _running(writer: Writer) -> AsyncIterator[None]:
+    """Runs `writer` for as long as the body runs; a store that is lost cancels the body."""
+    body = asyncio.current_task()
+    assert body is not None
+    stop = False
+
+    def cancel_body(task: asyncio.Task[None]) -> None:
+        nonlocal stop
+        stop = True
+        body.cancel()
+
+    task = asyncio.create_task(writer.run(), name="store-writer")
+    task.add_done_callback(cancel_body)
+    try:
+        yield
+    finally:
+        task.remove_done_callback(cancel_body)
+        if stop:
+            body.uncancel()
+        writer.close()
+        await task
 
 
 class Store:
@@ -85,6 +114,7 @@ class Store:
     ) -> None:
         self.name = database.name
         self._reader = database.reader
+        self._reach = Reach()
         self._writer = writer
         self._threads = threads
         self._clock = clock
@@ -156,59 +186,93 @@ class Store:
             NotFoundError: one does not exist.
             ConflictError: one is in a state that forbids it.
         """
-        await self._writer.do(partial(groups.move, group_ids=list(group_ids), target=to))
+        await self._writer.do(partial(deliveries.move, group_ids=list(group_ids), target=to))
 
     async def lease(
         self,
         run: str,
         *,
         max_groups: int | None = None,
+        max_sequences: int | None = None,
+        max_tokens: int | None = None,
+        min_groups: int = 1,
+        environments: Collection[str] | None = None,
+        min_version: int | None = None,
         group_ids: Sequence[str] | None = None,
         seconds: float,
     ) -> Lease | None:
-        """Hands queued groups to `run` for `seconds`; those of overdue leases count as queued.
+        """Hands the oldest queued groups to `run` for `seconds`; overdue ones count as queued.
 
         Args:
-            max_groups: so many of the oldest; unset: all.
-            group_ids: exactly these, in this order, instead.
+            max_groups, max_sequences, max_tokens: stops before one is passed, but gives at least
+                one group; unset: all.
+            min_groups: nothing when fewer pass the filters.
+            environments: only groups of these, and only of the run's own; unset: of all of those.
+            min_version: only groups of this policy version or a later one, or of an unknown one.
+            group_ids: exactly these, in this order, instead of all of the above.
 
         Returns:
-            None when nothing is queued.
+            None when nothing, or too little, is queued.
 
         Raises:
             NotFoundError: no such run or group.
-            ConflictError: the run is closed, or one of `group_ids` is not queued.
+            ConflictError: the run is closed, or one of `group_ids` is not queued or not of its
+                environments.
         """
-        if max_groups is not None and (group_ids is not None or max_groups < 1):
-            raise InputError("Give max_groups (at least 1) or group_ids.", place="max_groups")
         _check_seconds(seconds)
-        wanted = leases.Wanted(max_groups, None if group_ids is None else list(group_ids))
+        limits = {
+            "max_groups": max_groups,
+            "max_sequences": max_sequences,
+            "max_tokens": max_tokens,
+            "min_groups": min_groups,
+        }
+        for place, limit in limits.items():
+            if limit is not None and limit < 1:
+                raise InputError(f"{place} must be at least 1.", place=place)
+        if group_ids is not None:
+            others = (max_groups, max_sequences, max_tokens, environments, min_version)
+            if min_groups != 1 or any(other is not None for other in others):
+                raise InputError("Give group_ids, or limits and filters.", place="group_ids")
+            wanted: deliveries.Wanted | list[str] = list(group_ids)
+        else:
+            names = None if environments is None else frozenset(environments)
+            wanted = deliveries.Wanted(
+                names, min_version, max_groups, max_sequences, max_tokens, min_groups
+            )
         return await self._writer.do(partial(leases.lease, run=run, wanted=wanted, seconds=seconds))
 
-    async def ack(self, lease_id: str) -> None:
-        """The lease's groups are never delivered again. Twice is fine; late is, until taken over.
+    async def ack(self, lease_id: str, *, checkpoint: str | None = None) -> None:
+        """The lease's groups are done with. Twice is fine; late is, until taken over.
+
+        Args:
+            checkpoint: this and every earlier ack of the run belong to the checkpoint of this
+                name, to which the run can `rewind`. A name that is used again moves on.
 
         Raises:
             NotFoundError: no such lease.
-            ConflictError: it was given back, or expired and others have taken its groups.
+            ConflictError: it was given back, its run was closed or rewound since, or it expired
+                and others have taken its groups.
         """
-        await self._writer.do(partial(leases.ack, lease_id=lease_id))
+        await self._writer.do(partial(leases.ack, lease_id=lease_id, checkpoint=checkpoint))
 
-    async def nack(self, lease_id: str) -> None:
+    async def nack(self, lease_id: str, *, reason: str = "") -> None:
         """Gives the lease's groups back to the queue, where they keep their places. Twice is fine.
 
+        Args:
+            reason: under which it is counted.
+
         Raises:
             NotFoundError: no such lease.
-            ConflictError: it was acked, or expired and others have taken its groups.
+            ConflictError: as for `ack`.
         """
-        await self._writer.do(partial(leases.nack, lease_id=lease_id))
+        await self._writer.do(partial(leases.nack, lease_id=lease_id, reason=reason))
 
     async def extend(self, lease_id: str, seconds: float) -> float:
         """Lets the lease end `seconds` from now; when that is.
 
         Raises:
             NotFoundError: no such lease.
-            ConflictError: it was acked or given back, or expired and others have taken its groups.
+            ConflictError: as for `ack`, or it was acked.
         """
         _check_seconds(seconds)
         return await self._writer.do(partial(leases.extend, lease_id=lease_id, seconds=seconds))
@@ -218,22 +282,164 @@ class Store:
         at = self._clock() if now is None else now
         return await self._writer.do(partial(leases.expire, now=at))
 
-    async def counts(self) -> dict[GroupState, int]:
-        """Groups in each state. Kept in memory: costs nothing at any depth."""
-        return dict(self._writer.memory.counts)
+    async def rewind(self, run: str, checkpoint: str | None) -> list[str]:
+        """Takes a run back to a checkpoint: what it acked after that is queued again.
 
-    async def create_run(
-        self, name: str, *, batch_size: int, settings: dict[str, Any] | None = None
-    ) -> Run:
-        """A new open run; asking again with the same settings gives the same run.
+        Its open leases are given back, and no late word about any lease of before counts.
+
+        Args:
+            checkpoint: one of `checkpoints`; None: to the beginning, as far as groups are kept.
+
+        Returns:
+            The ids of the groups whose acks are undone, oldest first.
 
         Raises:
-            ConflictError: there is one of this name with other settings.
+            NotFoundError: no such run or checkpoint.
+            ConflictError: retention removed groups that were acked after it; nothing changed.
+        """
+        return await self._writer.do(partial(endings.rewind, name=run, checkpoint=checkpoint))
+
+    async def checkpoints(self, run: str) -> list[Checkpoint]:
+        """Those of a run, oldest first. Raises NotFoundError: no such run."""
+        async with self._reading() as connection:
+            return await list_checkpoints(connection, run)
+
+    async def drop_stale(self, below_version: int) -> int:
+        """Drops what is queued of policies before this version; how many deliveries.
+
+        Groups of an unknown version stay, and so does what is leased.
+        """
+        dropped = 0
+        while True:
+            now = await self._writer.do(
+                partial(deliveries.drop_stale, below_version=below_version, limit=_DROPPED_AT_ONCE)
+            )
+            dropped += now
+            if now < _DROPPED_AT_ONCE:
+                return dropped
+
+    async def compact(self, *, acked_hours: float = 24.0, max_gb: float | None = None) -> Compacted:
+        """Removes groups that were delivered (or dropped) in every queue long enough ago.
+
+        Of such a group only the id stays, so that it is never stored again; counts go on counting
+        it. What a run acked since its last but one checkpoint is always kept.
+
+        Args:
+            acked_hours: how long ago.
+            max_gb: while the bodies of all groups take more than so many GB (1e9 bytes), the oldest
+                go earlier; unset: no limit.
+        """
+        before = self._clock() - acked_hours * 3600
+        old = await self._remove(partial(retention.remove_groups, before=before, over_bytes=None))
+        early = retention.Page(0, 0, None)
+        if max_gb is not None:
+            limit = int(max_gb * 1e9)
+            now = self._clock()
+            early = await self._remove(
+                partial(retention.remove_groups, before=now, over_bytes=limit)
+            )
+        ended = await self._remove(partial(retention.remove_leases, before=before))
+        return Compacted(
+            old.removed + early.removed, old.stored_bytes + early.stored_bytes, ended.removed
+        )
+
+    async def _remove(self, operation: Callable[..., Awaitable[retention.Page]]) -> retention.Page:
+        """All pages of `operation`, each in a transaction of its own."""
+        removed = stored_bytes = 0
+        cursor: retention.Cursor | None = None
+        while True:
+            page = await self._writer.do(partial(operation, cursor=cursor))
+            removed += page.removed
+            stored_bytes += page.stored_bytes
+            cursor = page.cursor
+            if cursor is None:
+                return retention.Page(removed, stored_bytes, None)
+
+    async def counts(self) -> dict[GroupState, int]:
+        """Groups in each state in the shared queue, with those that are no longer kept.
+
+        Kept in memory: costs nothing at any depth.
+        """
+        return self._writer.memory.counts(SHARED)
+
+    async def depths(self) -> dict[str, int]:
+        """For each open run, how many groups of its environments are queued or leased in its queue.
+
+        Kept in memory: costs nothing at any depth.
+        """
+        memory = self._writer.memory
+        return {
+            name: memory.waiting(run) for name, run in memory.runs.items() if run.state == "open"
+        }
+
+    async def counters(self) -> dict[str, int]:
+        """Totals since the store was made: `expired` (leases), `nacked` and `nacked: REASON`
+        (leases), `rewound`, `stale_dropped` (deliveries), `removed` (groups); and
+        `conflicting_puts` since it was opened. What never happened is missing.
+        """
+        return {**self._writer.memory.counters, "conflicting_puts": self.conflicting_puts}
+
+    @property
+    def changes(self) -> int:
+        """A number that grows whenever a group is queued (put, moved, given back, expired, rewound)
+        or a run is closed.
+        """
+        return self._writer.changes.number
+
+    async def wait_for_change(
+        self, timeout: float | None = None, *, since: int | None = None
+    ) -> int:
+        """Waits until `changes` is not `since` (unset: what it is now), at most `timeout` seconds.
+
+        Whoever looked before it waits should give the `changes` of before it looked: what happened
+        in between is not missed then. The store's end wakes everybody, too.
+
+        Returns:
+            `changes`.
+        """
+        self._writer.check_open()
+        known = self._writer.changes.number if since is None else since
+        return await self._writer.changes.wait(known, timeout)
+
+    async def create_run(
+        self,
+        name: str,
+        *,
+        batch_size: int,
+        settings: dict[str, Any] | None = None,
+        delivery: Delivery = "shared",
+        environments: Collection[str] = (),
+    ) -> Run:
+        """A new open run; asking again with the same arguments gives the same run, open again.
+
+        Args:
+            delivery: shared: each group goes to one of the shared runs; broadcast: this run gets
+                all groups, from the oldest that is kept and was not dropped.
+            environments: only groups of these; empty: of all.
+
+        Raises:
+            ConflictError: there is one of this name with other arguments.
         """
         text = runs.to_json(settings or {}, "settings")
         return await self._writer.do(
-            partial(runs.create_run, name=name, batch_size=batch_size, settings=text)
+            partial(
+                runs.create_run,
+                name=name,
+                batch_size=batch_size,
+                settings=text,
+                delivery=delivery,
+                environments=list(environments),
+            )
         )
+
+    async def close_run(self, name: str) -> Run:
+        """The run leases no more, and what it holds is queued again. `create_run` opens it again;
+        a broadcast run then also gets what came meanwhile and is still kept.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        return await self._writer.do(partial(endings.close_run, name=name))
 
     async def get_run(self, name: str) -> Run:
         """Raises NotFoundError: there is none."""
@@ -252,17 +458,29 @@ class Store:
         batch_size: int | None = None,
         settings: dict[str, Any] | None = None,
         policy_version: int | None = None,
+        environments: Collection[str] | None = None,
         state: RunState | None = None,
     ) -> Run:
-        """Changes what is given. Raises NotFoundError: there is none."""
+        """Changes what is given; the state as `close_run` and `create_run` do.
+
+        Raises:
+            NotFoundError: there is none.
+        """
         given = {
             "batch_size": batch_size,
             "settings": None if settings is None else runs.to_json(settings, "settings"),
             "policy_version": policy_version,
-            "state": state,
+            "environments": None if environments is None else runs.names_json(environments),
         }
         changes = {column: value for column, value in given.items() if value is not None}
-        return await self._writer.do(partial(runs.set_run, name=name, changes=changes))
+
+        async def change(tx: Transaction) -> Run:
+            run = await runs.set_run(tx, name, changes)
+            if state is None:
+                return run
+            return await (runs.reopen_run if state == "open" else endings.close_run)(tx, name)
+
+        return await self._writer.do(change)
 
     async def get_value(self, key: str) -> Any:
         """The JSON-like value of `key`; None when it was never set."""
@@ -277,9 +495,16 @@ class Store:
     @asynccontextmanager
     async def _reading(self) -> AsyncIterator[AsyncConnection]:
         self._writer.check_open()
+        self._reach.check()
         with typed_failures():
-            async with self._reader.connect() as connection:
-                yield connection
+            try:
+                async with self._reader.connect() as connection:
+                    yield connection
+            except Exception as error:
+                if is_unreachable(error):
+                    self._reach.failed(Unanswered(str(typed(error))))
+                raise
+        self._reach.worked()
 
     async def _in_thread(self, function: Callable[[A], T], argument: A) -> T:
         self._writer.check_open()

@@ -1,14 +1,19 @@
-"""The life of a group and of a lease, as data: the states and what leads from one to another.
+"""The life of a delivery, of a lease and of a run, as data: which event leads from where to where.
+
+A delivery is one group in one queue:
 
     buffered ──move──▶ queued ──lease──▶ leased ──ack──▶ acked
-       │                 │  ◀──give_back──┘
-       └──────move───────┴──▶ dropped
+       │                 │  ◀──give_back──┘                │
+       │                 │  ◀─────────────rewind───────────┘
+       └──────move───────┴──move, drop_stale, compact──▶ dropped
 
-A group is handed out only while queued, and acked and dropped are ends: nothing acknowledged is
-ever delivered again. Buffered groups are accepted too and wait for others.
+A group is handed out only while queued. Acked is an end until the run that acked goes back to a
+checkpoint (rewind), dropped is one for ever. Buffered groups are accepted too and wait for others.
 
 A lease is open until it is acked, nacked (given back) or expired. An expired lease whose groups
-nobody else has taken is still good: `resume` opens it again, which is how a late ack counts.
+nobody else has taken is still good: `resume` opens it again, which is how a late ack counts. What a
+run holds or held when it is closed, or what it acked and rewinds, is revoked: no word about such a
+lease counts any more.
 """
 
 from __future__ import annotations
@@ -19,10 +24,10 @@ from typing import Final, Literal, get_args
 from ..errors import ConflictError
 
 GroupState = Literal["buffered", "queued", "leased", "acked", "dropped"]
-LeaseState = Literal["open", "expired", "acked", "nacked"]
+LeaseState = Literal["open", "expired", "acked", "nacked", "revoked"]
 RunState = Literal["open", "closed"]
-GroupEvent = Literal["move", "lease", "ack", "give_back"]
-LeaseEvent = Literal["ack", "nack", "expire", "resume"]
+GroupEvent = Literal["move", "lease", "ack", "give_back", "rewind", "drop_stale", "compact"]
+LeaseEvent = Literal["ack", "nack", "expire", "resume", "close", "rewind"]
 
 GROUP_STATES: Final[tuple[GroupState, ...]] = get_args(GroupState)
 LEASE_STATES: Final[tuple[LeaseState, ...]] = get_args(LeaseState)
@@ -31,30 +36,36 @@ RUN_STATES: Final[tuple[RunState, ...]] = get_args(RunState)
 FIRST_STATES: Final[frozenset[GroupState]] = frozenset({"queued", "buffered"})
 """In which a group may be put."""
 
-GROUP_TRANSITIONS: Final[Mapping[tuple[GroupState, GroupState], GroupEvent]] = {
-    ("buffered", "queued"): "move",
-    ("buffered", "dropped"): "move",
-    ("queued", "dropped"): "move",
-    ("queued", "leased"): "lease",
-    ("leased", "acked"): "ack",
-    ("leased", "queued"): "give_back",
+SETTLED: Final[frozenset[GroupState]] = frozenset({"acked", "dropped"})
+"""In which a delivery waits for nothing any more."""
+
+GROUP_TRANSITIONS: Final[Mapping[GroupEvent, frozenset[tuple[GroupState, GroupState]]]] = {
+    "move": frozenset({("buffered", "queued"), ("buffered", "dropped"), ("queued", "dropped")}),
+    "lease": frozenset({("queued", "leased")}),
+    "ack": frozenset({("leased", "acked")}),
+    "give_back": frozenset({("leased", "queued")}),
+    "rewind": frozenset({("acked", "queued")}),
+    "drop_stale": frozenset({("queued", "dropped")}),
+    "compact": frozenset({("queued", "dropped")}),
 }
 
-LEASE_TRANSITIONS: Final[Mapping[tuple[LeaseState, LeaseState], LeaseEvent]] = {
-    ("open", "acked"): "ack",
-    ("open", "nacked"): "nack",
-    ("open", "expired"): "expire",
-    ("expired", "open"): "resume",
+LEASE_TRANSITIONS: Final[Mapping[LeaseEvent, frozenset[tuple[LeaseState, LeaseState]]]] = {
+    "ack": frozenset({("open", "acked")}),
+    "nack": frozenset({("open", "nacked")}),
+    "expire": frozenset({("open", "expired")}),
+    "resume": frozenset({("expired", "open")}),
+    "close": frozenset({("open", "revoked"), ("expired", "revoked")}),
+    "rewind": frozenset({("open", "revoked"), ("expired", "revoked"), ("acked", "revoked")}),
 }
 
 
 def check_group(group_id: str, source: GroupState, target: GroupState, event: GroupEvent) -> None:
-    """Allows `event` to take a group from `source` to `target`.
+    """Allows `event` to take a delivery of a group from `source` to `target`.
 
     Raises:
         ConflictError: the table has no such transition.
     """
-    if GROUP_TRANSITIONS.get((source, target)) != event:
+    if (source, target) not in GROUP_TRANSITIONS[event]:
         raise ConflictError(
             f"Group {group_id} is {source}; {event} cannot make it {target}.",
             group_id=group_id,
@@ -62,15 +73,16 @@ def check_group(group_id: str, source: GroupState, target: GroupState, event: Gr
         )
 
 
-def check_lease(lease_id: str, source: LeaseState, target: LeaseState) -> None:
-    """Allows a lease to go from `source` to `target`.
+def check_lease(lease_id: str, source: LeaseState, target: LeaseState, event: LeaseEvent) -> None:
+    """Allows `event` to take a lease from `source` to `target`.
 
     Raises:
         ConflictError: the table has no such transition.
     """
-    if (source, target) not in LEASE_TRANSITIONS:
+    if (source, target) not in LEASE_TRANSITIONS[event]:
         raise ConflictError(
-            f"Lease {lease_id} is {source} and cannot become {target}.",
+            f"Lease {lease_id} is {source}; {event} cannot make it {target}.",
+            hint="Its run was closed or rewound since." if source == "revoked" else "",
             lease_id=lease_id,
             state=source,
         )

@@ -1,22 +1,60 @@
-"""One transaction of the writer, and what it keeps in memory so that nobody has to count rows."""
+"""One transaction of the writer, and what it keeps in memory so that nobody has to count rows.
+
+The memory is written down when the store is closed and read when it is opened; where it was not
+(the process was killed) or may be wrong (a commit failed), the deliveries are counted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from sqlalchemy import func, select
+import msgspec
+from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from .rows import GroupRow
-from .schema import groups
-from .states import GROUP_STATES, GroupState
+from .rows import Delivery
+from .schema import SHARED, checkpoints, counters, deliveries, gone, groups, leases, runs, values
+from .states import GROUP_STATES, GroupState, RunState
 
 T = TypeVar("T")
 
 _IN_LIST: Final = 500
 """Values in one IN (...): databases limit the parameters of a statement."""
+_MEMORY_KEY: Final = "store.memory"
+
+
+@dataclass(frozen=True)
+class KnownRun:
+    """What the memory knows of a run. `environments` empty: all."""
+
+    state: RunState
+    delivery: Delivery
+    queue: str
+    environments: frozenset[str]
+
+
+def queue_of(name: str, delivery: Delivery) -> str:
+    """The queue from which a run draws."""
+    return SHARED if delivery == "shared" else f"run/{name}"
+
+
+class _Tally(msgspec.Struct, array_like=True):
+    """Deliveries of one queue, environment and state."""
+
+    queue: str
+    env: str
+    state: GroupState
+    count: int
+
+
+class _Written(msgspec.Struct):
+    """The part of a memory that costs time to find out, as it is written down."""
+
+    tallies: list[_Tally]
+    versions: dict[int, tuple[int, int]]
+    stored_bytes: int
 
 
 @dataclass
@@ -24,22 +62,85 @@ class Memory:
     """What is true of the database as of the last commit.
 
     Args:
-        counts: groups in each state.
+        runs: by name.
+        counters: totals of this store, by name.
         next_seq: `seq` of the next group.
+        next_ack: number of the next ack.
+        tallies: deliveries by queue, environment and state, with those that are gone.
+        versions: for each policy version the first and last `seq` between which all queued groups
+            of it are.
+        stored_bytes: of the bodies of all groups that are kept.
+        changes: grows when something is queued or a run is closed.
         conflicting_puts: puts since opening of an id that was there with another body.
     """
 
-    counts: dict[GroupState, int]
+    runs: dict[str, KnownRun]
+    counters: dict[str, int]
     next_seq: int
+    next_ack: int
+    tallies: dict[tuple[str, str, GroupState], int] = field(default_factory=dict)
+    versions: dict[int, tuple[int, int]] = field(default_factory=dict)
+    stored_bytes: int = 0
+    changes: int = 0
     conflicting_puts: int = 0
 
     def copy(self) -> Memory:
-        return Memory(dict(self.counts), self.next_seq, self.conflicting_puts)
+        return Memory(
+            dict(self.runs),
+            dict(self.counters),
+            self.next_seq,
+            self.next_ack,
+            dict(self.tallies),
+            dict(self.versions),
+            self.stored_bytes,
+            self.changes,
+            self.conflicting_puts,
+        )
 
-    def move(self, rows: Iterable[GroupRow], target: GroupState) -> None:
-        for row in rows:
-            self.counts[row.state] -= 1
-            self.counts[target] += 1
+    def tally(self, queue: str, env: str, state: GroupState, count: int) -> None:
+        """Counts `count` more deliveries (fewer where negative)."""
+        key = (queue, env, state)
+        self.tallies[key] = self.tallies.get(key, 0) + count
+
+    def queued(self, seq: int, policy_version: int) -> None:
+        """A group has come into some queue."""
+        first, last = self.versions.get(policy_version, (seq, seq))
+        self.versions[policy_version] = (min(first, seq), max(last, seq))
+        self.changes += 1
+
+    def counts(self, queue: str) -> dict[GroupState, int]:
+        """Deliveries of one queue in each state."""
+        counts: dict[GroupState, int] = dict.fromkeys(GROUP_STATES, 0)
+        for (of, _, state), count in self.tallies.items():
+            if of == queue:
+                counts[state] += count
+        return counts
+
+    def waiting(self, run: KnownRun) -> int:
+        """Groups that wait for a run: queued or leased, of its environments."""
+        return sum(
+            count
+            for (queue, env, state), count in self.tallies.items()
+            if queue == run.queue
+            and state in ("queued", "leased")
+            and (not run.environments or env in run.environments)
+        )
+
+    def queued_environments(self, queue: str) -> set[str]:
+        """Names of the environments of which groups are queued."""
+        return {
+            env
+            for (of, env, state), count in self.tallies.items()
+            if of == queue and state == "queued" and count
+        }
+
+    def fan_out(self) -> list[str]:
+        """The queues, beside the shared one, into which every group goes."""
+        return [
+            run.queue
+            for run in self.runs.values()
+            if run.delivery == "broadcast" and run.state == "open"
+        ]
 
 
 @dataclass(frozen=True)
@@ -54,15 +155,97 @@ class Transaction:
     memory: Memory
     now: float
 
+    async def count(self, name: str, more: int = 1) -> None:
+        """Adds to the counter `name`, durably."""
+        known = self.memory.counters.get(name)
+        self.memory.counters[name] = (known or 0) + more
+        row = {"name": name, "value": self.memory.counters[name]}
+        if known is None:
+            await self.connection.execute(insert(counters).values(row))
+        else:
+            change = update(counters).where(counters.c.name == name)
+            await self.connection.execute(change.values(row))
 
-async def load_memory(connection: AsyncConnection, conflicting_puts: int = 0) -> Memory:
-    """Counts what is in the database; the only thing here that grows with it."""
-    counts: dict[GroupState, int] = dict.fromkeys(GROUP_STATES, 0)
-    query = select(groups.c.state, func.count()).group_by(groups.c.state)
-    for state, count in await connection.execute(query):
-        counts[state] = count
-    last: Any = await connection.scalar(select(func.max(groups.c.seq)))
-    return Memory(counts, 1 if last is None else last + 1, conflicting_puts)
+
+async def load_memory(connection: AsyncConnection, *, trust_written: bool) -> Memory:
+    """What the database says.
+
+    Args:
+        trust_written: whether a memory that was written down is believed; else, and where there is
+            none, all deliveries are counted: the only thing here that takes longer with more.
+    """
+    known = {
+        row.name: KnownRun(
+            row.state,
+            row.delivery,
+            queue_of(row.name, row.delivery),
+            frozenset(msgspec.json.decode(row.environments, type=list[str])),
+        )
+        for row in await connection.execute(select(runs))
+    }
+    counted = {row.name: row.value for row in await connection.execute(select(counters))}
+    last_seq = await connection.scalar(select(func.max(groups.c.seq))) or 0
+    last_acks = [
+        await connection.scalar(
+            select(func.max(leases.c.ack_number)).where(leases.c.ack_number.is_not(None))
+        ),
+        await connection.scalar(select(func.max(runs.c.gone_ack_number))),
+        await connection.scalar(select(func.max(checkpoints.c.ack_number))),
+    ]
+    next_ack = 1 + max(number or 0 for number in last_acks)
+    memory = Memory(known, counted, last_seq + 1, next_ack)
+    written = await _read_written(connection) if trust_written else None
+    if written is None:
+        await _count_deliveries(connection, memory)
+        return memory
+    memory.tallies = {(t.queue, t.env, t.state): t.count for t in written.tallies}
+    memory.versions = written.versions
+    memory.stored_bytes = written.stored_bytes
+    return memory
+
+
+async def _read_written(connection: AsyncConnection) -> _Written | None:
+    text = await connection.scalar(select(values.c.value).where(values.c.key == _MEMORY_KEY))
+    return None if text is None else msgspec.json.decode(text, type=_Written)
+
+
+async def _count_deliveries(connection: AsyncConnection, memory: Memory) -> None:
+    kind = (
+        deliveries.c.queue,
+        deliveries.c.env,
+        deliveries.c.state,
+        deliveries.c.policy_version,
+    )
+    seq = deliveries.c.seq
+    query = select(
+        *kind, func.count(), func.min(seq), func.max(seq), func.sum(deliveries.c.stored_bytes)
+    ).group_by(*kind)
+    rows: Any = await connection.execute(query)
+    for queue, env, state, version, count, first, last, size_bytes in rows:
+        memory.tally(queue, env, state, count)
+        known = memory.versions.get(version, (first, last))
+        memory.versions[version] = (min(known[0], first), max(known[1], last))
+        # Every group that is kept is in the shared queue.
+        memory.stored_bytes += int(size_bytes) if queue == SHARED else 0
+    for row in await connection.execute(select(gone)):
+        memory.tally(row.queue, row.env, row.state, row.removed)
+
+
+async def write_memory(connection: AsyncConnection, memory: Memory) -> None:
+    """Writes down what `load_memory` can trust as long as nothing is changed after it."""
+    await forget_written(connection)
+    written = _Written(
+        [_Tally(*key, count) for key, count in memory.tallies.items()],
+        memory.versions,
+        memory.stored_bytes,
+    )
+    row = {"key": _MEMORY_KEY, "value": msgspec.json.encode(written).decode()}
+    await connection.execute(insert(values).values(row))
+
+
+async def forget_written(connection: AsyncConnection) -> None:
+    """What is written down is no longer true; part of the first transaction."""
+    await connection.execute(delete(values).where(values.c.key == _MEMORY_KEY))
 
 
 def chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:

@@ -3,6 +3,9 @@
 In: operations from any number of callers. Out: to each its own result, after the commit that holds
 it is durable; or its own error. When one breaks the transaction, all are run again, each alone, so
 that it fails nobody else. Operations take effect in the order in which they were handed in.
+
+A database that does not answer fails what waits, and is asked again by whoever comes when the next
+try is due. Once the store is another process's, or its files are gone, nothing is done any more.
 """
 
 from __future__ import annotations
@@ -13,18 +16,28 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Final, TypeVar, cast
 
-from sqlalchemy.ext.asyncio import AsyncEngine
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncConnection
 
-from ..errors import StoreError, UsageError
-from .failures import typed
+from ..errors import ConflictError, StoreError, StoreFull, StoreLost, UsageError
+from .changes import Changes
+from .database import Database
+from .failures import is_unreachable, typed
 from .groups import EncodedPut, put_all
-from .transaction import Memory, Transaction, load_memory
+from .holder import is_held, require_held, save_time, taken
+from .reach import Reach, Unanswered
+from .transaction import Memory, Transaction, forget_written, load_memory, write_memory
+
+log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 Operation = Callable[[Transaction], Awaitable[T]]
 
 _MAX_BATCH_BYTES: Final = 32 * 1024 * 1024
 _MAX_BATCH_ENTRIES: Final = 1024
+_SAVE_TIME_SECONDS: Final = 10.0
+"""Time may go back by so much when the server is killed and the wall's clock is set back."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +59,22 @@ class _Entry:
 class Writer:
     """Owns the writing connection. `run` must be running for the others to return."""
 
-    def __init__(self, engine: AsyncEngine, memory: Memory, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, database: Database, memory: Memory, clock: Callable[[], float], holder: str
+    ) -> None:
         self.memory = memory
-        self._engine = engine
+        self.changes = Changes()
+        self._database = database
         self._clock = clock
+        self._holder = holder
         self._queue: asyncio.Queue[_Entry | None] = asyncio.Queue()
         self._closed = False
+        self._lost: StoreLost | None = None
+        self._reach = Reach()
         self._memory_is_stale = False
+        self._memory_is_written = True
+        self._session = database.sessions
+        self._time_saved = clock()
 
     async def put(self, groups: Sequence[EncodedPut]) -> list[bool]:
         """Stores groups; see `groups.put_all`."""
@@ -64,11 +86,14 @@ class Writer:
 
     async def _submit(self, entry: _Entry) -> Any:
         self.check_open()
+        self._reach.check()
         self._queue.put_nowait(entry)
         return await entry.answer
 
     def check_open(self) -> None:
-        """Raises StoreError: it is closed, or its task has ended."""
+        """Raises StoreError: it is closed, or its task has ended. StoreLost: see `run`."""
+        if self._lost is not None:
+            raise StoreLost(self._lost.message, hint=self._lost.hint)
         if self._closed:
             raise StoreError("The store is closed.")
 
@@ -79,16 +104,24 @@ class Writer:
             self._queue.put_nowait(None)
 
     async def run(self) -> None:
-        """Commits until closed. However it ends, nobody is left waiting."""
+        """Commits until closed. However it ends, nobody is left waiting.
+
+        Raises:
+            StoreLost: another process has opened the store, or its files are gone.
+        """
         try:
             while batch := await self._next_batch():
                 await self._commit(batch)
+                if self._lost is not None:
+                    raise self._lost
+            await self._write_down()
         finally:
             self._closed = True
+            self.changes.announce(-1)
             while not self._queue.empty():
                 entry = self._queue.get_nowait()
                 if entry is not None:
-                    _answer(entry, StoreError("The store was closed before this was stored."))
+                    _answer(entry, self._lost or _too_late())
 
     async def _next_batch(self) -> list[_Entry]:
         """Everything that waits, up to a bound; empty after `close`."""
@@ -109,28 +142,80 @@ class Writer:
 
     async def _commit(self, batch: list[_Entry]) -> None:
         try:
-            outcomes = await self._transact([entry.work for entry in batch])
-        except Exception as error:  # noqa: BLE001 (it goes to whoever asked)
-            self._memory_is_stale = True
-            if len(batch) == 1:
-                _answer(batch[0], typed(error))
-                return
-            for entry in batch:
-                await self._commit([entry])
-            return
+            if not await self._commit_together(batch):
+                for entry in batch:
+                    await self._commit_together([entry])
         except BaseException:
             for entry in batch:
-                _answer(entry, StoreError("The store was closed before this was stored."))
+                _answer(entry, _too_late())
             raise
+
+    async def _commit_together(self, batch: list[_Entry]) -> bool:
+        """Answers all; or nobody, and is False, when one of several has broken the transaction."""
+        try:
+            self._check_way()
+            outcomes = await self._transact([entry.work for entry in batch])
+        except Exception as error:  # noqa: BLE001 (it goes to whoever asked)
+            problem = await self._problem(error)
+            is_one_of_them = len(batch) > 1 and not isinstance(problem, Unanswered | StoreLost)
+            if not is_one_of_them:
+                for entry in batch:
+                    _answer(entry, problem)
+            return not is_one_of_them
+        self._reach.worked()
         for entry, outcome in zip(batch, outcomes, strict=True):
             _answer(entry, outcome)
+        return True
+
+    def _check_way(self) -> None:
+        """Raises StoreError: the next try is not due. StoreLost: there will be none."""
+        if self._lost is not None:
+            raise self._lost
+        self._reach.check()
+
+    async def _problem(self, error: Exception) -> Exception:
+        """`error` as one of ours, and what follows from it for those that come next."""
+        problem = typed(error)
+        if isinstance(problem, ConflictError):  # from connecting: the lock is not to be had
+            problem = await self._why_locked()
+        elif is_unreachable(error):
+            problem = Unanswered(str(problem))
+        # A commit that failed may still have happened (a connection lost in the middle).
+        self._memory_is_stale |= not isinstance(problem, StoreFull | UsageError)
+        if isinstance(problem, StoreLost):
+            self._lost = problem
+        elif isinstance(problem, Unanswered):
+            self._reach.failed(problem)
+        return problem
+
+    async def _why_locked(self) -> StoreError:
+        """Either another process has the store, or a lost connection of ours has not ended yet."""
+        try:
+            async with self._database.reader.connect() as connection:
+                if not await is_held(connection, self._holder):
+                    return taken()
+            await self._database.end_former_session()
+        except Exception as error:  # noqa: BLE001 (it goes to whoever asked)
+            return Unanswered(str(typed(error)))
+        return Unanswered("The database has not yet ended a connection that was lost.")
+
+    async def _write_down(self) -> None:
+        """The next who opens the store does not begin before now, and need not count."""
+        try:
+            async with self._database.writer.begin() as connection:
+                await require_held(connection, self._holder)
+                await save_time(connection, self._clock())
+                if not (self._memory_is_written or self._memory_is_stale):
+                    await write_memory(connection, self.memory)
+        except (SQLAlchemyError, OSError) as error:
+            log.warning("not_written_down", error=str(typed(error)))
 
     async def _transact(self, works: Iterable[_Put | Operation[Any]]) -> list[Any]:
-        async with self._engine.begin() as connection:
-            if self._memory_is_stale:
-                # A commit that failed may still have happened (a connection lost in the middle).
-                self.memory = await load_memory(connection, self.memory.conflicting_puts)
-                self._memory_is_stale = False
+        self._database.check_files()
+        async with self._database.writer.begin() as connection:
+            await self._know_again(connection)
+            if self._memory_is_written:
+                await forget_written(connection)
             tx = Transaction(connection, self.memory.copy(), self._clock())
             outcomes: list[Any] = []
             for is_put, side_by_side in groupby(works, key=lambda work: isinstance(work, _Put)):
@@ -139,8 +224,29 @@ class Writer:
                 else:
                     for operation in cast("Iterable[Operation[Any]]", side_by_side):
                         outcomes.append(await _outcome(tx, operation))
+            is_time_due = tx.now >= self._time_saved + _SAVE_TIME_SECONDS
+            if is_time_due:
+                await save_time(connection, tx.now)
+        self._database.check_files()
         self.memory = tx.memory
+        self._memory_is_written = False
+        self.changes.announce(self.memory.changes)
+        if is_time_due:
+            self._time_saved = tx.now
         return outcomes
+
+    async def _know_again(self, connection: AsyncConnection) -> None:
+        """Reads what is remembered from the database, where that may have changed behind us."""
+        is_new = self._session != self._database.sessions
+        if is_new:
+            await require_held(connection, self._holder)
+        if is_new or self._memory_is_stale:
+            loaded = await load_memory(connection, trust_written=False)
+            loaded.conflicting_puts = self.memory.conflicting_puts
+            loaded.changes = self.memory.changes + 1
+            self.memory = loaded
+            self._memory_is_stale = False
+            self._session = self._database.sessions
 
 
 async def _put_together(tx: Transaction, puts: Iterable[_Put]) -> list[list[bool]]:
@@ -155,6 +261,10 @@ async def _outcome(tx: Transaction, operation: Operation[Any]) -> Any:
         return await operation(tx)
     except UsageError as error:
         return error
+
+
+def _too_late() -> StoreError:
+    return StoreError("The store was closed before this was stored.")
 
 
 def _answer(entry: _Entry, outcome: Any) -> None:

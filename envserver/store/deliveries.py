@@ -1,0 +1,241 @@
+"""The SQL of deliveries: which groups of a queue are next, and what becomes of them.
+
+Every change of a delivery goes through `advance`, which asks the table of transitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+from sqlalchemy import (
+    Select,
+    func,
+    insert,
+    literal,
+    literal_column,
+    or_,
+    select,
+    union_all,
+    update,
+)
+
+from .groups import QUEUED, rows_in, rows_of
+from .rows import UNKNOWN_VERSION, GroupRow
+from .schema import SHARED, deliveries
+from .states import SETTLED, GroupEvent, GroupState, check_group
+from .transaction import Memory, Transaction, chunks
+
+_PAGE: Final = 256
+"""Groups read at a time where it is not known how many are needed."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which queued groups: a filter and how many.
+
+    Args:
+        environments: only of these; None: of all.
+        min_version: only of this policy version or a later one, or of an unknown one.
+        max_groups, max_sequences, max_tokens: the most of each (None: no limit), but always at
+            least one group.
+        min_groups: none at all when fewer pass the filter.
+    """
+
+    environments: frozenset[str] | None = None
+    min_version: int | None = None
+    max_groups: int | None = None
+    max_sequences: int | None = None
+    max_tokens: int | None = None
+    min_groups: int = 1
+
+
+async def advance(
+    tx: Transaction,
+    queue: str,
+    rows: Sequence[GroupRow],
+    target: GroupState,
+    event: GroupEvent,
+    *,
+    lease_id: str | None,
+) -> list[GroupRow]:
+    """Takes `rows`, as they are in the queue now, to `target`, all or none.
+
+    Raises:
+        ConflictError: the table of transitions forbids it for one of them.
+    """
+    for row in rows:
+        check_group(row.group_id, row.state, target, event)
+    settled_at = tx.now if target in SETTLED else None
+    for part in chunks([row.seq for row in rows]):
+        await tx.connection.execute(
+            update(deliveries)
+            .where(deliveries.c.queue == queue, deliveries.c.seq.in_(part))
+            .values(state=target, lease_id=lease_id, settled_at=settled_at)
+        )
+    for row in rows:
+        tx.memory.tally(queue, row.env, row.state, -1)
+        tx.memory.tally(queue, row.env, target, 1)
+        if target == "queued":
+            tx.memory.queued(row.seq, row.policy_version)
+    return [msgspec.structs.replace(row, state=target, lease_id=lease_id) for row in rows]
+
+
+async def move(tx: Transaction, group_ids: Sequence[str], target: GroupState) -> None:
+    """Takes groups that wait in the shared queue from buffered to queued, or to dropped.
+
+    Raises:
+        NotFoundError: one does not exist. ConflictError: one is in a state that forbids it.
+    """
+    rows = await rows_of(tx.connection, group_ids)
+    await advance(tx, SHARED, rows, target, "move", lease_id=None)
+    if target == "queued":
+        for queue in tx.memory.fan_out():
+            await _fill(tx, queue, [row.seq for row in rows])
+
+
+async def fill(tx: Transaction, queue: str) -> None:
+    """Queues every group that is kept, not buffered and not dropped, and is not in `queue` yet."""
+    await _fill(tx, queue, None)
+
+
+async def _fill(tx: Transaction, queue: str, seqs: Sequence[int] | None) -> None:
+    """The same for the groups with these numbers (None: all)."""
+    shared, there = deliveries.alias("shared"), deliveries.alias("there")
+    of = shared.c
+    is_there = select(there.c.seq).where(there.c.queue == queue, there.c.seq == of.seq).exists()
+    wanted = (of.queue == SHARED, of.state.not_in(("buffered", "dropped")), ~is_there)
+    copied = (of.seq, of.env, of.policy_version, of.stored_bytes)
+    for part in [None] if seqs is None else chunks(seqs):
+        chosen = wanted if part is None else (*wanted, of.seq.in_(part))
+        span = (func.count(), func.min(of.seq), func.max(of.seq))
+        kinds = select(of.env, of.policy_version, *span).where(*chosen)
+        kinds = kinds.group_by(of.env, of.policy_version)
+        for env, version, count, first, last in (await tx.connection.execute(kinds)).all():
+            tx.memory.tally(queue, env, "queued", count)
+            tx.memory.queued(first, version)
+            tx.memory.queued(last, version)
+        queued = select(literal(queue), literal("queued"), *copied).where(*chosen)
+        names = ["queue", "state", *(column.name for column in copied)]
+        await tx.connection.execute(insert(deliveries).from_select(names, queued))
+
+
+async def choose(tx: Transaction, queue: str, wanted: Wanted) -> list[GroupRow]:
+    """The oldest queued groups that pass the filter, up to the limits."""
+    chosen: list[GroupRow] = []
+    seen = sequences = tokens = 0
+    is_full = False
+    async for row in _candidates(tx, queue, wanted):
+        seen += 1
+        sequences += row.size
+        tokens += row.tokens
+        is_full = is_full or (
+            bool(chosen)
+            and (
+                len(chosen) == wanted.max_groups
+                or (wanted.max_sequences is not None and sequences > wanted.max_sequences)
+                or (wanted.max_tokens is not None and tokens > wanted.max_tokens)
+            )
+        )
+        if not is_full:
+            chosen.append(row)
+        elif seen >= wanted.min_groups:
+            break
+    return chosen if seen >= wanted.min_groups else []
+
+
+async def _candidates(tx: Transaction, queue: str, wanted: Wanted) -> AsyncIterator[GroupRow]:
+    """Queued groups that pass the filter, oldest first."""
+    queued = tx.memory.queued_environments(queue)
+    names = queued if wanted.environments is None else queued & wanted.environments
+    there = sum(tx.memory.tallies[queue, name, "queued"] for name in names)
+    span = _span(tx.memory, wanted.min_version)
+    if there < wanted.min_groups or span is None:
+        return
+    first, last = span
+    limit = _page_size(wanted)
+    while first <= last:
+        query = _page(queue, names if names != queued else None, wanted.min_version, first, limit)
+        rows = [GroupRow(*row) for row in await tx.connection.execute(query)]
+        for row in rows:
+            yield row
+        if limit is None or len(rows) < limit:
+            return
+        first = rows[-1].seq + 1
+
+
+def _page_size(wanted: Wanted) -> int | None:
+    """None: all at once, where no limit is set."""
+    if wanted.max_sequences is not None or wanted.max_tokens is not None:
+        return _PAGE
+    # One more than wanted is never looked at.
+    return None if wanted.max_groups is None else max(wanted.max_groups, wanted.min_groups)
+
+
+def _span(memory: Memory, min_version: int | None) -> tuple[int, int] | None:
+    """Between which numbers all queued groups of a version that fits are; None: there is none."""
+    spans = [
+        span
+        for version, span in memory.versions.items()
+        if min_version is None or version >= min_version or version == UNKNOWN_VERSION
+    ]
+    if not spans:
+        return None
+    return min(first for first, _ in spans), max(last for _, last in spans)
+
+
+def _page(
+    queue: str, names: set[str] | None, min_version: int | None, first: int, limit: int | None
+) -> Select[Any]:
+    """Each environment is asked by itself, so that an index has its groups in order."""
+    waiting = deliveries.alias("waiting")
+    of = waiting.c
+    where = [of.queue == queue, of.state == literal_column("'queued'"), of.seq >= first]
+    if min_version is not None:
+        fits = of.policy_version >= min_version
+        where.append(or_(fits, of.policy_version == UNKNOWN_VERSION))
+    oldest = select(of.seq).where(*where).order_by(of.seq).limit(limit)
+    if names is not None:
+        parts = [select(oldest.where(of.env == name).subquery().c.seq) for name in sorted(names)]
+        united = union_all(*parts).subquery()
+        oldest = select(united.c.seq).order_by(united.c.seq).limit(limit)
+    chosen = oldest.subquery("chosen")
+    return (
+        rows_in(queue).where(deliveries.c.seq.in_(select(chosen.c.seq))).order_by(deliveries.c.seq)
+    )
+
+
+async def drop_stale(tx: Transaction, below_version: int, limit: int) -> int:
+    """Drops up to `limit` queued deliveries of groups older than `below_version`; how many."""
+    versions = tx.memory.versions
+    stale = [v for v in versions if v != UNKNOWN_VERSION and v < below_version]
+    if not stale:
+        return 0
+    first = min(versions[version][0] for version in stale)
+    last = max(versions[version][1] for version in stale)
+    dropped = 0
+    for queue in {queue for queue, _, state in tx.memory.tallies if state == "queued"}:
+        query = (
+            rows_in(queue)
+            .where(
+                QUEUED,
+                deliveries.c.seq.between(first, last),
+                deliveries.c.policy_version < below_version,
+                deliveries.c.policy_version != UNKNOWN_VERSION,
+            )
+            .order_by(deliveries.c.seq)
+            .limit(limit - dropped)
+        )
+        rows = [GroupRow(*row) for row in await tx.connection.execute(query)]
+        await advance(tx, queue, rows, "dropped", "drop_stale", lease_id=None)
+        dropped += len(rows)
+        if dropped == limit:
+            break
+    if dropped:
+        await tx.count("stale_dropped", dropped)
+    if dropped < limit:
+        for version in stale:
+            del versions[version]
+    return dropped

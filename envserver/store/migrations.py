@@ -1,0 +1,172 @@
+"""Brings the tables of an older version to this one, all steps in one transaction.
+
+Each step is text that no later change of `schema` touches: it says what its version had and what
+the next one has. A step that fails or is killed leaves the store as it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+import msgspec
+from sqlalchemy import text, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from .schema import SCHEMA_VERSION, schema_version
+
+
+async def migrate(connection: AsyncConnection, version: int) -> None:
+    """Takes the tables from `version` to the one of today, inside the caller's transaction."""
+    for step_from in range(version, SCHEMA_VERSION):
+        await STEPS[step_from](connection)
+        await connection.execute(update(schema_version).values(version=step_from + 1))
+
+
+async def _from_1_to_2(connection: AsyncConnection) -> None:
+    """Groups no longer hold a state: each of the queues has its own, in `deliveries`."""
+    is_sqlite = connection.dialect.name == "sqlite"
+
+    async def run(statement: str) -> None:
+        await connection.execute(text(statement))
+
+    for statement in _NEW_TABLES:
+        await run(statement.format(without_rowid="WITHOUT ROWID" if is_sqlite else ""))
+    await connection.execute(
+        text(
+            "INSERT INTO deliveries (queue, seq, env, policy_version, stored_bytes, state,"
+            " lease_id, settled_at)"
+            " SELECT 'shared', groups.seq, env, policy_version, length(body), state, lease_id,"
+            " CASE WHEN state IN ('acked', 'dropped') THEN CAST(:now AS DOUBLE PRECISION) END"
+            " FROM groups JOIN bodies ON bodies.seq = groups.seq ORDER BY groups.seq"
+        ),
+        {"now": time.time()},
+    )
+    for statement in _REBUILD_IN_SQLITE if is_sqlite else _CHANGE_IN_POSTGRESQL:
+        await run(statement)
+    for statement in _NEW_COLUMNS_AND_INDEXES:
+        await run(statement)
+    await _number_acks(connection)
+
+
+async def _number_acks(connection: AsyncConnection) -> None:
+    acked = text(
+        "SELECT lease_id, run, group_ids FROM leases WHERE state = 'acked'"
+        " ORDER BY created_at, lease_id"
+    )
+    totals: dict[str, int] = {}
+    numbered = []
+    for number, row in enumerate(await connection.execute(acked), 1):
+        numbered.append({"number": number, "of": row.lease_id})
+        count = len(msgspec.json.decode(row.group_ids, type=list[str]))
+        totals[row.run] = totals.get(row.run, 0) + count
+    set_number = text("UPDATE leases SET ack_number = :number WHERE lease_id = :of")
+    set_total = text("UPDATE runs SET acked_groups = :total WHERE name = :of")
+    if numbered:
+        await connection.execute(set_number, numbered)
+        await connection.execute(
+            set_total, [{"total": total, "of": run} for run, total in totals.items()]
+        )
+    ended = text("UPDATE leases SET ended_at = :now WHERE state <> 'open'")
+    await connection.execute(ended, {"now": time.time()})
+
+
+_NEW_TABLES: Final = (
+    """CREATE TABLE deliveries (
+        queue TEXT NOT NULL,
+        seq BIGINT NOT NULL,
+        env TEXT NOT NULL,
+        policy_version BIGINT NOT NULL,
+        stored_bytes BIGINT NOT NULL,
+        state TEXT NOT NULL,
+        lease_id TEXT,
+        settled_at DOUBLE PRECISION,
+        PRIMARY KEY (queue, seq),
+        CONSTRAINT known_state
+            CHECK (state IN ('buffered', 'queued', 'leased', 'acked', 'dropped'))
+    ) {without_rowid}""",
+    """CREATE TABLE checkpoints (
+        run TEXT NOT NULL,
+        name TEXT NOT NULL,
+        ack_number BIGINT NOT NULL,
+        acked_groups BIGINT NOT NULL,
+        created_at DOUBLE PRECISION NOT NULL,
+        PRIMARY KEY (run, name)
+    )""",
+    "CREATE TABLE counters (name TEXT NOT NULL, value BIGINT NOT NULL, PRIMARY KEY (name))",
+    """CREATE TABLE gone (
+        queue TEXT NOT NULL,
+        env TEXT NOT NULL,
+        state TEXT NOT NULL,
+        removed BIGINT NOT NULL,
+        PRIMARY KEY (queue, env, state)
+    )""",
+)
+
+# SQLite cannot drop a column that a constraint names, nor change a constraint.
+_REBUILD_IN_SQLITE: Final = (
+    "DROP INDEX groups_queued",
+    "DROP INDEX groups_buffered",
+    """CREATE TABLE groups_2 (
+        seq INTEGER NOT NULL,
+        group_id TEXT NOT NULL,
+        env TEXT NOT NULL,
+        format TEXT NOT NULL,
+        size BIGINT NOT NULL,
+        tokens BIGINT NOT NULL,
+        max_length BIGINT NOT NULL,
+        policy_version BIGINT NOT NULL,
+        env_id BIGINT,
+        created_at DOUBLE NOT NULL,
+        PRIMARY KEY (seq),
+        UNIQUE (group_id)
+    )""",
+    """INSERT INTO groups_2 SELECT seq, group_id, env, format, size, tokens, max_length,
+        policy_version, env_id, created_at FROM groups ORDER BY seq""",
+    "DROP TABLE groups",
+    "ALTER TABLE groups_2 RENAME TO groups",
+    "DROP INDEX leases_open",
+    """CREATE TABLE leases_2 (
+        lease_id TEXT NOT NULL,
+        run TEXT NOT NULL,
+        group_ids TEXT NOT NULL,
+        created_at DOUBLE NOT NULL,
+        expires_at DOUBLE NOT NULL,
+        state TEXT NOT NULL,
+        PRIMARY KEY (lease_id),
+        CONSTRAINT known_state
+            CHECK (state IN ('open', 'expired', 'acked', 'nacked', 'revoked'))
+    )""",
+    """INSERT INTO leases_2 SELECT lease_id, run, group_ids, created_at, expires_at, state
+        FROM leases""",
+    "DROP TABLE leases",
+    "ALTER TABLE leases_2 RENAME TO leases",
+    "CREATE INDEX leases_open ON leases (expires_at) WHERE state = 'open'",
+)
+
+_CHANGE_IN_POSTGRESQL: Final = (
+    "ALTER TABLE groups DROP COLUMN state, DROP COLUMN lease_id",
+    """ALTER TABLE leases DROP CONSTRAINT known_state, ADD CONSTRAINT known_state
+        CHECK (state IN ('open', 'expired', 'acked', 'nacked', 'revoked'))""",
+)
+
+_NEW_COLUMNS_AND_INDEXES: Final = (
+    "ALTER TABLE leases ADD COLUMN ack_number BIGINT",
+    "ALTER TABLE leases ADD COLUMN ended_at DOUBLE PRECISION",
+    """ALTER TABLE runs ADD COLUMN delivery TEXT NOT NULL DEFAULT 'shared'
+        CONSTRAINT known_delivery CHECK (delivery IN ('shared', 'broadcast'))""",
+    "ALTER TABLE runs ADD COLUMN environments TEXT NOT NULL DEFAULT '[]'",
+    "ALTER TABLE runs ADD COLUMN acked_groups BIGINT NOT NULL DEFAULT 0",
+    "ALTER TABLE runs ADD COLUMN gone_ack_number BIGINT NOT NULL DEFAULT 0",
+    "CREATE INDEX deliveries_queued ON deliveries (queue, seq) WHERE state = 'queued'",
+    "CREATE INDEX deliveries_queued_env ON deliveries (queue, env, seq) WHERE state = 'queued'",
+    "CREATE INDEX deliveries_buffered ON deliveries (queue, seq) WHERE state = 'buffered'",
+    "CREATE INDEX deliveries_settled ON deliveries (settled_at, seq) WHERE settled_at IS NOT NULL",
+    "CREATE INDEX leases_expired ON leases (run) WHERE state = 'expired'",
+    "CREATE INDEX leases_acked ON leases (run, ack_number) WHERE ack_number IS NOT NULL",
+    "CREATE INDEX leases_ended ON leases (ended_at, lease_id) WHERE ended_at IS NOT NULL",
+)
+
+STEPS: Final[Mapping[int, Callable[[AsyncConnection], Awaitable[None]]]] = {1: _from_1_to_2}
+"""By the version from which they start; each leads to the next one."""
