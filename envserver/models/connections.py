@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 import aiohttp
 
 from ..errors import EngineError, EngineGarbage, EngineUnavailable
+from ..telemetry.tracing import current
 from .decoding import MAX_REFUSAL_BYTES, Decoder, is_refusal, retry_after
 from .replicas import Replica
 
@@ -97,8 +98,13 @@ class Connections:
         if self._session is None:
             raise EngineUnavailable("The engine's connections are closed.")
         with typed(replica):
+            traceparent = current().traceparent
             request = self._session.request(
-                method, replica.url + path, data=payload, allow_redirects=False
+                method,
+                replica.url + path,
+                data=payload,
+                headers={"traceparent": traceparent} if traceparent else None,
+                allow_redirects=False,
             )
             async with request as response:
                 yield response

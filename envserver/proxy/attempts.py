@@ -33,6 +33,7 @@ from ..errors import (
     ServiceError,
 )
 from ..records import Call, PublicTask
+from ..telemetry.tracing import NO_SPAN, Span
 from ..tokens.history import History
 from .asgi import Interrupts
 from .retries import Retries
@@ -140,6 +141,7 @@ class Attempt:
         memory: what each dialect keeps of this attempt.
         retries: its latest requests.
         histories: what its calls can be continued from, by how their engine is asked.
+        span: of the agent's work; its model calls are parts of it.
     """
 
     key: str
@@ -161,6 +163,7 @@ class Attempt:
     memory: dict[str, dict[str, Any]] = field(default_factory=dict)
     retries: Retries[Any] = field(default_factory=Retries)
     histories: dict[Any, History] = field(default_factory=dict)
+    span: Span = NO_SPAN
     _unanswered: dict[str | None, Failure] = field(default_factory=dict)
     _turns: Counter[str | None] = field(default_factory=Counter)
     _spent_tokens: int = 0

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..errors import (
@@ -21,6 +21,7 @@ from ..errors import (
     EnvserverError,
 )
 from ..records import Call
+from ..telemetry.tracing import Span
 from ..tokens.prompts import PromptPlan
 from .ask import Ask
 from .attempts import Attempt, Grant
@@ -30,6 +31,7 @@ from .gate import Aborted
 from .recording import Circumstances, calls_of, mark_delivered, mark_replayed
 from .source import Ready, Source
 from .streaming import Collector, clean_answer, clean_chunk, is_last
+from .tracing import model_call, note_answer
 
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -159,26 +161,28 @@ class Work:
     async def _whole(self) -> dict[str, Any]:
         with await self._reserved() as grant:
             self._body.with_max_tokens(grant.max_tokens)
-            answer = await self._sampled()
-            exchange = exchange_of(answer)
+            answer, exchange = await self._sampled()
             grant.spent = exchange.tokens()
             clean_answer(answer, self.ask)
             self._commit(exchange)
             await self._ready.remember(self._attempt, self.calls, self._prompt)
         return answer
 
-    async def _sampled(self) -> dict[str, Any]:
+    async def _sampled(self) -> tuple[dict[str, Any], Exchange]:
         while True:
             with suppress(Aborted):
                 async with self._source.gate.passing():
-                    with self._sampling():
-                        return await self._ready.whole(
+                    with self._sampling() as span:
+                        answer = await self._ready.whole(
                             self.ask,
                             self._body.body,
                             self._prompt,
                             rollout_id=self._line,
                             timeout_seconds=self._seconds_left,
                         )
+                        exchange = exchange_of(answer)
+                        note_answer(span, exchange)
+                        return answer, exchange
 
     # A true stream
 
@@ -212,8 +216,9 @@ class Work:
             ends: list[dict[str, Any]] = []
             try:
                 async with self._source.gate.passing():
-                    with self._sampling():
+                    with self._sampling() as span:
                         await self._relay_once(self._collector, emit, ends)
+                        note_answer(span, self._collector.exchange())
                 return ends
             except Aborted:
                 if self._first_at is not None:
@@ -303,12 +308,17 @@ class Work:
             flags=self._body.flags + (["own_model"] if self._seat.source else []),
         )
 
-    def _sampling(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _sampling(self) -> Iterator[Span]:
         """Within: the engine samples, with the version of now or a later one."""
         self._asked = True
         self._first_version = self._version
         self._body.body["model"] = self._source.model(self._seat.model)
-        return self._attempt.sampling(self._first_version if self._seat.trained else -1)
+        with (
+            self._attempt.sampling(self._first_version if self._seat.trained else -1),
+            model_call(self._attempt, self._agent, self._body.body) as span,
+        ):
+            yield span
 
     async def _reserved(self) -> Grant:
         ask = self.ask

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from ..errors import (
 from ..proxy.attempts import Attempt, AttemptSpec
 from ..proxy.server import Proxy
 from ..records import Call, Conversation, Result, SandboxUsage, Sequence, TracedCall, Usage
+from ..telemetry.tracing import current, within
 from ..tokens.builder import all_flags, build, find_parents
 from ..tokens.flags import Actions
 from ..tokens.invariants import check
@@ -80,15 +82,16 @@ async def run_attempt(
     spent, death = None, None
     try:
         async with freshness.watching(attempt):
-            spent = await pool.run(
-                Assignment(
-                    rollout_id=spec.rollout_id,
-                    url=f"{proxy_url}/r/{attempt.key}",
-                    env_reference=spec.env_reference,
-                    isolation=isolation,
-                    deadline=spec.deadline,
+            with _traced(attempt, isolation):
+                spent = await pool.run(
+                    Assignment(
+                        rollout_id=spec.rollout_id,
+                        url=f"{proxy_url}/r/{attempt.key}",
+                        env_reference=spec.env_reference,
+                        isolation=isolation,
+                        deadline=spec.deadline,
+                    )
                 )
-            )
     except WorkerError as error:
         death = error
     finally:
@@ -121,6 +124,21 @@ async def run_attempt(
         others=other_conversations(calls, last),
         attempt=attempt,
     )
+
+
+@contextmanager
+def _traced(attempt: Attempt, isolation: Isolation) -> Iterator[None]:
+    """Within: the agent runs, a span of the rollout's trace."""
+    spec = attempt.spec
+    about = {
+        "gen_ai.operation.name": "invoke_agent",
+        "gen_ai.agent.name": spec.env,
+        "gen_ai.conversation.id": spec.rollout_id,
+        "envserver.attempt": spec.attempt,
+        "envserver.isolation": isolation,
+    }
+    with within(current().child(f"invoke_agent {spec.env}", about)) as attempt.span:
+        yield
 
 
 def _checked_sequences(calls: list[Call], actions: Actions) -> list[Sequence]:

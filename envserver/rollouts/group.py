@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import msgspec
+from structlog.contextvars import bind_contextvars
 
 from ..config import RolloutsConfig, SamplingConfig
 from ..environment import Environment, Isolation
@@ -22,7 +23,7 @@ from ..models.engine import Engine
 from ..proxy.attempts import AttemptSpec, Limits, Seat, line_of
 from ..proxy.server import Proxy
 from ..records import Group, Message, PublicTask, Result, Score, Task, Trajectory
-from ..telemetry.tracing import NO_TRACER, Tracer
+from ..telemetry.tracing import NO_TRACER, Tracer, current, root, within
 from ..tokens.flags import Actions
 from ..workers.pool import WorkerPool
 from .agents import demonstrated
@@ -231,6 +232,21 @@ async def _member(
     machinery: Machinery, ticket: Ticket, number: int, failures: _Failures
 ) -> Member | None:
     rollout_id = _rollout_id(ticket, number)
+    bind_contextvars(rollout_id=rollout_id)
+    about = {
+        "envserver.rollout_id": rollout_id,
+        "envserver.group_id": ticket.group_id,
+        "envserver.task_id": ticket.task.id,
+        "envserver.environment": ticket.env,
+    }
+    with root(machinery.tracer, "task", about):
+        return await _until_scored(machinery, ticket, number, failures)
+
+
+async def _until_scored(
+    machinery: Machinery, ticket: Ticket, number: int, failures: _Failures
+) -> Member | None:
+    rollout_id = _rollout_id(ticket, number)
     tries = 0
     while True:
         attempt = failures.next_attempt(number)
@@ -251,7 +267,10 @@ async def _try_member(
 ) -> Member:
     async with machinery.slots:
         finished = await run_once(machinery, ticket, rollout_id, attempt)
-    score = await score_once(machinery, ticket.task, finished.result)
+    with within(current().child("score", {"envserver.environment": ticket.env})) as span:
+        score = await score_once(machinery, ticket.task, finished.result)
+        if score.reward is not None:
+            span.note({"envserver.reward": score.reward})
     machinery.observer(
         RolloutScored(
             group_id=ticket.group_id,

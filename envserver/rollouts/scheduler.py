@@ -14,9 +14,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import structlog
+from structlog.contextvars import bind_contextvars
 
 from ..errors import AllFailed, StoreError
 from ..records import Group
+from ..telemetry.tracing import gathered
 from .events import GroupDelivered, GroupDropped, GroupSink
 from .group import Machinery, make_group
 from .mixing import Ending, Lane
@@ -186,11 +188,17 @@ class Scheduler:
         self._lane.ended(self._size, "failed" if failed else group.result())
 
     async def _one(self, ticket: Ticket) -> Ending:
-        made = await make_group(self._machinery, ticket)
+        bind_contextvars(group_id=ticket.group_id, env=ticket.env)
+        with gathered() as traces:
+            made = await make_group(self._machinery, ticket)
         if isinstance(made, Drop):
             self._dropped(ticket, made)
             return "failed" if made.failed else "filtered"
+        began = time.time()
         await self._deliver(made)
+        for trace in traces:
+            about = {"envserver.group_id": ticket.group_id}
+            trace.past("store put", about, began, time.time())
         self._failed_in_a_row = self._dropped_in_a_row = 0
         self._causes.clear()
         self.delivered += 1

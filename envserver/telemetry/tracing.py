@@ -70,6 +70,7 @@ NO_TRACER: Tracer = _NoTracer()
 _NOTHING: _Opened = nullcontext(NO_SPAN)
 
 _current: ContextVar[Span] = ContextVar("envserver_span", default=NO_SPAN)
+_roots: ContextVar[list[Span] | None] = ContextVar("envserver_roots", default=None)
 
 
 def current() -> Span:
@@ -86,3 +87,24 @@ def within(opened: _Opened) -> Iterator[Span]:
             yield span
         finally:
             _current.reset(token)
+
+
+@contextmanager
+def root(tracer: Tracer, name: str, attributes: Attributes) -> Iterator[Span]:
+    """Within: a new trace, whose root is the current span."""
+    with within(tracer.trace(name, attributes)) as span:
+        known = _roots.get()
+        if span.traceparent and known is not None:
+            known.append(span)
+        yield span
+
+
+@contextmanager
+def gathered() -> Iterator[list[Span]]:
+    """The roots that are begun within, by this task and those that it starts."""
+    roots: list[Span] = []
+    token = _roots.set(roots)
+    try:
+        yield roots
+    finally:
+        _roots.reset(token)

@@ -1,0 +1,55 @@
+"""A model call as a span: what was asked for and what it took, never what was said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ..telemetry.tracing import Span, within
+from .attempts import Attempt
+from .exchange import Exchange
+
+_REQUEST = {
+    "temperature": "gen_ai.request.temperature",
+    "top_p": "gen_ai.request.top_p",
+    "max_tokens": "gen_ai.request.max_tokens",
+    "seed": "gen_ai.request.seed",
+}
+
+
+@contextmanager
+def model_call(attempt: Attempt, agent: str | None, body: Mapping[str, Any]) -> Iterator[Span]:
+    """Within: the engine is asked; its requests carry the span's `traceparent`.
+
+    The names are those of OpenTelemetry's conventions for generative AI.
+    """
+    if not attempt.span.traceparent:
+        yield attempt.span
+        return
+    model = str(body.get("model", ""))
+    asked = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.request.model": model,
+        "gen_ai.conversation.id": attempt.spec.rollout_id,
+        **({"gen_ai.agent.name": agent} if agent else {}),
+        **{name: body[key] for key, name in _REQUEST.items() if body.get(key) is not None},
+    }
+    with within(attempt.span.child(f"chat {model}", asked, client=True)) as span:
+        yield span
+
+
+def note_answer(span: Span, exchange: Exchange) -> None:
+    """What the answer took."""
+    if not span.traceparent:
+        return
+    choices = exchange.choices
+    prompts = [one.prompt_ids for one in choices if one.prompt_ids] or [exchange.prompt_ids or []]
+    span.note(
+        {
+            "gen_ai.response.model": exchange.model,
+            "gen_ai.response.finish_reasons": [one.finish_reason or "" for one in choices],
+            "gen_ai.usage.input_tokens": sum(map(len, prompts)),
+            "gen_ai.usage.output_tokens": exchange.tokens(),
+        }
+    )
