@@ -154,8 +154,11 @@ def judge_losses(lost: Mapping[str, int], rules: GroupRules) -> Drop | None:
     )
     if not refused and rules.size - missing >= rules.least:
         return None
-    causes = ", ".join(sorted(lost))
-    return Drop("incomplete", f"{missing} of {rules.size} rollouts are lost ({causes}).", True)
+    causes = sorted(kind for kind, count in lost.items() if count)
+    message = f"{missing} of {rules.size} rollouts are lost ({', '.join(causes)})."
+    if causes == [Stale.kind]:  # nothing failed: trainers were quick
+        return Drop("stale", message, False)
+    return Drop("incomplete", message, True)
 
 
 def judge_trajectory(

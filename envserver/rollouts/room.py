@@ -1,0 +1,175 @@
+"""How many further groups of an environment may be begun, from what waits for whom.
+
+Pure. Two bounds, the lower one counts: what waits is bounded (a slow trainer makes neither memory
+nor the store grow), and where groups may only be so many versions old, so is what waits and is made
+together: a group that is begun is delivered behind all of these, a batch for each version.
+
+What holds: each group that a broadcast run is owed waits in its queue, so the slowest of them
+decides; of the shared runs, one that wants more is enough, and one that takes only some
+environments counts only theirs. An environment of which nothing waits and nothing is made may
+always begin one, so that others that fill the queue never keep it from the trainers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+SHARED = "shared"
+"""The queue of all runs that share their groups."""
+
+
+class Taker(msgspec.Struct, frozen=True, kw_only=True):
+    """An open run.
+
+    Args:
+        queue: from which it draws: `SHARED`, or one of its own.
+        environments: whose groups it takes; empty: everybody's.
+        batch: groups that it takes between two versions.
+        is_hungry: it has groups and wants more before it publishes: what it has does not count.
+    """
+
+    name: str
+    queue: str
+    batch: int
+    environments: frozenset[str] = frozenset()
+    is_hungry: bool = False
+
+    def takes(self, env: str) -> bool:
+        return not self.environments or env in self.environments
+
+
+class Depth(msgspec.Struct, frozen=True):
+    """Groups of one environment in one queue."""
+
+    queued: int = 0
+    leased: int = 0
+
+
+Depths = Mapping[str, Mapping[str, Depth]]
+"""By queue and environment."""
+
+
+class Bounds(msgspec.Struct, frozen=True, kw_only=True):
+    """Arguments:
+    most_groups: that wait in a queue, `most_batches` where that is less (but two at least).
+    max_staleness: versions that a group may be behind when it is delivered; None: any.
+    """
+
+    most_groups: int
+    most_batches: int
+    max_staleness: int | None = None
+
+
+def room(
+    env: str,
+    takers: Iterable[Taker],
+    depths: Depths,
+    open_groups: Mapping[str, int],
+    bounds: Bounds,
+) -> int:
+    """Groups of `env` that may be begun now; not positive: none.
+
+    Args:
+        open_groups: that are being made, by environment.
+    """
+    runs = list(takers)
+    queues = {taker.queue for taker in runs if taker.takes(env)}
+    if not queues:
+        return _room_for_nobody(runs, depths, bounds)
+    return min(
+        _room_of_queue(
+            env,
+            [taker for taker in runs if taker.queue == queue],
+            depths.get(queue, {}),
+            open_groups,
+            bounds,
+        )
+        for queue in queues
+    )
+
+
+def _room_for_nobody(takers: list[Taker], depths: Depths, bounds: Bounds) -> int:
+    """Of an environment that no run takes: what nobody takes is bounded together."""
+    untaken = {
+        env: depth
+        for env, depth in depths.get(SHARED, {}).items()
+        if not any(taker.takes(env) for taker in takers)
+    }
+    return bounds.most_groups - sum(depth.queued for depth in untaken.values())
+
+
+def _room_of_queue(
+    env: str,
+    takers: list[Taker],
+    queue: Mapping[str, Depth],
+    open_groups: Mapping[str, int],
+    bounds: Bounds,
+) -> int:
+    """In the queue of `takers`: where it is shared, that of the one with most room."""
+    own = queue.get(env, Depth())
+    has_none = not (own.queued or own.leased or open_groups.get(env))
+    found = [
+        _room_of_taker(taker, takers, queue, open_groups, bounds)
+        for taker in takers
+        if taker.takes(env)
+    ]
+    return max(*found, 1 if has_none else min(found))
+
+
+def _room_of_taker(
+    taker: Taker,
+    sharing: list[Taker],
+    queue: Mapping[str, Depth],
+    open_groups: Mapping[str, int],
+    bounds: Bounds,
+) -> int:
+    """For a run, with the help of those who take nothing that it does not take."""
+    helpers = [one for one in sharing if _is_within(one, taker)]
+    batch = sum(one.batch for one in helpers)
+    seen = [depth for env, depth in queue.items() if taker.takes(env)]
+    queued = sum(depth.queued for depth in seen)
+    free = most_waiting(batch, bounds) - queued
+    if bounds.max_staleness is None:
+        return free
+    # What is leased is a batch that is trained now: a version later it is gone. Who asks for more
+    # before that takes more for one version than it said.
+    leased = sum(depth.leased for depth in seen)
+    ahead = 0 if any(one.is_hungry for one in helpers) else min(leased, batch)
+    made = sum(count for env, count in open_groups.items() if taker.takes(env))
+    return min(free, (bounds.max_staleness + 1) * batch - ahead - queued - made)
+
+
+def _is_within(one: Taker, other: Taker) -> bool:
+    """Whether `one` takes nothing that `other` does not."""
+    return not other.environments or (
+        bool(one.environments) and one.environments <= other.environments
+    )
+
+
+def most_waiting(batch: int, bounds: Bounds) -> int:
+    """Groups that may wait for a trainer: two batches at least, so that one can be made while the
+    other is fetched."""
+    return max(2 * batch, min(bounds.most_groups, bounds.most_batches * batch))
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """A run and how long ago it last took, held or gave back anything, or found nothing to take."""
+
+    name: str
+    is_broadcast: bool
+    silent_seconds: float
+
+
+def silent_runs(runs: Iterable[Seen], seconds: float | None) -> list[str]:
+    """Broadcast runs that are to be closed: silent for `seconds`, while another run is not."""
+    if seconds is None:
+        return []
+    silent, live = [], 0
+    for run in runs:
+        if run.silent_seconds < seconds:
+            live += 1
+        elif run.is_broadcast:
+            silent.append(run.name)
+    return silent if live else []

@@ -1,0 +1,269 @@
+"""When further groups may be begun: what waits stays bounded, and nothing waits for ever."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envserver.rollouts.mixing import Share, Shares, targets
+from envserver.rollouts.policy import is_stale, oldest_deliverable
+from envserver.rollouts.room import (
+    SHARED,
+    Bounds,
+    Depth,
+    Seen,
+    Taker,
+    most_waiting,
+    room,
+    silent_runs,
+)
+
+BOUNDS = Bounds(most_groups=9, most_batches=3)
+ENVS = ("a", "b", "c")
+MOST_OPEN = 6
+
+
+def depths(**shared: int) -> dict[str, dict[str, Depth]]:
+    return {SHARED: {env: Depth(queued) for env, queued in shared.items()}}
+
+
+def taker(name: str = "t", batch: int = 4, *environments: str, own: bool = False) -> Taker:
+    queue = name if own else SHARED
+    return Taker(name=name, queue=queue, batch=batch, environments=frozenset(environments))
+
+
+def test_without_a_trainer_so_many_groups_wait_and_no_more() -> None:
+    assert room("a", [], {}, {}, BOUNDS) == 9
+    assert room("a", [], depths(a=5, b=4), {}, BOUNDS) == 0
+    only_b = taker("t", 4, "b")
+    assert room("a", [only_b], depths(a=5, b=8), {}, BOUNDS) == 4
+
+
+def test_the_slowest_broadcast_run_decides() -> None:
+    fast, slow = taker("fast", own=True), taker("slow", own=True)
+    waiting = {"fast": {"a": Depth(1)}, "slow": {"a": Depth(9)}}
+    assert room("a", [fast], waiting, {}, BOUNDS) == 8
+    assert room("a", [fast, slow], waiting, {}, BOUNDS) == 0
+
+
+def test_of_runs_that_share_one_that_wants_more_is_enough() -> None:
+    everything, only_a = taker("everything"), taker("only a", 2, "a")
+    waiting = depths(a=1, b=20)
+    assert room("b", [everything, only_a], waiting, {}, BOUNDS) <= 0
+    assert room("a", [everything, only_a], waiting, {}, BOUNDS) == most_waiting(2, BOUNDS) - 1
+    assert room("a", [everything], waiting, {}, BOUNDS) <= 0
+
+
+def test_who_has_nothing_may_begin_one_whatever_the_others_do() -> None:
+    assert room("c", [taker()], depths(a=50, b=50), {"a": 5}, BOUNDS) == 1
+    assert room("c", [taker()], depths(a=50, b=50), {"c": 1}, BOUNDS) <= 0
+
+
+def test_what_would_be_too_old_is_not_begun() -> None:
+    for most, leased, queued, made in itertools.product((0, 1, 3), (0, 4, 9), (0, 3), (0, 2)):
+        fresh = Bounds(most_groups=1000, most_batches=1000, max_staleness=most)
+        waiting = {SHARED: {"a": Depth(queued, leased)}}
+        free = room("a", [taker()], waiting, {"a": made}, fresh)
+        if leased or queued or made:
+            assert free == (most + 1) * 4 - min(leased, 4) - queued - made
+    on_policy = Bounds(most_groups=1000, most_batches=3, max_staleness=0)
+    trained = {SHARED: {"a": Depth(0, 4)}}
+    assert room("a", [taker()], trained, {}, on_policy) == 0
+    hungry = Taker(name="t", queue=SHARED, batch=4, is_hungry=True)
+    assert room("a", [hungry], trained, {}, on_policy) == 4
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.floats(0, 100)), max_size=5), st.none() | st.floats(1, 90)
+)
+def test_a_silent_broadcast_run_is_closed_only_where_it_holds_up_another(
+    runs: list[tuple[bool, float]], seconds: float | None
+) -> None:
+    seen = [
+        Seen(name=str(number), is_broadcast=broadcast, silent_seconds=silent)
+        for number, (broadcast, silent) in enumerate(runs)
+    ]
+    closed = silent_runs(seen, seconds)
+    left = [run for run in seen if run.name not in closed]
+    assert seconds is not None or not closed
+    if closed and seconds is not None:
+        assert all(run.is_broadcast for run in seen if run.name in closed)
+        assert any(run.silent_seconds < seconds for run in left)
+        assert not any(run.is_broadcast and run.silent_seconds >= seconds for run in left)
+
+
+@dataclass
+class Trainer:
+    """A run that leases whole batches, trains one and acknowledges it, which may publish."""
+
+    taker: Taker
+    publishes: bool
+    leased: Counter[str] = field(default_factory=Counter)
+    steps: int = 0
+
+
+@dataclass
+class World:
+    """Environments, queues and trainers, without a server: what is decided is decided for real."""
+
+    trainers: list[Trainer]
+    filters: set[str]
+    bounds: Bounds
+    shares: Shares
+    version: int = 0
+    open: list[tuple[str, int]] = field(default_factory=list)
+    queues: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
+    received: list[int] = field(default_factory=list)
+    """How far behind each group was when a trainer got it."""
+
+    @property
+    def takers(self) -> list[Taker]:
+        return [one.taker for one in self.trainers]
+
+    def depths(self) -> dict[str, dict[str, Depth]]:
+        found = {}
+        for name, groups in self.queues.items():
+            queued = Counter(env for env, _ in groups)
+            leased = sum((t.leased for t in self.trainers if t.taker.queue == name), Counter())
+            found[name] = {env: Depth(queued[env], leased[env]) for env in {*queued, *leased}}
+        return found
+
+    def begin(self) -> bool:
+        """The next group of whose turn it is among those that have room."""
+        made = Counter(env for env, _ in self.open)
+        waiting = self.depths()
+        asking = [e for e in ENVS if room(e, self.takers, waiting, made, self.bounds) > 0]
+        if not asking or len(self.open) >= MOST_OPEN:
+            return False
+        env = self.shares.next(asking)
+        self.shares.begin(env)
+        self.open.append((env, self.version))
+        return True
+
+    def finish(self, which: int) -> bool:
+        if not self.open:
+            return False
+        env, version = self.open.pop(which % len(self.open))
+        if env not in self.filters and not is_stale(
+            version, self.version, self.bounds.max_staleness
+        ):
+            for queue in {one.queue for one in self.takers if one.takes(env)} or {SHARED}:
+                self.queues.setdefault(queue, []).append((env, version))
+        return True
+
+    def train(self, which: int) -> bool:
+        """A trainer takes a step: what it has is acknowledged, then it leases a batch."""
+        one = self.trainers[which % len(self.trainers)]
+        if one.leased:
+            one.leased.clear()
+            one.steps += 1
+            if one.publishes:
+                self.publish()
+            return True
+        queue = self.queues.get(one.taker.queue, [])
+        fit = [group for group in queue if one.taker.takes(group[0])][: one.taker.batch]
+        if len(fit) < one.taker.batch:
+            return False
+        for group in fit:
+            queue.remove(group)
+            one.leased[group[0]] += 1
+            self.received.append(self.version - group[1])
+        return True
+
+    def publish(self) -> None:
+        self.version += 1
+        oldest = oldest_deliverable(self.version, self.bounds.max_staleness)
+        for groups in self.queues.values():
+            groups[:] = [group for group in groups if group[1] >= oldest]
+
+
+def taken_for_sure(world: World) -> bool:
+    """Whether each run takes an environment that delivers."""
+    return all(any(one.takes(e) and e not in world.filters for e in ENVS) for one in world.takers)
+
+
+TAKEN = st.sampled_from([(), (), ("a",), ("b",), ("a", "b"), ("b", "c")])
+TRAINERS = st.lists(
+    st.tuples(st.integers(1, 4), TAKEN, st.booleans(), st.booleans()), min_size=1, max_size=3
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    TRAINERS,
+    st.sets(st.sampled_from(ENVS), max_size=2),
+    st.none() | st.integers(0, 2),
+    st.lists(st.tuples(st.floats(0.1, 10), st.floats(0, 0.3)), min_size=3, max_size=3),
+    st.lists(st.tuples(st.sampled_from("bbfft"), st.integers(0, 9)), max_size=60),
+)
+def test_whatever_happens_queues_are_bounded_and_every_trainer_gets_on(
+    runs: list[tuple[int, tuple[str, ...], bool, bool]],
+    filters: set[str],
+    most: int | None,
+    mix: list[tuple[float, float]],
+    events: list[tuple[str, int]],
+) -> None:
+    trainers = [
+        Trainer(taker(f"t{n}", batch, *taken, own=own), publishes)
+        for n, (batch, taken, own, publishes) in enumerate(runs)
+    ]
+    bounds = Bounds(most_groups=9, most_batches=3, max_staleness=most)
+    shares = Shares(targets(Share(e, *one) for e, one in zip(ENVS, mix, strict=True)))
+    world = World(trainers, filters, bounds, shares)
+    for kind, which in events:
+        step(world, kind, which)
+        check_bounds(world)
+    if most is not None or not taken_for_sure(world):
+        return  # several that publish at once may make each other's groups too old for ever
+    before = {one.taker.name: one.steps for one in trainers}
+    for turn in range(40):  # everybody does what it can, in turn
+        for kind in "bbbfff" + "t" * len(trainers):
+            step(world, kind, turn)
+        check_bounds(world)
+    for one in trainers:
+        rivals = [other for other in trainers if are_rivals(one.taker, other.taker)]
+        assert any(other.steps > before[other.taker.name] for other in rivals), (one, world)
+
+
+def are_rivals(one: Taker, other: Taker) -> bool:
+    """Whether a group that one of them takes may be one that the other waited for."""
+    both = any(one.takes(env) and other.takes(env) for env in ENVS)
+    return one.queue == other.queue and both
+
+
+def step(world: World, kind: str, which: int) -> None:
+    {"b": lambda _: world.begin(), "f": world.finish, "t": world.train}[kind](which)
+
+
+def check_bounds(world: World) -> None:
+    most = sum(most_waiting(one.taker.batch, world.bounds) for one in world.trainers)
+    for name, queue in world.queues.items():
+        assert len(queue) <= most + world.bounds.most_groups + MOST_OPEN + len(ENVS), name
+    if world.bounds.max_staleness is not None:
+        assert all(behind <= world.bounds.max_staleness for behind in world.received)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(0, 2),
+    st.sets(st.sampled_from(ENVS), max_size=2),
+    st.lists(st.tuples(st.sampled_from("bbfft"), st.integers(0, 9)), max_size=60),
+)
+def test_one_trainer_always_gets_its_next_batch_however_young_it_must_be(
+    batch: int, most: int, filters: set[str], events: list[tuple[str, int]]
+) -> None:
+    bounds = Bounds(most_groups=9, most_batches=3, max_staleness=most)
+    shares = Shares(targets(Share(env) for env in ENVS))
+    world = World([Trainer(taker("t", batch), True)], filters, bounds, shares)
+    for kind, which in events:
+        step(world, kind, which)
+    for turn in range(40):
+        for kind in "bbbffft":
+            step(world, kind, turn)
+        check_bounds(world)
+    assert world.trainers[0].steps > 2
