@@ -1,7 +1,7 @@
 """Posted groups on their way to disk and into the view.
 
-In: validated groups. Out: stored groups, queued or, where a group came in parts, buffered until
-parts make a whole. What holds: a group is in the view only when it is on disk.
+In: groups that were checked. Out: stored groups, queued or, where a group came in parts, buffered
+until parts make a whole. What holds: a group is in the view only when it is on disk.
 """
 
 from __future__ import annotations
@@ -11,23 +11,20 @@ import uuid
 from collections.abc import Sequence
 from typing import Final
 
-import orjson
 import structlog
 from msgspec import structs
-from pydantic import TypeAdapter
 
 from ...errors import StoreError
 from ...store import GroupPut, Store
 from .batching import Waiting
 from .encoded import EncodedGroups
-from .models import ScoredData
+from .reading import PostedGroup
 from .state import WireState
 from .view import View
 
 log = structlog.get_logger(__name__)
 
 _INT64: Final = 2**63
-_GROUP: Final = TypeAdapter(ScoredData)
 
 
 class Posts:
@@ -39,12 +36,12 @@ class Posts:
         self._encoded = encoded
         self.under_way: set[str] = set()
 
-    def any_part(self, groups: Sequence[ScoredData], state: WireState) -> bool:
+    def any_part(self, groups: Sequence[PostedGroup], state: WireState) -> bool:
         """Whether one of them is not a whole group of its environment."""
         return any(_is_part(group, state) for group in groups)
 
     async def whole(
-        self, groups: Sequence[ScoredData], key: str | None, state: WireState
+        self, groups: Sequence[PostedGroup], key: str | None, state: WireState
     ) -> list[int | None]:
         """Stores and queues groups. Any number of calls may be under way: they share commits."""
         puts = [_as_put(g, _group_id(key, i), state) for i, g in enumerate(groups)]
@@ -53,7 +50,7 @@ class Posts:
         return [None] * len(puts)
 
     async def parts(
-        self, groups: Sequence[ScoredData], key: str | None, state: WireState
+        self, groups: Sequence[PostedGroup], key: str | None, state: WireState
     ) -> tuple[list[int | None], bool]:
         """Stores groups some of which are parts. The caller keeps other such calls out.
 
@@ -131,11 +128,11 @@ class Posts:
         )
 
 
-def _is_part(group: ScoredData, state: WireState) -> bool:
+def _is_part(group: PostedGroup, state: WireState) -> bool:
     env_id = group.env_id
     if env_id is None or not state.knows(env_id):
         return False
-    return len(group.tokens) != state.environments[env_id].group_size
+    return len(group.lengths) != state.environments[env_id].group_size
 
 
 def _group_id(key: str | None, index: int) -> str:
@@ -145,25 +142,18 @@ def _group_id(key: str | None, index: int) -> str:
     return f"atropos-{digest[:40]}-{index}"
 
 
-def _as_put(group: ScoredData, group_id: str, state: WireState) -> GroupPut:
+def _as_put(group: PostedGroup, group_id: str, state: WireState) -> GroupPut:
     env_id = group.env_id
-    lengths = [len(row) for row in group.tokens]
+    lengths = group.lengths
     known = env_id is not None and state.knows(env_id)
     return GroupPut(
         group_id=group_id,
         env=state.environments[env_id].real_name if known and env_id is not None else "atropos",
         format="atropos",
-        body=_as_json(group),
+        body=group.body,
         size=len(lengths),
         tokens=sum(lengths),
         max_length=max(lengths),
         env_id=env_id if env_id is not None and -_INT64 <= env_id < _INT64 else None,
         state="buffered" if _is_part(group, state) else "queued",
     )
-
-
-def _as_json(group: ScoredData) -> bytes:
-    try:
-        return orjson.dumps(vars(group))
-    except TypeError:  # a number of more than 64 bits
-        return _GROUP.dump_json(group)

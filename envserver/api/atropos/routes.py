@@ -8,7 +8,9 @@ themselves send an `Idempotency-Key`.
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -20,22 +22,22 @@ from starlette.responses import PlainTextResponse, Response
 
 from ..bodies import Refused, Unreadable, read_body, request_body
 from .models import (
-    Array,
     EnvironmentIdentifier,
     EnvironmentRegistration,
     LeaseIdentifier,
     Registration,
     ScoredData,
-    check_groups,
 )
+from .reading import PostedGroup, read_group, read_groups
 from .service import AtroposService
 
 _REGISTRATION: Final = TypeAdapter(Registration)
 _ENVIRONMENT: Final = TypeAdapter(EnvironmentRegistration)
 _IDENTIFIER: Final = TypeAdapter(EnvironmentIdentifier)
 _LEASE: Final = TypeAdapter(LeaseIdentifier)
-_GROUP: Final = TypeAdapter(ScoredData)
-_GROUPS: Final = TypeAdapter(Array[ScoredData])
+
+_MOST_READ_AT_ONCE: Final = 2**20
+"""Bytes of a post. A larger one is read in a thread, so that others need not wait."""
 
 _NO_EXAMPLE: Final = (
     "tokens",
@@ -143,15 +145,15 @@ def _add_environment_routes(router: APIRouter, service: AtroposService) -> None:
 def _add_group_routes(router: APIRouter, service: AtroposService) -> None:
     @router.post("/scored_data", openapi_extra=request_body(ScoredData))
     async def scored_data(request: Request) -> Response:
-        group = await _groups(request, _GROUP, service)
-        buffered = (await service.post(group, _key(request)))[0]
+        groups = await _groups(request, _one_group, service)
+        buffered = (await service.post(groups, _key(request)))[0]
         if buffered is None:
             return _json({"status": "received"})
         return _json({"status": "buffered", "buffer_size": buffered})
 
     @router.post("/scored_data_list", openapi_extra=request_body(ScoredData, listed=True))
     async def scored_data_list(request: Request) -> Response:
-        groups = await _groups(request, _GROUPS, service)
+        groups = await _groups(request, read_groups, service)
         answers = await service.post(groups, _key(request))
         buffered = [answer for answer in answers if answer is not None]
         answer: dict[str, Any] = {"status": "received", "groups_processed": len(groups)}
@@ -165,22 +167,25 @@ def _add_group_routes(router: APIRouter, service: AtroposService) -> None:
         return _json({key: [] for key in _NO_EXAMPLE}) if latest is None else _encoded(latest)
 
 
+def _one_group(raw: bytes) -> list[PostedGroup]:
+    return [read_group(raw)]
+
+
 async def _groups(
-    request: Request, wanted: TypeAdapter[Any], service: AtroposService
-) -> list[ScoredData]:
+    request: Request, read: Callable[[bytes], list[PostedGroup]], service: AtroposService
+) -> list[PostedGroup]:
     """The posted groups, checked; what is refused is counted."""
+    raw = await request.body()
     try:
-        found = await read_body(request, wanted)
-        listed = isinstance(found, list)
-        groups: list[ScoredData] = found if listed else [found]
-        check_groups(groups, listed=listed)
+        if len(raw) > _MOST_READ_AT_ONCE:
+            return await asyncio.to_thread(read, raw)
+        return read(raw)
     except Refused as error:
         service.count_refusal(error.errors[0]["type"])
         raise
     except Unreadable as error:
         service.count_refusal(error.kind)
         raise
-    return groups
 
 
 def _key(request: Request) -> str | None:

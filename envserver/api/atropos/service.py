@@ -23,9 +23,10 @@ from ...store import ATROPOS_RUN, Store
 from ..presence import Presence
 from .batching import Formed, Lane, form_batches
 from .encoded import BrokenBody, EncodedGroups
-from .models import EnvironmentRegistration, Registration, ScoredData
+from .models import EnvironmentRegistration, Registration
 from .posts import Posts
 from .queue import EnvironmentStatus, Registered, environment_status, grown_group_size
+from .reading import PostedGroup
 from .state import KEY, WireState, from_json_like, to_json_like
 from .view import View
 
@@ -308,7 +309,7 @@ class AtroposService:
             step=self._state.step,
         )
 
-    async def post(self, groups: Sequence[ScoredData], key: str | None) -> list[int | None]:
+    async def post(self, groups: Sequence[PostedGroup], key: str | None) -> list[int | None]:
         """Accepts groups, all or none; durable on return.
 
         Args:

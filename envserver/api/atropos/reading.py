@@ -1,0 +1,222 @@
+"""Posted groups, checked and ready to be stored, with as little work as can be.
+
+In: raw JSON. Out: groups whose bodies are the JSON that trainers get. Two ways lead there. The
+careful one builds every value and says exactly what is wrong. The quick one leaves those columns as
+text that have a value for each token: once a JSON reader has found them to be JSON, what consists
+of digits and the right brackets is rows of numbers. All the rest goes through the same model and
+the same checks, with one token for each row. What is not plainly right goes the careful way.
+
+What holds: the quick way takes nothing that the careful way refuses, and the bodies of both hold
+the same values in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import numpy as np
+import orjson
+from msgspec import UNSET, Raw, UnsetType
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+
+from ..bodies import Refused, parse_body
+from .models import Array, ScoredData, check_groups
+
+_GROUP: Final = TypeAdapter(ScoredData)
+_GROUPS: Final = TypeAdapter(Array[ScoredData])
+
+_WHOLE: Final = b"0123456789-, \t\r\n"
+_FRACTIONAL: Final = _WHOLE + b".e"
+_QUICK_BYTES: Final = 32 * 1024 * 1024
+"""Of larger bodies the careful way counts the values before it reads them."""
+
+
+@dataclass(frozen=True)
+class PostedGroup:
+    """A group that may be stored.
+
+    Args:
+        body: JSON with the 14 keys of the wire.
+        lengths: tokens of each sequence.
+        env_id: as posted.
+    """
+
+    body: bytes
+    lengths: list[int]
+    env_id: int | None
+
+
+def read_group(raw: bytes) -> PostedGroup:
+    """The body of `POST /scored_data`.
+
+    Raises:
+        Refused: it is not what it should be, in the words of FastAPI.
+        Unreadable, TooLargeError: as `parse_body`.
+    """
+    found = _read_quickly(raw, _ONE) if len(raw) <= _QUICK_BYTES else None
+    if found is not None:
+        return found[0]
+    group = parse_body(raw, _GROUP)
+    check_groups([group], listed=False)
+    return _posted(group)
+
+
+def read_groups(raw: bytes) -> list[PostedGroup]:
+    """The body of `POST /scored_data_list`; raises as `read_group`."""
+    found = _read_quickly(raw, _MANY) if len(raw) <= _QUICK_BYTES else None
+    if found is not None:
+        return found
+    groups = parse_body(raw, _GROUPS)
+    check_groups(groups, listed=True)
+    return [_posted(group) for group in groups]
+
+
+def _posted(group: ScoredData) -> PostedGroup:
+    try:
+        body = orjson.dumps(vars(group))
+    except TypeError:  # a number of more than 64 bits
+        body = _GROUP.dump_json(group)
+    return PostedGroup(body, [len(row) for row in group.tokens], group.env_id)
+
+
+class _Columns(msgspec.Struct):
+    """A group of which nothing is read yet; fields as in `ScoredData`."""
+
+    tokens: Raw
+    masks: Raw
+    scores: Raw
+    advantages: Raw | UnsetType = UNSET
+    ref_logprobs: Raw | UnsetType = UNSET
+    messages: Raw | UnsetType = UNSET
+    generation_params: Raw | UnsetType = UNSET
+    inference_logprobs: Raw | UnsetType = UNSET
+    overrides: Raw | UnsetType = UNSET
+    group_overrides: Raw | UnsetType = UNSET
+    images: Raw | UnsetType = UNSET
+    env_id: Raw | UnsetType = UNSET
+    distill_token_ids: Raw | UnsetType = UNSET
+    distill_logprobs: Raw | UnsetType = UNSET
+
+
+_ONE: Final = msgspec.json.Decoder(_Columns)
+_MANY: Final = msgspec.json.Decoder(list[_Columns])
+_PER_TOKEN: Final = {
+    "tokens": _WHOLE,
+    "masks": _WHOLE,
+    "ref_logprobs": _FRACTIONAL,
+    "inference_logprobs": _FRACTIONAL,
+}
+_NONE: Final = (b"null", b"[]")
+
+
+def _read_quickly(
+    raw: bytes, decoder: msgspec.json.Decoder[_Columns] | msgspec.json.Decoder[list[_Columns]]
+) -> list[PostedGroup] | None:
+    """None: only the careful way can tell."""
+    try:
+        if not raw.isascii():
+            raw.decode()
+        read = decoder.decode(raw)
+        columns = read if isinstance(read, list) else [read]
+        groups = [_group_quickly(group) for group in columns]
+    except (_Unsure, msgspec.DecodeError, ValidationError, Refused, ValueError, RecursionError):
+        return None
+    return groups
+
+
+class _Unsure(Exception):
+    """This is for the careful way."""
+
+
+def _group_quickly(columns: _Columns) -> PostedGroup:
+    texts: dict[str, bytes] = {}
+    lengths: list[int] | None = None
+    for name, letters in _PER_TOKEN.items():
+        column = getattr(columns, name)
+        text = b"null" if column is UNSET else bytes(column)
+        if name in ("tokens", "masks") or text not in _NONE:
+            found = _row_lengths(text, letters)
+            lengths = lengths or found
+            if found != lengths:
+                raise _Unsure
+        texts[name] = text
+    group = _GROUP.validate_json(_with_one_token(columns, len(lengths or ())))
+    check_groups([group], listed=False)
+    fields = vars(group) | {name: orjson.Fragment(text) for name, text in texts.items()}
+    try:
+        body = orjson.dumps(fields)
+    except TypeError as error:  # a number of more than 64 bits
+        raise _Unsure from error
+    return PostedGroup(body, lengths or [], group.env_id)
+
+
+def _with_one_token(columns: _Columns, rows: int) -> bytes:
+    """The same group as JSON, with columns of one token in each row."""
+    short = b"[" + b",".join([b"[0]"] * rows) + b"]"
+    fields = [b'"tokens":' + short, b'"masks":' + short]
+    for name in columns.__struct_fields__:
+        value = getattr(columns, name)
+        if name not in _PER_TOKEN and value is not UNSET:
+            fields.append(b'"%s":%s' % (name.encode(), bytes(value)))
+    return b"{" + b",".join(fields) + b"}"
+
+
+def _row_lengths(column: bytes, letters: bytes) -> list[int]:
+    """Values in each row of `column`, which is JSON: rows of numbers that need no second look.
+
+    Args:
+        letters: of which its numbers may consist.
+
+    Raises:
+        _Unsure: it is something else.
+    """
+    brackets = column.translate(None, letters)
+    rows = len(brackets) // 2 - 1
+    if rows < 1 or brackets != b"[" + b"[]" * rows + b"]":
+        raise _Unsure
+    characters = np.frombuffer(column, np.uint8)
+    is_comma = characters == ord(",")
+    if _has_long_number(is_comma):
+        raise _Unsure
+    lengths = _lengths(column, is_comma, rows)
+    if letters is _WHOLE:
+        plain = b"-0" not in column
+    else:
+        plain = _are_plain_fractions(characters, sum(lengths))
+    if not plain:
+        raise _Unsure
+    return lengths
+
+
+def _has_long_number(is_comma: NDArray[np.bool_]) -> bool:
+    """Whether 32 characters on end, counted from the first, have no comma: readers of JSON have
+    bounds for numbers, which no usual one comes near.
+    """
+    whole = len(is_comma) // 32 * 32
+    words = is_comma[:whole].view(np.uint64).reshape(-1, 4)
+    return not (words[:, 0] | words[:, 1] | words[:, 2] | words[:, 3]).all()
+
+
+def _are_plain_fractions(characters: NDArray[np.uint8], values: int) -> bool:
+    """Whether all numbers have a point (others would come back with one) and none is so large that
+    it counts as infinite.
+    """
+    if int(np.count_nonzero(characters == ord("."))) != values:
+        return False
+    exponents = np.flatnonzero(characters == ord("e"))
+    return bool((characters[exponents + 1] == ord("-")).all())
+
+
+def _lengths(column: bytes, is_comma: NDArray[np.bool_], rows: int) -> list[int]:
+    lengths: list[int] = []
+    end = 0
+    for _ in range(rows):
+        begin = column.index(b"[", end + 1)
+        end = column.index(b"]", begin)
+        if not column[begin + 1 : end].strip():
+            raise _Unsure
+        lengths.append(int(np.count_nonzero(is_comma[begin:end])) + 1)
+    return lengths

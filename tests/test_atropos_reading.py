@@ -1,0 +1,118 @@
+"""Posts are read as text where that is enough; this never takes what careful reading refuses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envserver.api.atropos import reading
+from envserver.api.atropos.models import check_groups
+from envserver.api.atropos.reading import PostedGroup, read_group, read_groups
+from envserver.api.bodies import Refused, Unreadable, parse_body
+
+KEYS = list(reading.ScoredData.model_fields)
+
+numbers = st.one_of(
+    st.integers(-100, 200_000),
+    st.floats(-20, 1, width=32),
+    st.sampled_from([1.0, 0, -0.0, 1e-05, 1e300, 2**70, 10**400, True, "7", None]),
+)
+
+
+def group(rows: list[list[int]], **fields: Any) -> dict[str, Any]:
+    """A post that is right."""
+    return {
+        "tokens": rows,
+        "masks": [[-100, *row[1:]] for row in rows],
+        "scores": [0.5] * len(rows),
+        "inference_logprobs": [[1.0] + [-0.0125] * (len(row) - 1) for row in rows],
+    } | fields
+
+
+usual = st.lists(st.lists(st.integers(0, 150_000), min_size=1, max_size=40), min_size=1, max_size=4)
+
+
+def carefully(raw: bytes) -> PostedGroup:
+    found = parse_body(raw, reading._GROUP)
+    check_groups([found], listed=False)
+    return reading._posted(found)
+
+
+def assert_like_carefully(raw: bytes) -> None:
+    """The same group, or the same errors."""
+    try:
+        expected = carefully(raw)
+    except (Refused, Unreadable) as error:
+        with pytest.raises(type(error)) as refused:
+            read_group(raw)
+        assert getattr(refused.value, "errors", None) == getattr(error, "errors", None)
+        return
+    found = read_group(raw)
+    assert (found.lengths, found.env_id) == (expected.lengths, expected.env_id)
+    mine, theirs = json.loads(found.body), json.loads(expected.body)
+    # repr: 1 and 1.0 are not the same to a reader of JSON.
+    assert repr(mine) == repr(theirs)
+    assert list(mine) == KEYS
+
+
+@given(usual, st.booleans(), st.sampled_from([{}, {"env_id": 3, "messages": None, "more": "é"}]))
+@settings(deadline=None, max_examples=40)
+def test_what_environments_post_is_read_as_text(
+    rows: list[list[int]], compact: bool, fields: dict[str, Any]
+) -> None:
+    separators = (",", ":") if compact else None
+    raw = json.dumps(group(rows, **fields), separators=separators).encode()
+    (quick,) = reading._read_quickly(raw, reading._ONE) or [None]
+    assert quick is not None
+    assert quick.lengths == [len(row) for row in rows]
+    assert_like_carefully(raw)
+
+
+@given(
+    usual,
+    st.dictionaries(
+        st.sampled_from(KEYS),
+        st.one_of(
+            numbers,
+            st.lists(numbers, max_size=3),
+            st.lists(st.lists(numbers, max_size=4), max_size=3),
+            st.just([[{"role": "user", "content": "\ud800"}]]),
+        ),
+        max_size=2,
+    ),
+)
+@settings(deadline=None, max_examples=150)
+def test_other_values_have_the_effect_that_they_always_had(
+    rows: list[list[int]], odd: dict[str, Any]
+) -> None:
+    assert_like_carefully(json.dumps(group(rows) | odd).encode())
+
+
+@given(usual, st.data())
+@settings(deadline=None, max_examples=150)
+def test_damaged_bodies_have_the_effect_that_they_always_had(
+    rows: list[list[int]], data: st.DataObject
+) -> None:
+    raw = bytearray(json.dumps(group(rows)).encode())
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(raw) - 1))
+        inserted = data.draw(
+            st.sampled_from([b"", b"0", b"-", b".", b",", b"[", b"]", b"e9", b" "])
+        )
+        raw[place : place + data.draw(st.integers(0, 2))] = inserted
+    assert_like_carefully(bytes(raw))
+
+
+def test_a_list_is_taken_whole_or_not_at_all() -> None:
+    right, wrong = group([[1, 2]]), group([[1, 2]], masks=[[1]])
+    found = read_groups(orjson.dumps([right, right]))
+    assert [one.lengths for one in found] == [[2], [2]]
+    assert read_groups(b"[]") == []
+    with pytest.raises(Refused) as refused:
+        read_groups(orjson.dumps([right, wrong]))
+    assert refused.value.errors[0]["loc"] == ["body", 1, "masks", 0]
