@@ -27,30 +27,29 @@ class Held:
     """A store that was taken.
 
     Args:
-        holder: who has it now.
+        holder: who has it now; None where its lock cannot be lost.
         last_time: how late it was there last; 0 when it is new.
     """
 
-    holder: str
+    holder: str | None
     last_time: float
 
 
 async def take(connection: AsyncConnection) -> Held:
-    """Makes this process the one that has the store; for who holds its lock."""
-    held = Held(uuid.uuid4().hex, float(await get_value(connection, _TIME) or 0.0))
-    await _write(connection, _HOLDER, held.holder)
-    return held
+    """Makes this process the one that has the store; for who has its lock."""
+    holder = uuid.uuid4().hex
+    await _write(connection, _HOLDER, holder)
+    return Held(holder, (await look(connection)).last_time)
+
+
+async def look(connection: AsyncConnection) -> Held:
+    """As `take`, where nothing has to be written because the lock cannot be lost."""
+    return Held(None, float(await get_value(connection, _TIME) or 0.0))
 
 
 async def is_held(connection: AsyncConnection, holder: str) -> bool:
     """Whether `holder` is the last that took the store."""
     return bool(await get_value(connection, _HOLDER) == holder)
-
-
-async def require_held(connection: AsyncConnection, holder: str) -> None:
-    """Raises StoreLost: another process has taken the store."""
-    if not await is_held(connection, holder):
-        raise taken()
 
 
 def taken() -> StoreLost:

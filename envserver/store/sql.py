@@ -31,7 +31,7 @@ from .clock import ForwardClock, SteadyClock
 from .database import Database, open_database
 from .failures import is_unreachable, typed, typed_failures
 from .groups import encode_puts
-from .holder import take
+from .holder import look, take
 from .reach import Reach, Unanswered
 from .rows import Checkpoint, Compacted, Delivery, GroupPut, GroupRow, Lease, Run
 from .schema import SHARED
@@ -67,9 +67,12 @@ async def open_store(
             its database was out of reach, or its file was removed or replaced.
     """
     async with open_database(where) as database:
+        # The lock on a file lasts as long as this process: nothing has to be written, as a full disk
+        # could not be.
+        is_file = database.files is not None
         with typed_failures():
-            async with database.writer.begin() as connection:
-                held = await take(connection)
+            async with (database.reader if is_file else database.writer).begin() as connection:
+                held = await (look if is_file else take)(connection)
                 memory = await load_memory(connection, trust_written=True)
         time_now = ForwardClock(clock or SteadyClock(), held.last_time)
         writer = Writer(database, memory, time_now, held.holder)

@@ -25,7 +25,7 @@ from .changes import Changes
 from .database import Database
 from .failures import is_unreachable, typed
 from .groups import EncodedPut, put_all
-from .holder import is_held, require_held, save_time, taken
+from .holder import is_held, save_time, taken
 from .reach import Reach, Unanswered
 from .transaction import Memory, Transaction, forget_written, load_memory, write_memory
 
@@ -60,7 +60,7 @@ class Writer:
     """Owns the writing connection. `run` must be running for the others to return."""
 
     def __init__(
-        self, database: Database, memory: Memory, clock: Callable[[], float], holder: str
+        self, database: Database, memory: Memory, clock: Callable[[], float], holder: str | None
     ) -> None:
         self.memory = memory
         self.changes = Changes()
@@ -192,22 +192,28 @@ class Writer:
         """Either another process has the store, or a lost connection of ours has not ended yet."""
         try:
             async with self._database.reader.connect() as connection:
-                if not await is_held(connection, self._holder):
-                    return taken()
+                await self._require_held(connection)
             await self._database.end_former_session()
+        except StoreLost as lost:
+            return lost
         except Exception as error:  # noqa: BLE001 (it goes to whoever asked)
             return Unanswered(str(typed(error)))
         return Unanswered("The database has not yet ended a connection that was lost.")
+
+    async def _require_held(self, connection: AsyncConnection) -> None:
+        """Raises StoreLost: another process has opened the store since our last connection."""
+        if self._holder is not None and not await is_held(connection, self._holder):
+            raise taken()
 
     async def _write_down(self) -> None:
         """The next who opens the store does not begin before now, and need not count."""
         try:
             async with self._database.writer.begin() as connection:
-                await require_held(connection, self._holder)
+                await self._require_held(connection)
                 await save_time(connection, self._clock())
                 if not (self._memory_is_written or self._memory_is_stale):
                     await write_memory(connection, self.memory)
-        except (SQLAlchemyError, OSError) as error:
+        except (SQLAlchemyError, OSError, ConflictError) as error:
             log.warning("not_written_down", error=str(typed(error)))
 
     async def _transact(self, works: Iterable[_Put | Operation[Any]]) -> list[Any]:
@@ -239,7 +245,7 @@ class Writer:
         """Reads what is remembered from the database, where that may have changed behind us."""
         is_new = self._session != self._database.sessions
         if is_new:
-            await require_held(connection, self._holder)
+            await self._require_held(connection)
         if is_new or self._memory_is_stale:
             loaded = await load_memory(connection, trust_written=False)
             loaded.conflicting_puts = self.memory.conflicting_puts
