@@ -320,6 +320,16 @@ class RolloutsConfig(Section):
         return self
 
 
+class RetentionConfig(Section):
+    """How long the store keeps what was delivered. What waits for a trainer is always kept."""
+
+    acked_hours: float = Field(default=24.0, ge=0)
+    """Hours after which a group that every run has acknowledged is removed but for its id; what a
+    run acknowledged since its last but one checkpoint is kept."""
+    max_gb: float | None = Field(default=None, gt=0)
+    """While all groups take more than so many GB, such groups go earlier; unset: no limit."""
+
+
 class ServerConfig(Section):
     """The HTTP server for trainers and people."""
 
@@ -374,6 +384,7 @@ class Settings(EnvironmentSettings):
     rollouts: RolloutsConfig = RolloutsConfig()
     server: ServerConfig = ServerConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    retention: RetentionConfig = RetentionConfig()
     store: StorePlace = "data/envserver.db"
     """Where groups are kept: a file (SQLite) or a database URL."""
 

@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .. import __version__
-from ..config import ServerConfig
+from ..config import RetentionConfig, ServerConfig
 from ..errors import StoreError
 from ..proxy.gate import Gate
 from ..store import Store
@@ -30,6 +30,7 @@ from .metrics import CountedRequests, Metrics, metric_routes
 from .native import PolicyVersion, native_routes
 from .registered import RemoteEnvironments
 from .transfer import CompressedAnswers, RequestBodies
+from .upkeep import remove_old
 from .weights import weight_routes
 
 log = structlog.get_logger(__name__)
@@ -50,6 +51,7 @@ def create_api(
     include_messages: bool = True,
     score_range: Literal["unit", "pm1"] = "unit",
     silent_after_seconds: float = 30.0,
+    retention: RetentionConfig | None = None,
     environments: RemoteEnvironments | None = None,
 ) -> FastAPI:
     """The application.
@@ -66,6 +68,7 @@ def create_api(
         include_messages, score_range: how groups of our own environments go to Atropos trainers.
         silent_after_seconds: a foreign environment that says nothing for so long no longer holds up
             batches with its minimum share.
+        retention: what is removed from the store after it was delivered; None: nothing.
         environments: those on other machines; None: they can register, and share the room that the
             settings' defaults give.
     """
@@ -91,13 +94,16 @@ def create_api(
         await atropos.load()
         await joined.load()
         await policy.load()
-        expiry = asyncio.create_task(_expire_leases(store, atropos), name="lease-expiry")
+        upkeep = [asyncio.create_task(_expire_leases(store, atropos), name="lease-expiry")]
+        if retention is not None:
+            upkeep.append(asyncio.create_task(remove_old(store, retention), name="retention"))
         try:
             yield
         finally:
-            expiry.cancel()
-            with suppress(asyncio.CancelledError):
-                await expiry
+            for task in upkeep:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
 
     app = FastAPI(title="envserver", version=__version__, lifespan=lifespan)
     problems.install(app)

@@ -15,7 +15,15 @@ from ..api.doorway import Doorway
 from ..api.health import Health, store_probe
 from ..api.metrics import Metrics
 from ..api.server import serve_api
-from ..config import LogFormat, LogLevel, Section, ServerConfig, StorePlace, TelemetryConfig
+from ..config import (
+    LogFormat,
+    LogLevel,
+    RetentionConfig,
+    Section,
+    ServerConfig,
+    StorePlace,
+    TelemetryConfig,
+)
 from ..store import open_store
 from ..telemetry.lag import LoopLag
 from .help import show_help
@@ -41,6 +49,7 @@ class RunApiSettings(Section):
     log_format: LogFormat = "auto"
     """How a log line looks; auto: console on a terminal, else json."""
     telemetry: TelemetryConfig = TelemetryConfig()
+    retention: RetentionConfig = RetentionConfig()
 
 
 def run(argv: list[str]) -> int:
@@ -87,6 +96,7 @@ async def run_api(settings: RunApiSettings) -> int:
                 on_policy_version=publish,
                 metrics=metrics,
                 health=health,
+                retention=settings.retention,
             )
         )
         server = await serve_api(doorway, settings.server.host, settings.server.port)

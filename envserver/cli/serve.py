@@ -149,6 +149,7 @@ async def serve(members: Members, console: Console) -> int:
             health=health,
             include_messages=config.include_messages,
             score_range=config.score_range,
+            retention=settings.retention,
         )
         await doorway.open(api)
         lag.begin_anew()

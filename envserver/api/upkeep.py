@@ -1,0 +1,38 @@
+"""What the server does to its store from time to time, beside what requests ask for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import structlog
+
+from ..config import RetentionConfig
+from ..errors import StoreError
+from ..store import Store
+
+log = structlog.get_logger(__name__)
+
+_SECONDS: Final = 300.0
+
+
+async def remove_old(store: Store, retention: RetentionConfig) -> None:
+    """Removes what was delivered long ago, every few minutes until cancelled; a store that fails is
+    asked again.
+    """
+    while True:
+        await asyncio.sleep(_SECONDS)
+        try:
+            removed = await store.compact(
+                acked_hours=retention.acked_hours, max_gb=retention.max_gb
+            )
+        except StoreError as error:
+            log.error("retention_failed", error=str(error))
+            continue
+        if removed.groups or removed.leases:
+            log.info(
+                "store_compacted",
+                groups=removed.groups,
+                stored_bytes=removed.stored_bytes,
+                leases=removed.leases,
+            )
