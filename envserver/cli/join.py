@@ -84,7 +84,7 @@ def run(argv: list[str]) -> int:
         return 0
     if not line.settings.url:
         raise ConfigError("Which server?", hint="envserver join http://host:8000 --env NAME")
-    configure_logs(line.settings.log_level)
+    configure_logs(line.settings.log_level, line.settings.log_format)
     return run_loop(join(line, Console(stderr=True)))
 
 
@@ -139,9 +139,14 @@ async def join(line: Line, console: Console) -> int:
                     f"{welcome.seed}, {counted(welcome.stored, 'group')} there already",
                     highlight=False,
                 )
-                await run_until_stopped(_work(scheduler, link), scheduler, console.print)
+                ending = await run_until_stopped(
+                    _work(scheduler, link),
+                    scheduler,
+                    console.print,
+                    drain_seconds=settings.server.drain_seconds,
+                )
         console.print(f"{counted(tally.groups, 'group')} delivered.", highlight=False)
-    return 0
+    return 1 if ending == "overdue" else 0
 
 
 def _registration(line: Line, identity: Identity) -> Registration:
@@ -220,11 +225,7 @@ def _connect(link: Link, parts: Machinery, scheduler: Scheduler, tally: Tally) -
             engine={"model": parts.model, **parts.proxy.engine_described()},
         )
 
-    def publish(version: int) -> None:
-        parts.proxy.publish_version(version)
-        parts.freshness.publish(version)
-
-    link.facts, link.publish, link.drain = facts, publish, scheduler.drain
+    link.facts, link.publish, link.drain = facts, parts.publish_version, scheduler.drain
 
 
 async def _work(scheduler: Scheduler, link: Link) -> None:
