@@ -33,6 +33,7 @@ from .failures import is_unreachable, typed, typed_failures
 from .groups import encode_puts
 from .holder import look, take
 from .reach import Reach, Unanswered
+from .numbers import StoreNumbers
 from .rows import Checkpoint, Compacted, Delivery, GroupPut, GroupRow, Lease, Run
 from .schema import SHARED
 from .states import GroupState, RunState
@@ -121,6 +122,16 @@ class Store:
         self._writer = writer
         self._threads = threads
         self._clock = clock
+
+    @property
+    def numbers(self) -> StoreNumbers:
+        """What it counts of itself."""
+        return self._writer.numbers
+
+    @property
+    def waiting_operations(self) -> int:
+        """Operations that no commit has taken up yet."""
+        return self._writer.waiting
 
     @property
     def conflicting_puts(self) -> int:
@@ -242,7 +253,8 @@ class Store:
             wanted = deliveries.Wanted(
                 names, min_version, max_groups, max_sequences, max_tokens, min_groups
             )
-        return await self._writer.do(partial(leases.lease, run=run, wanted=wanted, seconds=seconds))
+        leased = partial(leases.lease, run=run, wanted=wanted, seconds=seconds)
+        return self.numbers.leased(await self._writer.do(leased))
 
     async def ack(self, lease_id: str, *, checkpoint: str | None = None) -> None:
         """The lease's groups are done with. Twice is fine; late is, until taken over.
@@ -257,6 +269,7 @@ class Store:
                 and others have taken its groups.
         """
         await self._writer.do(partial(leases.ack, lease_id=lease_id, checkpoint=checkpoint))
+        self.numbers.leases["acked"] += 1
 
     async def nack(self, lease_id: str, *, reason: str = "") -> None:
         """Gives the lease's groups back to the queue, where they keep their places. Twice is fine.
@@ -269,6 +282,7 @@ class Store:
             ConflictError: as for `ack`.
         """
         await self._writer.do(partial(leases.nack, lease_id=lease_id, reason=reason))
+        self.numbers.leases["nacked"] += 1
 
     async def extend(self, lease_id: str, seconds: float) -> float:
         """Lets the lease end `seconds` from now; when that is.

@@ -11,6 +11,7 @@ try is due. Once the store is another process's, or its files are gone, nothing 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -26,6 +27,7 @@ from .database import Database
 from .failures import is_unreachable, typed
 from .groups import EncodedPut, put_all
 from .holder import is_held, save_time, taken
+from .numbers import StoreNumbers
 from .reach import Reach, Unanswered
 from .transaction import Memory, Transaction, forget_written, load_memory, write_memory
 
@@ -67,6 +69,7 @@ class Writer:
         self._database = database
         self._clock = clock
         self._holder = holder
+        self.numbers = StoreNumbers()
         self._queue: asyncio.Queue[_Entry | None] = asyncio.Queue()
         self._closed = False
         self._lost: StoreLost | None = None
@@ -89,6 +92,11 @@ class Writer:
         self._reach.check()
         self._queue.put_nowait(entry)
         return await entry.answer
+
+    @property
+    def waiting(self) -> int:
+        """Operations that no commit has taken up yet."""
+        return self._queue.qsize()
 
     def check_open(self) -> None:
         """Raises StoreError: it is closed, or its task has ended. StoreLost: see `run`."""
@@ -152,6 +160,7 @@ class Writer:
 
     async def _commit_together(self, batch: list[_Entry]) -> bool:
         """Answers all; or nobody, and is False, when one of several has broken the transaction."""
+        began = time.perf_counter()
         try:
             self._check_way()
             outcomes = await self._transact([entry.work for entry in batch])
@@ -163,6 +172,7 @@ class Writer:
                     _answer(entry, problem)
             return not is_one_of_them
         self._reach.worked()
+        self.numbers.committed(len(batch), time.perf_counter() - began)
         for entry, outcome in zip(batch, outcomes, strict=True):
             _answer(entry, outcome)
         return True
