@@ -18,6 +18,7 @@ from pydantic import (
     ConfigDict,
     Field,
     SecretStr,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -43,8 +44,8 @@ def is_loopback(host: str) -> bool:
 def _loopback(host: str) -> str:
     if not is_loopback(host):
         raise ValueError(
-            "must be a loopback address (127.0.0.1, ::1 or localhost): "
-            "there are no access tokens yet, so nobody else may reach the server"
+            "must be a loopback address (127.0.0.1, ::1 or localhost) where no access tokens are "
+            "asked for (server.tokens_file), so that nobody else may reach the server"
         )
     return host
 
@@ -320,6 +321,19 @@ class RolloutsConfig(Section):
         return self
 
 
+class Quota(Section):
+    """What one access token may ask for: `--server.quota.*`; nothing is bounded where unset."""
+
+    requests_per_second: float | None = Field(default=1000.0, gt=0)
+    """Requests, over time."""
+    burst: int = Field(default=2000, ge=1)
+    """Requests at once, before `requests_per_second` counts."""
+    megabytes_per_minute: float | None = Field(default=None, gt=0)
+    """Bodies in both directions, as they travel; a minute's worth may come at once."""
+    open_streams: int | None = Field(default=64, ge=0)
+    """Streams of leases at a time."""
+
+
 class RetentionConfig(Section):
     """How long the store keeps what was delivered. What waits for a trainer is always kept."""
 
@@ -333,8 +347,10 @@ class RetentionConfig(Section):
 class ServerConfig(Section):
     """The HTTP server for trainers and people."""
 
-    host: LoopbackHost = "127.0.0.1"
-    """Address to listen at; only loopback until access tokens exist."""
+    tokens_file: Path | None = None
+    """Access tokens that `envserver token` made; unset: everybody on this machine may do all."""
+    host: str = "127.0.0.1"
+    """Address to listen at; beyond loopback only with `tokens_file`."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port; 0 takes a free one."""
     max_body_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
@@ -343,6 +359,46 @@ class ServerConfig(Section):
     """A leased batch that is not acknowledged for this long is delivered again."""
     drain_seconds: float = Field(default=60.0, ge=0)
     """`serve`, told to stop: seconds for the open groups to end; then they are cancelled."""
+    allowed_hosts: list[str] = []
+    """Further names that requests may call the server by, where there are no access tokens."""
+    quota: Quota = Quota()
+    max_connections: int = Field(default=4096, ge=1)
+    """Connections at a time; more are answered 503 and closed."""
+    max_header_bytes: int = Field(default=65536, ge=1024)
+    """Of a request's line and headers together."""
+    max_headers: int = Field(default=100, ge=8)
+    """Headers of a request."""
+    max_url_bytes: int = Field(default=8192, ge=256)
+    """Path and query of a request."""
+    header_seconds: float = Field(default=20.0, gt=0)
+    """For a connection's next request to say all its headers, once it began; then 408."""
+    body_idle_seconds: float = Field(default=30.0, gt=0)
+    """A body of which nothing more comes for so long is given up; 408."""
+    body_seconds: float = Field(default=600.0, gt=0)
+    """For a whole body; then 408."""
+    ssl_certfile: Path | None = None
+    """Certificate chain (PEM); with it the server speaks HTTPS."""
+    ssl_keyfile: Path | None = None
+    """Key of the certificate; unset: it is in the same file."""
+    ssl_keyfile_password: SecretStr | None = None
+    """Password of the key; never logged or written."""
+    ssl_ca_certs: Path | None = None
+    """Authorities (PEM) whose certificates clients may have."""
+    ssl_cert_reqs: Literal["none", "optional", "required"] = "none"
+    """Whether clients must have a certificate of `ssl_ca_certs`."""
+
+    @field_validator("host")
+    @classmethod
+    def _who_may_connect(cls, host: str, info: ValidationInfo) -> str:
+        return host if info.data.get("tokens_file") is not None else _loopback(host)
+
+    @model_validator(mode="after")
+    def _certificates_fit(self) -> ServerConfig:
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
+            raise ValueError("ssl_keyfile and ssl_ca_certs need an ssl_certfile")
+        if self.ssl_cert_reqs != "none" and self.ssl_ca_certs is None:
+            raise ValueError(f"ssl_cert_reqs {self.ssl_cert_reqs!r} needs ssl_ca_certs")
+        return self
 
 
 class TelemetryConfig(Section):

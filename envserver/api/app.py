@@ -22,6 +22,8 @@ from ..errors import StoreError
 from ..proxy.gate import Gate
 from ..store import Store
 from . import problems
+from .access import Access, KnownNames
+from .access_tokens import AccessTokens
 from .atropos.routes import atropos_routes
 from .atropos.service import AtroposService
 from .environments import environment_routes
@@ -118,8 +120,13 @@ def create_api(
     app.include_router(wire)
     app.add_middleware(RequestBodies, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(CompressedAnswers)
+    if settings.tokens_file is not None:
+        tokens = AccessTokens(settings.tokens_file)
+        app.add_middleware(Access, tokens=tokens, settings=settings)
     app.add_middleware(_WireCors, paths={str(getattr(route, "path", "")) for route in wire.routes})
     app.add_middleware(_NoForeignPages)
+    if settings.tokens_file is None:
+        app.add_middleware(KnownNames, names=settings.allowed_hosts)
     if metrics is not None:
         app.add_middleware(CountedRequests, requests=metrics.requests)
     return app

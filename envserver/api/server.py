@@ -4,23 +4,27 @@
     ...
     await running.close()
 
-Signals stay the caller's. Without access tokens only this machine may connect.
+Signals stay the caller's. Without access tokens only this machine may connect; with settings of a
+server, connections are bounded and may be HTTPS.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, Self
+from functools import partial
+from typing import Any, Final, Self
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from ..config import is_loopback
+from ..config import ServerConfig, is_loopback
 from ..errors import ConfigError
 from .lifespan import Lifespan
+from .limits_http import BoundedHttp, HttpBounds
 
 _BACKLOG: Final = 2048
 _GRACE_SECONDS: Final = 2
@@ -45,9 +49,9 @@ class RunningServer:
 
     @property
     def url(self) -> str:
-        """`http://host:port`."""
+        """`http://host:port`, or `https://` with a certificate."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"{'https' if self._server.config.is_ssl else 'http'}://{host}:{self.port}"
 
     async def wait(self) -> None:
         """Returns when the server has ended; raises what ended it."""
@@ -87,18 +91,25 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve_api(app: ASGIApp, host: str, port: int) -> RunningServer:
+async def serve_api(
+    app: ASGIApp, host: str, port: int, settings: ServerConfig | None = None
+) -> RunningServer:
     """Starts serving `app`; it answers when this returns.
 
     Args:
-        host: an address of this machine's loopback, or "localhost".
+        host: an address of this machine's loopback, or "localhost"; any with a tokens file.
         port: 0 takes a free one.
+        settings: with which `app` was made: bounds of its connections, certificates and whether it
+            asks for tokens; None: HTTP without bounds, for this machine's own processes.
 
     Raises:
-        ConfigError: `host` can be reached from elsewhere, or the port cannot be had.
+        ConfigError: `host` can be reached from elsewhere and no tokens are asked for, the port
+            cannot be had, or a certificate is not usable.
         Exception: what `app` raised while it started.
     """
-    require_loopback(host)
+    if settings is None or settings.tokens_file is None:
+        require_loopback(host)
+    config = _configured(app, settings)
     listener = _listen(host, port)
     lifespan = Lifespan(app)
     try:
@@ -106,16 +117,6 @@ async def serve_api(app: ASGIApp, host: str, port: int) -> RunningServer:
     except BaseException:
         listener.close()
         raise
-    config = uvicorn.Config(
-        app,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        access_log=False,
-        log_config=None,
-        timeout_graceful_shutdown=_GRACE_SECONDS,
-        server_header=False,
-    )
     server = _Server(config)
     task = asyncio.create_task(server.serve([listener]), name="http-server")
     running = RunningServer(server, task, lifespan, host, listener.getsockname()[1])
@@ -130,6 +131,45 @@ async def serve_api(app: ASGIApp, host: str, port: int) -> RunningServer:
         await running.close()
         raise ConfigError("The server did not start; its log says why.")
     return running
+
+
+def _configured(app: ASGIApp, settings: ServerConfig | None) -> uvicorn.Config:
+    more: dict[str, Any] = {"http": "httptools"}
+    if settings is not None:
+        more = {"http": partial(BoundedHttp, bounds=HttpBounds.of(settings)), **_tls(settings)}
+    config = uvicorn.Config(
+        app,
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        timeout_graceful_shutdown=_GRACE_SECONDS,
+        server_header=False,
+        **more,
+    )
+    try:
+        config.load()
+    except (OSError, ValueError) as error:  # ssl's own are of both kinds
+        raise ConfigError(
+            f"The server's certificate cannot be used: {getattr(error, 'strerror', '') or error}.",
+            hint="See --server.ssl_certfile, ssl_keyfile, ssl_keyfile_password and ssl_ca_certs.",
+        ) from None
+    return config
+
+
+def _tls(settings: ServerConfig) -> dict[str, Any]:
+    if settings.ssl_certfile is None:
+        return {}
+    password = settings.ssl_keyfile_password
+    required = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
+    return {
+        "ssl_certfile": settings.ssl_certfile,
+        "ssl_keyfile": settings.ssl_keyfile,
+        # Some one where there is none: else the terminal would be asked.
+        "ssl_keyfile_password": password.get_secret_value() if password else " ",
+        "ssl_ca_certs": None if settings.ssl_ca_certs is None else str(settings.ssl_ca_certs),
+        "ssl_cert_reqs": required[settings.ssl_cert_reqs],
+    }
 
 
 def require_loopback(host: str) -> None:

@@ -36,6 +36,7 @@ COMMANDS = {
     "score": Command("score_command", "score given answers, without any model"),
     "check": Command("check_command", "check that an environment's rewards cannot be cheated"),
     "models": Command("models_command", "look at an engine, or serve the simulated one", False),
+    "token": Command("token_command", "make, list and revoke access tokens", False),
     "doctor": Command(
         "doctor_command", "show what this machine can do, sandboxes above all", False
     ),

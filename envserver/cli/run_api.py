@@ -99,7 +99,9 @@ async def run_api(settings: RunApiSettings) -> int:
                 retention=settings.retention,
             )
         )
-        server = await serve_api(doorway, settings.server.host, settings.server.port)
+        server = await serve_api(
+            doorway, settings.server.host, settings.server.port, settings.server
+        )
         watching = asyncio.create_task(health.watch(), name="health")
         try:
             print(f"Trainers and environments: {server.url}", file=sys.stderr, flush=True)

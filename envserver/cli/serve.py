@@ -105,7 +105,9 @@ async def serve(members: Members, console: Console) -> int:
         store = await stack.enter_async_context(open_store(settings.store))
         health.found("store", store_probe(store))
         doorway = Doorway(health)
-        server = await serve_api(doorway, settings.server.host, settings.server.port)
+        server = await serve_api(
+            doorway, settings.server.host, settings.server.port, settings.server
+        )
         stack.push_async_callback(server.close)
         room = await stack.enter_async_context(
             engine_room(settings, need_engine=False, need_exact=True)

@@ -1,0 +1,222 @@
+"""Who may ask: access tokens and their roles, quotas, and the names that the server goes by.
+
+ASGI middlewares. `Access` stands before anything reads a body: without a good token there is 401,
+with one of another role 403, beyond its quota 429. What holds: an answer never says whether a token
+exists, expired or was revoked, nor, to whoever has none, which routes there are; a stream ends when
+its token is revoked. `KnownNames` is for servers without tokens, which only this machine reaches.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import structlog
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..config import ServerConfig, is_loopback
+from ..errors import UsageError
+from .access_rules import Rule, rules_of
+from .access_tokens import AccessTokens, Token
+from .limits import Strangers, TooManyRequests, Usage, Usages
+from .problems import error_answer
+
+log = structlog.get_logger(__name__)
+
+_HINT: Final = "Send `Authorization: Bearer TOKEN`; `envserver token create` makes tokens."
+
+
+class Unauthorized(UsageError):
+    kind, status = "unauthorized", 401
+
+
+class Forbidden(UsageError):
+    """`detail["needed_roles"]` are those of which one is needed."""
+
+    kind, status = "forbidden", 403
+
+
+class Misdirected(UsageError):
+    kind, status = "misdirected", 421
+
+
+class Access:
+    """Lets through whoever may ask.
+
+    Args:
+        settings: with a `tokens_file`.
+
+    Raises:
+        ConfigError: the file is not there, its form is wrong, or it holds no token.
+    """
+
+    def __init__(self, app: ASGIApp, tokens: AccessTokens, settings: ServerConfig) -> None:
+        self._app = app
+        self._tokens = tokens
+        self._usages = Usages(settings.quota)
+        self._strangers = Strangers()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        rules = rules_of(scope["path"])
+        # What answers GET answers HEAD, where it does at all.
+        rule = rules.get("GET" if scope["method"] == "HEAD" else scope["method"])
+        if rule is not None and rule.roles is None:
+            await self._app(scope, receive, send)
+            return
+        try:
+            token = self._admitted(scope)
+            _check_role(token, rule, known=bool(rules))
+            usage = self._usages.of(token.id, token.quota)
+            is_stream = rule is not None and rule.is_stream
+            usage.begin(is_stream=is_stream)
+        except UsageError as error:
+            await _refuse(error, scope, receive, send)
+            return
+        passing = _Passing(self._tokens, token, usage, receive, send)
+        with _counted(usage, is_stream), structlog.contextvars.bound_contextvars(client=token.name):
+            await self._app(scope, passing.receive, passing.send)
+
+    def _admitted(self, scope: Scope) -> Token:
+        sent = _bearer(scope)
+        token = self._tokens.find(sent) if sent else None
+        if token is None:
+            address = (scope.get("client") or ("",))[0]
+            self._strangers.failed(address)
+            log.warning("access_refused", address=address, path=scope["path"][:200])
+            message = "This access token is no good." if sent else "An access token is needed."
+            raise Unauthorized(message, hint=_HINT)
+        return token
+
+
+class _Passing:
+    """One request on its way: its bytes are counted, and its answer ends with its token."""
+
+    def __init__(
+        self, tokens: AccessTokens, token: Token, usage: Usage, receive: Receive, send: Send
+    ) -> None:
+        self._tokens = tokens
+        self._token = token
+        self._usage = usage
+        self._receive = receive
+        self._send = send
+        self._revoked = False
+
+    async def receive(self) -> Message:
+        if self._revoked:
+            return {"type": "http.disconnect"}
+        message = await self._receive()
+        self._usage.moved(len(message.get("body", b"")))
+        return message
+
+    async def send(self, message: Message) -> None:
+        if self._revoked:
+            return
+        if message.get("more_body", False) and not self._tokens.is_valid(self._token):
+            self._revoked = True
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        self._usage.moved(len(message.get("body", b"")))
+        await self._send(message)
+
+
+@contextmanager
+def _counted(usage: Usage, is_stream: bool) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if is_stream:
+            usage.end_stream()
+
+
+def _check_role(token: Token, rule: Rule | None, *, known: bool) -> None:
+    """
+    Raises:
+        Forbidden: another role is needed.
+        NotFoundError: there is no such route.
+    """
+    if token.role == "admin" or (rule is None and known):
+        return  # a method that the path does not have: the route says so
+    if rule is None:
+        raise _NotFound("Not Found")
+    assert rule.roles is not None
+    if token.role not in rule.roles:
+        needed = sorted(rule.roles | {"admin"})
+        raise Forbidden(f"This needs the role {' or '.join(needed)}.", needed_roles=needed)
+
+
+class _NotFound(UsageError):
+    kind, status = "about:blank", 404
+
+
+def _bearer(scope: Scope) -> str:
+    """The token that was sent; "" without one, or with several."""
+    sent = [value for name, value in scope["headers"] if name == b"authorization"]
+    if len(sent) != 1:
+        return ""
+    scheme, _, token = sent[0].decode("latin-1").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+async def _refuse(error: UsageError, scope: Scope, receive: Receive, send: Send) -> None:
+    headers = {"cache-control": "no-store"}
+    if isinstance(error, Unauthorized):
+        headers["www-authenticate"] = 'Bearer realm="envserver"'
+    if isinstance(error, TooManyRequests):
+        headers["retry-after"] = str(error.detail["retry_after_seconds"])
+    more: dict[str, Any] = dict(error.detail)
+    if error.hint:
+        more["hint"] = error.hint
+    answer = error_answer(
+        scope["path"], error.status, error.message, kind=error.kind, headers=headers, **more
+    )
+    await answer(scope, receive, send)
+
+
+class KnownNames:
+    """Refuses requests that call the server by a name that is not its own.
+
+    A name of somebody else's can be made to mean this machine (DNS rebinding): to a browser a page
+    under it is then of the same site as this server, and may ask and read everything.
+
+    Args:
+        names: beside those that always mean this machine.
+    """
+
+    def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
+        self._app = app
+        self._names = {name.lower() for name in names}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._is_known(scope):
+            error = Misdirected(
+                "The server does not go by this name.",
+                hint="--server.allowed_hosts NAME allows it, or access tokens do.",
+            )
+            await _refuse(error, scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _is_known(self, scope: Scope) -> bool:
+        return all(
+            self._may_be(value.decode("latin-1"))
+            for name, value in scope["headers"]
+            if name == b"host"
+        )
+
+    def _may_be(self, host: str) -> bool:
+        name = _without_port(host).lower()
+        return name in self._names or is_loopback(name)
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    name, _, _ = host.partition(":")
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return name

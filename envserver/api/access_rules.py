@@ -1,0 +1,113 @@
+"""Which role may ask for which route: one table, in which every route of the server is.
+
+What is not in it does not exist for anybody but an admin. `/healthz` asks for nothing; the proxy's
+addresses (`/r/{key}/...`: attempts and guests) are no part of this application: each holds its own
+key, and its server listens on loopback only.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple
+
+from starlette.routing import compile_path
+
+from .access_tokens import Role
+
+Roles = frozenset[Role]
+
+NOBODY_ELSE: Final[Roles] = frozenset()
+TRAINER: Final[Roles] = frozenset({"trainer"})
+ENVIRONMENT: Final[Roles] = frozenset({"environment"})
+READERS: Final[Roles] = frozenset({"reader", "trainer"})
+EVERYBODY: Final[Roles] = frozenset({"reader", "trainer", "environment"})
+
+
+class Rule(NamedTuple):
+    """Who may do `method` at `path` (as the route is declared), beside admins.
+
+    Args:
+        roles: None asks for no token.
+        is_stream: its answer has no end of its own; a token has few of them at a time.
+    """
+
+    method: str
+    path: str
+    roles: Roles | None
+    is_stream: bool = False
+
+
+RULES: Final = (
+    Rule("GET", "/healthz", None),
+    Rule("GET", "/readyz", EVERYBODY),
+    Rule("GET", "/metrics", READERS),
+    Rule("GET", "/openapi.json", EVERYBODY),
+    Rule("GET", "/docs", EVERYBODY),
+    Rule("GET", "/docs/oauth2-redirect", EVERYBODY),
+    Rule("GET", "/redoc", EVERYBODY),
+    # Trainers
+    Rule("POST", "/v1/runs", TRAINER),
+    Rule("GET", "/v1/runs", READERS),
+    Rule("GET", "/v1/runs/{run}", READERS),
+    Rule("POST", "/v1/runs/{run}/close", TRAINER),
+    Rule("GET", "/v1/runs/{run}/checkpoints", READERS),
+    Rule("POST", "/v1/runs/{run}/lease", TRAINER),
+    Rule("GET", "/v1/runs/{run}/stream", TRAINER, is_stream=True),
+    Rule("POST", "/v1/runs/{run}/ack", TRAINER),
+    Rule("POST", "/v1/runs/{run}/nack", TRAINER),
+    Rule("POST", "/v1/runs/{run}/extend", TRAINER),
+    Rule("POST", "/v1/policy-version", TRAINER),
+    Rule("GET", "/v1/policy-version", EVERYBODY),
+    Rule("POST", "/v1/policy/pause", TRAINER),
+    Rule("POST", "/v1/policy/resume", TRAINER),
+    Rule("GET", "/v1/policy", EVERYBODY),
+    # People and tools
+    Rule("GET", "/v1/status", READERS),
+    Rule("GET", "/v1/groups", READERS),
+    Rule("GET", "/v1/groups/{group_id:path}", READERS),
+    # Environments on other machines
+    Rule("POST", "/v1/environments", ENVIRONMENT),
+    Rule("GET", "/v1/environments", EVERYBODY),
+    Rule("POST", "/v1/environments/{env_id}/heartbeat", ENVIRONMENT),
+    Rule("POST", "/v1/environments/{env_id}/groups", ENVIRONMENT),
+    Rule("POST", "/v1/environments/{env_id}/known", ENVIRONMENT),
+    Rule("DELETE", "/v1/environments/{env_id}", ENVIRONMENT),
+    Rule("POST", "/v1/environments/{env_id}/drain", NOBODY_ELSE),
+    # The Atropos wire
+    Rule("GET", "/", EVERYBODY),
+    Rule("POST", "/register", TRAINER),
+    Rule("GET", "/info", EVERYBODY),
+    Rule("GET", "/wandb_info", EVERYBODY),
+    Rule("GET", "/status", EVERYBODY),
+    Rule("GET", "/batch", TRAINER),
+    Rule("POST", "/ack", TRAINER),
+    Rule("GET", "/reset_data", TRAINER),
+    Rule("GET", "/latest_example", READERS),
+    Rule("POST", "/register-env", ENVIRONMENT),
+    Rule("POST", "/disconnect-env", ENVIRONMENT),
+    Rule("GET", "/status-env", ENVIRONMENT),
+    Rule("POST", "/scored_data", ENVIRONMENT),
+    Rule("POST", "/scored_data_list", ENVIRONMENT),
+)
+
+
+def rules_of(path: str) -> dict[str, Rule]:
+    """The rules for a request's path, by method; empty where there is no such path."""
+    found = _EXACT.get(path)
+    if found is not None:
+        return found
+    return next((rules for form, rules in _FORMS if form.match(path)), {})
+
+
+def _by_path() -> dict[str, dict[str, Rule]]:
+    found: dict[str, dict[str, Rule]] = {}
+    for rule in RULES:
+        found.setdefault(rule.path, {})[rule.method] = rule
+    return found
+
+
+_BY_PATH: Final = _by_path()
+_EXACT: Final = {path: rules for path, rules in _BY_PATH.items() if "{" not in path}
+_FORMS: Final[list[tuple[re.Pattern[str], dict[str, Rule]]]] = [
+    (compile_path(path)[0], rules) for path, rules in _BY_PATH.items() if "{" in path
+]

@@ -1,0 +1,257 @@
+"""Access tokens: a file that names them and holds only their hashes.
+
+A token is `evs_<id>_<secret>`: the id finds its entry, the secret has 256 random bits, and the file
+has the SHA-256 of the whole. A slow, salted hash (scrypt) is for what people think up; nobody can
+guess through 2^256 secrets, and each request would pay for it.
+
+    envserver token create --role trainer --name cluster-7
+
+What holds: a token is shown once, when it is made; the file is replaced whole, and only its owner
+may read or write it; a file that cannot be read changes nothing for a server that runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import structlog
+import yaml
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+
+from ..config import Quota
+from ..errors import ConfigError, ConflictError, NotFoundError
+
+Role = Literal["trainer", "environment", "reader", "admin"]
+
+PREFIX: Final = "evs_"
+_ID_BYTES: Final = 5
+_SECRET_BYTES: Final = 32
+_TOKEN: Final = re.compile(rf"{PREFIX}(?P<id>[0-9a-f]{{10}})_[A-Za-z0-9_-]{{43}}")
+_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+_HEAD: Final = "# Written by `envserver token`. `quota` of an entry may be changed by hand.\n"
+_NO_HASH: Final = hashlib.sha256(secrets.token_bytes(_SECRET_BYTES)).hexdigest()
+
+log = structlog.get_logger(__name__)
+
+
+class Token(BaseModel):
+    """One token, as the file has it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str = Field(pattern=r"^[0-9a-f]{10}$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    role: Role
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", repr=False)]
+    created_at: AwareDatetime
+    expires_at: AwareDatetime | None = None
+    quota: Quota | None = None
+    """What it has instead of the server's `server.quota`; unset fields are as there."""
+
+    def has_expired(self, now: datetime) -> bool:
+        return self.expires_at is not None and self.expires_at <= now
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    tokens: list[Token] = []
+
+
+def create_token(
+    path: Path, name: str, role: Role, lifetime: timedelta | None = None
+) -> tuple[str, Token]:
+    """A new token, and its entry, which is in the file from now on.
+
+    Raises:
+        ConflictError: there is one of this name.
+        ConfigError: the file cannot be read or written, or the name has a wrong form.
+    """
+    now = datetime.now(UTC).replace(microsecond=0)
+    with _changed(path) as tokens:
+        if any(token.name == name for token in tokens):
+            raise ConflictError(
+                f"There is a token named {name!r}.",
+                hint=f"Revoke it first: envserver token revoke {name} --tokens {path}",
+            )
+        taken = {token.id for token in tokens}
+        while (token_id := secrets.token_hex(_ID_BYTES)) in taken:
+            continue
+        text = f"{PREFIX}{token_id}_{secrets.token_urlsafe(_SECRET_BYTES)}"
+        try:
+            entry = Token(
+                id=token_id,
+                name=name,
+                role=role,
+                sha256=_hashed(text),
+                created_at=now,
+                expires_at=None if lifetime is None else now + lifetime,
+            )
+        except ValidationError:
+            raise ConfigError(
+                f"A token cannot be named {name!r}.",
+                hint="Letters, digits, dots, dashes and underscores; at most 64.",
+            ) from None
+        tokens.append(entry)
+    return text, entry
+
+
+def revoke_token(path: Path, name: str) -> Token:
+    """Removes the token with this name or id from the file.
+
+    Raises:
+        NotFoundError: there is none.
+        ConfigError: the file cannot be read or written.
+    """
+    with _changed(path) as tokens:
+        for token in tokens:
+            if name in (token.name, token.id):
+                tokens.remove(token)
+                return token
+    raise NotFoundError(f"There is no token named {name!r}.", hint="`envserver token list`.")
+
+
+def read_tokens(path: Path) -> list[Token]:
+    """The entries of the file.
+
+    Raises:
+        ConfigError: it is not there, others may read or write it, or its form is wrong.
+    """
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            raw = file.read()
+    except OSError as error:
+        raise ConfigError(
+            f"The tokens file {path} cannot be read: {error.strerror}.",
+            hint=f"envserver token create --role trainer --name NAME --tokens {path}",
+        ) from None
+    if mode & _OTHERS:
+        raise ConfigError(
+            f"The tokens file {path} is open to other users.", hint=f"chmod 600 {path}"
+        )
+    try:
+        found = _File.model_validate(yaml.safe_load(raw) or {})
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" in line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"The tokens file {path} is no YAML{place}.") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"The tokens file {path}: {place}: {first['msg']}.") from None
+    if len({token.id for token in found.tokens}) < len(found.tokens):
+        raise ConfigError(f"The tokens file {path} has an id twice.")
+    return found.tokens
+
+
+class AccessTokens:
+    """The tokens of a file that a running server accepts; the file is read again when it changes.
+
+    Args:
+        path: it must be there, and hold a token.
+        now: the time, for those that expire.
+
+    Raises:
+        ConfigError: there is no such file, its form is wrong, or it holds no token.
+    """
+
+    def __init__(
+        self, path: Path, *, now: Callable[[], datetime] = lambda: datetime.now(UTC)
+    ) -> None:
+        self._path = path
+        self._now = now
+        self._seen = _state_of(path)
+        self._tokens = {token.id: token for token in read_tokens(path)}
+        if not self._tokens:
+            raise ConfigError(
+                f"The tokens file {path} holds no token.",
+                hint=f"envserver token create --role trainer --name NAME --tokens {path}",
+            )
+
+    def find(self, text: str) -> Token | None:
+        """The entry of this token; None when it is not, or no longer, one of ours."""
+        self._refresh()
+        form = _TOKEN.fullmatch(text)
+        token = self._tokens.get(form["id"]) if form else None
+        # Compared in constant time, and also where there is nothing to compare with.
+        same = hmac.compare_digest(_hashed(text), token.sha256 if token else _NO_HASH)
+        return token if token and same and not token.has_expired(self._now()) else None
+
+    def is_valid(self, token: Token) -> bool:
+        """Whether a token that was found is still one of ours."""
+        self._refresh()
+        known = self._tokens.get(token.id)
+        return (
+            known is not None
+            and known.sha256 == token.sha256
+            and not known.has_expired(self._now())
+        )
+
+    def _refresh(self) -> None:
+        seen = _state_of(self._path)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            self._tokens = {token.id: token for token in read_tokens(self._path)}
+        except ConfigError as error:
+            log.error("tokens_file_unusable", error=str(error), kept=len(self._tokens))
+        else:
+            log.info("tokens_file_read", tokens=len(self._tokens))
+
+
+def _state_of(path: Path) -> tuple[int, ...]:
+    """What differs when the file was changed or replaced; () without one."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return (found.st_mtime_ns, found.st_ino, found.st_size, found.st_mode)
+
+
+def _hashed(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+@contextlib.contextmanager
+def _changed(path: Path) -> Iterator[list[Token]]:
+    """The entries, to be changed; written when the block ends well. One process at a time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            tokens = read_tokens(path) if path.exists() else []
+            yield tokens
+            _replace(path, _File(tokens=tokens))
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise ConfigError(f"The tokens file {path} cannot be written: {error.strerror}.") from error
+
+
+def _replace(path: Path, content: _File) -> None:
+    tree = content.model_dump(mode="json", exclude_unset=True)
+    number, made = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
+    try:
+        with os.fdopen(number, "w") as file:
+            file.write(_HEAD + yaml.safe_dump(tree, sort_keys=False))
+            file.flush()
+            os.fsync(file.fileno())
+        Path(made).replace(path)
+    except BaseException:
+        Path(made).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,193 @@
+"""HTTP connections that cannot hold the server up: uvicorn's protocol with bounds of its own.
+
+What holds: there are at most so many connections; the line and headers of a request have a size, a
+number and a time; a body that stops coming, or comes too slowly, is given up; what nobody reads of
+a body is read to its end only when that is near. Whoever passes a bound is told (431, 414, 408,
+503, as problem details) and let go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from ..config import ServerConfig
+from ..errors import UsageError
+from .problems import error_answer
+
+_MOST_DISCARDED: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class HttpBounds:
+    """See the settings of the same names (`ServerConfig`)."""
+
+    max_connections: int
+    max_header_bytes: int
+    max_headers: int
+    max_url_bytes: int
+    header_seconds: float
+    body_idle_seconds: float
+    body_seconds: float
+
+    @classmethod
+    def of(cls, settings: ServerConfig) -> HttpBounds:
+        return cls(**{name: getattr(settings, name) for name in cls.__dataclass_fields__})
+
+
+class TooSlow(UsageError):
+    kind, status = "too_slow", 408
+
+
+class HeadersTooLarge(UsageError):
+    kind, status = "headers_too_large", 431
+
+
+class UrlTooLong(UsageError):
+    kind, status = "url_too_long", 414
+
+
+class TooManyConnections(UsageError):
+    kind, status = "too_many_connections", 503
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """One connection. It is idle, or a request's head comes, or its body."""
+
+    def __init__(self, *args: Any, bounds: HttpBounds, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._bounds = bounds
+        self._phase: Literal["idle", "head", "body"] = "idle"
+        self._head_bytes = 0
+        self._refused = False
+        self._discarded = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._body_began = self._body_came = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._bounds.max_connections:
+            self._refuse(TooManyConnections("The server has as many connections as it may."))
+        else:
+            self._timer = self.loop.call_later(self._bounds.header_seconds, self._head_too_slow)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused or self.transport.is_closing():
+            return
+        if self._phase != "body":
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._refused or self.transport.is_closing():
+            return
+        if self._phase != "body" and self._head_bytes > self._bounds.max_header_bytes:
+            self._refuse(self._headers_too_large())
+        elif self._timer is None:
+            # What comes whole, as most requests do, needs none.
+            if self._phase == "head":
+                self._timer = self.loop.call_later(self._bounds.header_seconds, self._head_too_slow)
+            elif self._phase == "body":
+                self._watch_body()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._phase = "head"
+        self._head_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > self._bounds.max_url_bytes:
+            self._refuse(UrlTooLong(f"The URL has more than {self._bounds.max_url_bytes} bytes."))
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if len(self.headers) > self._bounds.max_headers or size > self._bounds.max_header_bytes:
+            self._refuse(self._headers_too_large())
+        if self._refused:
+            return
+        super().on_headers_complete()
+        self._phase = "body"
+        self._discarded = 0
+        self._body_began = self._body_came = self.loop.time()
+
+    def on_body(self, body: bytes) -> None:
+        if self._refused:
+            return
+        self._body_came = self.loop.time()
+        if self.cycle.response_complete:
+            self._discarded += len(body)
+            if self._discarded > _MOST_DISCARDED:
+                self._refused = True
+                self.transport.close()
+        else:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._refused:
+            return
+        self._stop_timer()
+        self._phase = "idle"
+        self._head_bytes = 0
+        super().on_message_complete()
+
+    def _head_too_slow(self) -> None:
+        self._timer = None
+        if self._phase == "idle":
+            # Nothing was asked, or another request is at work still.
+            if self.cycle is None:
+                self.transport.close()
+            return
+        seconds = self._bounds.header_seconds
+        self._refuse(TooSlow(f"The headers took more than {seconds:g} seconds."))
+
+    def _watch_body(self) -> None:
+        now = self.loop.time()
+        if self.flow.read_paused:
+            self._body_came = now  # it is we who do not read
+        idle = now - self._body_came
+        left = min(
+            self._bounds.body_idle_seconds - idle,
+            self._body_began + self._bounds.body_seconds - now,
+        )
+        if left > 0:
+            self._timer = self.loop.call_later(left, self._watch_body)
+        else:
+            self._timer = None
+            self._refuse(TooSlow(f"The body took too long; nothing came for {idle:.0f} seconds."))
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _headers_too_large(self) -> HeadersTooLarge:
+        most = self._bounds
+        return HeadersTooLarge(
+            f"More than {most.max_headers} headers, or {most.max_header_bytes} bytes of them."
+        )
+
+    def _refuse(self, error: UsageError) -> None:
+        """Says why and hangs up; says nothing in the middle of another answer."""
+        if self._refused:
+            return
+        self._refused = True
+        self._stop_timer()
+        self._unset_keepalive_if_required()
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if not (answering and (self.cycle.response_started or self.cycle.scope is not self.scope)):
+            self.transport.write(_raw(error))
+        self.transport.close()
+
+
+def _raw(error: UsageError) -> bytes:
+    answer = error_answer("/v1", error.status, error.message, kind=error.kind)
+    answer.headers["connection"] = "close"
+    head = b"".join(b"%b: %b\r\n" % header for header in answer.raw_headers)
+    return STATUS_LINE[error.status] + head + b"\r\n" + bytes(answer.body)
