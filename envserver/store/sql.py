@@ -32,8 +32,8 @@ from .database import Database, open_database
 from .failures import is_unreachable, typed, typed_failures
 from .groups import encode_puts
 from .holder import look, take
-from .reach import Reach, Unanswered
 from .numbers import StoreNumbers
+from .reach import Reach, Unanswered
 from .rows import Checkpoint, Compacted, Delivery, GroupPut, GroupRow, Lease, Run
 from .schema import SHARED
 from .states import GroupState, RunState
