@@ -223,12 +223,16 @@ def test_a_full_disk_refuses_and_goes_on_when_there_is_space(tmp_path: Path) -> 
     assert done.stdout.splitlines()[-1].startswith("whole ")
 
 
-async def test_a_damaged_body_is_said_to_be_damaged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("body", [b"token " * 10_000, b"token " * 100, noise(10_000)])
+@pytest.mark.parametrize(
+    "harm", ["substr(body, 1, 20)", "CAST(body || 'x' AS BLOB)", "zeroblob(length(body))"]
+)
+async def test_a_damaged_body_is_said_to_be_damaged(tmp_path: Path, body: bytes, harm: str) -> None:
     path = tmp_path / "store.db"
     async with open_store(path) as store:
-        await store.put([group("a", b"token " * 10_000)])
+        await store.put([group("a", body)])
     with sqlite3.connect(path) as connection:
-        connection.execute("UPDATE bodies SET body = substr(body, 1, 20)")
+        connection.execute(f"UPDATE bodies SET body = {harm}")
     connection.close()
     async with open_store(path) as store:
         with pytest.raises(StoreError, match="damaged"):

@@ -12,7 +12,7 @@ from typing import Final
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError, StatementError
 
 from ..errors import ConfigError, ConflictError, EnvserverError, InputError, StoreError, StoreFull
-from .compression import ZstdError
+from .compression import DamagedBody
 
 _FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FULL_SQLSTATES: Final = frozenset({"53100"})  # PostgreSQL: disk_full
@@ -38,7 +38,7 @@ def typed(error: Exception) -> Exception:
         return ConfigError("The store's file is no SQLite database.", hint="Name another --store.")
     if _is_bad_value(cause):
         return InputError(f"A value cannot be stored ({cause}).", place="value")
-    if isinstance(cause, ZstdError):
+    if isinstance(cause, DamagedBody):
         return StoreError(f"A stored body is damaged ({cause}).")
     if isinstance(error, SQLAlchemyError | sqlite3.Error | OSError):
         return StoreError(f"The store failed ({type(cause).__name__}: {cause}).")

@@ -161,6 +161,41 @@ class Postgres:
         except subprocess.TimeoutExpired:
             self.kill()
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing of it runs meanwhile; connections stay."""
+        stopped = [self.pid, *process_tree.descendants(self.pid)]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in stopped:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def small_disk(self, megabytes: int) -> Iterator[None]:
+        """Tables that are made meanwhile lie on a disk of this size, and must be gone at the end.
+
+        Raises:
+            PermissionError: only a root that may mount can do this.
+        """
+        disk = self.folder / "disk"
+        disk.mkdir()
+        owner = self.folder.stat()
+        options = f"size={megabytes}m,mode=0700,uid={owner.st_uid},gid={owner.st_gid}"
+        linux.mount("tmpfs", str(disk), "tmpfs", data=options)
+        try:
+            self.execute(f"CREATE TABLESPACE small LOCATION '{disk}'")
+            self.execute("ALTER ROLE CURRENT_USER SET default_tablespace = small")
+            yield
+            self.execute("ALTER ROLE CURRENT_USER RESET default_tablespace")
+            self.execute("DROP TABLESPACE small")
+        finally:
+            linux.unmount(str(disk))
+            disk.rmdir()
+
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
