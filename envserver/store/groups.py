@@ -22,6 +22,7 @@ log = structlog.get_logger(__name__)
 # Written out, not bound: SQLite takes a partial index only when it can read the condition.
 QUEUED: Final = deliveries.c.state == literal_column("'queued'")
 _BUFFERED: Final = deliveries.c.state == literal_column("'buffered'")
+_named: Final = groups.alias("named")
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,9 @@ async def kept_rows(
     """By id, those of these groups that are kept in a queue."""
     found: dict[str, GroupRow] = {}
     for part in chunks(group_ids):
-        query = rows_in(queue).where(groups.c.group_id.in_(part))
+        # As a list of numbers: else SQLite may look at every delivery of the queue.
+        numbers = select(_named.c.seq).where(_named.c.group_id.in_(part))
+        query = rows_in(queue).where(deliveries.c.seq.in_(numbers))
         found.update((row.group_id, GroupRow(*row)) for row in await connection.execute(query))
     return found
 
