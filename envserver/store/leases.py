@@ -66,7 +66,10 @@ async def lease(
                     state=row.state,
                 )
     if not rows:
+        tx.memory.hungry.add(run)
+        tx.memory.activity += 1
         return None
+    tx.memory.hungry.discard(run)
     lease_id = uuid.uuid4().hex
     expires_at = tx.now + seconds
     rows = await advance(tx, known.queue, rows, "leased", "lease", lease_id=lease_id)

@@ -130,8 +130,13 @@ async def _change(tx: Transaction, name: str, changes: dict[str, Any]) -> Run:
         await tx.connection.execute(update(runs).where(runs.c.name == name).values(changes))
     run = await get_run(tx.connection, name)
     tx.memory.runs[name] = KnownRun(
-        run.state, run.delivery, queue_of(name, run.delivery), frozenset(run.environments)
+        run.state,
+        run.delivery,
+        queue_of(name, run.delivery),
+        frozenset(run.environments),
+        run.batch_size,
     )
+    tx.memory.activity += 1
     return run
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -37,7 +37,7 @@ from .reach import Reach, Unanswered
 from .rows import Checkpoint, Compacted, Delivery, GroupPut, GroupRow, Lease, Run
 from .schema import SHARED
 from .states import GroupState, RunState
-from .transaction import Transaction, load_memory
+from .transaction import KnownRun, Transaction, load_memory
 from .writer import Writer
 
 A = TypeVar("A")
@@ -417,6 +417,31 @@ class Store:
         self._writer.check_open()
         known = self._writer.changes.number if since is None else since
         return await self._writer.changes.wait(known, timeout)
+
+    @property
+    def tallies(self) -> Mapping[tuple[str, str, GroupState], int]:
+        """Deliveries by queue, environment and state, as of the last commit."""
+        return self._writer.memory.tallies
+
+    @property
+    def open_runs(self) -> Mapping[str, KnownRun]:
+        """The open runs by name, as of the last commit."""
+        known = self._writer.memory.runs
+        return {name: run for name, run in known.items() if run.state == "open"}
+
+    def is_hungry(self, run: str) -> bool:
+        """Whether the latest lease of a run found nothing, or too little."""
+        return run in self._writer.memory.hungry
+
+    @property
+    def activity(self) -> int:
+        """A number that grows with every change of a delivery or a run."""
+        return self._writer.activity.number
+
+    async def wait_for_activity(self, timeout: float | None, *, since: int) -> int:
+        """As `wait_for_change`, for `activity`."""
+        self._writer.check_open()
+        return await self._writer.activity.wait(since, timeout)
 
     async def create_run(
         self,

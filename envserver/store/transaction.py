@@ -33,6 +33,7 @@ class KnownRun:
     delivery: Delivery
     queue: str
     environments: frozenset[str]
+    batch_size: int
 
 
 def queue_of(name: str, delivery: Delivery) -> str:
@@ -71,6 +72,8 @@ class Memory:
             of it are.
         stored_bytes: of the bodies of all groups that are kept.
         changes: grows when something is queued or a run is closed.
+        activity: grows with every change of a delivery or a run.
+        hungry: the runs whose latest lease found nothing, or too little.
         conflicting_puts: puts since opening of an id that was there with another body.
     """
 
@@ -83,6 +86,8 @@ class Memory:
     stored_bytes: int = 0
     changes: int = 0
     conflicting_puts: int = 0
+    activity: int = 0
+    hungry: set[str] = field(default_factory=set)
 
     def copy(self) -> Memory:
         return Memory(
@@ -95,12 +100,15 @@ class Memory:
             self.stored_bytes,
             self.changes,
             self.conflicting_puts,
+            self.activity,
+            set(self.hungry),
         )
 
     def tally(self, queue: str, env: str, state: GroupState, count: int) -> None:
         """Counts `count` more deliveries (fewer where negative)."""
         key = (queue, env, state)
         self.tallies[key] = self.tallies.get(key, 0) + count
+        self.activity += 1
 
     def queued(self, seq: int, policy_version: int) -> None:
         """A group has come into some queue."""
@@ -180,6 +188,7 @@ async def load_memory(connection: AsyncConnection, *, trust_written: bool) -> Me
             row.delivery,
             queue_of(row.name, row.delivery),
             frozenset(msgspec.json.decode(row.environments, type=list[str])),
+            row.batch_size,
         )
         for row in await connection.execute(select(runs))
     }

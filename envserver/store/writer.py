@@ -66,6 +66,7 @@ class Writer:
     ) -> None:
         self.memory = memory
         self.changes = Changes()
+        self.activity = Changes()
         self._database = database
         self._clock = clock
         self._holder = holder
@@ -126,6 +127,7 @@ class Writer:
         finally:
             self._closed = True
             self.changes.announce(-1)
+            self.activity.announce(-1)
             while not self._queue.empty():
                 entry = self._queue.get_nowait()
                 if entry is not None:
@@ -247,6 +249,7 @@ class Writer:
         self.memory = tx.memory
         self._memory_is_written = False
         self.changes.announce(self.memory.changes)
+        self.activity.announce(self.memory.activity)
         if is_time_due:
             self._time_saved = tx.now
         return outcomes
@@ -260,6 +263,7 @@ class Writer:
             loaded = await load_memory(connection, trust_written=False)
             loaded.conflicting_puts = self.memory.conflicting_puts
             loaded.changes = self.memory.changes + 1
+            loaded.activity = self.memory.activity + 1
             self.memory = loaded
             self._memory_is_stale = False
             self._session = self._database.sessions
