@@ -24,14 +24,17 @@ from ..rollouts.events import (
 )
 from ..rollouts.group import Machinery
 from ..store import Lease, Store
+from ..store.states import GroupState
 from ..telemetry.families import by_key, counter, gauge, histogram, single
-from ..telemetry.numbers import SECONDS, Counts, Distribution, Labelled
+from ..telemetry.numbers import OTHER, SECONDS, Counts, Distribution, Labelled
 
 _REWARDS: Final = tuple(round(0.1 * tenth, 1) for tenth in range(11))
 _VERSIONS: Final = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
-_SIZES: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 _MOST_RUNS: Final = 100
 """That are shown by name; more are one, `other`."""
+_MOST_REASONS: Final = 20
+"""Trainers name them in their own words."""
+_MOST_TALLIES: Final = 500
 _BREAKER: Final = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
 
 
@@ -182,7 +185,7 @@ class PartsNumbers:
         ]  # fmt: skip
 
 
-class StoreNumbers:
+class Deliveries:
     """Of the store: what waits for whom, leases, commits; and how old groups are when leased.
 
     Args:
@@ -193,28 +196,78 @@ class StoreNumbers:
         self._store = store
         self._version = version
         self._staleness = Distribution(_VERSIONS)
-        self._waited = Distribution(SECONDS)
+        store.numbers.on_lease = self._leased
 
-    def leased(self, lease: Lease) -> None:
-        """A lease was handed out."""
+    def _leased(self, lease: Lease) -> None:
         version = self._version()
         for row in lease.groups:
             if version >= 0 and row.policy_version >= 0:
-                self._staleness.add(version - row.policy_version)
+                self._staleness.add(max(0, version - row.policy_version))
 
     async def families(self) -> Iterable[Metric]:
         """See `api.metrics.Source`."""
-        store = self._store
+        store, seen = self._store, self._store.numbers
+        counters = dict(await store.counters())
+        nacks = {
+            key.partition(": ")[2]: counters.pop(key)
+            for key in list(counters)
+            if key.startswith("nacked: ")
+        }
+        leases = {**seen.leases, "expired": counters.get("expired", 0)}
         return [
+            gauge(
+                "envserver_deliveries", "Groups by queue, environment and state",
+                ("queue", "environment", "state"), _tallies(store.tallies),
+            ),
             gauge(
                 "envserver_groups", "Groups of the shared queue by state", ("state",),
                 by_key({str(state): n for state, n in (await store.counts()).items()}),
+            ),
+            gauge(
+                "envserver_queue_depth", "Groups queued or leased for each open run", ("run",),
+                by_key(most(await store.depths())),
+            ),
+            counter(
+                "envserver_leases", "By what became of them (expired: since the store was made)",
+                ("end",), by_key(leases),
+            ),
+            counter(
+                "envserver_nacks", "Leases given back, by the reason that was named", ("reason",),
+                by_key(most(nacks, _MOST_REASONS)),
+            ),
+            counter(
+                "envserver_store_events", "What the store counts since it was made", ("event",),
+                by_key(counters),
             ),
             histogram(
                 "envserver_staleness_versions", "Of each leased group: how far behind the policy",
                 (), [((), self._staleness)],
             ),
+            histogram(
+                "envserver_store_commit_seconds", "From the first statement until durable", (),
+                [((), seen.commit_seconds)],
+            ),
+            histogram(
+                "envserver_store_commit_operations", "Operations in one commit", (),
+                [((), seen.commit_sizes)],
+            ),
+            gauge(
+                "envserver_store_waiting", "Operations that no commit has taken up yet", (),
+                single(store.waiting_operations),
+            ),
         ]  # fmt: skip
+
+
+def _tallies(
+    tallies: Mapping[tuple[str, str, GroupState], int],
+) -> list[tuple[tuple[str, ...], float]]:
+    """The largest by name, the rest of each state together."""
+    ranked = sorted(tallies.items(), key=lambda one: (-one[1], one[0]))
+    shown: dict[tuple[str, ...], float] = {}
+    for number, (labels, count) in enumerate(ranked):
+        place = labels if number < _MOST_TALLIES else (OTHER, OTHER, labels[2])
+        shown[place] = shown.get(place, 0.0) + count
+    return sorted(shown.items())
 
 
 def most(counts: Mapping[str, int], limit: int = _MOST_RUNS) -> dict[str, float]:
@@ -222,5 +275,5 @@ def most(counts: Mapping[str, int], limit: int = _MOST_RUNS) -> dict[str, float]
     ranked = sorted(counts.items(), key=lambda one: (-one[1], one[0]))
     shown = {name: float(count) for name, count in ranked[:limit]}
     if len(ranked) > limit:
-        shown["other"] = float(sum(count for _, count in ranked[limit:]))
+        shown[OTHER] = float(sum(count for _, count in ranked[limit:]))
     return shown

@@ -29,7 +29,7 @@ from ..telemetry.lag import LoopLag
 from .help import show_help
 from .logs import configure_logs
 from .loop import run_loop
-from .metrics import StoreNumbers
+from .metrics import Deliveries
 from .settings import load_settings
 
 SUMMARY = """Serves trainers, and environments that others run, over the Atropos wire and /v1.
@@ -87,7 +87,7 @@ async def run_api(settings: RunApiSettings) -> int:
         health, metrics = Health(lag), Metrics()
         health.found("store", store_probe(store))
         metrics.watch(lag, health)
-        metrics.add(StoreNumbers(store, lambda: version).families)
+        metrics.add(Deliveries(store, lambda: version).families)
         doorway = Doorway(health)
         await doorway.open(
             create_api(

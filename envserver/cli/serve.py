@@ -34,7 +34,7 @@ from ..tokens.flags import chosen
 from .command_line import read_command_line
 from .logs import configure_logs
 from .loop import run_loop
-from .metrics import EngineNumbers, PartsNumbers, RolloutNumbers, StoreNumbers
+from .metrics import Deliveries, EngineNumbers, PartsNumbers, RolloutNumbers
 from .mixing import Member, Several, read_mix
 from .progress import Tally, counted
 from .runtime import EngineRoom, engine_room, machinery, run_until_stopped
@@ -136,7 +136,7 @@ async def serve(members: Members, console: Console) -> int:
         metrics.watch(lag, health)
         for source in (
             numbers,
-            StoreNumbers(store, version),
+            Deliveries(store, version),
             EngineNumbers(room.engine, room.source.gate, version),
             PartsNumbers(parts),
         ):
