@@ -6,7 +6,7 @@ Every change of a delivery goes through `advance`, which asks the table of trans
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -50,6 +50,13 @@ class Wanted:
     max_sequences: int | None = None
     max_tokens: int | None = None
     min_groups: int = 1
+
+    def of(self, environments: frozenset[str]) -> Wanted:
+        """The same of these environments only (empty: of all)."""
+        if not environments:
+            return self
+        names = environments if self.environments is None else self.environments & environments
+        return replace(self, environments=names)
 
 
 async def advance(

@@ -55,7 +55,7 @@ async def lease(
     known = require_open(tx, run)
     await expire(tx, tx.now)
     if isinstance(wanted, Wanted):
-        rows = await choose(tx, known.queue, wanted)
+        rows = await choose(tx, known.queue, wanted.of(known.environments))
     else:
         rows = await rows_of(tx.connection, wanted, known.queue)
         for row in rows:
