@@ -7,6 +7,7 @@ import random
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -19,12 +20,14 @@ from envserver.api.received import Stream, read_group
 from envserver.api.rooms import Slack, deal, fair_shares
 from envserver.errors import ConfigError, ConflictError, InputError
 from envserver.proxy.gate import Aborted, Gate
-from envserver.records import pack
+from envserver.records import Task, pack
 from envserver.remote.gate import HeldGate
 from envserver.remote.identity import held_identity
 from envserver.remote.link import Link
 from envserver.remote.messages import Heartbeat, Registration
+from envserver.remote.sink import lacking
 from envserver.rollouts.mixing import Share
+from envserver.rollouts.stream import Ticket
 
 STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")
 
@@ -293,6 +296,26 @@ def test_more_may_be_open_where_trainers_wait_and_no_more_where_they_do_not() ->
 
 
 # The joiner's half
+
+
+@settings(max_examples=50, deadline=None)
+@given(has=st.sets(st.integers(0, 40)), asked_at_once=st.integers(1, 7))
+def test_a_stream_goes_on_with_what_the_server_lacks(has: set[int], asked_at_once: int) -> None:
+    tickets = [
+        Ticket(group_id=f"g{n}", index=n, env="", split="train", seed=0, task=Task("", {}))
+        for n in range(40)
+    ]
+    ids = {f"g{n}" for n in has}
+    asked: list[str] = []
+
+    def known(group_ids: list[str]) -> set[str]:
+        asked.extend(group_ids)
+        return ids & set(group_ids)
+
+    with mock.patch("envserver.remote.sink._ASKED_AT_ONCE", asked_at_once):
+        left = [ticket.index for ticket in lacking(iter(tickets), known, len(has))]
+    assert left == [n for n in range(40) if n not in has]
+    assert len(asked) == len(set(asked))
 
 
 async def test_a_link_outlives_its_server_and_loses_nothing(tmp_path: Path) -> None:

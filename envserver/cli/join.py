@@ -24,7 +24,7 @@ from ..remote.gate import HeldGate
 from ..remote.identity import Identity, default_name, held_identity
 from ..remote.link import Link
 from ..remote.messages import NAME_PATTERN, Heartbeat, Registration
-from ..remote.sink import RemoteSink
+from ..remote.sink import RemoteSink, lacking
 from ..rollouts.events import Event, GroupDropped, Observer
 from ..rollouts.group import Machinery
 from ..rollouts.scheduler import Scheduler
@@ -195,13 +195,18 @@ def _scheduler(parts: Machinery, link: Link, stored: int) -> Scheduler:
     environment = parts.environment
     steps = environment.config.total_steps
     scheduler: Scheduler | None = None
+    loop = asyncio.get_running_loop()
 
     def open_groups() -> int:
         return 0 if scheduler is None else scheduler.open_groups
 
+    def known(group_ids: list[str]) -> set[str]:
+        """For the thread in which tasks are read."""
+        return asyncio.run_coroutine_threadsafe(link.known(group_ids), loop).result()
+
     scheduler = Scheduler(
         parts,
-        tickets(environment, repeat=True),
+        lacking(tickets(environment, repeat=True), known, stored),
         RemoteSink(link, open_groups),
         wanted=None if steps is None else max(0, steps - stored),
         stop_on_failures=False,
