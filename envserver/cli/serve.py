@@ -19,15 +19,17 @@ from ..api.doorway import Doorway
 from ..api.health import Health, engine_probe, store_probe
 from ..api.metrics import Metrics
 from ..api.server import serve_api
-from ..config import MixSettings
-from ..errors import ConfigError
+from ..config import MixSettings, RolloutsConfig
+from ..errors import ConfigError, Stale, Straggler
 from ..rollouts.auditor import Auditor
 from ..rollouts.events import Event, GroupDelivered, GroupDropped, Observer
 from ..rollouts.group import Machinery
 from ..rollouts.mixing import Share, Shares, Turns, targets
+from ..rollouts.room import Bounds
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import id_prefix, tickets
 from ..store import Store, open_store
+from ..store.demand import Demand, Staleness
 from ..store.sink import StoreSink
 from ..telemetry.lag import LoopLag
 from ..tokens.flags import chosen
@@ -124,9 +126,12 @@ async def serve(members: Members, console: Console) -> int:
             )
         )
         config = members[0].environment.config
-        schedulers = await _schedulers(members, parts, store)
+        demand = _demand(members, store)
+        staleness = Staleness(store, _most_staleness(settings.rollouts))
+        schedulers = await _schedulers(members, parts, store, demand)
 
         def publish(version: int) -> None:
+            staleness.publish(version)
             for one in parts:
                 one.publish_version(version)
 
@@ -144,7 +149,11 @@ async def serve(members: Members, console: Console) -> int:
         api = create_api(
             store,
             settings=settings.server,
-            status=lambda: _status(parts, schedulers, tally) | {"audit": auditor.report()},
+            status=lambda: (
+                _status(parts, schedulers, tally)
+                | _flow(tally, staleness, demand)
+                | {"audit": auditor.report()}
+            ),
             on_policy_version=publish,
             gate=room.source.gate,
             metrics=metrics,
@@ -155,7 +164,14 @@ async def serve(members: Members, console: Console) -> int:
         )
         await doorway.open(api)
         lag.begin_anew()
-        watching = asyncio.create_task(health.watch(), name="health")
+        watching = [
+            asyncio.create_task(work, name=name)
+            for name, work in (
+                ("health", health.watch()),
+                ("stale-groups", staleness.run()),
+                ("silent-runs", demand.close_silent_runs()),
+            )
+        ]
         try:
             _announce(console, settings.server.host, server.port, parts[0])
             ending = await run_until_stopped(
@@ -166,7 +182,8 @@ async def serve(members: Members, console: Console) -> int:
                 drain_seconds=settings.server.drain_seconds,
             )
         finally:
-            watching.cancel()
+            for watch in watching:
+                watch.cancel()
             doorway.close()
             await server.close()
         waiting = await _waiting(store)
@@ -232,7 +249,34 @@ def _warn(event: GroupDropped, tally: Tally) -> None:
     )
 
 
-async def _schedulers(members: Members, parts: list[Machinery], store: Store) -> Several:
+def _demand(members: Members, store: Store) -> Demand:
+    rollouts = members[0].line.settings.rollouts
+    sizes = [
+        min(one.line.settings.rollouts.min_group_size or size, size)
+        for one in members
+        if (size := one.environment.config.group_size)
+    ]
+    bounds = Bounds(
+        most_groups=rollouts.max_queued_groups,
+        most_batches=rollouts.max_batches_offpolicy,
+        max_staleness=_most_staleness(rollouts),
+    )
+    return Demand(
+        store,
+        bounds,
+        smallest_group=min(sizes),
+        silent_run_seconds=rollouts.silent_run_seconds,
+    )
+
+
+def _most_staleness(rollouts: RolloutsConfig) -> int | None:
+    """Of a group at its delivery; None: any."""
+    return rollouts.max_staleness_at_delivery if rollouts.stale_groups == "drop" else None
+
+
+async def _schedulers(
+    members: Members, parts: list[Machinery], store: Store, demand: Demand
+) -> Several:
     """One for each; several of them take turns."""
     settings = members[0].line.settings
     made = {
@@ -247,12 +291,7 @@ async def _schedulers(members: Members, parts: list[Machinery], store: Store) ->
     schedulers = {}
     for one, machine in zip(members, parts, strict=True):
         config, name = one.environment.config, one.share.name
-        sink = StoreSink(
-            store,
-            group_size=config.group_size,
-            most_groups=settings.rollouts.max_queued_groups,
-            most_batches=settings.rollouts.max_batches_offpolicy,
-        )
+        sink = StoreSink(store, one.environment.name, demand)
         steps = config.total_steps
         schedulers[name] = Scheduler(
             machine,
@@ -260,6 +299,7 @@ async def _schedulers(members: Members, parts: list[Machinery], store: Store) ->
             sink,
             wanted=None if steps is None else max(0, steps - made[name]),
             stop_on_failures=False,
+            opened=sink.opened,
             lane=turns.lane(name) if len(members) > 1 or total is not None else None,
         )
     return Several(schedulers)
@@ -285,6 +325,16 @@ def _announce(console: Console, host: str, port: int, parts: Machinery) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _flow(tally: Tally, staleness: Staleness, demand: Demand) -> dict[str, Any]:
+    """What was too old or too late; part of the status."""
+    return {
+        "stale_rollouts": tally.failures[Stale.kind],
+        "stale_groups": tally.drops["stale"] + staleness.dropped,
+        "stragglers": tally.failures[Straggler.kind],
+        "closed_silent_runs": dict(demand.closed_runs),
+    }
 
 
 def _status(all_parts: list[Machinery], schedulers: Several, tally: Tally) -> dict[str, Any]:

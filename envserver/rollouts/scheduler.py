@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import structlog
@@ -33,6 +33,7 @@ class Scheduler:
 
     Args:
         wanted: groups to deliver, None for as many as there are tasks.
+        opened: told 1 of each group that is begun, -1 when it has ended.
         lane: where several environments share a run: gives each group its turn.
         stop_on_failures: end with AllFailed after `rollouts.stop_after_failed_groups` failed groups
             in a row; otherwise pause ever longer (a server outlives its engine).
@@ -47,6 +48,7 @@ class Scheduler:
         wanted: int | None,
         stop_on_failures: bool,
         lane: Lane | None = None,
+        opened: Callable[[int], object] | None = None,
     ) -> None:
         self._machinery = machinery
         self._tickets = tickets
@@ -54,6 +56,7 @@ class Scheduler:
         self._wanted = wanted
         self._stop_on_failures = stop_on_failures
         self._lane = lane
+        self._opened = opened
         self._size = machinery.environment.config.group_size
         self._draining = asyncio.Event()
         self._open: set[asyncio.Task[Ending]] = set()
@@ -116,6 +119,10 @@ class Scheduler:
     def _start(self, ticket: Ticket) -> None:
         group = asyncio.create_task(self._one(ticket), name=ticket.group_id)
         self._open.add(group)
+        if self._opened is not None:
+            opened = self._opened
+            opened(1)
+            group.add_done_callback(lambda _: opened(-1))
         if self._lane is not None:  # also of a group that is cancelled before its first step
             group.add_done_callback(self._return_turn)
 

@@ -34,7 +34,16 @@ from .groups import encode_puts
 from .holder import look, take
 from .numbers import StoreNumbers
 from .reach import Reach, Unanswered
-from .rows import Checkpoint, Compacted, Delivery, GroupPut, GroupRow, Lease, Run
+from .rows import (
+    UNKNOWN_VERSION,
+    Checkpoint,
+    Compacted,
+    Delivery,
+    GroupPut,
+    GroupRow,
+    Lease,
+    Run,
+)
 from .schema import SHARED
 from .states import GroupState, RunState
 from .transaction import KnownRun, Transaction, load_memory
@@ -122,6 +131,8 @@ class Store:
         self._writer = writer
         self._threads = threads
         self._clock = clock
+        self.oldest_version = UNKNOWN_VERSION
+        """Groups of an older policy version are not leased, unless by their ids; -1: all are."""
 
     @property
     def numbers(self) -> StoreNumbers:
@@ -222,7 +233,8 @@ class Store:
                 one group; unset: all.
             min_groups: nothing when fewer pass the filters.
             environments: only groups of these, and only of the run's own; unset: of all of those.
-            min_version: only groups of this policy version or a later one, or of an unknown one.
+            min_version: only groups of this policy version or a later one, or of an unknown one;
+                never of one before `oldest_version`.
             group_ids: exactly these, in this order, instead of all of the above.
 
         Returns:
@@ -250,6 +262,9 @@ class Store:
             wanted: deliveries.Wanted | list[str] = list(group_ids)
         else:
             names = None if environments is None else frozenset(environments)
+            oldest = self.oldest_version
+            if oldest > UNKNOWN_VERSION:
+                min_version = oldest if min_version is None else max(min_version, oldest)
             wanted = deliveries.Wanted(
                 names, min_version, max_groups, max_sequences, max_tokens, min_groups
             )
@@ -422,6 +437,11 @@ class Store:
     def tallies(self) -> Mapping[tuple[str, str, GroupState], int]:
         """Deliveries by queue, environment and state, as of the last commit."""
         return self._writer.memory.tallies
+
+    def may_hold_older(self, version: int) -> bool:
+        """Whether a group may be queued that is of a policy version before this one."""
+        known = self._writer.memory.versions
+        return any(UNKNOWN_VERSION < one < version for one in known)
 
     @property
     def open_runs(self) -> Mapping[str, KnownRun]:

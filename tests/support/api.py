@@ -16,9 +16,9 @@ import numpy as np
 from envserver.api.app import create_api
 from envserver.api.server import serve_api
 from envserver.config import ServerConfig
-from envserver.records import Group, Score, Sequence, Trajectory, Usage
+from envserver.records import Group, Score, Sequence, Trajectory, Usage, pack
 from envserver.store import Store, open_store
-from envserver.store.sink import StoreSink
+from envserver.store.sink import put_of
 
 REGISTRATION = {
     "wandb_group": "group",
@@ -153,7 +153,7 @@ def native_group(group_id: str, trajectories: int = 2, **changes: Any) -> Group:
 
 async def put_native(store: Store, group: Group) -> None:
     """Stores `group` as `envserver serve` does."""
-    await StoreSink(store, group_size=2, most_groups=99, most_batches=3).put(group)
+    await store.put([put_of(group, pack(group))])
 
 
 def sequence() -> Sequence:

@@ -1,0 +1,220 @@
+"""What trainers want of the groups that are made here, as the store has it.
+
+In: the queues and the open runs, from memory, and which groups are being made. Out: how many more
+may be begun, as `rollouts.room` says, and runs that are closed because they hold up the others.
+Whoever waits for room is woken when something was taken, made, published or dropped: nobody polls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import structlog
+
+from ..errors import StoreError
+from ..rollouts.policy import oldest_deliverable
+from ..rollouts.room import SHARED, Bounds, Depth, Seen, Taker, most_waiting, room, silent_runs
+from .changes import Changes
+from .rows import ATROPOS_RUN
+from .sql import Store
+from .transaction import KnownRun
+
+log = structlog.get_logger(__name__)
+
+_LONGEST_PAUSE_SECONDS = 60.0
+_PAUSE_AFTER_FAILURE_SECONDS = 1.0
+
+
+async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
+    """Returns when one of them does, and ends the others."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Staleness:
+    """Sees to it that no group is delivered that is too old for the published version.
+
+    Args:
+        max_staleness: versions that its oldest token may be behind; None: any.
+    """
+
+    def __init__(self, store: Store, max_staleness: int | None) -> None:
+        self._store = store
+        self._most = max_staleness
+        self._published = Changes()
+        self.dropped = 0
+        """Groups dropped from queues since the start, once for each queue."""
+
+    def publish(self, version: int) -> None:
+        """From now on no group is leased that is too old for `version`."""
+        self._store.oldest_version = oldest_deliverable(version, self._most)
+        self._published.announce(self._published.number + 1)
+
+    async def run(self) -> None:
+        """Drops what has become too old, or comes back too old, for as long as it is not cancelled;
+        a store that fails is asked again."""
+        while self._most is not None:
+            published, seen = self._published.number, self._store.changes
+            oldest = self._store.oldest_version
+            try:
+                if self._store.may_hold_older(oldest):
+                    self.dropped += await self._store.drop_stale(oldest)
+            except StoreError as error:
+                log.error("stale_groups.not_dropped", error=str(error))
+                await asyncio.sleep(_PAUSE_AFTER_FAILURE_SECONDS)
+                continue
+            await _first(
+                self._published.wait(published, None),
+                self._store.wait_for_change(None, since=seen),
+            )
+
+
+class Demand:
+    """One for all environments of a server.
+
+    Args:
+        smallest_group: trajectories of the smallest group that any of them delivers.
+        silent_run_seconds: see `RolloutsConfig`; None: no run is ever closed.
+        clock: seconds, of any clock.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        bounds: Bounds,
+        *,
+        smallest_group: int = 1,
+        silent_run_seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._bounds = bounds
+        self._smallest_group = smallest_group
+        self._silent_run_seconds = silent_run_seconds
+        self._clock = clock
+        self._open: Counter[str] = Counter()
+        self._changes = Changes()
+        self._moved: dict[str, tuple[int, float]] = {}
+        self.closed_runs: Counter[str] = Counter()
+        """How often each run was closed because it was silent."""
+
+    def opened(self, env: str, groups: int) -> None:
+        """So many groups more are being made; fewer where negative."""
+        self._open[env] += groups
+        self._changes.announce(self._changes.number + 1)
+
+    def room(self, env: str) -> int:
+        """Groups that may be begun now; not positive: none."""
+        return room(env, self._takers(), self._depths(), self._open, self._bounds)
+
+    def free(self, env: str) -> int:
+        """The same, whatever is being made."""
+        return room(env, self._takers(), self._depths(), {}, self._bounds)
+
+    def most(self) -> int:
+        """Groups that may wait where all runs share them."""
+        batch = sum(taker.batch for taker in self._takers() if taker.queue == SHARED)
+        return most_waiting(batch, self._bounds) if batch else self._bounds.most_groups
+
+    async def wait_for_room(self, env: str) -> None:
+        """Returns when a group of `env` may be begun."""
+        while True:
+            ours, theirs = self._changes.number, self._store.activity
+            if self.room(env) > 0:
+                return
+            await _first(
+                self._changes.wait(ours, None), self._store.wait_for_activity(None, since=theirs)
+            )
+
+    async def close_silent_runs(self) -> None:
+        """Closes those that hold up the others, for as long as it is not cancelled."""
+        if self._silent_run_seconds is None:
+            return
+        pause = min(_LONGEST_PAUSE_SECONDS, self._silent_run_seconds / 4)
+        while True:
+            for name in silent_runs(self.seen(), self._silent_run_seconds):
+                try:
+                    await self._store.close_run(name)
+                except StoreError as error:
+                    log.error("silent_run.not_closed", run=name, error=str(error))
+                    continue
+                self.closed_runs[name] += 1
+                self._moved.pop(name, None)
+                log.warning("silent_run.closed", run=name, seconds=self._silent_run_seconds)
+            await asyncio.sleep(pause)
+
+    def seen(self) -> list[Seen]:
+        """The open runs, and since when each has taken nothing although something waits for it."""
+        now = self._clock()
+        runs = self._store.open_runs
+        found = []
+        for name, run in runs.items():
+            queued, leased, done = (
+                self._count(run, state) for state in ("queued", "leased", "acked")
+            )
+            known, since = self._moved.get(name, (-1, now))
+            if leased or not queued or done != known:
+                since = now
+            self._moved[name] = (done, since)
+            found.append(
+                Seen(
+                    name=name,
+                    is_broadcast=run.delivery == "broadcast",
+                    silent_seconds=now - since,
+                )
+            )
+        return found
+
+    def _count(self, run: KnownRun, wanted: str) -> int:
+        return sum(
+            count
+            for (queue, env, state), count in self._store.tallies.items()
+            if queue == run.queue
+            and state == wanted
+            and (not run.environments or env in run.environments)
+        )
+
+    def _depths(self) -> dict[str, dict[str, Depth]]:
+        found: dict[str, dict[str, Depth]] = {}
+        for (queue, env, state), count in self._store.tallies.items():
+            if not count or state not in ("queued", "buffered", "leased"):
+                continue
+            of_queue = found.setdefault(queue, {})
+            known = of_queue.get(env, Depth())
+            if state == "leased":
+                of_queue[env] = Depth(known.queued, known.leased + count)
+            else:
+                of_queue[env] = Depth(known.queued + count, known.leased)
+        return found
+
+    def _takers(self) -> list[Taker]:
+        runs: Mapping[str, KnownRun] = self._store.open_runs
+        return [
+            Taker(
+                name=name,
+                queue=run.queue,
+                batch=self._groups_per_batch(name, run),
+                environments=run.environments,
+                is_hungry=self._store.is_hungry(name),
+            )
+            for name, run in runs.items()
+        ]
+
+    def _groups_per_batch(self, name: str, run: KnownRun) -> int:
+        """Over the Atropos wire a batch is counted in sequences; as many groups are enough for it,
+        however small they are."""
+        if name != ATROPOS_RUN:
+            return run.batch_size
+        return math.ceil(run.batch_size / self._smallest_group)

@@ -1,0 +1,124 @@
+"""`serve`: a slow trainer is waited for, and what is too old is never delivered."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.commands import Running, free_port, running, until
+
+from clients.http import SyncEnvClient
+
+MATH = (
+    "serve", "--env", "math", "--model", "sim", "--env.group_size", 2, "--workers.processes", 1,
+    "--env.ensure_scores_are_not_same", "false", "--store", "groups.db",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *words: object) -> Iterator[tuple[Running, str]]:
+    port = free_port()
+    with running(*MATH, "--port", port, *words, folder=folder) as server:
+        server.wait_for("Trainers: ")
+        yield server, f"http://127.0.0.1:{port}"
+
+
+def status(url: str) -> dict[str, Any]:
+    answer = httpx.get(f"{url}/v1/status").json()
+    assert isinstance(answer, dict)
+    return answer
+
+
+def at_rest(url: str) -> dict[str, Any] | None:
+    """The status, once something waits and nothing is being made."""
+    found = status(url)
+    return found if found["groups"]["queued"] and not found["server"]["open_groups"] else None
+
+
+@pytest.mark.parametrize("versions", [4, pytest.param(60, marks=pytest.mark.slow)])
+def test_what_a_trainer_gets_is_never_older_than_it_may_be_and_what_is_is_counted(
+    tmp_path: Path, versions: int
+) -> None:
+    words = ("--rollouts.max_staleness_at_delivery", 1, "--rollouts.max_staleness", 1)
+    with (
+        serving(tmp_path, *words, "--sim.latency_seconds", 0.02) as (server, url),
+        SyncEnvClient(url, run="trainer", batch_size=2) as client,
+    ):
+        published, got = 0, 0
+        client.publish_policy_version(0)
+        for _ in range(versions):
+            batch = client.lease(wait_seconds=60)
+            assert batch is not None, server.output()
+            known = [one.policy_version for one in batch.groups if one.policy_version >= 0]
+            behind = [published - version for version in known]
+            assert all(0 <= one <= 1 for one in behind), behind
+            got += len(behind)
+            client.ack(batch)
+            until(lambda: at_rest(url), 60, server.output, alive=server.process)
+            assert status(url)["groups"]["queued"] <= 4  # two batches, one for each version
+            published += 3  # what waits is too old now
+            client.publish_policy_version(published)
+        found = status(url)["server"]
+    assert got >= versions
+    assert found["stale_groups"] >= versions - 1  # what was begun before any has no version
+    assert found["policy_version"] == published
+
+
+def test_rollouts_in_flight_that_became_too_old_end_and_are_counted(tmp_path: Path) -> None:
+    words = ("--rollouts.max_staleness", 0, "--sim.seconds_per_token", 0.2)
+    with (
+        serving(tmp_path, *words) as (server, url),
+        SyncEnvClient(url, run="trainer", batch_size=2) as client,
+    ):
+        client.publish_policy_version(0)
+        until(
+            lambda: status(url)["server"]["open_groups"] > 1,
+            60,
+            server.output,
+            alive=server.process,
+        )
+
+        def publish_and_look() -> int:
+            client.publish_policy_version(int(status(url)["policy_version"]) + 1)
+            return int(status(url)["server"]["stale_rollouts"])
+
+        assert until(publish_and_look, 60, server.output, alive=server.process) > 0
+        found = status(url)["server"]
+        assert found["groups_dropped"].keys() <= {"stale"}
+        assert found["rollouts_lost"] == found["stale_rollouts"]
+
+
+def test_a_broadcast_run_that_is_gone_holds_up_nobody_for_long(tmp_path: Path) -> None:
+    words = ("--rollouts.silent_run_seconds", 1, "--rollouts.max_queued_groups", 4)
+    with serving(tmp_path, *words, "--sim.latency_seconds", 0) as (server, url):
+
+        def register(name: str) -> None:
+            body = {"name": name, "batch_size": 2, "delivery": "broadcast"}
+            assert httpx.post(f"{url}/v1/runs", json=body).status_code in (200, 201)
+
+        def state(name: str) -> str:
+            return str(httpx.get(f"{url}/v1/runs/{name}").json()["state"])
+
+        register("gone")
+        register("here")
+        got = 0
+        with SyncEnvClient(url, run="here", batch_size=2) as client:
+            while state("gone") == "open" or got < 40:
+                batch = client.lease(wait_seconds=60)
+                assert batch is not None, server.output()
+                got += len(batch.groups)
+                client.ack(batch)
+        assert state("here") == "open"
+        assert status(url)["server"]["closed_silent_runs"] == {"gone": 1}
+        register("gone")  # it comes back, and nothing that is kept is missing
+        seen: set[str] = set()
+        with SyncEnvClient(url, run="gone", batch_size=2) as client:
+            while len(seen) < got:
+                batch = client.lease(wait_seconds=60)
+                assert batch is not None, server.output()
+                seen |= {group.group_id for group in batch.groups}
+                client.ack(batch)
