@@ -20,7 +20,9 @@ from .. import __version__
 from ..config import RetentionConfig, ServerConfig
 from ..errors import StoreError
 from ..proxy.gate import Gate
+from ..rollouts.room import Bounds
 from ..store import Store
+from ..store.demand import Demand
 from . import problems
 from .access import Access, KnownNames
 from .access_tokens import AccessTokens
@@ -74,7 +76,11 @@ def create_api(
         environments: those on other machines; None: they can register, and share the room that the
             settings' defaults give.
     """
-    joined = environments or RemoteEnvironments(store, silent_after_seconds=silent_after_seconds)
+    joined = environments or RemoteEnvironments(
+        store,
+        Demand(store, Bounds(most_groups=256, most_batches=3)),
+        silent_after_seconds=silent_after_seconds,
+    )
 
     def publish(version: int) -> None:
         joined.publish(version)

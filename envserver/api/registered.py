@@ -13,7 +13,8 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -23,20 +24,19 @@ from ..errors import ConflictError, NotFoundError, StoreFull, UsageError
 from ..proxy.gate import InFlight
 from ..records import Split
 from ..remote.messages import Heartbeat, News, Pause, Registration, Welcome
-from ..rollouts.mixing import Share, Shares
+from ..rollouts.mixing import Share
 from ..rollouts.stream import stream_prefix
 from ..store import Store
-from ..store.sink import StoreSink, put_of
+from ..store.demand import Demand
+from ..store.sink import put_of
 from .presence import Presence
 from .received import Stream, read_group
-from .rooms import Slack, deal, fair_shares
+from .sharing import Holder, Local, SharedRoom
 
 log = structlog.get_logger(__name__)
 
 KEY: Final = "environments"
 _MOST_ENVIRONMENTS: Final = 1024
-_MOST_COUNTED: Final = 4096
-"""Groups that count as begun by one heartbeat."""
 _LOOK_SECONDS: Final = 0.25
 """So often a waiting heartbeat looks whether trainers have made room."""
 
@@ -79,23 +79,6 @@ class Known(msgspec.Struct, kw_only=True):
         return stream_prefix(self.env, self.split, self.seed)
 
 
-class Local(msgspec.Struct, frozen=True):
-    """An environment of the server's own process.
-
-    Args:
-        prefix: with which the ids of its groups begin.
-        share: its weight and minimum share.
-        capacity: groups that it can have open.
-        open_groups, begun: that it has open now, and ever began.
-    """
-
-    prefix: str
-    share: Share
-    capacity: int
-    open_groups: Callable[[], int]
-    begun: Callable[[], int]
-
-
 class _Now:
     """How one of them is, since this server or its session began."""
 
@@ -117,22 +100,23 @@ class RemoteEnvironments:
     """One for each app; call `load` before anything else.
 
     Args:
-        most_groups, most_batches: that may wait for trainers, as for `StoreSink`.
+        demand: what trainers want of all environments of this server.
         silent_after_seconds: who says nothing for longer does not count.
         local: the environments of this process that share the room.
+        stretches: see `SharedRoom`.
     """
 
     def __init__(
         self,
         store: Store,
+        demand: Demand,
         *,
-        most_groups: int = 256,
-        most_batches: int = 3,
         silent_after_seconds: float = 30.0,
         local: Sequence[Local] = (),
+        stretches: bool = True,
     ) -> None:
         self._store = store
-        self._limits = (most_groups, most_batches)
+        self._shared = SharedRoom(demand, stretches=stretches)
         self._presence = Presence(silent_after_seconds)
         self._local = list(local)
         self._known: dict[str, Known] = {}
@@ -141,10 +125,7 @@ class RemoteEnvironments:
         self._pause: Pause | None = None
         self._lock = asyncio.Lock()
         self._change = asyncio.Event()
-        self._sharing: tuple[Share, ...] = ()
-        self._shares = fair_shares([Share("none")])
         self._local_begun: dict[str, int] = {}
-        self._slack = Slack()
 
     async def load(self) -> None:
         """Takes up who had registered."""
@@ -236,12 +217,12 @@ class RemoteEnvironments:
         now = self._now_of(one)
         self._presence.hear(one.id)
         now.beat, now.open = beat, beat.open
-        self._count_begun(one.name, beat.begun - now.counted)
+        self._shared.count_begun(one.name, beat.begun - now.counted)
         now.counted = max(now.counted, beat.begun)
         self.wake()
         end = time.monotonic() + min(beat.wait_seconds, self._presence.silent_after_seconds / 3)
         while True:
-            news = await self._news(one)
+            news = self._news(one)
             left = end - time.monotonic()
             if left <= 0 or _is_new(news, beat) or await is_gone():
                 now.room = news.room
@@ -267,7 +248,7 @@ class RemoteEnvironments:
         if is_new:
             now.stored += 1
             now.open = max(0, now.open - 1)
-        news = await self._news(one)
+        news = self._news(one)
         now.room = news.room
         self.wake()
         return news
@@ -359,8 +340,8 @@ class RemoteEnvironments:
         other machines."""
         local = next(one for one in self._local if one.share.name == name)
         while self._present():
-            opened = local.open_groups()
-            if await self._room(name, opened, local.capacity) > opened:
+            asking = local.holder()
+            if self._room(asking) > asking.held:
                 return
             await self._changed(_LOOK_SECONDS)
 
@@ -403,57 +384,28 @@ class RemoteEnvironments:
     def _now_of(self, one: Known) -> _Now:
         return self._now.setdefault(one.id, _Now())
 
-    async def _news(self, one: Known) -> News:
+    def _news(self, one: Known) -> News:
         now = self._now_of(one)
         return News(
             policy_version=self._version,
             pause=self._pause,
-            room=await self._room(one.name, now.open, now.beat.capacity),
+            room=self._room(_holder(one, now, now.open)),
             drain=now.drain,
         )
 
-    async def _room(self, name: str, open_groups: int, capacity: int) -> int:
-        """Groups that `name` may have open: those that it has, and its part of what is free.
-
-        A place that another one may take without asking again is not free. Who is silent holds
-        none; when it comes back with its open groups, there are so many more for a moment.
-        """
-        sink = self._sink()
-        room, most = await sink.room(), await sink.most()
-        held = {one.name: (now.held, now.beat.capacity) for one, now in self._present()}
-        held |= {one.share.name: (one.open_groups(), one.capacity) for one in self._local}
-        held[name] = (open_groups, capacity)
-        used = sum(places for places, _ in held.values())
-        free = room - used + self._slack.groups(most - room, most, used, time.monotonic())
-        wants = {who: most - places for who, (places, most) in held.items()}
-        return open_groups + deal(max(0, free), wants, self._fair()).get(name, 0)
-
-    def _sink(self) -> StoreSink:
-        most_groups, most_batches = self._limits
-        sizes = [one.group_size for one, _ in self._present()]
-        return StoreSink(
-            self._store,
-            group_size=min(sizes, default=1),
-            most_groups=most_groups,
-            most_batches=most_batches,
-        )
-
-    def _fair(self) -> Shares:
-        """The clocks of those that count; they begin anew when others count than before."""
-        shares = [Share(o.name, o.weight, o.minimum_share) for o, _ in self._present()]
-        sharing = (*(one.share for one in self._local), *shares)
-        if sharing != self._sharing and sharing:
-            self._sharing, self._shares = sharing, fair_shares(sharing)
-        for one in self._local:
-            begun, before = one.begun(), self._local_begun.get(one.share.name, 0)
-            self._local_begun[one.share.name] = max(begun, before)
-            self._count_begun(one.share.name, begun - before)
-        return self._shares
-
-    def _count_begun(self, name: str, groups: int) -> None:
-        if groups > 0 and any(one.name == name for one in self._sharing):
-            for _ in range(min(groups, _MOST_COUNTED)):
-                self._shares.begin(name)
+    def _room(self, asking: Holder) -> int:
+        """Groups that `asking` may have open. Who is silent holds none; when it comes back with its
+        open groups, there are so many more for a moment."""
+        present = self._present()
+        self._shared.tell_demand(_sums((one.env, now.open) for one, now in present))
+        for local in self._local:
+            begun, before = local.begun(), self._local_begun.get(local.share.name, 0)
+            self._local_begun[local.share.name] = max(begun, before)
+            self._shared.count_begun(local.share.name, begun - before)
+        everyone = [_holder(one, now, now.held) for one, now in present]
+        everyone += [local.holder() for local in self._local]
+        name = asking.share.name
+        return self._shared.room(asking, [one for one in everyone if one.share.name != name])
 
     async def _changed(self, seconds: float) -> None:
         change = self._change
@@ -466,6 +418,17 @@ class RemoteEnvironments:
     async def _save(self, known: Mapping[str, Known]) -> None:
         await self._store.set_value(KEY, msgspec.to_builtins(list(known.values())))
         self._known = dict(known)
+
+
+def _holder(one: Known, now: _Now, held: int) -> Holder:
+    return Holder(Share(one.name, one.weight, one.minimum_share), one.env, held, now.beat.capacity)
+
+
+def _sums(counts: Iterable[tuple[str, int]]) -> Counter[str]:
+    sums: Counter[str] = Counter()
+    for name, count in counts:
+        sums[name] += count
+    return sums
 
 
 def _is_new(news: News, beat: Heartbeat) -> bool:
