@@ -330,6 +330,25 @@ async def test_a_corrupt_file_is_an_error_each_time_and_no_wrong_answer(tmp_path
     assert (right, failed) == (30, 10)
 
 
+async def test_another_program_that_keeps_the_file_locked_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "_BUSY_TIMEOUT_MS", 200)
+    path = tmp_path / "store.db"
+    async with open_store(path) as store:
+        await store.put([group("before")])
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            with pytest.raises(StoreError, match="locked"):
+                await store.put([group("meanwhile")])
+            assert ids(await store.pending()) == ["before"]
+            waiting = asyncio.create_task(store.put([group("waiting")]))
+            await asyncio.sleep(0.05)
+            other.execute("ROLLBACK")
+            assert await waiting == [True]
+        assert ids(await store.pending()) == ["before", "waiting"]
+
+
 # Time
 
 

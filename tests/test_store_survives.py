@@ -237,6 +237,9 @@ async def test_a_damaged_body_is_said_to_be_damaged(tmp_path: Path, body: bytes,
     async with open_store(path) as store:
         with pytest.raises(StoreError, match="damaged"):
             await store.bodies(["a"])
+        # Who puts it again is told that it was stored, and others are not held up.
+        both = await asyncio.gather(store.put([group("a", body)]), store.put([group("b")]))
+        assert both == [[False], [True]]
 
 
 # What it refuses to open

@@ -83,10 +83,14 @@ async def seqs_of(connection: AsyncConnection, group_ids: Sequence[str]) -> dict
 
 
 async def _body(connection: AsyncConnection, seq: int) -> bytes | None:
-    """None when it is no longer kept."""
+    """None when it is no longer kept, or damaged: the id is known all the same."""
     query = select(bodies.c.encoding, bodies.c.body).where(bodies.c.seq == seq)
     row = (await connection.execute(query)).one_or_none()
-    return None if row is None else compression.decode(row.encoding, row.body)
+    try:
+        return None if row is None else compression.decode(row.encoding, row.body)
+    except compression.DamagedBody as error:
+        log.error("stored_body_is_damaged", seq=seq, error=str(error))
+        return None
 
 
 async def _insert(tx: Transaction, items: Sequence[EncodedPut]) -> None:

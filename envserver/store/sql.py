@@ -77,8 +77,8 @@ async def open_store(
             its database was out of reach, or its file was removed or replaced.
     """
     async with open_database(where) as database:
-        # The lock on a file lasts as long as this process: nothing has to be written, as a full disk
-        # could not be.
+        # A file stays locked as long as this process lives: nothing has to be written to hold it,
+        # which a full disk would refuse.
         is_file = database.files is not None
         with typed_failures():
             async with (database.reader if is_file else database.writer).begin() as connection:
