@@ -17,6 +17,7 @@ from ..errors import ConflictError, NotFoundError
 from .checkpoints import mark
 from .deliveries import Wanted, advance, choose
 from .groups import kept_rows, rows_of
+from .lookups import facts_where
 from .rows import GroupRow, Lease
 from .runs import add_acked, require_open
 from .schema import leases
@@ -41,7 +42,11 @@ class Known:
 
 
 async def lease(
-    tx: Transaction, run: str, wanted: Wanted | Sequence[str], seconds: float
+    tx: Transaction,
+    run: str,
+    wanted: Wanted | Sequence[str],
+    seconds: float,
+    lease_id: str | None = None,
 ) -> Lease | None:
     """Hands groups to `run`, by what it wants or by their ids; what is overdue is taken back first.
 
@@ -50,10 +55,13 @@ async def lease(
 
     Raises:
         NotFoundError: no such run or group.
-        ConflictError: the run is closed, or a group is not queued or none of the run's.
+        ConflictError: the run is closed, a group is not queued or none of the run's, or the lease
+            of this id is not an open one of the run.
     """
     known = require_open(tx, run)
     await expire(tx, tx.now)
+    if lease_id is not None and (again := await _again(tx, run, lease_id)) is not None:
+        return again
     if isinstance(wanted, Wanted):
         rows = await choose(tx, known.queue, wanted.of(known.environments))
     else:
@@ -70,7 +78,7 @@ async def lease(
         tx.memory.activity += 1
         return None
     tx.memory.hungry.discard(run)
-    lease_id = uuid.uuid4().hex
+    lease_id = lease_id or uuid.uuid4().hex
     expires_at = tx.now + seconds
     rows = await advance(tx, known.queue, rows, "leased", "lease", lease_id=lease_id)
     await tx.connection.execute(
@@ -84,6 +92,20 @@ async def lease(
         )
     )
     return Lease(lease_id, run, expires_at, rows)
+
+
+async def _again(tx: Transaction, run: str, lease_id: str) -> Lease | None:
+    """The lease of this id, when there is one: whoever asks for it has lost the first answer."""
+    found = await facts_where(tx.connection, leases.c.lease_id == lease_id)
+    if not found:
+        return None
+    facts = found[0]
+    if facts.run != run or facts.state != "open":
+        raise ConflictError(
+            f"The lease {lease_id} is over, or not one of the run {run}.", lease_id=lease_id
+        )
+    rows = await rows_of(tx.connection, facts.group_ids, tx.memory.runs[run].queue)
+    return Lease(lease_id, run, facts.expires_at, rows)
 
 
 async def ack(tx: Transaction, lease_id: str, checkpoint: str | None) -> None:

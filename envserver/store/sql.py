@@ -32,6 +32,7 @@ from .database import Database, open_database
 from .failures import is_unreachable, typed, typed_failures
 from .groups import encode_puts
 from .holder import look, take
+from .lookups import Lookups
 from .numbers import StoreNumbers
 from .reach import Reach, Unanswered
 from .rows import (
@@ -115,7 +116,7 @@ async def _running(writer: Writer) -> AsyncIterator[None]:
         await task
 
 
-class Store:
+class Store(Lookups):
     """An open store, made by `open_store`, for any number of concurrent callers of one loop."""
 
     def __init__(
@@ -225,6 +226,7 @@ class Store:
         min_version: int | None = None,
         group_ids: Sequence[str] | None = None,
         seconds: float,
+        lease_id: str | None = None,
     ) -> Lease | None:
         """Hands the oldest queued groups to `run` for `seconds`; overdue ones count as queued.
 
@@ -236,14 +238,15 @@ class Store:
             min_version: only groups of this policy version or a later one, or of an unknown one;
                 never of one before `oldest_version`.
             group_ids: exactly these, in this order, instead of all of the above.
+            lease_id: that the lease is to have; the run's open lease that has it is given again.
 
         Returns:
             None when nothing, or too little, is queued.
 
         Raises:
             NotFoundError: no such run or group.
-            ConflictError: the run is closed, or one of `group_ids` is not queued or not of its
-                environments.
+            ConflictError: the run is closed, one of `group_ids` is not queued or not of its
+                environments, or `lease_id` is that of another lease, or of one that is over.
         """
         _check_seconds(seconds)
         limits = {
@@ -268,7 +271,9 @@ class Store:
             wanted = deliveries.Wanted(
                 names, min_version, max_groups, max_sequences, max_tokens, min_groups
             )
-        leased = partial(leases.lease, run=run, wanted=wanted, seconds=seconds)
+        leased = partial(
+            leases.lease, run=run, wanted=wanted, seconds=seconds, lease_id=lease_id
+        )
         return self.numbers.leased(await self._writer.do(leased))
 
     async def ack(self, lease_id: str, *, checkpoint: str | None = None) -> None:
