@@ -90,35 +90,3 @@ def test_rollouts_in_flight_that_became_too_old_end_and_are_counted(tmp_path: Pa
         found = status(url)["server"]
         assert found["groups_dropped"].keys() <= {"stale"}
         assert found["rollouts_lost"] == found["stale_rollouts"]
-
-
-def test_a_broadcast_run_that_is_gone_holds_up_nobody_for_long(tmp_path: Path) -> None:
-    words = ("--rollouts.silent_run_seconds", 1, "--rollouts.max_queued_groups", 4)
-    with serving(tmp_path, *words, "--sim.latency_seconds", 0) as (server, url):
-
-        def register(name: str) -> None:
-            body = {"name": name, "batch_size": 2, "delivery": "broadcast"}
-            assert httpx.post(f"{url}/v1/runs", json=body).status_code in (200, 201)
-
-        def state(name: str) -> str:
-            return str(httpx.get(f"{url}/v1/runs/{name}").json()["state"])
-
-        register("gone")
-        register("here")
-        got = 0
-        with SyncEnvClient(url, run="here", batch_size=2) as client:
-            while state("gone") == "open" or got < 40:
-                batch = client.lease(wait_seconds=60)
-                assert batch is not None, server.output()
-                got += len(batch.groups)
-                client.ack(batch)
-        assert state("here") == "open"
-        assert status(url)["server"]["closed_silent_runs"] == {"gone": 1}
-        register("gone")  # it comes back, and nothing that is kept is missing
-        seen: set[str] = set()
-        with SyncEnvClient(url, run="gone", batch_size=2) as client:
-            while len(seen) < got:
-                batch = client.lease(wait_seconds=60)
-                assert batch is not None, server.output()
-                seen |= {group.group_id for group in batch.groups}
-                client.ack(batch)
