@@ -26,7 +26,7 @@ from envserver.remote.identity import held_identity
 from envserver.remote.link import Link
 from envserver.remote.messages import Heartbeat, Registration
 from envserver.remote.sink import lacking
-from envserver.rollouts.mixing import Share
+from envserver.rollouts.mixing import CATCH_UP_GROUPS, Share
 from envserver.rollouts.stream import Ticket
 
 STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")
@@ -266,6 +266,16 @@ def test_places_are_dealt_to_those_who_want_them(
     wanted = {name: max(0, want) for name, want in wants.items()}
     assert all(0 <= dealt[name] <= wanted[name] for name in wants)
     assert sum(dealt.values()) == min(free, sum(wanted.values()))
+
+
+def test_one_that_begins_nothing_does_not_get_all_places() -> None:
+    shares, held = fair_shares([Share("works"), Share("stuck")]), 0
+    for _ in range(40):
+        dealt = deal(2, {"works": 9, "stuck": 99 - held}, shares, {"stuck": held})
+        held += dealt["stuck"]
+        for _ in range(dealt["works"]):
+            shares.begin("works")
+    assert held <= 20 + CATCH_UP_GROUPS
 
 
 def test_in_the_long_run_each_has_its_share() -> None:

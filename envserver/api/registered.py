@@ -14,7 +14,7 @@ import hmac
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -102,7 +102,6 @@ class RemoteEnvironments:
     Args:
         demand: what trainers want of all environments of this server.
         silent_after_seconds: who says nothing for longer does not count.
-        local: the environments of this process that share the room.
         stretches: see `SharedRoom`.
     """
 
@@ -112,13 +111,12 @@ class RemoteEnvironments:
         demand: Demand,
         *,
         silent_after_seconds: float = 30.0,
-        local: Sequence[Local] = (),
         stretches: bool = True,
     ) -> None:
         self._store = store
         self._shared = SharedRoom(demand, stretches=stretches)
         self._presence = Presence(silent_after_seconds)
-        self._local = list(local)
+        self._local: list[Local] = []
         self._known: dict[str, Known] = {}
         self._now: dict[str, _Now] = {}
         self._version = -1
@@ -335,10 +333,12 @@ class RemoteEnvironments:
                 found[one.env] = min(1.0, found.get(one.env, 0.0) + one.minimum_share)
         return found
 
-    async def wait_for_local_room(self, name: str) -> None:
-        """Returns when the environment `name` of this process may begin a group beside those of
-        other machines."""
-        local = next(one for one in self._local if one.share.name == name)
+    def share_with(self, local: Local) -> None:
+        """An environment of this process shares the room, too."""
+        self._local.append(local)
+
+    async def wait_for_local_room(self, local: Local) -> None:
+        """Returns when `local` may begin a group beside those of other machines."""
         while self._present():
             asking = local.holder()
             if self._room(asking) > asking.held:
@@ -421,7 +421,13 @@ class RemoteEnvironments:
 
 
 def _holder(one: Known, now: _Now, held: int) -> Holder:
-    return Holder(Share(one.name, one.weight, one.minimum_share), one.env, held, now.beat.capacity)
+    return Holder(
+        share=Share(one.name, one.weight, one.minimum_share),
+        env=one.env,
+        held=held,
+        capacity=now.beat.capacity,
+        unused=max(0, held - now.open),
+    )
 
 
 def _sums(counts: Iterable[tuple[str, int]]) -> Counter[str]:

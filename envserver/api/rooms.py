@@ -25,19 +25,25 @@ def fair_shares(shares: Iterable[Share]) -> Shares:
     return Shares(targets(given))
 
 
-def deal(free: int, wants: Mapping[str, int], shares: Shares) -> dict[str, int]:
+def deal(
+    free: int, wants: Mapping[str, int], shares: Shares, unused: Mapping[str, int] | None = None
+) -> dict[str, int]:
     """How many further groups each may begin.
 
     Args:
         free: places for all of them.
         wants: how many each could begin now.
         shares: who is how far ahead; stays as it is.
+        unused: places that some were dealt before and have not begun a group with: these count, so
+            that one that begins nothing does not get all places.
     """
     clocks = copy.deepcopy(shares)
     dealt = dict.fromkeys(wants, 0)
     asking = {name for name, want in wants.items() if want > 0}
     for name in asking:
         clocks.asks(name)
+        for _ in range((unused or {}).get(name, 0)):
+            clocks.begin(name)
     for _ in range(free):
         if not asking:
             break

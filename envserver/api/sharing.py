@@ -29,12 +29,14 @@ class Holder(msgspec.Struct, frozen=True):
         env: what it makes groups of.
         held: groups that it has open, or may open without asking again.
         capacity: that it could have open.
+        unused: places that it holds and has no open group for.
     """
 
     share: Share
     env: str
     held: int
     capacity: int
+    unused: int = 0
 
 
 class Local(msgspec.Struct, frozen=True):
@@ -87,7 +89,8 @@ class SharedRoom:
             free += self._slack.groups(max(0, most - free), most, used, time.monotonic())
         wants = {one.share.name: one.capacity - one.held for one in everyone}
         self._count(everyone)
-        dealt = deal(max(0, free - used), wants, self._shares)[asking.share.name]
+        unused = {one.share.name: one.unused for one in everyone}
+        dealt = deal(max(0, free - used), wants, self._shares, unused)[asking.share.name]
         nothing_is_made = not any(one.held for one in everyone if one.env == asking.env)
         if not dealt and asking.capacity and nothing_is_made and self._demand.free(asking.env) > 0:
             dealt = 1

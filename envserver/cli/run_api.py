@@ -24,6 +24,7 @@ from ..config import (
     StorePlace,
     TelemetryConfig,
 )
+from ..proxy.gate import Gate
 from ..store import open_store
 from ..telemetry.lag import LoopLag
 from .help import show_help
@@ -94,6 +95,7 @@ async def run_api(settings: RunApiSettings) -> int:
                 store,
                 settings=settings.server,
                 on_policy_version=publish,
+                gate=Gate(),  # of no engine here: environments on other machines pause with it
                 metrics=metrics,
                 health=health,
                 retention=settings.retention,

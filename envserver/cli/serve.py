@@ -15,9 +15,11 @@ import structlog
 from rich.console import Console
 
 from ..api.app import create_api
+from ..api.beside import SharingSink
 from ..api.doorway import Doorway
 from ..api.health import Health, engine_probe, store_probe
 from ..api.metrics import Metrics
+from ..api.registered import RemoteEnvironments
 from ..api.server import serve_api
 from ..config import MixSettings, RolloutsConfig
 from ..errors import ConfigError, Stale, Straggler
@@ -30,7 +32,6 @@ from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import id_prefix, tickets
 from ..store import Store, open_store
 from ..store.demand import Demand, Staleness
-from ..store.sink import StoreSink
 from ..telemetry.lag import LoopLag
 from ..tokens.flags import chosen
 from .command_line import read_command_line
@@ -128,7 +129,10 @@ async def serve(members: Members, console: Console) -> int:
         config = members[0].environment.config
         demand = _demand(members, store)
         staleness = Staleness(store, _most_staleness(settings.rollouts))
-        schedulers = await _schedulers(members, parts, store, demand)
+        elsewhere = RemoteEnvironments(
+            store, demand, stretches=_most_staleness(settings.rollouts) is None
+        )
+        schedulers = await _schedulers(members, parts, store, demand, elsewhere)
 
         def publish(version: int) -> None:
             staleness.publish(version)
@@ -161,6 +165,7 @@ async def serve(members: Members, console: Console) -> int:
             include_messages=config.include_messages,
             score_range=config.score_range,
             retention=settings.retention,
+            environments=elsewhere,
         )
         await doorway.open(api)
         lag.begin_anew()
@@ -275,7 +280,11 @@ def _most_staleness(rollouts: RolloutsConfig) -> int | None:
 
 
 async def _schedulers(
-    members: Members, parts: list[Machinery], store: Store, demand: Demand
+    members: Members,
+    parts: list[Machinery],
+    store: Store,
+    demand: Demand,
+    elsewhere: RemoteEnvironments,
 ) -> Several:
     """One for each; several of them take turns."""
     settings = members[0].line.settings
@@ -291,7 +300,14 @@ async def _schedulers(
     schedulers = {}
     for one, machine in zip(members, parts, strict=True):
         config, name = one.environment.config, one.share.name
-        sink = StoreSink(store, one.environment.name, demand)
+        sink = SharingSink(
+            store,
+            demand,
+            elsewhere,
+            share=one.share,
+            prefix=id_prefix(one.environment),
+            capacity=settings.rollouts.max_concurrent // config.group_size + 1,
+        )
         steps = config.total_steps
         schedulers[name] = Scheduler(
             machine,

@@ -1,0 +1,52 @@
+"""The store as the sink of an environment of the server's own, beside those of other machines."""
+
+from __future__ import annotations
+
+from ..rollouts.mixing import Share
+from ..store import Store
+from ..store.demand import Demand
+from ..store.sink import StoreSink
+from .registered import RemoteEnvironments
+from .sharing import Local
+
+
+class SharingSink(StoreSink):
+    """A `StoreSink` whose environment shares the room with `environments`.
+
+    Args:
+        prefix: with which the ids of its groups begin.
+        capacity: groups that it can have open.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        demand: Demand,
+        environments: RemoteEnvironments,
+        *,
+        share: Share,
+        prefix: str,
+        capacity: int,
+    ) -> None:
+        super().__init__(store, share.name, demand)
+        self._open = self._begun = 0
+        self._environments = environments
+        self._local = Local(
+            prefix=prefix,
+            share=share,
+            capacity=capacity,
+            open_groups=lambda: self._open,
+            begun=lambda: self._begun,
+        )
+        environments.share_with(self._local)
+
+    async def wait_for_room(self) -> None:
+        """Returns when another group may be begun, here rather than elsewhere."""
+        await super().wait_for_room()
+        await self._environments.wait_for_local_room(self._local)
+
+    def opened(self, groups: int) -> None:
+        """So many groups more are being made; fewer where negative."""
+        self._open += groups
+        self._begun += max(0, groups)
+        super().opened(groups)
