@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 _MOST_ERRORS: Final = 100
 _LONGEST_INPUT: Final = 1000
+_LONGEST_NAME: Final = 200
 _MOST_READ_TWICE: Final = 1_000_000
 _MOST_VALUES: Final = 20_000_000
 """In one body. While it is read and refused each can take a hundred bytes, however few it has."""
@@ -56,7 +57,8 @@ class Unreadable(UsageError):
 
 def refusal(kind: str, place: Sequence[str | int], message: str, value: object) -> dict[str, Any]:
     """One error in FastAPI's shape."""
-    return {"type": kind, "loc": list(place), "msg": message, "input": shown(value)}
+    loc = [part[:_LONGEST_NAME] if isinstance(part, str) else part for part in place]
+    return {"type": kind, "loc": loc, "msg": message, "input": shown(value)}
 
 
 async def read_body(request: Request, wanted: TypeAdapter[T]) -> T:
