@@ -1,16 +1,19 @@
-"""What the store tells of leases and of bodies as they lie in the database. Changes nothing."""
+"""What the store reads from the database for those who only look. Changes nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import msgspec
 from sqlalchemy import ColumnElement, literal_column, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..errors import NotFoundError
-from . import groups
+from . import groups, runs
+from .checkpoints import list_checkpoints
+from .rows import Checkpoint, GroupRow, Run
 from .schema import leases
 from .states import LeaseState
 
@@ -30,6 +33,55 @@ class Lookups:
 
     def _reading(self) -> AbstractAsyncContextManager[AsyncConnection]:
         raise NotImplementedError
+
+    async def pending(self) -> list[GroupRow]:
+        """Queued and buffered groups, oldest first."""
+        async with self._reading() as connection:
+            return await groups.pending(connection)
+
+    async def arrived_after(self, seq: int, limit: int) -> list[GroupRow]:
+        """Up to `limit` groups of any state behind number `seq`, oldest first; takes none."""
+        async with self._reading() as connection:
+            return await groups.arrived_after(connection, seq, limit)
+
+    async def rows(self, group_ids: Sequence[str]) -> list[GroupRow]:
+        """What is known of these groups, in this order, each once.
+
+        Raises:
+            NotFoundError: one does not exist.
+        """
+        async with self._reading() as connection:
+            return await groups.rows_of(connection, group_ids)
+
+    async def existing(self, group_ids: Sequence[str]) -> set[str]:
+        """Those of these ids that were ever stored, whatever became of them."""
+        async with self._reading() as connection:
+            return set(await groups.seqs_of(connection, list(set(group_ids))))
+
+    async def count_with_prefix(self, prefix: str) -> int:
+        """How many groups whose id begins with `prefix` were ever stored."""
+        async with self._reading() as connection:
+            return await groups.count_with_prefix(connection, prefix)
+
+    async def checkpoints(self, run: str) -> list[Checkpoint]:
+        """Those of a run, oldest first. Raises NotFoundError: no such run."""
+        async with self._reading() as connection:
+            return await list_checkpoints(connection, run)
+
+    async def get_run(self, name: str) -> Run:
+        """Raises NotFoundError: there is none."""
+        async with self._reading() as connection:
+            return await runs.get_run(connection, name)
+
+    async def list_runs(self) -> list[Run]:
+        """All runs, oldest first."""
+        async with self._reading() as connection:
+            return await runs.list_runs(connection)
+
+    async def get_value(self, key: str) -> Any:
+        """The JSON-like value of `key`; None when it was never set."""
+        async with self._reading() as connection:
+            return await runs.get_value(connection, key)
 
     async def find_lease(self, lease_id: str) -> LeaseFacts:
         """Raises NotFoundError: there is none."""

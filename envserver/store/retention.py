@@ -12,78 +12,111 @@ are broadcast runs only: what waits there holds nothing back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import msgspec
-from sqlalchemy import Row, and_, delete, insert, or_, select, update
+from sqlalchemy import ColumnElement, Row, delete, insert, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from .checkpoints import last_but_one
 from .groups import kept_rows
+from .rows import Compacted
 from .schema import SHARED, bodies, deliveries, gone, leases, runs
 from .states import GroupState, check_group
 from .transaction import Memory, Transaction
 
-_GROUPS_AT_ONCE: Final = 64
-_LEASES_AT_ONCE: Final = 64
+_READ_AT_ONCE: Final = 400
+_REMOVED_AT_ONCE: Final = 64
+_EMPTY: Final = Compacted(0, 0, 0)
 
 
 @dataclass(frozen=True)
-class Cursor:
-    """Behind which row to go on."""
+class Access:
+    """How to reach the store: reading holds nobody up, and each writing is a transaction."""
 
-    at: float
-    key: Any
-
-
-@dataclass(frozen=True)
-class Page:
-    """What one transaction removed, and where to go on (None: that was the last)."""
-
-    removed: int
-    stored_bytes: int
-    cursor: Cursor | None
+    read: Callable[[], AbstractAsyncContextManager[AsyncConnection]]
+    write: Callable[[Callable[[Transaction], Awaitable[Compacted]]], Awaitable[Compacted]]
+    memory: Callable[[], Memory]
 
 
-async def remove_groups(
-    tx: Transaction, *, before: float, over_bytes: int | None, cursor: Cursor | None
-) -> Page:
-    """Removes what was settled at `before` or earlier, oldest first.
-
-    Args:
-        over_bytes: only while the bodies of all groups take more than this; None: always.
+async def compact(
+    access: Access, *, now: float, acked_hours: float, max_bytes: int | None
+) -> Compacted:
+    """Removes what was settled `acked_hours` ago, and, while the bodies of all groups take more
+    than `max_bytes` (None: no limit), what was settled later, the oldest first.
     """
+    before = now - acked_hours * 3600
+    removed = await _remove_groups(access, before, None)
+    if max_bytes is not None:
+        removed = _sum(removed, await _remove_groups(access, now, max_bytes))
+    return _sum(removed, await _remove_leases(access, before))
+
+
+def _sum(one: Compacted, other: Compacted) -> Compacted:
+    return Compacted(
+        one.groups + other.groups,
+        one.stored_bytes + other.stored_bytes,
+        one.leases + other.leases,
+    )
+
+
+async def _remove_groups(access: Access, before: float, over_bytes: int | None) -> Compacted:
+    removed = _EMPTY
     of = deliveries.c
-    where = [of.settled_at.is_not(None), of.settled_at <= before]
-    if cursor is not None:
-        later = and_(of.settled_at == cursor.at, of.seq > cursor.key)
-        where.append(or_(of.settled_at > cursor.at, later))
-    query = select(of.settled_at, of.seq).where(*where).order_by(of.settled_at, of.seq)
-    found = (await tx.connection.execute(query.limit(_GROUPS_AT_ONCE))).all()
-    if not found:
-        return Page(0, 0, None)
-    removable = await _removable(tx, [row.seq for row in found], before)
+    oldest = select(of.settled_at, of.seq).order_by(of.settled_at, of.seq).limit(_READ_AT_ONCE)
+    last: tuple[float, int] | None = None
+    while over_bytes is None or access.memory().stored_bytes > over_bytes:
+        page = oldest.where(*_settled(of.settled_at, of.seq, before, last))
+        async with access.read() as connection:
+            found = (await connection.execute(page)).all()
+            seqs = [row.seq for row in found]
+            removable = list(await _removable(connection, access.memory(), seqs, before))
+        for start in range(0, len(removable), _REMOVED_AT_ONCE):
+            part = removable[start : start + _REMOVED_AT_ONCE]
+            one = partial(_remove_some, seqs=part, before=before, over_bytes=over_bytes)
+            removed = _sum(removed, await access.write(one))
+        if len(found) < _READ_AT_ONCE:
+            break
+        last = (found[-1].settled_at, found[-1].seq)
+    return removed
+
+
+def _settled(
+    at: ColumnElement[float], key: ColumnElement[Any], before: float, last: tuple[float, Any] | None
+) -> list[ColumnElement[bool]]:
+    """By `before`, and behind the row `last` in the order of `at` and `key`."""
+    where = [at.is_not(None), at <= before]
+    if last is not None:
+        where += [at >= last[0], or_(at > last[0], key > last[1])]
+    return where
+
+
+async def _remove_some(
+    tx: Transaction, seqs: Sequence[int], before: float, over_bytes: int | None
+) -> Compacted:
+    """Removes those of these groups that nothing holds back, looked at again, in this order."""
     chosen: dict[int, Sequence[Row[Any]]] = {}
     left = tx.memory.stored_bytes
-    for seq, rows in removable.items():
+    for seq, rows in (await _removable(tx.connection, tx.memory, seqs, before)).items():
         if over_bytes is not None and left <= over_bytes:
             break
         chosen[seq] = rows
         left -= rows[0].stored_bytes
-    removed_bytes = tx.memory.stored_bytes - left
+    size_bytes = tx.memory.stored_bytes - left
     await _remove(tx, chosen)
-    is_last = len(found) < _GROUPS_AT_ONCE or (over_bytes is not None and left <= over_bytes)
-    last = Cursor(found[-1].settled_at, found[-1].seq)
-    return Page(len(chosen), removed_bytes, None if is_last else last)
+    return Compacted(len(chosen), size_bytes, 0)
 
 
 async def _removable(
-    tx: Transaction, seqs: Sequence[int], before: float
+    connection: AsyncConnection, memory: Memory, seqs: Sequence[int], before: float
 ) -> dict[int, Sequence[Row[Any]]]:
     """All deliveries of those of these groups that nothing holds back, in this order."""
     of = deliveries.c
-    queues = {SHARED, *(run.queue for run in tx.memory.runs.values())}
+    queues = {SHARED, *(run.queue for run in memory.runs.values())}
     acked_by = (leases.c.run, leases.c.ack_number)
     query = (
         select(deliveries, *acked_by)
@@ -91,10 +124,10 @@ async def _removable(
         .where(of.queue.in_(sorted(queues)), of.seq.in_(seqs))
     )
     by_group: dict[int, list[Row[Any]]] = {seq: [] for seq in seqs}
-    for row in await tx.connection.execute(query):
+    for row in await connection.execute(query):
         by_group[row.seq].append(row)
-    drawn_from = _drawn_from(tx.memory)
-    can_go_back_to = await last_but_one(tx.connection)
+    drawn_from = _drawn_from(memory)
+    can_go_back_to = await last_but_one(connection)
 
     def may_go(row: Row[Any]) -> bool:
         if row.settled_at is None:
@@ -154,25 +187,48 @@ async def _count_gone(tx: Transaction, queue: str, env: str, state: GroupState, 
         await tx.connection.execute(insert(gone).values(row))
 
 
-async def remove_leases(tx: Transaction, *, before: float, cursor: Cursor | None) -> Page:
-    """Removes leases that ended by `before`; acked ones when all their groups are gone."""
+async def _remove_leases(access: Access, before: float) -> Compacted:
+    """Removes leases that ended by `before`; acked ones when all their groups are gone: they say
+    what can be taken back.
+    """
+    removed = _EMPTY
     of = leases.c
-    where = [of.ended_at.is_not(None), of.ended_at <= before]
-    if cursor is not None:
-        later = and_(of.ended_at == cursor.at, of.lease_id > cursor.key)
-        where.append(or_(of.ended_at > cursor.at, later))
-    query = select(leases).where(*where).order_by(of.ended_at, of.lease_id)
-    found = (await tx.connection.execute(query.limit(_LEASES_AT_ONCE))).all()
-    removable = [row.lease_id for row in found if not await _is_needed(tx, row)]
-    if removable:
-        await tx.connection.execute(delete(leases).where(of.lease_id.in_(removable)))
-    last = Cursor(found[-1].ended_at, found[-1].lease_id) if found else None
-    return Page(len(removable), 0, last if len(found) == _LEASES_AT_ONCE else None)
+    oldest = select(leases).order_by(of.ended_at, of.lease_id).limit(_READ_AT_ONCE)
+    last: tuple[float, str] | None = None
+    while True:
+        page = oldest.where(*_settled(of.ended_at, of.lease_id, before, last))
+        async with access.read() as connection:
+            found = (await connection.execute(page)).all()
+            needed = await _needed(connection, access.memory(), found)
+        removable = [row.lease_id for row in found if row.lease_id not in needed]
+        if removable:
+            one = partial(_remove_ended, lease_ids=removable, before=before)
+            removed = _sum(removed, await access.write(one))
+        if len(found) < _READ_AT_ONCE:
+            return removed
+        last = (found[-1].ended_at, found[-1].lease_id)
 
 
-async def _is_needed(tx: Transaction, row: Row[Any]) -> bool:
-    """An acked lease says what its run acked, as long as that can be taken back."""
-    if row.state != "acked":
-        return False
-    group_ids = msgspec.json.decode(row.group_ids, type=list[str])
-    return bool(await kept_rows(tx.connection, group_ids, tx.memory.runs[row.run].queue))
+async def _needed(
+    connection: AsyncConnection, memory: Memory, found: Sequence[Row[Any]]
+) -> set[str]:
+    """The acked ones of these leases of which a group is kept."""
+    needed: set[str] = set()
+    for queue in {memory.runs[row.run].queue for row in found}:
+        held = {
+            row.lease_id: msgspec.json.decode(row.group_ids, type=list[str])
+            for row in found
+            if row.state == "acked" and memory.runs[row.run].queue == queue
+        }
+        all_ids = [group_id for group_ids in held.values() for group_id in group_ids]
+        kept = await kept_rows(connection, all_ids, queue)
+        needed |= {lease_id for lease_id, group_ids in held.items() if kept.keys() & set(group_ids)}
+    return needed
+
+
+async def _remove_ended(tx: Transaction, lease_ids: Sequence[str], before: float) -> Compacted:
+    """Removes these leases, but for those that are open again."""
+    of = leases.c
+    where = (of.lease_id.in_(lease_ids), of.ended_at <= before)
+    done = await tx.connection.execute(delete(leases).where(*where))
+    return Compacted(0, 0, done.rowcount)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -26,28 +26,24 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..errors import InputError
 from . import compression, deliveries, endings, groups, leases, retention, runs
-from .checkpoints import list_checkpoints
 from .clock import ForwardClock, SteadyClock
 from .database import Database, open_database
 from .failures import is_unreachable, typed, typed_failures
 from .groups import encode_puts
 from .holder import look, take
 from .lookups import Lookups
-from .numbers import StoreNumbers
 from .reach import Reach, Unanswered
 from .rows import (
     UNKNOWN_VERSION,
-    Checkpoint,
     Compacted,
     Delivery,
     GroupPut,
-    GroupRow,
     Lease,
     Run,
 )
-from .schema import SHARED
 from .states import GroupState, RunState
-from .transaction import KnownRun, Transaction, load_memory
+from .transaction import Transaction, load_memory
+from .watching import Watching
 from .writer import Writer
 
 A = TypeVar("A")
@@ -116,7 +112,7 @@ async def _running(writer: Writer) -> AsyncIterator[None]:
         await task
 
 
-class Store(Lookups):
+class Store(Lookups, Watching):
     """An open store, made by `open_store`, for any number of concurrent callers of one loop."""
 
     def __init__(
@@ -135,21 +131,6 @@ class Store(Lookups):
         self.oldest_version = UNKNOWN_VERSION
         """Groups of an older policy version are not leased, unless by their ids; -1: all are."""
 
-    @property
-    def numbers(self) -> StoreNumbers:
-        """What it counts of itself."""
-        return self._writer.numbers
-
-    @property
-    def waiting_operations(self) -> int:
-        """Operations that no commit has taken up yet."""
-        return self._writer.waiting
-
-    @property
-    def conflicting_puts(self) -> int:
-        """Puts since opening of an id that was there with another body (the first one stays)."""
-        return self._writer.memory.conflicting_puts
-
     async def put(self, groups: Sequence[GroupPut]) -> list[bool]:
         """Stores groups, all or none; durable on return.
 
@@ -164,35 +145,6 @@ class Store(Lookups):
         is_small = sum(len(group.body) for group in groups) < _INLINE_BYTES
         encoded = encode_puts(groups) if is_small else await self._in_thread(encode_puts, groups)
         return await self._writer.put(encoded)
-
-    async def pending(self) -> list[GroupRow]:
-        """Queued and buffered groups, oldest first."""
-        async with self._reading() as connection:
-            return await groups.pending(connection)
-
-    async def arrived_after(self, seq: int, limit: int) -> list[GroupRow]:
-        """Up to `limit` groups of any state behind number `seq`, oldest first; takes none."""
-        async with self._reading() as connection:
-            return await groups.arrived_after(connection, seq, limit)
-
-    async def rows(self, group_ids: Sequence[str]) -> list[GroupRow]:
-        """What is known of these groups, in this order, each once.
-
-        Raises:
-            NotFoundError: one does not exist.
-        """
-        async with self._reading() as connection:
-            return await groups.rows_of(connection, group_ids)
-
-    async def existing(self, group_ids: Sequence[str]) -> set[str]:
-        """Those of these ids that were ever stored, whatever became of them."""
-        async with self._reading() as connection:
-            return set(await groups.seqs_of(connection, list(set(group_ids))))
-
-    async def count_with_prefix(self, prefix: str) -> int:
-        """How many groups whose id begins with `prefix` were ever stored."""
-        async with self._reading() as connection:
-            return await groups.count_with_prefix(connection, prefix)
 
     async def bodies(self, group_ids: Sequence[str]) -> list[bytes]:
         """The bodies of these groups, in this order.
@@ -271,9 +223,7 @@ class Store(Lookups):
             wanted = deliveries.Wanted(
                 names, min_version, max_groups, max_sequences, max_tokens, min_groups
             )
-        leased = partial(
-            leases.lease, run=run, wanted=wanted, seconds=seconds, lease_id=lease_id
-        )
+        leased = partial(leases.lease, run=run, wanted=wanted, seconds=seconds, lease_id=lease_id)
         return self.numbers.leased(await self._writer.do(leased))
 
     async def ack(self, lease_id: str, *, checkpoint: str | None = None) -> None:
@@ -336,11 +286,6 @@ class Store(Lookups):
         """
         return await self._writer.do(partial(endings.rewind, name=run, checkpoint=checkpoint))
 
-    async def checkpoints(self, run: str) -> list[Checkpoint]:
-        """Those of a run, oldest first. Raises NotFoundError: no such run."""
-        async with self._reading() as connection:
-            return await list_checkpoints(connection, run)
-
     async def drop_stale(self, below_version: int) -> int:
         """Drops what is queued of policies before this version; how many deliveries.
 
@@ -366,107 +311,13 @@ class Store(Lookups):
             max_gb: while the bodies of all groups take more than so many GB (1e9 bytes), the oldest
                 go earlier; unset: no limit.
         """
-        before = self._clock() - acked_hours * 3600
-        old = await self._remove(partial(retention.remove_groups, before=before, over_bytes=None))
-        early = retention.Page(0, 0, None)
-        if max_gb is not None:
-            limit = int(max_gb * 1e9)
-            now = self._clock()
-            early = await self._remove(
-                partial(retention.remove_groups, before=now, over_bytes=limit)
-            )
-        ended = await self._remove(partial(retention.remove_leases, before=before))
-        return Compacted(
-            old.removed + early.removed, old.stored_bytes + early.stored_bytes, ended.removed
+        access = retention.Access(self._reading, self._writer.do, lambda: self._writer.memory)
+        return await retention.compact(
+            access,
+            now=self._clock(),
+            acked_hours=acked_hours,
+            max_bytes=None if max_gb is None else int(max_gb * 1e9),
         )
-
-    async def _remove(self, operation: Callable[..., Awaitable[retention.Page]]) -> retention.Page:
-        """All pages of `operation`, each in a transaction of its own."""
-        removed = stored_bytes = 0
-        cursor: retention.Cursor | None = None
-        while True:
-            page = await self._writer.do(partial(operation, cursor=cursor))
-            removed += page.removed
-            stored_bytes += page.stored_bytes
-            cursor = page.cursor
-            if cursor is None:
-                return retention.Page(removed, stored_bytes, None)
-
-    async def counts(self) -> dict[GroupState, int]:
-        """Groups in each state in the shared queue, with those that are no longer kept.
-
-        Kept in memory: costs nothing at any depth.
-        """
-        return self._writer.memory.counts(SHARED)
-
-    async def depths(self) -> dict[str, int]:
-        """For each open run, how many groups of its environments are queued or leased in its queue.
-
-        Kept in memory: costs nothing at any depth.
-        """
-        memory = self._writer.memory
-        return {
-            name: memory.waiting(run) for name, run in memory.runs.items() if run.state == "open"
-        }
-
-    async def counters(self) -> dict[str, int]:
-        """Totals since the store was made: `expired` (leases), `nacked` and `nacked: REASON`
-        (leases), `rewound`, `stale_dropped` (deliveries), `removed` (groups); and
-        `conflicting_puts` since it was opened. What never happened is missing.
-        """
-        return {**self._writer.memory.counters, "conflicting_puts": self.conflicting_puts}
-
-    @property
-    def changes(self) -> int:
-        """A number that grows whenever a group is queued (put, moved, given back, expired, rewound)
-        or a run is closed.
-        """
-        return self._writer.changes.number
-
-    async def wait_for_change(
-        self, timeout: float | None = None, *, since: int | None = None
-    ) -> int:
-        """Waits until `changes` is not `since` (unset: what it is now), at most `timeout` seconds.
-
-        Whoever looked before it waits should give the `changes` of before it looked: what happened
-        in between is not missed then. The store's end wakes everybody, too.
-
-        Returns:
-            `changes`.
-        """
-        self._writer.check_open()
-        known = self._writer.changes.number if since is None else since
-        return await self._writer.changes.wait(known, timeout)
-
-    @property
-    def tallies(self) -> Mapping[tuple[str, str, GroupState], int]:
-        """Deliveries by queue, environment and state, as of the last commit."""
-        return self._writer.memory.tallies
-
-    def may_hold_older(self, version: int) -> bool:
-        """Whether a group may be queued that is of a policy version before this one."""
-        known = self._writer.memory.versions
-        return any(UNKNOWN_VERSION < one < version for one in known)
-
-    @property
-    def open_runs(self) -> Mapping[str, KnownRun]:
-        """The open runs by name, as of the last commit."""
-        known = self._writer.memory.runs
-        return {name: run for name, run in known.items() if run.state == "open"}
-
-    def is_hungry(self, run: str) -> bool:
-        """Whether the latest lease of a run found nothing, or too little."""
-        return run in self._writer.memory.hungry
-
-    @property
-    def activity(self) -> int:
-        """A number that grows with every change of a delivery or a run."""
-        return self._writer.activity.number
-
-    async def wait_for_activity(self, timeout: float | None, *, since: int) -> int:
-        """As `wait_for_change`, for `activity`."""
-        self._writer.check_open()
-        return await self._writer.activity.wait(since, timeout)
 
     async def create_run(
         self,
@@ -508,16 +359,6 @@ class Store(Lookups):
         """
         return await self._writer.do(partial(endings.close_run, name=name))
 
-    async def get_run(self, name: str) -> Run:
-        """Raises NotFoundError: there is none."""
-        async with self._reading() as connection:
-            return await runs.get_run(connection, name)
-
-    async def list_runs(self) -> list[Run]:
-        """All runs, oldest first."""
-        async with self._reading() as connection:
-            return await runs.list_runs(connection)
-
     async def set_run(
         self,
         name: str,
@@ -548,11 +389,6 @@ class Store(Lookups):
             return await (runs.reopen_run if state == "open" else endings.close_run)(tx, name)
 
         return await self._writer.do(change)
-
-    async def get_value(self, key: str) -> Any:
-        """The JSON-like value of `key`; None when it was never set."""
-        async with self._reading() as connection:
-            return await runs.get_value(connection, key)
 
     async def set_value(self, key: str, json_value: Any) -> None:
         """Raises InputError: it is not JSON-like."""
