@@ -437,30 +437,40 @@ class Group(msgspec.Struct, kw_only=True):
     lost: dict[str, int] = msgspec.field(default_factory=dict)
 
 
-_DTYPES = {"i4": np.int32, "f4": np.float32, "u1": np.uint8}
+_CODES = {"i4": 1, "f4": 2, "u1": 3}
+"""Numbers of the MessagePack extension types, by which arrays come out as views."""
+_DTYPES = {1: np.int32, 2: np.float32, 3: np.uint8}
 
 
 def _encode_array(value: object) -> object:
     if isinstance(value, np.ndarray):
         array = np.ascontiguousarray(value)
         code = array.dtype.str[1:]
-        if code not in _DTYPES or array.dtype.byteorder == ">":
+        if code not in _CODES or array.dtype.byteorder == ">":
             raise TypeError(f"arrays of {array.dtype} do not travel; use int32, float32 or uint8")
-        return [code, array.data.cast("B") if array.size else b""]
+        raw = array.data.cast("B") if array.size else b""
+        return msgspec.msgpack.Ext(_CODES[code], raw)
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} is no record")
 
 
-def _decode_array(kind: type, value: Any) -> Any:
-    code, raw = value
-    return np.frombuffer(raw, dtype=_DTYPES[code])
+def _decode_array(code: int, raw: memoryview) -> Any:
+    if code not in _DTYPES:
+        raise msgspec.DecodeError(f"there is no array of type {code}")
+    try:
+        return np.frombuffer(raw, dtype=_DTYPES[code])
+    except ValueError as error:
+        raise msgspec.DecodeError(f"an array is cut off: {error}") from error
 
 
 def _decode_hook(kind: type, value: Any) -> Any:
-    if getattr(kind, "__origin__", kind) is np.ndarray:
-        return _decode_array(kind, value)
-    raise TypeError(f"no decoder for {kind}")
+    if getattr(kind, "__origin__", kind) is not np.ndarray:
+        raise TypeError(f"no decoder for {kind}")
+    if isinstance(value, np.ndarray):
+        return value
+    code, raw = value  # as arrays were packed before they were extensions
+    return _decode_array(_CODES.get(code, 0), raw)
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
@@ -477,4 +487,4 @@ def unpack(data: bytes | memoryview, kind: type[T]) -> T:
     Raises:
         msgspec.DecodeError: `data` is no `kind`.
     """
-    return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_hook)
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_hook, ext_hook=_decode_array)
