@@ -1,28 +1,53 @@
-"""Waiting for groups, and groups as bytes: what stands behind `POST /v1/runs/{run}/lease` and
-`GET /v1/groups/{group_id}`.
+"""Groups as bytes: what stands behind a lease's answer, a stream of leases and one group's answer.
+
+In: leases, and bodies as they lie in the store. Out: parts to be written one after the other, never
+joined. What holds: a body is read once for all runs that get it at about the same time; for clients
+that take zstd it leaves as it lies on disk, neither inflated nor compressed again: zstd frames one
+after the other are one zstd content, so what stands between the bodies is put into frames of its
+own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable
+import struct
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 import orjson
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from ..records import Group, unpack
 from ..store import GroupRow, Lease, Store
+from ..store.compression import RAW, ZSTD, decode
 from .atropos.convert import group_to_atropos
+from .cache import Cache
+from .transfer import accepts
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 MSGPACK: Final = "application/vnd.envserver.groups+msgpack"
 """Media type of a lease whose bodies are bytes."""
 GROUP_MSGPACK: Final = "application/vnd.envserver.group+msgpack"
 """Media type of one group whose body is bytes."""
 
-_FIRST_POLL_SECONDS: Final = 0.02
-_LONGEST_POLL_SECONDS: Final = 0.25
+_MOST_BYTES: Final = 64 * 1024 * 1024
+_INLINE_BYTES: Final = 64 * 1024
+"""Less than this is inflated on the event loop: it takes less time than a change of threads."""
+_LEVEL: Final = 1
+
+
+def zstd_frame(content: bytes) -> bytes:
+    """`content` as one zstd frame."""
+    return zstd.compress(content, level=_LEVEL)
 
 
 class TravellingGroup(msgspec.Struct):
@@ -43,82 +68,168 @@ class LeaseEnvelope(msgspec.Struct):
     groups: list[TravellingGroup]
 
 
-async def wait_for_lease(
-    store: Store,
-    run: str,
-    *,
-    max_groups: int,
-    min_groups: int,
-    seconds: float,
-    wait_seconds: float,
-    is_gone: Callable[[], Awaitable[bool]],
-) -> Lease | None:
-    """Leases as soon as `min_groups` groups wait; None when they do not within `wait_seconds`, or
-    when the client has gone meanwhile.
+@dataclass(frozen=True)
+class _Stored:
+    """A body as it lies in the database, when it is compressed there; else as it is."""
+
+    encoding: int
+    data: bytes
+
+    def size(self) -> int:
+        """Bytes when inflated."""
+        if self.encoding == ZSTD:
+            return zstd.get_frame_info(self.data).decompressed_size or 0
+        return len(self.data)
+
+
+class Packed:
+    """A lease or group in MessagePack, ready to be written.
+
+    Args:
+        pieces: what stands before each body, and the bodies.
+        size: bytes of all, inflated.
     """
-    deadline = time.monotonic() + wait_seconds
-    pause = _FIRST_POLL_SECONDS
-    while True:
-        if (await store.counts())["queued"] >= min_groups and not await is_gone():
-            lease = await store.lease(run, max_groups=max_groups, seconds=seconds)
-            if lease is not None and len(lease.groups) >= min_groups:
-                return lease
-            if lease is not None:
-                await store.nack(lease.lease_id)
-        left = deadline - time.monotonic()
-        if left <= 0 or await is_gone():
-            return None
-        await asyncio.sleep(min(pause, left))
-        pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+
+    def __init__(self, pieces: Sequence[bytes | _Stored]) -> None:
+        self._pieces = pieces
+        self.size = sum(len(p) if isinstance(p, bytes) else p.size() for p in pieces)
+
+    async def plain(self) -> AsyncIterator[bytes]:
+        """As it is; one body at a time is inflated."""
+        for piece in self._pieces:
+            if isinstance(piece, bytes):
+                yield piece
+            elif piece.encoding != ZSTD or len(piece.data) < _INLINE_BYTES:
+                yield decode(piece.encoding, piece.data)
+            else:
+                yield await asyncio.to_thread(decode, piece.encoding, piece.data)
+
+    def compressed(self, prefix: bytes = b"") -> list[bytes]:
+        """As zstd frames, `prefix` before it."""
+        parts: list[bytes] = []
+        raw = [prefix]
+        for piece in self._pieces:
+            if isinstance(piece, bytes):
+                raw.append(piece)
+            elif piece.encoding != ZSTD:
+                raw.append(piece.data)
+            else:
+                parts += [zstd_frame(b"".join(raw)), piece.data]
+                raw = []
+        if raw:
+            parts.append(zstd_frame(b"".join(raw)))
+        return parts
 
 
-async def lease_as_msgpack(store: Store, lease: Lease) -> bytes:
-    """The lease with the bodies as they are stored: nothing is decoded."""
-    bodies = await store.bodies([row.group_id for row in lease.groups])
-    groups = [_travelling(row, body) for row, body in zip(lease.groups, bodies, strict=True)]
-    return msgspec.msgpack.encode(LeaseEnvelope(lease.lease_id, lease.expires_at, groups))
+class Travelling:
+    """Makes leases and groups into bytes; one for an app.
+
+    Args:
+        most_bytes: of the bodies kept for other runs that get the same groups, and as many of
+            groups in JSON.
+    """
+
+    def __init__(self, store: Store, most_bytes: int = _MOST_BYTES) -> None:
+        self._store = store
+        self._stored = Cache(self._read, lambda body: len(body.data), most_bytes)
+        self._json = Cache(self._encode, len, most_bytes)
+
+    async def lease(self, lease: Lease) -> Packed:
+        """The lease with its bodies, in MessagePack."""
+        start = msgspec.msgpack.encode(LeaseEnvelope(lease.lease_id, lease.expires_at, []))
+        # An empty array is the last byte; in its place comes the length of ours.
+        pieces: list[bytes | _Stored] = [start[:-1] + struct.pack(">BI", 0xDD, len(lease.groups))]
+        bodies = await self._stored.get([row.group_id for row in lease.groups])
+        for row, body in zip(lease.groups, bodies, strict=True):
+            pieces += _pieces(row, body)
+        return Packed(pieces)
+
+    async def group(self, row: GroupRow) -> Packed:
+        """One group with its body, in MessagePack."""
+        (body,) = await self._stored.get([row.group_id])
+        return Packed(_pieces(row, body))
+
+    async def lease_as_json(self, lease: Lease) -> bytes:
+        """The lease for people and curl: each group with the keys of the Atropos wire."""
+        groups = await self._json.get([row.group_id for row in lease.groups])
+        found = [_json_object(row, body) for row, body in zip(lease.groups, groups, strict=True)]
+        return orjson.dumps(
+            {"lease_id": lease.lease_id, "expires_at": lease.expires_at, "groups": found}
+        )
+
+    async def group_as_json(self, row: GroupRow) -> bytes:
+        """One group with the keys of the Atropos wire, as in a lease."""
+        (body,) = await self._json.get([row.group_id])
+        return orjson.dumps(_json_object(row, body))
+
+    async def _read(self, group_ids: Sequence[str]) -> list[_Stored]:
+        found = await self._store.stored_bodies(group_ids)
+        return [
+            _Stored(ZSTD, data) if encoding == ZSTD else _Stored(RAW, decode(encoding, data))
+            for encoding, data in found
+        ]
+
+    async def _encode(self, group_ids: Sequence[str]) -> list[bytes]:
+        rows = await self._store.rows(group_ids)
+        bodies = await self._stored.get(group_ids)
+        return await asyncio.to_thread(_encode_all, rows, bodies)
 
 
-async def lease_as_json(store: Store, lease: Lease) -> bytes:
-    """The lease for people and curl: each group with the keys of the Atropos wire."""
-    bodies = await store.bodies([row.group_id for row in lease.groups])
-    return await asyncio.to_thread(_as_json, lease, bodies)
+def _pieces(row: GroupRow, body: _Stored) -> list[bytes | _Stored]:
+    group = TravellingGroup(row.group_id, row.env, row.format, row.policy_version, b"")
+    # Empty bytes are the last two; in their place come the length and the bytes of the body.
+    start = msgspec.msgpack.encode(group)[:-2]
+    return [start + struct.pack(">BI", 0xC6, body.size()), body]
 
 
-def _as_json(lease: Lease, bodies: list[bytes]) -> bytes:
-    groups = [_json_object(row, body) for row, body in zip(lease.groups, bodies, strict=True)]
-    return orjson.dumps(
-        {"lease_id": lease.lease_id, "expires_at": lease.expires_at, "groups": groups}
-    )
-
-
-async def group_as_msgpack(store: Store, row: GroupRow) -> bytes:
-    """One group with its body as it is stored."""
-    (body,) = await store.bodies([row.group_id])
-    return msgspec.msgpack.encode(_travelling(row, body))
-
-
-async def group_as_json(store: Store, row: GroupRow) -> bytes:
-    """One group with the keys of the Atropos wire, as in a lease."""
-    (body,) = await store.bodies([row.group_id])
-    return await asyncio.to_thread(lambda: orjson.dumps(_json_object(row, body)))
-
-
-def _travelling(row: GroupRow, body: bytes) -> TravellingGroup:
-    return TravellingGroup(row.group_id, row.env, row.format, row.policy_version, body)
-
-
-def _json_object(row: GroupRow, body: bytes) -> dict[str, Any]:
+def _json_object(row: GroupRow, encoded: bytes) -> dict[str, Any]:
     return {
         "group_id": row.group_id,
         "env": row.env,
         "format": row.format,
         "policy_version": row.policy_version,
-        "group": _json_group(row.format, body),
+        "group": orjson.Fragment(encoded),
     }
 
 
-def _json_group(kind: str, body: bytes) -> object:
-    if kind == "atropos":
-        return orjson.Fragment(body)
-    return group_to_atropos(unpack(body, Group), include_messages=True)
+def _encode_all(rows: Sequence[GroupRow], bodies: Sequence[_Stored]) -> list[bytes]:
+    return [_encoded(row, body) for row, body in zip(rows, bodies, strict=True)]
+
+
+def _encoded(row: GroupRow, stored: _Stored) -> bytes:
+    body = decode(stored.encoding, stored.data)
+    if row.format == "atropos":
+        return body
+    return orjson.dumps(group_to_atropos(unpack(body, Group), include_messages=True))
+
+
+class PackedAnswer(Response):
+    """A lease or group in MessagePack, written part by part; zstd for clients that take it."""
+
+    def __init__(self, packed: Packed, media_type: str, request_headers: Headers) -> None:
+        super().__init__(media_type=media_type)
+        self._packed = packed
+        self._compress = accepts(request_headers, "zstd")
+        self.headers["vary"] = "Accept, Accept-Encoding"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._compress:
+            parts = self._packed.compressed()
+            self.headers["content-encoding"] = "zstd"
+            self.headers["content-length"] = str(sum(map(len, parts)))
+        else:
+            self.headers["content-length"] = str(self._packed.size)
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        if self._compress:
+            for part in parts:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        else:
+            async for part in self._packed.plain():
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

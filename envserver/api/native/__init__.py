@@ -14,12 +14,15 @@ from fastapi import APIRouter
 from ...config import ServerConfig
 from ...store import Store
 from ..atropos.service import AtroposService
+from ..leasing import Travelling
 from .groups import add_group_routes
 from .leases import add_lease_routes
 from .models import VERSION_LIMIT
 from .policy import PolicyVersion, add_policy_routes
 from .runs import add_run_routes
 from .status import add_status_routes
+from .streams import Streams
+from .waiting import Leasing
 
 __all__ = ["VERSION_LIMIT", "PolicyVersion", "native_routes"]
 
@@ -34,9 +37,12 @@ def native_routes(
 ) -> APIRouter:
     """All native routes."""
     router = APIRouter(tags=["native"])
-    add_run_routes(router, store)
-    add_lease_routes(router, store, atropos, settings)
-    add_group_routes(router, store)
+    travelling = Travelling(store)
+    streams = Streams()
+    leasing = Leasing(store, policy, settings.lease_seconds)
+    add_run_routes(router, store, atropos, streams)
+    add_lease_routes(router, store, atropos, leasing, travelling, streams)
+    add_group_routes(router, store, travelling)
     add_policy_routes(router, policy)
     add_status_routes(router, store, atropos, policy, status)
     return router

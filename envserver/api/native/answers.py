@@ -1,14 +1,75 @@
-"""Answers in JSON."""
+"""Answers in JSON, and what the OpenAPI document says of answers.
+
+Requests are read raw and answers are made by hand, so FastAPI knows neither: each route says here
+which it has.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import orjson
+from pydantic import BaseModel
 from starlette.responses import Response
+
+from ..problems import PROBLEM
+from .models import Problem
+
+_MEANINGS: Final = {
+    400: "The request cannot be read.",
+    401: "A token is needed.",
+    403: "This token, or a page of another site, may not do this.",
+    404: "There is no such thing.",
+    409: "It contradicts how things stand; the problem says how.",
+    413: "The body is too large.",
+    422: "The request has another form than asked for; `errors` say where.",
+    429: "Too much at a time; ask again later.",
+    503: "The store cannot do it just now; nothing was done.",
+    507: "There is no room left; nothing was done.",
+}
+_ALWAYS: Final = (401, 403, 429, 503)
+_OF_BODIES: Final = (400, 413, 422, 507)
+
+Responses = dict[int | str, dict[str, Any]]
 
 
 def json_answer(value: Any, status: int = 200) -> Response:
     """`value`, which may hold numpy's numbers and arrays, as an answer."""
     body = orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
     return Response(body, status, media_type="application/json")
+
+
+def answers(
+    model: type[BaseModel] | None = None,
+    *errors: int,
+    status: int = 200,
+    media_types: tuple[str, ...] = (),
+    body: bool = False,
+    what: str = "Done.",
+) -> Responses:
+    """What a route answers, for the OpenAPI document.
+
+    Args:
+        model: of the JSON; None: there is none.
+        errors: statuses of its own problems, beside those that every route has.
+        status: of success.
+        media_types: in which it answers, too, as bytes.
+        body: whether it takes a body, which may be wrong.
+        what: in words.
+    """
+    success: dict[str, Any] = {"description": what}
+    if model is not None:
+        success["model"] = model
+    if media_types:
+        success["content"] = {kind: {"schema": _BYTES} for kind in media_types}
+    found: Responses = {status: success}
+    for problem in sorted({*errors, *_ALWAYS, *(_OF_BODIES if body else ())}):
+        found[problem] = {
+            "description": _MEANINGS[problem],
+            "content": {PROBLEM: {"schema": _PROBLEM}},
+        }
+    return found
+
+
+_BYTES: Final = {"type": "string", "format": "binary"}
+_PROBLEM: Final = Problem.model_json_schema()

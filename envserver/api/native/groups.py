@@ -10,15 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...store import GroupRow, Store
-from ..leasing import GROUP_MSGPACK, group_as_json, group_as_msgpack
-from .answers import json_answer
-from .models import MOST_GROUPS
+from ..leasing import GROUP_MSGPACK, PackedAnswer, Travelling
+from .answers import answers, json_answer
+from .models import MOST_GROUPS, GroupsAnswer, LeasedGroup
 
 _SEQ_LIMIT: Final = 2**63 - 1
 
 
-def add_group_routes(router: APIRouter, store: Store) -> None:
-    @router.get("/v1/groups")
+def add_group_routes(router: APIRouter, store: Store, travelling: Travelling) -> None:
+    @router.get("/v1/groups", responses=answers(GroupsAnswer, 422, what="A page of groups."))
     async def list_groups(
         after: Annotated[int, Query(ge=0, le=_SEQ_LIMIT, description="`seq` behind which")] = 0,
         limit: Annotated[int, Query(ge=1, le=MOST_GROUPS, description="most groups")] = 100,
@@ -33,7 +33,7 @@ def add_group_routes(router: APIRouter, store: Store) -> None:
 
     @router.get(
         "/v1/groups/{group_id:path}",
-        responses={200: {"content": {"application/json": {}, GROUP_MSGPACK: {}}}},
+        responses=answers(LeasedGroup, 404, media_types=(GROUP_MSGPACK,), what="The group."),
     )
     async def get_group(group_id: str, request: Request) -> Response:
         """One whole group, whatever its state; it is neither leased nor consumed.
@@ -41,8 +41,8 @@ def add_group_routes(router: APIRouter, store: Store) -> None:
         """
         (row,) = await store.rows([group_id])
         if GROUP_MSGPACK in request.headers.get("accept", ""):
-            return Response(await group_as_msgpack(store, row), media_type=GROUP_MSGPACK)
-        return Response(await group_as_json(store, row), media_type="application/json")
+            return PackedAnswer(await travelling.group(row), GROUP_MSGPACK, request.headers)
+        return Response(await travelling.group_as_json(row), media_type="application/json")
 
 
 def _summary(row: GroupRow) -> dict[str, Any]:

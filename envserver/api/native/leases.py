@@ -1,80 +1,170 @@
-"""Leases: groups are handed out once, and acknowledging twice is fine."""
+"""Leases: groups are handed out once, at once or when they are there, or pushed; acknowledging
+twice is fine. A lease can be closed only by the run that has it.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+import re
+import uuid
+from typing import Annotated, Final
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...config import ServerConfig
+from ...errors import ConflictError, NotFoundError
 from ...store import Store
 from ..atropos.service import AtroposService
 from ..bodies import read_body, request_body
-from ..leasing import MSGPACK, lease_as_json, lease_as_msgpack, wait_for_lease
-from .answers import json_answer
-from .models import LeaseExtension, LeaseReference, LeaseRequest
+from ..leasing import MSGPACK, PackedAnswer, Travelling
+from .answers import answers, json_answer
+from .models import (
+    Ack,
+    ExtendedAnswer,
+    LeaseAnswer,
+    LeaseExtension,
+    LeaseRequest,
+    Nack,
+    StreamRequest,
+)
+from .streams import EVENTS, STREAM, LeaseStream, StreamAnswer, Streams, stream_of
+from .waiting import Hangup, Leasing, lease_id_of
 
 _LEASE: Final = TypeAdapter(LeaseRequest)
-_REFERENCE: Final = TypeAdapter(LeaseReference)
+_ACK: Final = TypeAdapter(Ack)
+_NACK: Final = TypeAdapter(Nack)
 _EXTENSION: Final = TypeAdapter(LeaseExtension)
+_LEASE_OF_STREAM: Final = re.compile(r"[A-Za-z0-9_-]{8,64}\.\d{20}")
 
 
 def add_lease_routes(
-    router: APIRouter, store: Store, atropos: AtroposService, settings: ServerConfig
+    router: APIRouter,
+    store: Store,
+    atropos: AtroposService,
+    leasing: Leasing,
+    travelling: Travelling,
+    streams: Streams,
 ) -> None:
-    @router.post("/v1/runs/{run}/lease", openapi_extra=request_body(LeaseRequest))
+    @router.post(
+        "/v1/runs/{run}/lease",
+        openapi_extra=request_body(LeaseRequest),
+        responses=answers(LeaseAnswer, 404, 409, body=True, media_types=(MSGPACK,), what="A lease.")
+        | {204: {"description": "Nothing that fits came in time."}},
+    )
     async def lease(run: str, request: Request) -> Response:
-        """Hands out the oldest groups (200), or nothing when too few came in time (204).
+        """Hands out the oldest groups that fit (200), or nothing when too few came in time (204).
+
+        `{"max_sequences": 512, "environments": ["math"], "max_staleness": 2, "wait_seconds": 60}`
+        waits for groups of one environment that are at most two policy versions old.
         MessagePack when `Accept` asks for `application/vnd.envserver.groups+msgpack`, else JSON.
+        With an `Idempotency-Key`, a second request with the same key gets the same lease while it
+        is open: so an answer that was lost on its way is had again.
         """
         wanted = await read_body(request, _LEASE)
-        batch_size = (await store.get_run(run)).batch_size
-        max_groups = wanted.max_groups or max(batch_size, wanted.min_groups)
-        found = await wait_for_lease(
-            store,
-            run,
-            max_groups=max_groups,
-            min_groups=wanted.min_groups,
-            seconds=wanted.seconds or settings.lease_seconds,
-            wait_seconds=wanted.wait_seconds,
-            is_gone=request.is_disconnected,
-        )
+        lease_id = lease_id_of(run, request)
+        async with Hangup(request.receive) as hangup:
+            found = await leasing.wait(run, wanted, wanted.wait_seconds, hangup, lease_id)
+            if found is not None and hangup.gone and lease_id is None:
+                await store.nack(found.lease_id, reason="hang_up")
+                found = None
         if found is None:
             return Response(status_code=204)
         atropos.store_changed()
         if MSGPACK in request.headers.get("accept", ""):
-            return Response(await lease_as_msgpack(store, found), media_type=MSGPACK)
-        return Response(await lease_as_json(store, found), media_type="application/json")
+            return PackedAnswer(await travelling.lease(found), MSGPACK, request.headers)
+        return Response(await travelling.lease_as_json(found), media_type="application/json")
 
-    @router.post("/v1/runs/{run}/ack", openapi_extra=request_body(LeaseReference))
+    @router.get(
+        "/v1/runs/{run}/stream",
+        responses=answers(
+            None, 404, 409, 422, media_types=(STREAM, EVENTS), what="Leases, without end."
+        ),
+    )
+    async def stream(
+        run: str, wanted: Annotated[StreamRequest, Query()], request: Request
+    ) -> Response:
+        """Pushes leases as groups become available, as long as the client listens; they are
+        acknowledged by the ordinary routes.
+
+        `?window=2&max_groups=16&min_groups=16&environments=math` keeps two leases of 16 groups
+        open: when one is acknowledged, the next comes. With `Accept: text/event-stream` they are
+        server-sent events with JSON (and `Last-Event-ID` goes on behind a lease), else a binary
+        stream: frames of 4 bytes of length and a lease in MessagePack, an empty one now and then.
+        """
+        await _require_open(store, run)
+        seen = request.headers.get("last-event-id", "")
+        if not _LEASE_OF_STREAM.fullmatch(seen) or stream_of(seen) != (
+            wanted.stream or stream_of(seen)
+        ):
+            seen = ""
+        name = wanted.stream or stream_of(seen) or uuid.uuid4().hex
+        pushed = LeaseStream(store, leasing, run, wanted, name, seen)
+        return StreamAnswer(pushed, streams, travelling, request.headers)
+
+    @router.post(
+        "/v1/runs/{run}/ack",
+        status_code=204,
+        openapi_extra=request_body(Ack),
+        responses=answers(None, 404, 409, status=204, body=True, what="Acknowledged."),
+    )
     async def ack(run: str, request: Request) -> Response:
-        """The groups of the lease are never delivered again. Twice is fine."""
-        lease_id = await _lease_id(run, request)
-        await store.ack(lease_id)
-        await atropos.lease_closed(lease_id)
+        """The groups of the lease are never delivered again. Twice is fine.
+
+        `{"lease_id": "...", "checkpoint": "step-40"}` says, too, that the trainer's checkpoint of
+        this name holds what was learned from this lease and from all acknowledged before it:
+        `POST /v1/runs` goes back to it.
+        """
+        wanted = await read_body(request, _ACK)
+        await _require_own(store, run, wanted.lease_id)
+        await store.ack(wanted.lease_id, checkpoint=wanted.checkpoint)
+        await closed(run, wanted.lease_id)
         return Response(status_code=204)
 
-    @router.post("/v1/runs/{run}/nack", openapi_extra=request_body(LeaseReference))
+    @router.post(
+        "/v1/runs/{run}/nack",
+        status_code=204,
+        openapi_extra=request_body(Nack),
+        responses=answers(None, 404, 409, status=204, body=True, what="Given back."),
+    )
     async def nack(run: str, request: Request) -> Response:
-        """Gives the groups of the lease back. Twice is fine."""
-        lease_id = await _lease_id(run, request)
-        await store.nack(lease_id)
-        await atropos.lease_closed(lease_id)
+        """Gives the groups of the lease back, to be delivered again, first. Twice is fine.
+
+        `{"lease_id": "...", "reason": "out_of_memory"}`: nacks are counted by their reason.
+        """
+        wanted = await read_body(request, _NACK)
+        await _require_own(store, run, wanted.lease_id)
+        await store.nack(wanted.lease_id, reason=wanted.reason)
+        await closed(run, wanted.lease_id)
         return Response(status_code=204)
 
-    @router.post("/v1/runs/{run}/extend", openapi_extra=request_body(LeaseExtension))
+    @router.post(
+        "/v1/runs/{run}/extend",
+        openapi_extra=request_body(LeaseExtension),
+        responses=answers(ExtendedAnswer, 404, 409, body=True, what="Until when it lasts now."),
+    )
     async def extend(run: str, request: Request) -> Response:
-        """Lets the lease end so many seconds from now."""
+        """Lets the lease end so many seconds from now: `{"lease_id": "...", "seconds": 600}`."""
         wanted = await read_body(request, _EXTENSION)
-        await store.get_run(run)
+        await _require_own(store, run, wanted.lease_id)
         expires_at = await store.extend(wanted.lease_id, wanted.seconds)
+        streams.lease_extended(run, wanted.lease_id, expires_at)
         atropos.store_changed()
         return json_answer({"lease_id": wanted.lease_id, "expires_at": expires_at})
 
-    async def _lease_id(run: str, request: Request) -> str:
-        wanted = await read_body(request, _REFERENCE)
-        await store.get_run(run)
-        return wanted.lease_id
+    async def closed(run: str, lease_id: str) -> None:
+        streams.lease_closed(run, lease_id)
+        await atropos.lease_closed(lease_id)
+
+
+async def _require_open(store: Store, run: str) -> None:
+    """Raises NotFoundError: there is no such run. ConflictError: it is closed."""
+    if (await store.get_run(run)).state == "closed":
+        raise ConflictError(f"The run {run} is closed.", run=run)
+
+
+async def _require_own(store: Store, run: str, lease_id: str) -> None:
+    """Raises NotFoundError: there is no such run, or it has no such lease."""
+    await store.get_run(run)
+    if (await store.find_lease(lease_id)).run != run:
+        raise NotFoundError(f"The run {run} has no lease {lease_id}.", lease_id=lease_id)

@@ -14,8 +14,8 @@ from starlette.responses import Response
 from ...errors import ConflictError
 from ...store import Store
 from ..bodies import read_body, request_body
-from .answers import json_answer
-from .models import PolicyVersionRequest
+from .answers import answers, json_answer
+from .models import PolicyVersionAnswer, PolicyVersionRequest
 
 _POLICY_VERSION: Final = "policy_version"
 _VERSION: Final = TypeAdapter(PolicyVersionRequest)
@@ -63,13 +63,17 @@ class PolicyVersion:
 
 
 def add_policy_routes(router: APIRouter, policy: PolicyVersion) -> None:
-    @router.post("/v1/policy-version", openapi_extra=request_body(PolicyVersionRequest))
+    @router.post(
+        "/v1/policy-version",
+        openapi_extra=request_body(PolicyVersionRequest),
+        responses=answers(PolicyVersionAnswer, 409, body=True, what="The version now."),
+    )
     async def publish(request: Request) -> Response:
         """Says with which weights the engine samples from now on. Lower than before: 409."""
         await policy.publish((await read_body(request, _VERSION)).version)
         return json_answer({"version": policy.version})
 
-    @router.get("/v1/policy-version")
+    @router.get("/v1/policy-version", responses=answers(PolicyVersionAnswer, what="The version."))
     async def current() -> Response:
         """The version published last, -1 before any."""
         return json_answer({"version": policy.version})

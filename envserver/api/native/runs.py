@@ -12,42 +12,134 @@ from starlette.responses import Response
 
 from ...errors import ConflictError, NotFoundError
 from ...store import ATROPOS_RUN, Run, Store
+from ..atropos.service import AtroposService
 from ..bodies import read_body, request_body
-from .answers import json_answer
-from .models import RunRequest
+from .answers import answers, json_answer
+from .models import CheckpointsAnswer, ResumedAnswer, RunAnswer, RunRequest, RunsAnswer
+from .streams import Streams
 
 _RUN: Final = TypeAdapter(RunRequest)
+_BATCH_SIZE: Final = 8
 
 
-def add_run_routes(router: APIRouter, store: Store) -> None:
-    @router.post("/v1/runs", openapi_extra=request_body(RunRequest))
+def add_run_routes(
+    router: APIRouter, store: Store, atropos: AtroposService, streams: Streams
+) -> None:
+    @router.post(
+        "/v1/runs",
+        status_code=201,
+        openapi_extra=request_body(RunRequest),
+        responses=answers(RunAnswer, 409, status=201, body=True, what="It was created.")
+        | answers(ResumedAnswer, 404, 409, body=True, what="It goes on, changed as asked."),
+    )
     async def create_run(request: Request) -> Response:
-        """Creates a run (201), or resumes the one of this name, changed as asked (200)."""
+        """Creates a run (201), or goes on with the one of this name, changed as asked (200).
+
+        `{"name": "my-run", "checkpoint": "step-40"}` goes back to a checkpoint that acks named:
+        what was acknowledged after it is delivered again, and the run's open leases are given back.
+        With an `Idempotency-Key`, a second such request with the same key goes back no second time.
+        A closed run is open again.
+        """
         wanted = await read_body(request, _RUN)
-        if wanted.name == ATROPOS_RUN:
-            raise ConflictError(f"The name {ATROPOS_RUN} is taken by the Atropos wire.")
-        try:
-            await store.get_run(wanted.name)
-        except NotFoundError:
-            run = await store.create_run(
-                wanted.name, batch_size=wanted.batch_size or 8, settings=wanted.settings or {}
-            )
-            return json_answer(_run(run), 201)
-        run = await store.set_run(
-            wanted.name, batch_size=wanted.batch_size, settings=wanted.settings
-        )
-        return json_answer(_run(run))
+        _require_native(wanted.name)
+        created, run = await _created(store, wanted)
+        if wanted.checkpoint is None and not wanted.from_start:
+            return json_answer(_facts(run), 201 if created else 200)
+        again = await _go_back(store, wanted, request.headers.get("idempotency-key"))
+        streams.run_rewound(run.name)
+        atropos.store_changed()
+        return json_answer(_facts(run) | {"redelivered": again}, 201 if created else 200)
 
-    @router.get("/v1/runs")
+    @router.get("/v1/runs", responses=answers(RunsAnswer, what="All runs."))
     async def list_runs() -> Response:
-        """All runs, oldest first."""
-        return json_answer({"runs": [_run(run) for run in await store.list_runs()]})
+        """All runs, oldest first; `{"runs": [{"name": "my-run", "delivery": "shared", ...}]}`."""
+        return json_answer({"runs": [_facts(run) for run in await store.list_runs()]})
 
-    @router.get("/v1/runs/{run}")
+    @router.get("/v1/runs/{run}", responses=answers(RunAnswer, 404, 422, what="The run."))
     async def get_run(run: str) -> Response:
-        """One run."""
-        return json_answer(_run(await store.get_run(run)))
+        """One run, with what it was created with."""
+        return json_answer(_facts(await store.get_run(run)))
+
+    @router.post(
+        "/v1/runs/{run}/close",
+        responses=answers(RunAnswer, 404, 409, body=True, what="It is closed."),
+    )
+    async def close_run(run: str) -> Response:
+        """Ends a run: it leases no more, its open leases are given back, and nothing is kept for
+        it. Twice is fine; creating it again opens it.
+        """
+        _require_native(run)
+        closed = await store.close_run(run)
+        streams.run_rewound(run)
+        atropos.store_changed()
+        return json_answer(_facts(closed))
+
+    @router.get(
+        "/v1/runs/{run}/checkpoints",
+        responses=answers(CheckpointsAnswer, 404, 422, what="The run's checkpoints."),
+    )
+    async def checkpoints(run: str) -> Response:
+        """The checkpoints that acks of the run named, oldest first, with how many groups it had
+        acknowledged up to each.
+        """
+        await store.get_run(run)
+        found = [msgspec.structs.asdict(one) for one in await store.checkpoints(run)]
+        return json_answer({"checkpoints": found})
 
 
-def _run(run: Run) -> dict[str, Any]:
+def _require_native(name: str) -> None:
+    if name == ATROPOS_RUN:
+        raise ConflictError(f"The name {ATROPOS_RUN} is taken by the Atropos wire.")
+
+
+async def _created(store: Store, wanted: RunRequest) -> tuple[bool, Run]:
+    """Whether the run is new, and the run, open and changed as asked."""
+    try:
+        run = await store.get_run(wanted.name)
+    except NotFoundError:
+        run = await store.create_run(
+            wanted.name,
+            batch_size=wanted.batch_size or _BATCH_SIZE,
+            settings=wanted.settings or {},
+            delivery=wanted.delivery or "shared",
+            environments=wanted.environments or (),
+        )
+        return True, run
+    if wanted.delivery not in (None, run.delivery):
+        raise ConflictError(
+            f"The run {run.name} is {run.delivery}, and cannot become {wanted.delivery}.",
+            hint="Take another name.",
+            run=run.name,
+        )
+    if run.state == "closed":
+        await store.create_run(
+            run.name,
+            batch_size=run.batch_size,
+            settings=run.settings,
+            delivery=run.delivery,
+            environments=run.environments,
+        )
+    return False, await store.set_run(
+        wanted.name,
+        batch_size=wanted.batch_size,
+        settings=wanted.settings,
+        environments=wanted.environments,
+    )
+
+
+async def _go_back(store: Store, wanted: RunRequest, key: str | None) -> int:
+    """How many groups come again; none when the request of this key was answered before.
+
+    A copy of it that comes late would take back what the trainer acknowledged since.
+    """
+    place = f"resumed:{wanted.name}"
+    if key is not None and await store.get_value(place) == key:
+        return 0
+    again = await store.rewind(wanted.name, wanted.checkpoint)
+    if key is not None:
+        await store.set_value(place, key)
+    return len(again)
+
+
+def _facts(run: Run) -> dict[str, Any]:
     return msgspec.structs.asdict(run)

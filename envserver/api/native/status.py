@@ -11,7 +11,8 @@ from starlette.responses import Response
 from ... import __version__
 from ...store import Store
 from ..atropos.service import AtroposService
-from .answers import json_answer
+from .answers import answers, json_answer
+from .models import StatusAnswer
 from .policy import PolicyVersion
 
 
@@ -22,7 +23,7 @@ def add_status_routes(
     policy: PolicyVersion,
     status: Callable[[], dict[str, Any]] | None,
 ) -> None:
-    @router.get("/v1/status")
+    @router.get("/v1/status", responses=answers(StatusAnswer, what="How things stand."))
     async def get_status() -> Response:
         """How things stand: groups by state, the Atropos wire, what the server itself reports."""
         return json_answer(

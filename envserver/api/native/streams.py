@@ -1,0 +1,303 @@
+"""Leases pushed to a trainer as groups become available: server-sent events, or a binary stream.
+
+In: a run, what its leases are to hold, and how many may be open at a time. Out: one event or frame
+for each lease. What holds: no more than `window` leases of a stream are open, so neither side
+buffers more than those; ids of leases begin with the stream's name and grow, so that a client that
+connects again gets exactly those of its open leases that it has not seen, also from a server that
+was killed in between; of two connections of one stream the older one ends.
+
+    binary    4 bytes of length (big-endian), a lease in MessagePack; length 0: the server is there
+    events    id: the lease's id, event: lease, data: the lease in JSON; comments as keep-alive
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Final, Protocol
+
+import structlog
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ...errors import ConflictError, EnvserverError, NotFoundError
+from ...store import Lease, Store
+from ..leasing import Travelling, zstd_frame
+from ..transfer import accepts
+from .models import StreamRequest
+from .waiting import Hangup, Leasing
+
+log = structlog.get_logger(__name__)
+
+STREAM: Final = "application/vnd.envserver.stream"
+EVENTS: Final = "text/event-stream"
+
+_KEEP_ALIVE_SECONDS: Final = 15.0
+_AGAIN_SECONDS: Final = 0.1
+"""Until it is looked again whether a lease that is due was ended."""
+_RETRY_MILLISECONDS: Final = 1000
+
+
+class Streams:
+    """The streams that are open; one for an app."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, str], LeaseStream] = {}
+
+    def enter(self, stream: LeaseStream) -> None:
+        """`stream` is the one of its name now; an older connection of the name ends."""
+        older = self._open.get(stream.key)
+        self._open[stream.key] = stream
+        if older is not None:
+            older.supersede()
+
+    def leave(self, stream: LeaseStream) -> None:
+        """It has ended."""
+        if self._open.get(stream.key) is stream:
+            del self._open[stream.key]
+
+    def lease_closed(self, run: str, lease_id: str) -> None:
+        """A lease was acknowledged or given back."""
+        if stream := self._open.get((run, stream_of(lease_id))):
+            stream.forget(lease_id)
+
+    def lease_extended(self, run: str, lease_id: str, expires_at: float) -> None:
+        """A lease lasts until another time."""
+        if stream := self._open.get((run, stream_of(lease_id))):
+            stream.extended(lease_id, expires_at)
+
+    def run_rewound(self, run: str) -> None:
+        """All leases of a run were given back."""
+        for (name, _), stream in self._open.items():
+            if name == run:
+                stream.forget_all()
+
+
+def stream_of(lease_id: str) -> str:
+    """The name of the stream that made the lease, if one did."""
+    return lease_id.rpartition(".")[0]
+
+
+class LeaseStream:
+    """One connection of one stream.
+
+    Args:
+        name: of the stream.
+        seen: id of the last lease that the client has; "" for none.
+    """
+
+    def __init__(
+        self, store: Store, leasing: Leasing, run: str, wanted: StreamRequest, name: str, seen: str
+    ) -> None:
+        self.key = (run, name)
+        self._store = store
+        self._leasing = leasing
+        self._run = run
+        self._name = name
+        self._wanted = wanted
+        self._seen = seen
+        self._expiry: dict[str, float] = {}
+        self._last_number = 0
+        self._room = asyncio.Event()
+        self._superseded = False
+
+    def supersede(self) -> None:
+        """Another connection goes on with this stream."""
+        self._superseded = True
+        self._room.set()
+
+    def forget(self, lease_id: str) -> None:
+        """That lease is no longer open."""
+        self._expiry.pop(lease_id, None)
+        self._room.set()
+
+    def forget_all(self) -> None:
+        """No lease is open any longer."""
+        self._expiry.clear()
+        self._room.set()
+
+    def extended(self, lease_id: str, expires_at: float) -> None:
+        """That lease lasts longer, or less."""
+        self._expiry[lease_id] = expires_at
+        self._room.set()
+
+    async def leases(self, hangup: Hangup) -> AsyncIterator[Lease | None]:
+        """What is to be sent; None: a sign of life. Ends when the client has gone, the run is
+        closed, or another connection took over.
+        """
+        for unseen in await self._unseen():
+            yield unseen
+        heard = time.monotonic()
+        while not (hangup.gone or self._superseded):
+            seen = self._store.changes
+            lease = await self._next()
+            if lease is None:
+                silent = heard + _KEEP_ALIVE_SECONDS - time.monotonic()
+                await self._wait(hangup, seen, max(silent, 0.0))
+            if lease is not None or time.monotonic() - heard >= _KEEP_ALIVE_SECONDS:
+                yield lease
+                heard = time.monotonic()
+
+    async def _unseen(self) -> list[Lease]:
+        """The open leases of this stream that an earlier connection did not bring to the client."""
+        unseen = []
+        for facts in await self._store.open_leases(self._run):
+            if stream_of(facts.lease_id) != self._name:
+                continue
+            self._expiry[facts.lease_id] = facts.expires_at
+            if facts.lease_id > self._seen:
+                rows = await self._store.rows(facts.group_ids)
+                unseen.append(Lease(facts.lease_id, self._run, facts.expires_at, rows))
+        return sorted(unseen, key=lambda lease: lease.lease_id)
+
+    async def _next(self) -> Lease | None:
+        self._room.clear()
+        if len(self._expiry) >= self._wanted.window and not await self._some_expired():
+            return None
+        lease = await self._leasing.lease(self._run, self._wanted, self._fresh_id())
+        if lease is not None:
+            self._expiry[lease.lease_id] = lease.expires_at
+        return lease
+
+    async def _some_expired(self) -> bool:
+        """Whether there is room after all: looks only when a lease's time is over."""
+        if min(self._expiry.values()) > time.time():
+            return False
+        held = {
+            facts.lease_id: facts.expires_at for facts in await self._store.open_leases(self._run)
+        }
+        self._expiry = {one: held[one] for one in self._expiry if one in held}
+        return len(self._expiry) < self._wanted.window
+
+    def _fresh_id(self) -> str:
+        """Greater than all before it, whatever the clock does meanwhile."""
+        of_seen = self._seen.rpartition(".")[2]
+        least = max([self._last_number, *(int(one.rpartition(".")[2]) for one in self._expiry)])
+        if of_seen.isdecimal():
+            least = max(least, int(of_seen))
+        self._last_number = max(time.time_ns(), least + 1)
+        return f"{self._name}.{self._last_number:020d}"
+
+    async def _wait(self, hangup: Hangup, seen: int, seconds: float) -> None:
+        """Returns when another lease may be had, at the latest after `seconds`."""
+        room = asyncio.create_task(self._room.wait())
+        if len(self._expiry) < self._wanted.window:
+            change = asyncio.create_task(self._store.wait_for_change(seconds, since=seen))
+            await hangup.wait(room, change, seconds=seconds)
+        else:
+            due = max(min(self._expiry.values()) - time.time(), _AGAIN_SECONDS)
+            await hangup.wait(room, seconds=min(due, seconds))
+
+    async def end(self, hangup: Hangup) -> None:
+        """Gives back what is open, where the client asked for it."""
+        if self._superseded or not hangup.gone or self._wanted.on_hangup != "give_back":
+            return
+        for lease_id in list(self._expiry):
+            with suppress(ConflictError, NotFoundError):  # it was over
+                await self._store.nack(lease_id, reason="hang_up")
+
+
+class _Format(Protocol):
+    """How leases are written."""
+
+    media_type: str
+    encoding: str
+    keep_alive: bytes
+
+    def lease(self, lease: Lease) -> AsyncIterator[bytes]: ...
+
+
+class _Events:
+    media_type = EVENTS
+    encoding = ""
+    keep_alive = b":\n\n"
+
+    def __init__(self, travelling: Travelling) -> None:
+        self._travelling = travelling
+
+    async def lease(self, lease: Lease) -> AsyncIterator[bytes]:
+        data = await self._travelling.lease_as_json(lease)
+        # What others posted may have line ends between its values, and none within them.
+        line = data.replace(b"\r", b" ").replace(b"\n", b" ")
+        yield b"id: %s\nevent: lease\ndata: %s\n\n" % (lease.lease_id.encode(), line)
+
+
+class _Frames:
+    media_type = STREAM
+
+    def __init__(self, travelling: Travelling, *, compress: bool) -> None:
+        self._travelling = travelling
+        self._compress = compress
+        self.encoding = "zstd" if compress else ""
+        self.keep_alive = zstd_frame(bytes(4)) if compress else bytes(4)
+
+    async def lease(self, lease: Lease) -> AsyncIterator[bytes]:
+        packed = await self._travelling.lease(lease)
+        length = packed.size.to_bytes(4, "big")
+        if self._compress:
+            for part in packed.compressed(length):
+                yield part
+            return
+        yield length
+        async for part in packed.plain():
+            yield part
+
+
+def _format(travelling: Travelling, headers: Headers) -> _Format:
+    if EVENTS in headers.get("accept", ""):
+        return _Events(travelling)
+    return _Frames(travelling, compress=accepts(headers, "zstd"))
+
+
+class StreamAnswer(Response):
+    """Sends a stream's leases for as long as the client listens."""
+
+    def __init__(
+        self, stream: LeaseStream, streams: Streams, travelling: Travelling, headers: Headers
+    ) -> None:
+        self._format = _format(travelling, headers)
+        super().__init__(media_type=self._format.media_type)
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-store"
+        self.headers["vary"] = "Accept, Accept-Encoding"
+        if self._format.encoding:
+            self.headers["content-encoding"] = self._format.encoding
+        self._stream = stream
+        self._streams = streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(part: bytes, *, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        self._streams.enter(self._stream)
+        async with Hangup(receive) as hangup:
+            try:
+                await send(start)
+                if self._format.media_type == EVENTS:
+                    await write(b"retry: %d\n\n" % _RETRY_MILLISECONDS)
+                await write(self._format.keep_alive)
+                await self._send_leases(hangup, write)
+            finally:
+                self._streams.leave(self._stream)
+            await self._stream.end(hangup)
+        await write(b"", more=False)
+
+    async def _send_leases(self, hangup: Hangup, write: _Write) -> None:
+        try:
+            async for lease in self._stream.leases(hangup):
+                if lease is None:
+                    await write(self._format.keep_alive)
+                    continue
+                async for part in self._format.lease(lease):
+                    await write(part)
+        except EnvserverError as error:
+            # The client connects again and is told what it can do about it.
+            log.info("stream_ended", stream=self._stream.key, why=str(error))
+
+
+class _Write(Protocol):
+    async def __call__(self, part: bytes, *, more: bool = True) -> None: ...
