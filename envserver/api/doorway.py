@@ -12,12 +12,16 @@ from typing import Any, Final
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from structlog.contextvars import bind_contextvars
 
 from . import problems
 from .health import Health, health_routes
 from .lifespan import Lifespan
 
 _RETRY_SECONDS: Final = "1"
+_RUNS: Final = "/v1/runs/"
+_MOST_NAME: Final = 80
+"""Characters of a run's name in a log line."""
 _DISCONNECT: Final[Message] = {"type": "http.disconnect"}
 
 
@@ -48,6 +52,9 @@ class Doorway:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
         elif scope["type"] == "http":
+            if scope["path"].startswith(_RUNS):
+                run = scope["path"].removeprefix(_RUNS).partition("/")[0]
+                bind_contextvars(run=run[:_MOST_NAME])
             await _Visit(self._closing, receive, send).to(self._inside or self._early, scope)
 
     async def _live(self, receive: Receive, send: Send) -> None:

@@ -195,9 +195,11 @@ class _Scorer:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([scorer_process.__name__])
         _start_forkserver()
-        return ProcessPool(
+        pool = ProcessPool(
             1, initializer=scorer_process.load, initargs=self._arguments, context=context
         )
+        _ = pool.active  # starts the process now, in this thread, and not when it is first asked
+        return pool
 
     async def close(self) -> None:
         """Ends the process. It is started again when it is needed."""
