@@ -65,26 +65,37 @@ _LEASES = [
 ]
 
 
+def script() -> str:
+    """SQL that makes a store of version 1 with a group in each state."""
+    lines = [_VERSION_1]
+    for seq, (group_id, state, lease_id) in enumerate(_GROUPS, 1):
+        held = "NULL" if lease_id is None else f"'{lease_id}'"
+        lines += [
+            f"INSERT INTO groups VALUES ({seq}, '{group_id}', 'math', 'group', 4, 100, 50, 2, 3,"
+            f" '{state}', {held}, 950.0);",
+            f"INSERT INTO bodies VALUES ({seq}, 0, CAST('of {group_id}' AS BLOB));",
+        ]
+    for lease_id, group_ids, state in _LEASES:
+        lines.append(
+            f"INSERT INTO leases VALUES ('{lease_id}', 'trainer', '{group_ids}', 960.0, 2000.0,"
+            f" '{state}');"
+        )
+    return "\n".join(lines)
+
+
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """A store of version 1 with a group in each state."""
+    """A store of version 1."""
     path = tmp_path / "store.db"
     connection = sqlite3.connect(path)
     connection.execute("PRAGMA journal_mode=WAL")
-    connection.executescript(_VERSION_1)
-    for seq, (group_id, state, lease_id) in enumerate(_GROUPS, 1):
-        facts = (seq, group_id, "math", "group", 4, 100, 50, 2, 3, state, lease_id, 950.0)
-        connection.execute(f"INSERT INTO groups VALUES ({', '.join('?' * 12)})", facts)
-        connection.execute("INSERT INTO bodies VALUES (?, 0, ?)", (seq, f"of {group_id}".encode()))
-    for lease_id, group_ids, state in _LEASES:
-        facts = (lease_id, "trainer", group_ids, 960.0, 2000.0, state)
-        connection.execute("INSERT INTO leases VALUES (?, ?, ?, ?, ?, ?)", facts)
+    connection.executescript(script())
     connection.commit()
     connection.close()
     return path
 
 
-async def check(path: Path) -> None:
+async def check(path: Path | str) -> None:
     """Everything is as it was, and goes on as it would have."""
     async with open_store(path, clock=lambda: 1000.0) as store:
         counts = await store.counts()
@@ -116,6 +127,26 @@ async def check(path: Path) -> None:
 
 async def test_a_store_of_version_1_is_brought_up_to_date(old: Path) -> None:
     await check(old)
+
+
+async def test_so_is_one_in_postgresql(postgres_url: str) -> None:
+    import asyncpg
+
+    connection = await asyncpg.connect(postgres_url)
+    as_here = script().replace(" BLOB", " BYTEA").replace("DOUBLE", "DOUBLE PRECISION")
+    await connection.execute(as_here.replace("seq INTEGER", "seq BIGINT"))
+    await check(postgres_url)
+    query = (
+        "SELECT table_name, column_name, data_type, is_nullable FROM information_schema.columns"
+        " WHERE table_schema = 'public' UNION ALL"
+        " SELECT tablename, indexname, indexdef, '' FROM pg_indexes WHERE schemaname = 'public'"
+    )
+    migrated = set(map(tuple, await connection.fetch(query)))
+    await connection.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
+    async with open_store(postgres_url):
+        pass
+    assert migrated == set(map(tuple, await connection.fetch(query)))
+    await connection.close()
 
 
 async def test_it_has_the_tables_of_a_new_one(old: Path, tmp_path: Path) -> None:

@@ -81,8 +81,8 @@ def check_lease(lease_id: str, source: LeaseState, target: LeaseState, event: Le
     """
     if (source, target) not in LEASE_TRANSITIONS[event]:
         raise ConflictError(
-            f"Lease {lease_id} is {source}; {event} cannot make it {target}.",
-            hint="Its run was closed or rewound since." if source == "revoked" else "",
+            f"Lease {lease_id} is {source}, which is its end.",
+            hint="Its run was closed or taken back to a checkpoint." if source == "revoked" else "",
             lease_id=lease_id,
             state=source,
         )
