@@ -293,16 +293,16 @@ def test_in_the_long_run_each_has_its_share() -> None:
     }
 
 
-def test_more_may_be_open_where_trainers_wait_and_no_more_where_they_do_not() -> None:
-    slack, at, used = Slack(), 0.0, 8
-    for _ in range(5):
-        at += 1
-        used = 8 + slack.groups(0, 8, used, at)
-    assert used == 8 + 5 * 2
-    for _ in range(5):
-        at += 1
-        used = slack.groups(7, 8, used, at)
-    assert used == 0
+def test_more_may_be_open_where_rollouts_are_long_and_no_more_where_trainers_are_slow() -> None:
+    slack, begun, used = Slack(), 8, 8
+    assert slack.groups(0, 8, used, begun, at=0) == 4
+    for _ in range(3):
+        assert slack.groups(0, 8, 12, begun, at=1) == 4, "nothing was begun since"
+    assert slack.groups(0, 8, 12, begun + 12, at=2) == 10
+    assert slack.groups(0, 8, 11, begun + 99, at=2) == 10, "not all places are taken"
+    assert [slack.groups(7, 8, 0, begun, at=second) for second in (3, 3.1, 4, 5, 6)] == [
+        *(5, 5, 2, 1, 0)
+    ]
 
 
 # The joiner's half

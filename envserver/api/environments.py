@@ -13,10 +13,10 @@ The key goes into the header `x-environment-key`.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import orjson
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from pydantic import BaseModel, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,6 +29,7 @@ from .registered import RemoteEnvironments
 _REGISTRATION: Final = TypeAdapter(Registration)
 _HEARTBEAT: Final = TypeAdapter(Heartbeat)
 _IDS: Final = TypeAdapter(GroupIds)
+_MOST: Final = 2**31 - 1
 _PLACE: Final = "/v1/environments"
 _GROUP_BODY: Final = {"requestBody": {"required": True, "content": {GROUP_MSGPACK: {}}}}
 
@@ -66,13 +67,21 @@ def environment_routes(environments: RemoteEnvironments) -> APIRouter:
         )
 
     @router.post(_PLACE + "/{env_id}/groups", openapi_extra=_GROUP_BODY)
-    async def accept(env_id: str, request: Request) -> Response:
-        """Stores a group; the same one twice is fine. A malformed one: 422, with its place."""
+    async def accept(
+        env_id: str,
+        request: Request,
+        still_open: Annotated[int | None, Query(alias="open", ge=0, le=_MOST)] = None,
+        begun: Annotated[int | None, Query(ge=0, le=_MOST)] = None,
+    ) -> Response:
+        """Stores a group; the same one twice is fine. A malformed one: 422, with its place. `open`
+        and `begun` are as in a heartbeat, without this group.
+        """
         environments.known_as(env_id, _key(request))
         media_type = request.headers.get("content-type", "")
         if media_type.partition(";")[0].strip() != GROUP_MSGPACK:
             raise WrongMediaType(f"A group must be {GROUP_MSGPACK}.")
-        return _json(await environments.accept(env_id, _key(request), await request.body()))
+        body = await request.body()
+        return _json(await environments.accept(env_id, _key(request), body, still_open, begun))
 
     @router.post(_PLACE + "/{env_id}/known", openapi_extra=request_body(GroupIds))
     async def known(env_id: str, request: Request) -> Response:

@@ -215,8 +215,7 @@ class RemoteEnvironments:
         now = self._now_of(one)
         self._presence.hear(one.id)
         now.beat, now.open = beat, beat.open
-        self._shared.count_begun(one.name, beat.begun - now.counted)
-        now.counted = max(now.counted, beat.begun)
+        self._count_begun(one, beat.begun)
         self.wake()
         end = time.monotonic() + min(beat.wait_seconds, self._presence.silent_after_seconds / 3)
         while True:
@@ -228,8 +227,20 @@ class RemoteEnvironments:
             await self._changed(min(left, _LOOK_SECONDS))
             self.known_as(env_id, key)
 
-    async def accept(self, env_id: str, key: str, body: bytes) -> News:
+    async def accept(
+        self,
+        env_id: str,
+        key: str,
+        body: bytes,
+        still_open: int | None = None,
+        begun: int | None = None,
+    ) -> News:
         """Stores a group; it is on disk when this returns. The same one twice is fine.
+
+        Args:
+            still_open: groups that the environment has open beside this one; None: one less than
+                before.
+            begun: that it began since it registered.
 
         Raises:
             NotFoundError, WrongKey: as for `heartbeat`.
@@ -243,9 +254,9 @@ class RemoteEnvironments:
         is_new = not await self._store.existing([group.group_id])
         await self._store.put([put_of(group, body)])
         now = self._now_of(one)
-        if is_new:
-            now.stored += 1
-            now.open = max(0, now.open - 1)
+        now.stored += is_new
+        now.open = max(0, now.open - is_new) if still_open is None else still_open
+        self._count_begun(one, begun or 0)
         news = self._news(one)
         now.room = news.room
         self.wake()
@@ -406,6 +417,11 @@ class RemoteEnvironments:
         everyone += [local.holder() for local in self._local]
         name = asking.share.name
         return self._shared.room(asking, [one for one in everyone if one.share.name != name])
+
+    def _count_begun(self, one: Known, begun: int) -> None:
+        now = self._now_of(one)
+        self._shared.count_begun(one.name, begun - now.counted)
+        now.counted = max(now.counted, begun)
 
     async def _changed(self, seconds: float) -> None:
         change = self._change

@@ -59,26 +59,32 @@ class Slack:
     """Groups that may be open beyond what may wait: none while trainers are the slower side.
 
     What is open and what waits is bounded together, so that nothing grows old in the queue. Where
-    the queue stays nearly empty although all places are taken, rollouts are long, not trainers
-    slow: then ever more may be open.
+    the queue stays nearly empty although all places are taken, and as many groups were begun as
+    there are places, rollouts are long and not the trainers slow: then half as many more may be
+    open.
     """
 
     def __init__(self) -> None:
         self._groups = 0
-        self._looked_at = float("-inf")
+        self._begun = 0
+        self._shrunk_at = float("-inf")
 
-    def groups(self, waiting: int, most: int, used: int, at: float) -> int:
+    def groups(self, waiting: int, most: int, used: int, begun: int, at: float) -> int:
         """How many now.
 
         Args:
             waiting, most: groups in the queue, and how many may be there.
             used: groups that are open.
+            begun: groups that were ever begun.
             at: seconds, of any clock.
         """
-        if at - self._looked_at >= _STEP_SECONDS:
-            self._looked_at = at
-            if waiting > most // 2:
+        places = most + self._groups
+        if waiting > most // 2:
+            self._begun = begun
+            if at - self._shrunk_at >= _STEP_SECONDS:
+                self._shrunk_at = at
                 self._groups //= 2
-            elif waiting <= most // 4 and waiting + used >= most + self._groups:
-                self._groups += max(1, most // 4)
+        elif waiting <= most // 4 and waiting + used >= places and begun - self._begun >= places:
+            self._begun = begun
+            self._groups += max(1, places // 2)
         return self._groups

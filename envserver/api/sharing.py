@@ -74,6 +74,7 @@ class SharedRoom:
         self._sharing: tuple[Share, ...] = ()
         self._shares = fair_shares([Share("none")])
         self._told: Counter[str] = Counter()
+        self._begun = 0
 
     def room(self, asking: Holder, others: Sequence[Holder]) -> int:
         """Groups that `asking` may have open: those that it has (`held`), and its part of what is
@@ -86,7 +87,8 @@ class SharedRoom:
         used = sum(one.held for one in everyone)
         free, most = self._demand.free(asking.env), self._demand.most()
         if self._stretches:
-            free += self._slack.groups(max(0, most - free), most, used, time.monotonic())
+            waiting, at = max(0, most - free), time.monotonic()
+            free += self._slack.groups(waiting, most, used, self._begun, at)
         wants = {one.share.name: one.capacity - one.held for one in everyone}
         self._count(everyone)
         unused = {one.share.name: one.unused for one in everyone}
@@ -98,6 +100,7 @@ class SharedRoom:
 
     def count_begun(self, name: str, groups: int) -> None:
         """`name` has begun so many: it is so far ahead of the others."""
+        self._begun += max(0, groups)
         if any(share.name == name for share in self._sharing):
             for _ in range(min(groups, _MOST_COUNTED)):
                 self._shares.begin(name)

@@ -160,11 +160,18 @@ class Link:
             InputError: it refuses the group for good.
             ConflictError, ConfigError: as for `live`.
         """
-        headers = {"content-type": GROUP_MSGPACK}
-        answer = await self._patiently(
-            lambda: self._send("POST", "/groups", content=body, headers=headers)
-        )
-        self._set_room(_read(News, answer).room)
+
+        async def send() -> httpx.Response:
+            now = self.facts()
+            return await self._send(
+                "POST",
+                "/groups",
+                content=body,
+                headers={"content-type": GROUP_MSGPACK},
+                params={"open": max(0, now.open - 1), "begun": now.begun},
+            )
+
+        self._set_room(_read(News, await self._patiently(send)).room)
 
     async def known(self, group_ids: list[str]) -> set[str]:
         """Which of these groups the server has."""
