@@ -89,16 +89,16 @@ async def test_lease_ack_and_nack(api: Api) -> None:
 
 async def test_leases_expire_and_can_be_extended(api: Api) -> None:
     await put(api, "a", "b")
-    short = (
-        await api.http.post("/v1/runs/run/lease", json={"max_groups": 1, "seconds": 0.2})
-    ).json()
-    kept = (
-        await api.http.post("/v1/runs/run/lease", json={"max_groups": 1, "seconds": 0.2})
-    ).json()
-    body = {"lease_id": kept["lease_id"], "seconds": 600}
+    kept, short = [
+        (
+            await api.http.post("/v1/runs/run/lease", json={"max_groups": 1, "seconds": seconds})
+        ).json()
+        for seconds in (600, 0.2)
+    ]
+    body = {"lease_id": kept["lease_id"], "seconds": 1200}
     extended = await api.http.post("/v1/runs/run/extend", json=body)
     assert extended.json()["expires_at"] > kept["expires_at"] + 500
-    assert await lease(api, wait_seconds=20) == ["a"]
+    assert await lease(api, wait_seconds=20) == ["b"]
     problem(await api.http.post("/v1/runs/run/ack", json={"lease_id": short["lease_id"]}), 409)
 
 
@@ -226,7 +226,36 @@ async def test_the_document_describes_every_route(api: Api) -> None:
         ("limit", 100),
     }
     content = paths["/v1/groups/{group_id}"]["get"]["responses"]["200"]["content"]
-    assert "application/vnd.envserver.group+msgpack" in content
+    assert {"application/vnd.envserver.group+msgpack", "application/json"} == set(content)
+
+
+async def test_the_document_says_what_each_route_of_a_trainer_answers(api: Api) -> None:
+    paths = (await api.get("/openapi.json"))["paths"]
+    ours = ("/v1/runs", "/v1/groups", "/v1/policy-version", "/v1/status")
+    routes = {
+        f"{method} {path}": route
+        for path, methods in paths.items()
+        for method, route in methods.items()
+        if path.startswith(ours)
+    }
+    assert {"post /v1/runs/{run}/close", "get /v1/runs/{run}/stream"} <= set(routes)
+    for name, route in routes.items():
+        assert route["description"], name
+        good = [answer for status, answer in route["responses"].items() if status < "300"]
+        assert good, name
+        assert all("schema" in one for a in good for one in a.get("content", {}).values()), name
+        for status, answer in route["responses"].items():
+            if status >= "400":
+                assert set(answer["content"]) == {"application/problem+json"}, (name, status)
+        if name.startswith("post") and not name.endswith("/close"):
+            assert "requestBody" in route, name
+            assert {"400", "413", "422", "503"} <= set(route["responses"]), name
+    stream = routes["get /v1/runs/{run}/stream"]
+    assert set(stream["responses"]["200"]["content"]) == {
+        "application/vnd.envserver.stream",
+        "text/event-stream",
+    }
+    assert {"window", "on_hangup", "max_tokens"} <= {one["name"] for one in stream["parameters"]}
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.168.1.1", "example.org"])

@@ -33,7 +33,7 @@ def add_group_routes(router: APIRouter, store: Store, travelling: Travelling) ->
 
     @router.get(
         "/v1/groups/{group_id:path}",
-        responses=answers(LeasedGroup, 404, media_types=(GROUP_MSGPACK,), what="The group."),
+        responses=answers(LeasedGroup, 404, 422, media_types=(GROUP_MSGPACK,), what="The group."),
     )
     async def get_group(group_id: str, request: Request) -> Response:
         """One whole group, whatever its state; it is neither leased nor consumed.

@@ -77,6 +77,7 @@ def add_lease_routes(
 
     @router.get(
         "/v1/runs/{run}/stream",
+        response_class=Response,
         responses=answers(
             None, 404, 409, 422, media_types=(STREAM, EVENTS), what="Leases, without end."
         ),
