@@ -15,7 +15,7 @@ import pytest
 from envserver.rollouts.room import Bounds
 from envserver.store import Store, open_store
 from envserver.store.demand import Demand, Staleness
-from envserver.store.rows import GroupPut
+from envserver.store.rows import ATROPOS_RUN, GroupPut
 
 BOUNDS = Bounds(most_groups=4, most_batches=3)
 
@@ -97,6 +97,15 @@ async def test_whoever_waits_for_room_is_woken_by_what_makes_some(store: Store) 
         await asyncio.wait_for(waiting, 10)
         await put(store, *(str(next(numbers)) for _ in range(demand.room("a"))))
         assert demand.room("a") == 0
+
+
+async def test_a_run_that_takes_nothing_yet_bounds_nothing(store: Store) -> None:
+    demand = Demand(store, BOUNDS)
+    await store.create_run(ATROPOS_RUN, batch_size=0)
+    await put(store, "a")
+    assert demand.room("a") == 3
+    await store.set_run(ATROPOS_RUN, batch_size=4)
+    assert demand.most() == demand.room("a") + 1 == 8
 
 
 async def test_what_is_being_made_counts_where_it_would_grow_too_old(store: Store) -> None:

@@ -210,6 +210,7 @@ class Demand:
                 is_hungry=self._store.is_hungry(name),
             )
             for name, run in runs.items()
+            if run.batch_size  # nobody has registered over the Atropos wire yet
         ]
 
     def _groups_per_batch(self, name: str, run: KnownRun) -> int:
