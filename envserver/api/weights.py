@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from ..proxy.gate import Gate, InFlight
 from .bodies import read_body, request_body
 from .native import VERSION_LIMIT, PolicyVersion
+from .native.answers import answers
 from .registered import RemoteEnvironments
 
 _LONGEST_WAIT_SECONDS: Final = 3600.0
@@ -39,6 +40,19 @@ class ResumeRequest(BaseModel):
     """The policy version that the engine serves now; unset: as before."""
 
 
+class PolicyAnswer(BaseModel):
+    paused: bool
+    in_flight: int
+    """Calls at the engine."""
+    waiting: int
+    version: int
+
+
+class PausedAnswer(PolicyAnswer):
+    idle: bool
+    """Whether no call is left at the engine (always with keep)."""
+
+
 _PAUSE: Final = TypeAdapter(PauseRequest)
 _RESUME: Final = TypeAdapter(ResumeRequest)
 
@@ -47,7 +61,11 @@ def weight_routes(gate: Gate, policy: PolicyVersion, environments: RemoteEnviron
     """The routes, for the calls behind `gate`, and those of environments on other machines."""
     router = APIRouter(tags=["native"])
 
-    @router.post("/v1/policy/pause", openapi_extra=request_body(PauseRequest))
+    @router.post(
+        "/v1/policy/pause",
+        openapi_extra=request_body(PauseRequest),
+        responses=answers(PausedAnswer, body=True, what="It is paused."),
+    )
     async def pause(request: Request) -> Response:
         """Lets no new call reach the engine. Pausing again chooses anew."""
         wanted = await read_body(request, _PAUSE)
@@ -55,7 +73,11 @@ def weight_routes(gate: Gate, policy: PolicyVersion, environments: RemoteEnviron
         idle = await asyncio.gather(gate.pause(*how), environments.pause(*how))
         return JSONResponse({**_state(gate, policy), "idle": all(idle)})
 
-    @router.post("/v1/policy/resume", openapi_extra=request_body(ResumeRequest))
+    @router.post(
+        "/v1/policy/resume",
+        openapi_extra=request_body(ResumeRequest),
+        responses=answers(PolicyAnswer, 409, body=True, what="Calls go on."),
+    )
     async def resume(request: Request) -> Response:
         """Lets calls go on; twice is fine. A version lower than before: 409."""
         wanted = await read_body(request, _RESUME)
@@ -65,7 +87,7 @@ def weight_routes(gate: Gate, policy: PolicyVersion, environments: RemoteEnviron
         environments.resume()
         return JSONResponse(_state(gate, policy))
 
-    @router.get("/v1/policy")
+    @router.get("/v1/policy", responses=answers(PolicyAnswer, what="How calls stand."))
     async def state() -> Response:
         """Whether calls are paused, how many are at the engine and how many wait."""
         return JSONResponse(_state(gate, policy))
