@@ -18,11 +18,15 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from envserver.records import Group, Score, Trajectory, Usage, pack
+from envserver.records import Group, Score, Trajectory, Usage, pack, unpack
 from envserver.records import Sequence as TokenSequence
+from envserver.remote.messages import GROUP_MSGPACK, KEY_HEADER
+from envserver.rollouts.stream import group_id as stream_group_id
+from envserver.rollouts.stream import stream_prefix
 from envserver.store import GroupPut
 
 AT_A_TIME = 8
+ENVIRONMENT = "bench"
 _VOCABULARY = 150_000
 
 
@@ -62,24 +66,26 @@ def posted(count: int, tokens: int, seed: int = 0, env_id: int | None = None) ->
     return json.dumps(group).encode()
 
 
-def packed(group_id: str, count: int, tokens: int, seed: int = 0) -> GroupPut:
-    """The same group as one of our own environments makes it."""
+def packed(index: int, count: int, tokens: int) -> GroupPut:
+    """The same group as one of our own environments makes it: that at `index` of its stream."""
+    group_id = stream_group_id(stream_prefix(ENVIRONMENT, "train", 0), index, "task")
     group = Group(
         group_id=group_id,
-        index=0,
-        env="bench",
+        index=index,
+        env=ENVIRONMENT,
         task_id="task",
         split="train",
+        seed=0,
         trajectories=[
-            _trajectory(f"{group_id}-{index}", row)
-            for index, row in enumerate(rows(count, tokens, seed))
+            _trajectory(f"{group_id}-{number}", row)
+            for number, row in enumerate(rows(count, tokens, index % 16))
         ],
         policy_version=1,
         generation_params={},
     )
     return GroupPut(
         group_id=group_id,
-        env="bench",
+        env=ENVIRONMENT,
         format="group",
         body=pack(group),
         size=count,
@@ -105,7 +111,7 @@ def _trajectory(rollout_id: str, row: dict[str, list[Any]]) -> Trajectory:
         rollout_id=rollout_id,
         attempt=1,
         task_id="task",
-        env="bench",
+        env=ENVIRONMENT,
         sequences=[sequence],
         messages=[],
         tools=[],
@@ -117,6 +123,14 @@ def _trajectory(rollout_id: str, row: dict[str, list[Any]]) -> Trajectory:
         turns=1,
         usage=Usage(),
     )
+
+
+def renumbered(body: bytes, index: int) -> bytes:
+    """The packed group `body` at another place of its stream."""
+    group = unpack(body, Group)
+    group.index = index
+    group.group_id = stream_group_id(stream_prefix(ENVIRONMENT, "train", 0), index, "task")
+    return pack(group)
 
 
 def compressed(bodies: Sequence[bytes]) -> list[bytes]:
@@ -186,6 +200,33 @@ class Wire:
         ):
             answer.raise_for_status()
             await answer.read()
+
+    async def join(self) -> None:
+        """Registers as an environment on another machine, whose groups are packed."""
+        body = {
+            "name": ENVIRONMENT,
+            "instance": "instance",
+            "env": ENVIRONMENT,
+            "split": "train",
+            "seed": 0,
+            "group_size": 1,
+        }
+        welcome = await self._post("/v1/environments", body)
+        self._joined = f"{self.url}/v1/environments/{welcome['id']}/groups"
+        self._headers = {KEY_HEADER: welcome["key"], "content-type": GROUP_MSGPACK}
+
+    async def post_packed(self, bodies: Sequence[bytes]) -> None:
+        """Posts each of `bodies`, over connections that are kept, as `envserver join` does."""
+        waiting = iter(bodies)
+
+        async def environment(session: aiohttp.ClientSession) -> None:
+            for body in waiting:
+                async with session.post(self._joined, data=body, headers=self._headers) as answer:
+                    answer.raise_for_status()
+                    await answer.read()
+
+        async with aiohttp.ClientSession() as session:
+            await asyncio.gather(*[environment(session) for _ in range(AT_A_TIME)])
 
     async def fetch(self) -> bytes:
         """A batch as it comes, gzip."""
