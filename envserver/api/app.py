@@ -115,6 +115,9 @@ def create_api(
 
     app = FastAPI(title="envserver", version=__version__, lifespan=lifespan)
     problems.install(app)
+    # First: routes are tried in their order, and these are called most.
+    wire = atropos_routes(atropos)
+    app.include_router(wire)
     app.include_router(native_routes(store, atropos, policy, settings=settings, status=status))
     app.include_router(health_routes(health or _store_only(store)))
     if metrics is not None:
@@ -122,8 +125,6 @@ def create_api(
     if gate is not None:
         app.include_router(weight_routes(gate, policy, joined))
     app.include_router(environment_routes(joined))
-    wire = atropos_routes(atropos)
-    app.include_router(wire)
     app.add_middleware(RequestBodies, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(CompressedAnswers)
     if settings.tokens_file is not None:
