@@ -14,7 +14,6 @@ import httpx
 import pytest
 import yaml
 from support.api import Api, running_api
-from support.commands import envserver
 from support.proxy_house import house
 
 from envserver.api.access_rules import RULES, rules_of
@@ -28,6 +27,7 @@ from envserver.api.access_tokens import (
 from envserver.api.app import create_api
 from envserver.api.limits import Strangers, TooManyRequests
 from envserver.api.server import serve_api
+from envserver.cli import main
 from envserver.config import ServerConfig
 from envserver.errors import ConfigError, ConflictError, NotFoundError
 from envserver.proxy.gate import Gate
@@ -132,23 +132,31 @@ def test_a_broken_file_changes_nothing_for_a_server_that_runs(path: Path, broken
         AccessTokens(path)
 
 
-def test_the_command_makes_lists_and_revokes(tmp_path: Path) -> None:
-    made = envserver(
-        "token", "create", "--role", "trainer", "--name", "t", "--expires", "30d", folder=tmp_path
-    )
-    assert made.returncode == 0, made.stderr
-    text = made.stdout.strip()
-    assert text not in made.stderr
-    path = tmp_path / "data" / "tokens.yaml"
+def test_the_command_makes_lists_and_revokes(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ["--tokens", str(path)]
+    more = ["--role", "trainer", "--name", "t", "--expires", "30d", *place]
+    assert main(["token", "create", *more]) == 0
+    text, told = capsys.readouterr()
+    assert text.strip() not in told
     (entry,) = read_tokens(path)
-    assert AccessTokens(path).find(text) == entry
+    assert AccessTokens(path).find(text.strip()) == entry
     assert entry.expires_at is not None
     assert entry.expires_at - entry.created_at == timedelta(days=30)
-    listed = envserver("token", "list", folder=tmp_path).stdout
+    assert main(["token", "create", *more]) == 2
+    assert main(["token", "create", "--role", "king", "--name", "k", *place]) == 2
+    assert (
+        main(["token", "create", "--role", "admin", "--name", "k", "--expires", "9", *place]) == 2
+    )
+    capsys.readouterr()
+    assert main(["token", "list", *place]) == 0
+    listed = capsys.readouterr().out
     assert {"t", "trainer", entry.id} <= set(listed.split())
     assert entry.sha256 not in listed
-    assert envserver("token", "revoke", "t", folder=tmp_path).returncode == 0
+    assert main(["token", "revoke", "t", *place]) == 0
     assert read_tokens(path) == []
+    assert main(["token", "revoke", "t", *place]) == 2
 
 
 # Roles
