@@ -140,7 +140,8 @@ async def _removable(
 
 
 def _drawn_from(memory: Memory) -> set[str]:
-    known = memory.runs.values()
+    # A run without a batch is that of the Atropos wire before anybody has registered.
+    known = [run for run in memory.runs.values() if run.batch_size]
     queues = {run.queue for run in known if run.state == "open"}
     if not known or any(run.delivery == "shared" for run in known):
         queues.add(SHARED)
