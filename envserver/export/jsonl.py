@@ -63,6 +63,8 @@ def group_line(
         "created_at": group.created_at,
         "rollouts": _rollouts(group.trajectories, include_actions),
         "failures": [_failure(failure) for failure in group.failures],
+        "asked": group.asked,
+        "lost": group.lost,
     }
     return orjson.dumps(
         line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY, default=str
