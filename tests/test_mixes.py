@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import envserver, free_port, group_ids, read_jsonl, running, until
 
+from clients.http import SyncEnvClient
 from envserver import ConfigError, main
 from envserver.cli.mixing import read_mix
 from envserver.cli.settings import load_settings
@@ -263,6 +264,27 @@ def test_a_server_offers_all_of_them_to_one_trainer(folder: Path) -> None:
     assert abs(by_name["right"] - 9) <= 1, by_name
     assert status["environment"] == "left,right"
     assert status["environments"] == by_name
+
+
+def test_one_whose_groups_are_all_filtered_keeps_no_trainer_waiting(folder: Path) -> None:
+    """Though it has the larger weight, a full queue holds all back, and old groups are dropped."""
+    name = "ensure_scores_are_not_same"
+    path = mixed(folder, left=f"{name}: true", all=f"{name}: false")
+    port = free_port()
+    words = ("serve", "--config", path, "--port", port, "--rollouts.max_queued_groups", 3)
+    with running(*words, "--rollouts.max_staleness_at_delivery", 1, folder=folder) as server:
+        server.wait_for("Trainers: ")
+        url = f"http://127.0.0.1:{port}"
+        with SyncEnvClient(url, run="trainer", batch_size=2) as client:
+            for version in range(4):
+                batch = client.lease(wait_seconds=60)
+                assert batch is not None, server.output()
+                assert {group.env for group in batch.groups} == {"right"}
+                client.ack(batch)
+                client.publish_policy_version(version)
+        status = httpx.get(f"{url}/v1/status").json()["server"]
+    assert status["groups_dropped"]["zero_variance"] > 0
+    assert status["environments"]["left"] == 0
 
 
 def test_what_cannot_be_mixed_is_told_before_anything_starts(
