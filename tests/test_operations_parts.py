@@ -20,6 +20,7 @@ from fastapi import FastAPI, Request
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.responses import Response, StreamingResponse
+from support.api import native_group, put_native
 
 from envserver.api.app import create_api
 from envserver.api.doorway import Doorway
@@ -116,6 +117,34 @@ async def test_who_comes_too_early_is_told_so_and_who_waits_at_the_end_is_answer
             door.close()
             assert [chunk async for chunk in chunks] == []  # ended, not broken off
         assert (await waiting).status_code == 204
+
+
+async def test_a_lease_stays_with_its_stream_when_the_server_ends(tmp_path: Path) -> None:
+    async with open_store(tmp_path / "s.db") as store:
+        async with at_the_door(Health()) as (door, http):
+            await door.open(create_api(store, settings=ServerConfig()))
+            await put_native(store, native_group("group-1"))
+            await http.post("/v1/runs", json={"name": "run", "batch_size": 1})
+            waiting = asyncio.create_task(
+                http.post("/v1/runs/run/lease", json={"min_groups": 2, "wait_seconds": 60})
+            )
+            await asyncio.sleep(0.2)
+            query = {"on_hangup": "give_back"}
+            accept = {"accept": "text/event-stream"}
+            async with http.stream(
+                "GET", "/v1/runs/run/stream", params=query, headers=accept
+            ) as streamed:
+                lines = streamed.aiter_lines()
+                async for line in lines:
+                    if line.startswith("id: "):
+                        break
+                lease_id = line.removeprefix("id: ")
+                door.close()
+                async for _ in lines:
+                    pass
+            assert (await waiting).status_code == 204
+        await store.ack(lease_id)
+        assert (await store.counts())["acked"] == 1
 
 
 async def test_requests_are_counted_by_the_template_of_their_route(tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ from structlog.contextvars import bind_contextvars
 
 from . import problems
 from .health import Health, health_routes
-from .lifespan import Lifespan
+from .lifespan import SERVER_ENDS, Lifespan
 
 _RETRY_SECONDS: Final = "1"
 _RUNS: Final = "/v1/runs/"
 _MOST_NAME: Final = 80
 """Characters of a run's name in a log line."""
-_DISCONNECT: Final[Message] = {"type": "http.disconnect"}
+_DISCONNECT: Final[Message] = {"type": "http.disconnect", SERVER_ENDS: True}
 
 
 class Doorway:

@@ -7,9 +7,12 @@ it raised reaches the caller.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Final
 
 from starlette.types import ASGIApp, Message
+
+SERVER_ENDS: Final = "envserver.server_ends"
+"""In a message `http.disconnect`: not the client has gone, the server is about to."""
 
 
 class Lifespan:

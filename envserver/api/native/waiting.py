@@ -18,6 +18,7 @@ from starlette.types import Receive
 
 from ...errors import InputError
 from ...store import Lease, Store
+from ..lifespan import SERVER_ENDS
 from .models import MOST_GROUPS, Limits
 from .policy import PolicyVersion
 
@@ -29,6 +30,8 @@ class Hangup:
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
+        self.server_ends = False
+        """Whether the client is still there, and the server ends."""
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._listen(), name="hang-up")
@@ -65,8 +68,9 @@ class Hangup:
                 other.result()
 
     async def _listen(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+        while (message := await self._receive())["type"] != "http.disconnect":
             pass
+        self.server_ends = SERVER_ENDS in message
 
 
 class Leasing:
