@@ -35,7 +35,7 @@ InFlight = Literal["drain", "keep", "abort"]
 Delivery = Literal["shared", "broadcast"]
 
 LONGEST_WAIT_SECONDS: Final = 60.0
-_PASSING: Final = frozenset({429, 502, 503, 504})
+_PASSING: Final = frozenset({429, 502, 503, 504, 507})
 
 
 class ServerUnreachable(EnvserverError):
