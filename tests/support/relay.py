@@ -63,6 +63,12 @@ class Relay(list[Echo]):
             await runner.cleanup()
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
+        try:
+            return await self._forwarded(request)
+        except aiohttp.ClientConnectionError as error:  # the engine is away
+            return web.Response(status=502, text=str(error))
+
+    async def _forwarded(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         headers = {"content-type": "application/json"}
         heard = bytearray()

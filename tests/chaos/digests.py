@@ -1,0 +1,49 @@
+"""What a group is known by, whoever has it: a digest of its rows' tokens and masks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from envserver import Group, unpack
+
+Rows = Iterable[tuple[Any, Any]]
+
+
+def digest_of_rows(rows: Rows) -> str:
+    """Of (tokens, trained mask) of each row, in their order."""
+    made = hashlib.sha256()
+    for tokens, mask in rows:
+        made.update(np.asarray(tokens, np.int32).tobytes())
+        made.update(b"|" + np.asarray(mask, np.uint8).tobytes() + b";")
+    return made.hexdigest()[:24]
+
+
+def digest_of_group(body: bytes) -> str:
+    """Of a packed group."""
+    group = unpack(body, Group)
+    rows = [row for trajectory in group.trajectories for row in trajectory.sequences]
+    return digest_of_rows((row.tokens, row.mask) for row in rows)
+
+
+def digest_of_post(body: bytes) -> str:
+    """Of a group as it is posted over the Atropos wire."""
+    post = orjson.loads(body)
+    masks = [np.asarray(row) != -100 for row in post["masks"]]
+    return digest_of_rows(zip(post["tokens"], masks, strict=True))
+
+
+def sampled_runs(tokens: NDArray[np.int32], mask: NDArray[np.uint8]) -> Iterator[str]:
+    """A digest of each uninterrupted run of trained tokens."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
+    for start, end in edges.reshape(-1, 2).tolist():
+        yield digest_of_tokens(tokens[start:end].tolist())
+
+
+def digest_of_tokens(tokens: list[int]) -> str:
+    return hashlib.sha256(np.asarray(tokens, np.int32).tobytes()).hexdigest()[:24]

@@ -1,0 +1,121 @@
+"""A relay for HTTP that loses or repeats the next requests when it is told to, and remembers which
+groups producers were told are accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator
+from typing import Final, Literal
+
+import aiohttp
+from aiohttp import web
+
+from .digests import digest_of_group, digest_of_post
+
+Trouble = Literal["lose the request", "lose the answer", "send it twice"]
+TROUBLES: Final[tuple[Trouble, ...]] = ("lose the request", "lose the answer", "send it twice")
+_HOP: Final = {"connection", "keep-alive", "transfer-encoding", "content-length", "host"}
+
+
+class FaultyRelay:
+    """Made by `faulty_relay`.
+
+    `accepted` has the digest of each group whose producer was answered 200, `seen` how many
+    requests met which trouble.
+    """
+
+    def __init__(self, server_url: str) -> None:
+        self.url = ""
+        self.accepted: set[str] = set()
+        self.seen: Counter[str] = Counter()
+        self._server_url = server_url
+        self._troubles: deque[Trouble] = deque()
+
+    def trouble(self, kind: Trouble, requests: int = 1) -> None:
+        """The next `requests` requests meet it, whosever they are."""
+        self._troubles.extend([kind] * requests)
+
+    async def serve(self, started: threading.Event, ended: asyncio.Event) -> None:
+        app = web.Application(client_max_size=2**28)
+        app.router.add_route("*", "/{path:.*}", self._forward)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        timeout = aiohttp.ClientTimeout(total=120)
+        async with aiohttp.ClientSession(
+            connector=connector, auto_decompress=False, timeout=timeout
+        ) as self._http:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            started.set()
+            await ended.wait()
+            await runner.cleanup()
+
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        trouble = self._troubles.popleft() if self._troubles else None
+        if trouble is not None:
+            self.seen[trouble] += 1
+        if trouble == "lose the request":
+            return _hang_up(request)
+        try:
+            if trouble == "send it twice":
+                await self._ask(request, body)
+            status, headers, answer = await self._ask(request, body)
+        except (aiohttp.ClientError, TimeoutError):
+            return _hang_up(request)  # the server is away: so it looks to the client, too
+        if trouble == "lose the answer":
+            return _hang_up(request)
+        if status == 200:
+            self._remember(request.path, body)
+        return web.Response(status=status, headers=headers, body=answer)
+
+    async def _ask(self, request: web.Request, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        headers = {
+            name: value for name, value in request.headers.items() if name.lower() not in _HOP
+        }
+        async with self._http.request(
+            request.method, self._server_url + request.path_qs, data=body, headers=headers
+        ) as answer:
+            told = {n: v for n, v in answer.headers.items() if n.lower() not in _HOP}
+            return answer.status, told, await answer.read()
+
+    def _remember(self, path: str, body: bytes) -> None:
+        if path == "/scored_data":
+            self.accepted.add(digest_of_post(body))
+        elif path.startswith("/v1/environments/") and path.endswith("/groups"):
+            self.accepted.add(digest_of_group(body))
+
+
+def _hang_up(request: web.Request) -> web.StreamResponse:
+    if request.transport is not None:
+        request.transport.abort()
+    return web.Response(status=502)
+
+
+@contextlib.contextmanager
+def faulty_relay(server_url: str) -> Iterator[FaultyRelay]:
+    """A relay before `server_url`, in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    made = FaultyRelay(server_url)
+    started, ended = threading.Event(), asyncio.Event()
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(made.serve(started, ended))
+        finally:
+            started.set()
+            loop.close()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    started.wait(10)
+    try:
+        yield made
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        thread.join(10)

@@ -1,0 +1,81 @@
+"""Under random faults of everything, no accepted group is lost, none comes again after it was
+acknowledged, and tokens stay what they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from chaos.faults import torment
+from chaos.judge import Verdict, judge
+from chaos.world import World, world
+from support.postgres import Postgres
+
+from envserver.sandbox import linux
+
+SEED = 20261122
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A disk of 64 MB for the store; an ordinary folder where we may not mount one."""
+    folder.mkdir()
+    if os.geteuid() != 0:
+        yield folder
+        return
+    linux.mount("tmpfs", str(folder), "tmpfs", data="size=64m")
+    try:
+        yield folder
+    finally:
+        linux.unmount(str(folder))
+
+
+def report(made: World, done: Counter[str], verdict: Verdict) -> str:
+    """For people."""
+    lines = [
+        f"chaos on {'SQLite' if made.postgres is None else 'PostgreSQL'}: {done.total()} faults"
+    ]
+    lines += [f"  {name:50} {count:5}" for name, count in done.most_common()]
+    lines += [f"  {name:50} {count:5}" for name, count in made.relay.seen.items()]
+    starts = ", ".join(f"{name} {count}" for name, count in made.starts.items())
+    return "\n".join([*lines, f"  starts: {starts}", verdict.table()])
+
+
+def torture(
+    made: World, faults: int, tell: Callable[[str], None], *, finish_seconds: float
+) -> None:
+    done = torment(
+        made, SEED, faults, rest_seconds=(0.1, 0.8), progress=0.5 if faults < 50 else 0.2
+    )
+    made.let_finish(finish_seconds)
+    engine_said = [echo.completion_ids for echo in made.witness]
+    verdict = judge(made.relay.accepted, engine_said, made.journals(), made.deliveries)
+    tell(report(made, done, verdict))
+    assert verdict.faults == []
+    assert done.total() == faults
+    assert min(verdict.accepted, verdict.acknowledged, verdict.sampled_runs) > faults / 2
+
+
+@pytest.mark.parametrize("faults", [12, pytest.param(500, marks=pytest.mark.slow)])
+def test_on_sqlite_two_trainers_share_every_group_exactly_once(
+    faults: int, tmp_path: Path, tell: Callable[[str], None]
+) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        store = str(disk / "store.db")
+        with world(tmp_path, store=store, postgres=None) as made:
+            torture(made, faults, tell, finish_seconds=60 + faults)
+
+
+@pytest.mark.parametrize("faults", [12, pytest.param(500, marks=pytest.mark.slow)])
+def test_on_postgresql_each_of_two_trainers_gets_every_group_exactly_once(
+    faults: int, tmp_path: Path, postgres: Postgres, tell: Callable[[str], None]
+) -> None:
+    deliveries = {"a": "shared", "b": "broadcast"}
+    store = postgres.emptied()
+    with world(tmp_path, store=store, postgres=postgres, deliveries=deliveries) as made:
+        torture(made, faults, tell, finish_seconds=60 + faults)
