@@ -261,11 +261,15 @@ async def test_stale_groups_are_dropped_and_counted(store: Store) -> None:
     assert (counters["stale_dropped"], counters["nacked: too long"]) == (6, 1)
 
 
-async def test_reasons_are_counted_but_not_without_end(store: Store, where: str) -> None:
-    await store.put([group("a")])
-    for number in range(70):
-        lease = await leased(store)
-        await store.nack(lease.lease_id, reason=f"reason {number} {'x' * 1000}")
+async def test_reasons_are_counted_but_not_without_end(store: Store) -> None:
+    await store.put([group(f"g{n}") for n in range(70)])
+    held = await asyncio.gather(*[leased(store, max_groups=1) for _ in range(70)])
+    await asyncio.gather(
+        *[
+            store.nack(lease.lease_id, reason=f"reason {n} {'x' * 1000}")
+            for n, lease in enumerate(held)
+        ]
+    )
     counters = await store.counters()
     reasons = {name: n for name, n in counters.items() if name.startswith("nacked")}
     assert sum(reasons.values()) == 70
