@@ -122,6 +122,20 @@ async def test_what_is_being_made_counts_where_it_would_grow_too_old(store: Stor
     await asyncio.wait_for(waiting, 10)
 
 
+async def test_who_asks_for_more_than_it_said_gets_it_and_nobody_waits_for_ever(
+    store: Store,
+) -> None:
+    demand = Demand(store, Bounds(most_groups=100, most_batches=1, max_staleness=0))
+    await store.create_run("trainer", batch_size=2)
+    await put(store, "a", "b")
+    assert await store.lease("trainer", max_groups=2, seconds=60) is not None
+    assert demand.room("a") == 0  # it trains these, and then publishes
+    assert await store.lease("trainer", min_groups=5, seconds=60) is None
+    await put(store, *(f"more {n}" for n in range(demand.room("a"))))
+    assert await store.lease("trainer", min_groups=5, seconds=60) is not None
+    assert demand.room("a") == 0
+
+
 async def test_a_run_that_takes_some_environments_is_served_while_others_fill_the_queue(
     store: Store,
 ) -> None:

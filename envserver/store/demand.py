@@ -71,14 +71,13 @@ class Staleness:
             try:
                 if self._store.may_hold_older(oldest):
                     self.dropped += await self._store.drop_stale(oldest)
+                await _first(
+                    self._published.wait(published, None),
+                    self._store.wait_for_change(None, since=seen),
+                )
             except StoreError as error:
                 log.error("stale_groups.not_dropped", error=str(error))
                 await asyncio.sleep(_PAUSE_AFTER_FAILURE_SECONDS)
-                continue
-            await _first(
-                self._published.wait(published, None),
-                self._store.wait_for_change(None, since=seen),
-            )
 
 
 class Demand:
@@ -207,15 +206,15 @@ class Demand:
                 queue=run.queue,
                 batch=self._groups_per_batch(name, run),
                 environments=run.environments,
-                is_hungry=self._store.is_hungry(name),
+                is_hungry=self._store.hungry_for(name) > 0,
             )
             for name, run in runs.items()
             if run.batch_size  # nobody has registered over the Atropos wire yet
         ]
 
     def _groups_per_batch(self, name: str, run: KnownRun) -> int:
-        """Over the Atropos wire a batch is counted in sequences; as many groups are enough for it,
-        however small they are."""
+        """As many as its trainer takes at a time: what it said, or asks for at least. Over the
+        Atropos wire a batch is counted in sequences: enough groups for it, however small."""
         if name != ATROPOS_RUN:
-            return run.batch_size
+            return max(run.batch_size, self._store.hungry_for(name))
         return math.ceil(run.batch_size / self._smallest_group)

@@ -74,10 +74,10 @@ async def lease(
                     state=row.state,
                 )
     if not rows:
-        tx.memory.hungry.add(run)
+        tx.memory.hungry[run] = wanted.min_groups if isinstance(wanted, Wanted) else len(wanted)
         tx.memory.activity += 1
         return None
-    tx.memory.hungry.discard(run)
+    tx.memory.hungry.pop(run, None)
     lease_id = lease_id or uuid.uuid4().hex
     expires_at = tx.now + seconds
     rows = await advance(tx, known.queue, rows, "leased", "lease", lease_id=lease_id)

@@ -73,7 +73,7 @@ class Memory:
         stored_bytes: of the bodies of all groups that are kept.
         changes: grows when something is queued or a run is closed.
         activity: grows with every change of a delivery or a run.
-        hungry: the runs whose latest lease found nothing, or too little.
+        hungry: the runs whose latest lease found too little, and how many it asked for at least.
         conflicting_puts: puts since opening of an id that was there with another body.
     """
 
@@ -87,7 +87,7 @@ class Memory:
     changes: int = 0
     conflicting_puts: int = 0
     activity: int = 0
-    hungry: set[str] = field(default_factory=set)
+    hungry: dict[str, int] = field(default_factory=dict)
 
     def copy(self) -> Memory:
         return Memory(
@@ -101,7 +101,7 @@ class Memory:
             self.changes,
             self.conflicting_puts,
             self.activity,
-            set(self.hungry),
+            dict(self.hungry),
         )
 
     def tally(self, queue: str, env: str, state: GroupState, count: int) -> None:

@@ -94,9 +94,9 @@ class Watching:
         known = self._writer.memory.runs
         return {name: run for name, run in known.items() if run.state == "open"}
 
-    def is_hungry(self, run: str) -> bool:
-        """Whether the latest lease of a run found nothing, or too little."""
-        return run in self._writer.memory.hungry
+    def hungry_for(self, run: str) -> int:
+        """The least groups that the latest lease of a run asked for and did not find; else 0."""
+        return self._writer.memory.hungry.get(run, 0)
 
     @property
     def activity(self) -> int:
