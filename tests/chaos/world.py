@@ -81,7 +81,7 @@ class World:
             self.processes[name] = subprocess.Popen(
                 [str(word) for word in self._words(name)],
                 cwd=self.folder,
-                env=environment_variables() | {"PYTHONPATH": str(TESTS)},
+                env=_variables(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -224,6 +224,11 @@ class World:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(30)
+
+
+def _variables() -> dict[str, str]:
+    kept = environment_variables()
+    return kept | {"PYTHONPATH": os.pathsep.join([str(TESTS), kept.get("PYTHONPATH", "")])}
 
 
 @contextlib.contextmanager
