@@ -13,7 +13,7 @@ import os
 import signal
 import sqlite3
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +211,70 @@ async def test_a_connection_that_hangs_is_given_up_and_the_lock_taken_again(
         await watcher.close()
         assert {"before", "after"} <= set(ids(await store.pending()))
         assert (await store.counts())["queued"] == len(await store.pending())
+
+
+@contextlib.asynccontextmanager
+async def cut_after(word: bytes, port: int, cuts: list[bytes]) -> AsyncIterator[int]:
+    """A port that leads to `port`; says nothing after `word` was sent there, once for each of
+    `cuts`, and hangs up when it was understood.
+    """
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
+        back = asyncio.create_task(copy(far_reader, writer))
+        while data := await reader.read(65_536):
+            if cuts and word in data:
+                cuts.pop()
+                back.cancel()
+                await asyncio.wait([back])
+                far_writer.write(data)
+                await far_reader.read(100)  # it is done
+                break
+            far_writer.write(data)
+        back.cancel()
+        far_writer.close()
+        writer.close()
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65_536):
+            writer.write(data)
+        writer.close()
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+async def test_a_commit_whose_answer_is_lost_has_happened_once(
+    postgres: Postgres, postgres_url: str
+) -> None:
+    cuts: list[bytes] = []
+    async with (
+        cut_after(b"COMMIT;", postgres.port, cuts) as port,
+        open_store(postgres_url.replace(f":{postgres.port}/", f":{port}/")) as store,
+    ):
+        await store.create_run("trainer", batch_size=1)
+        await store.put([group("a"), group("b")])
+        cuts.append(b"put")
+        with pytest.raises(StoreError):
+            await store.put([group("c")])
+        assert await patiently(lambda: store.put([group("c")])) == [False]  # it is there
+        cuts.append(b"lease")
+        with pytest.raises(StoreError):
+            await store.lease("trainer", max_groups=1, seconds=60)
+        lease = await patiently(lambda: store.lease("trainer", max_groups=1, seconds=60))
+        assert ids(lease.groups) == ["b"]  # "a" is leased by whoever did not hear of it
+        cuts.append(b"ack")
+        with pytest.raises(StoreError):
+            await store.ack(lease.lease_id)
+        await patiently(lambda: store.ack(lease.lease_id))
+        assert not cuts
+        counts = await store.counts()
+        assert (counts["queued"], counts["leased"], counts["acked"]) == (1, 1, 1)
+        assert len(await store.expire(time.time() + 100)) == 1
+        assert ids(await store.pending()) == ["a", "c"]
 
 
 def test_tries_are_further_and_further_apart() -> None:
