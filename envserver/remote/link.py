@@ -226,8 +226,10 @@ class Link:
 
     async def _beat(self) -> tuple[float, News]:
         """When the server was asked, and what it said."""
+        # What waits for the first word of the server must not wait for its first news.
+        wait_seconds = _POLL_SECONDS if self._gate.is_fresh else 0.0
         self._said = self.facts().model_copy(
-            update={"seen": self._news, "quiet": self._quiet, "wait_seconds": _POLL_SECONDS}
+            update={"seen": self._news, "quiet": self._quiet, "wait_seconds": wait_seconds}
         )
         asked_at = time.monotonic()
         answer = await self._send("POST", "/heartbeat", json=self._said.model_dump())
