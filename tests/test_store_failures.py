@@ -533,6 +533,20 @@ async def test_a_database_that_stands_still_makes_callers_wait(
         assert (await store.counts())["queued"] == 51
 
 
+async def test_a_database_that_stands_still_does_not_keep_the_store_open(
+    postgres: Postgres, postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("COMMAND_SECONDS", "CLOSE_SECONDS"):
+        monkeypatch.setattr(database, name, 0.5)
+    async with contextlib.AsyncExitStack() as stack:
+        store = await stack.enter_async_context(open_store(postgres_url))
+        await store.put([group("before")])
+        with postgres.paused():
+            await asyncio.wait_for(stack.aclose(), 40)
+    async with open_store(postgres_url) as store:
+        assert ids(await store.pending()) == ["before"]
+
+
 # More readers than connections
 
 

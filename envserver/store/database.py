@@ -8,6 +8,7 @@ an advisory lock that ends with the connection that writes.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -51,6 +52,7 @@ _END_SESSION: Final = text(
     " WHERE locktype = 'advisory' AND granted AND pid = :pid"
     f" AND (classid::bigint << 32) + objid::bigint = {_ADVISORY_KEY}"
 )
+CLOSE_SECONDS = 5.0
 CONNECT_SECONDS = 10.0
 COMMAND_SECONDS = 60.0
 """How long PostgreSQL may take for a statement or a commit until it counts as not answering."""
@@ -107,8 +109,7 @@ async def open_database(where: str | Path) -> AsyncIterator[Database]:
             database = _sqlite(url, files)
         else:
             database = _postgresql(url)
-        stack.push_async_callback(database.reader.dispose)
-        stack.push_async_callback(database.writer.dispose)
+        stack.push_async_callback(_close, database)
         with typed_failures():
             if url.get_backend_name() == "postgresql":
                 # Its first connection takes the lock, before anything is read.
@@ -116,6 +117,16 @@ async def open_database(where: str | Path) -> AsyncIterator[Database]:
             await _prepare_tables(database)
             database.check_files()
         yield database
+
+
+async def _close(database: Database) -> None:
+    """SQLite writes its log into its file here; PostgreSQL may not answer, and is not needed."""
+    try:
+        async with asyncio.timeout(CLOSE_SECONDS if database.files is None else None):
+            await database.writer.dispose()
+            await database.reader.dispose()
+    except TimeoutError:
+        log.warning("database_did_not_close", store=database.name)
 
 
 def _locate(where: str | Path) -> URL:
