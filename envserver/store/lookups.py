@@ -40,7 +40,7 @@ class Lookups:
             return await groups.pending(connection)
 
     async def arrived_after(self, seq: int, limit: int) -> list[GroupRow]:
-        """Up to `limit` groups of any state behind number `seq`, oldest first; takes none."""
+        """Up to `limit` kept groups of any state behind number `seq`, oldest first; takes none."""
         async with self._reading() as connection:
             return await groups.arrived_after(connection, seq, limit)
 
@@ -48,7 +48,7 @@ class Lookups:
         """What is known of these groups, in this order, each once.
 
         Raises:
-            NotFoundError: one does not exist.
+            NotFoundError: one does not exist, or is no longer kept.
         """
         async with self._reading() as connection:
             return await groups.rows_of(connection, group_ids)

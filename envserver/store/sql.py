@@ -158,7 +158,8 @@ class Store(Lookups, Watching):
             return await self._in_thread(_decode_all, stored)
 
     async def move(self, group_ids: Sequence[str], to: GroupState) -> None:
-        """Takes waiting groups from buffered to queued, or from either to dropped; all or none.
+        """Takes groups that wait in the shared queue from buffered to queued (then broadcast runs
+        get them, too), or from either to dropped; all or none.
 
         Raises:
             NotFoundError: one does not exist.

@@ -53,6 +53,7 @@ class _Tally(msgspec.Struct, array_like=True):
 class _Written(msgspec.Struct):
     """The part of a memory that costs time to find out, as it is written down."""
 
+    next_seq: int
     tallies: list[_Tally]
     versions: dict[int, tuple[int, int]]
     stored_bytes: int
@@ -204,7 +205,7 @@ async def load_memory(connection: AsyncConnection, *, trust_written: bool) -> Me
     next_ack = 1 + max(number or 0 for number in last_acks)
     memory = Memory(known, counted, last_seq + 1, next_ack)
     written = await _read_written(connection) if trust_written else None
-    if written is None:
+    if written is None or written.next_seq != memory.next_seq:
         await _count_deliveries(connection, memory)
         return memory
     memory.tallies = {(t.queue, t.env, t.state): t.count for t in written.tallies}
@@ -244,6 +245,7 @@ async def write_memory(connection: AsyncConnection, memory: Memory) -> None:
     """Writes down what `load_memory` can trust as long as nothing is changed after it."""
     await forget_written(connection)
     written = _Written(
+        memory.next_seq,
         [_Tally(*key, count) for key, count in memory.tallies.items()],
         memory.versions,
         memory.stored_bytes,

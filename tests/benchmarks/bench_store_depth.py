@@ -108,6 +108,9 @@ async def measure(path: Path, depth: int) -> dict[str, float]:
         costs["depths and counts"] = await milliseconds(lambda: both(store))
         costs["compact: nothing to do"] = await milliseconds(lambda: store.compact())
         costs["compact: 320 groups"] = await milliseconds(lambda: store.compact(acked_hours=0), 1)
+        costs["open a broadcast run (gets all)"] = await milliseconds(
+            lambda: store.create_run("every", batch_size=1, delivery="broadcast"), 1
+        )
         costs["drop one stale version"] = await milliseconds(lambda: store.drop_stale(1), 1)
     return costs
 
