@@ -22,8 +22,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..errors import UsageError
-from ..remote.messages import GROUP_MSGPACK, KEY_HEADER, GroupIds, Heartbeat, Registration
+from ..remote.messages import (
+    GROUP_MSGPACK,
+    KEY_HEADER,
+    GroupIds,
+    Heartbeat,
+    News,
+    Registration,
+    Welcome,
+)
 from .bodies import read_body, request_body
+from .native.answers import answers
 from .registered import RemoteEnvironments
 
 _REGISTRATION: Final = TypeAdapter(Registration)
@@ -34,6 +43,14 @@ _PLACE: Final = "/v1/environments"
 _GROUP_BODY: Final = {"requestBody": {"required": True, "content": {GROUP_MSGPACK: {}}}}
 
 
+class EnvironmentsAnswer(BaseModel):
+    environments: list[dict[str, Any]]
+
+
+class KnownAnswer(BaseModel):
+    known: list[str]
+
+
 class WrongMediaType(UsageError):
     kind, status = "wrong_media_type", 415
 
@@ -42,7 +59,12 @@ def environment_routes(environments: RemoteEnvironments) -> APIRouter:
     """The routes for `environments`."""
     router = APIRouter(tags=["environments"])
 
-    @router.post(_PLACE, openapi_extra=request_body(Registration))
+    @router.post(
+        _PLACE,
+        openapi_extra=request_body(Registration),
+        responses=answers(Welcome, 409, status=201, body=True, what="It is registered."),
+        status_code=201,
+    )
     async def register(request: Request) -> Response:
         """Registers, or begins a new session of this name (201). A name of another that is heard
         of: 409.
@@ -50,12 +72,16 @@ def environment_routes(environments: RemoteEnvironments) -> APIRouter:
         wanted = await read_body(request, _REGISTRATION)
         return _json(await environments.register(wanted), 201)
 
-    @router.get(_PLACE)
+    @router.get(_PLACE, responses=answers(EnvironmentsAnswer, what="All that registered."))
     async def show() -> Response:
         """Who is registered, and how each is."""
         return _json({"environments": environments.snapshot()})
 
-    @router.post(_PLACE + "/{env_id}/heartbeat", openapi_extra=request_body(Heartbeat))
+    @router.post(
+        _PLACE + "/{env_id}/heartbeat",
+        openapi_extra=request_body(Heartbeat),
+        responses=answers(News, 404, body=True, what="What it must know."),
+    )
     async def heartbeat(env_id: str, request: Request) -> Response:
         """Answers at once when the environment does not know something: another policy version, a
         pause, its end, more room while it has used up its own; else after `wait_seconds`.
@@ -66,7 +92,11 @@ def environment_routes(environments: RemoteEnvironments) -> APIRouter:
             await environments.heartbeat(env_id, _key(request), beat, request.is_disconnected)
         )
 
-    @router.post(_PLACE + "/{env_id}/groups", openapi_extra=_GROUP_BODY)
+    @router.post(
+        _PLACE + "/{env_id}/groups",
+        openapi_extra=_GROUP_BODY,
+        responses=answers(News, 404, 409, 415, body=True, what="The group is on disk."),
+    )
     async def accept(
         env_id: str,
         request: Request,
@@ -83,20 +113,32 @@ def environment_routes(environments: RemoteEnvironments) -> APIRouter:
         body = await request.body()
         return _json(await environments.accept(env_id, _key(request), body, still_open, begun))
 
-    @router.post(_PLACE + "/{env_id}/known", openapi_extra=request_body(GroupIds))
+    @router.post(
+        _PLACE + "/{env_id}/known",
+        openapi_extra=request_body(GroupIds),
+        responses=answers(KnownAnswer, 404, body=True, what="Those that are here."),
+    )
     async def known(env_id: str, request: Request) -> Response:
         """Which of these groups were ever stored here, delivered or not."""
         wanted = await read_body(request, _IDS)
         found = await environments.known_groups(env_id, _key(request), wanted.group_ids)
         return _json({"known": sorted(found)})
 
-    @router.delete(_PLACE + "/{env_id}")
+    @router.delete(
+        _PLACE + "/{env_id}",
+        responses=answers(None, 404, 422, status=204, what="It is gone."),
+        status_code=204,
+    )
     async def goodbye(env_id: str, request: Request) -> Response:
         """It counts no more, until it registers again. Twice is fine."""
         await environments.goodbye(env_id, _key(request))
         return Response(status_code=204)
 
-    @router.post(_PLACE + "/{env_id}/drain")
+    @router.post(
+        _PLACE + "/{env_id}/drain",
+        responses=answers(None, 404, 422, status=204, what="It was told."),
+        status_code=204,
+    )
     async def drain(env_id: str) -> Response:
         """Tells it to begin no further group and to leave when the open ones are here."""
         environments.drain(env_id)

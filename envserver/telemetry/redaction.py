@@ -18,7 +18,7 @@ _SECRETS: Final = re.compile(
     |(?P<named>(?:api[_-]?key|\bauthorization|password|passwd|secret|access_token
         |auth_token|\btoken)\b\\?["']?\s*[:=]\s*\\?["']?)
         (?!(?:bearer|basic)\b)[^\s"',;&}\\]{6,}                      # name and value
-    |\b(?:sk|pk|rk|hf|ghp|gho|ghs|github_pat|glpat|xoxb|xoxp|nvapi|tvly)[-_][A-Za-z0-9_-]{12,}
+    |\b(?:sk|pk|rk|hf|ghp|gho|ghs|evs|github_pat|glpat|xoxb|xoxp|nvapi|tvly)[-_][A-Za-z0-9_-]{12,}
     |\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{4,}    # a JSON web token
     """,
     re.IGNORECASE | re.VERBOSE,
@@ -26,7 +26,8 @@ _SECRETS: Final = re.compile(
 
 _HINTS: Final = (
     "/r/", "bearer", "basic", "://", "key", "authorization", "passw", "secret", "token", "eyj",
-    "sk-", "pk-", "rk-", "sk_", "pk_", "rk_", "hf_", "hf-", "gh", "glpat", "xox", "nvapi", "tvly",
+    "sk-", "pk-", "rk-", "sk_", "pk_", "rk_", "hf_", "hf-", "evs_", "gh",
+    "glpat", "xox", "nvapi", "tvly",
 )  # fmt: skip
 """One of them is in everything that is found, in lower case: most lines hold none."""
 

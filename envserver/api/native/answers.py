@@ -22,6 +22,7 @@ _MEANINGS: Final = {
     404: "There is no such thing.",
     409: "It contradicts how things stand; the problem says how.",
     413: "The body is too large.",
+    415: "The body is of another media type.",
     422: "The request has another form than asked for; `errors` say where.",
     429: "Too much at a time; ask again later.",
     503: "The store cannot do it just now; nothing was done.",
