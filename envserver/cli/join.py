@@ -78,7 +78,7 @@ def run(argv: list[str]) -> int:
     Raises:
         EnvserverError: it cannot be run.
     """
-    words = ["--url", *argv] if argv and not argv[0].startswith("-") else argv
+    words = _with_named_url(argv)
     line = read_command_line("join URL", SUMMARY, words, settings_class=JoinSettings)
     if line is None:
         return 0
@@ -86,6 +86,14 @@ def run(argv: list[str]) -> int:
         raise ConfigError("Which server?", hint="envserver join http://host:8000 --env NAME")
     configure_logs(line.settings.log_level, line.settings.log_format)
     return run_loop(join(line, Console(stderr=True)))
+
+
+def _with_named_url(argv: list[str]) -> list[str]:
+    """The first word is the URL, also behind the environment of `python -m environments.math`."""
+    at = 2 if argv[:1] == ["--env"] else 0
+    if len(argv) <= at or argv[at].startswith("-"):
+        return argv
+    return [*argv[:at], "--url", *argv[at:]]
 
 
 async def join(line: Line, console: Console) -> int:
