@@ -125,6 +125,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.create_run(names[1])
         self.lease_oldest(names[0], {"max_groups": 2}, 10.0)
         self.lease_oldest(names[1], {"max_groups": 1}, 40.0)
+        for lease_id in list(self.model.leases)[:1]:
+            self.run(self.store.ack(lease_id, checkpoint="step-1"))
+            self.model.ack(lease_id, "step-1")
 
     # Groups
 
