@@ -26,6 +26,12 @@ _FIRST = ("vllm", "tests/test_hostile.py")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--soak-minutes",
+        type=float,
+        default=10,
+        help="how long the long soak lasts (make soak: 60)",
+    )
+    parser.addoption(
         "--all-peers",
         action="store_true",
         help="fail, do not skip, where vLLM, atroposlib, PostgreSQL or reasoning-gym is missing",
