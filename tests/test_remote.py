@@ -17,6 +17,7 @@ from support.api import Api, running_api
 from support.commands import free_port
 from support.joined import join, registration, spoiled, stream_group
 
+from envserver.api.access_tokens import create_token
 from envserver.api.received import Stream, read_group
 from envserver.api.rooms import Slack, deal, fair_shares
 from envserver.errors import ConfigError, ConflictError, InputError
@@ -411,6 +412,21 @@ async def test_a_link_whose_name_was_taken_ends(tmp_path: Path) -> None:
                 await link.live()
             with pytest.raises(ConflictError):
                 await link.post(b"")
+
+
+async def test_a_link_needs_a_token_where_the_server_has_some(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.yaml"
+    token, _ = create_token(path, "machine", "environment")
+    wrong, _ = create_token(path, "trainer", "trainer")
+    async with running_api(tmp_path / "store.db", server={"tokens_file": path}) as api:
+        for bad in ("", "guess", wrong):
+            link = Link(api.url, Registration(**registration()), gate=HeldGate(), token=bad)
+            with pytest.raises(ConfigError):
+                await link.open().__aenter__()
+        link = Link(api.url, Registration(**registration()), gate=HeldGate(), token=token)
+        async with link.open():
+            await link.post(pack(stream_group(0)))
+        assert (await api.store.counts())["queued"] == 1
 
 
 async def test_what_is_sampled_without_hearing_of_the_server_is_asked_again() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import ssl
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,7 +19,7 @@ from pydantic import Field, SecretStr, field_validator
 from rich.console import Console
 
 from .. import __version__
-from ..config import Settings
+from ..config import Settings, is_loopback
 from ..errors import ConfigError
 from ..remote.gate import HeldGate
 from ..remote.identity import Identity, default_name, held_identity
@@ -50,6 +51,10 @@ class JoinSettings(Settings):
     """Of the server, also as the first word: http://host:8000."""
     token: SecretStr = SecretStr("")
     """Access token of the server, of the role `environment`."""
+    ca_certs: Path | None = None
+    """Authorities (PEM) of the server's certificate, for https; unset: those of this machine."""
+    certfile: Path | None = None
+    """Certificate of this joiner and its key (PEM), where the server asks for one."""
     name: str | None = Field(default=None, pattern=NAME_PATTERN)
     """Of this joiner, unique at the server; unset: environment@host, with -2, -3, ... for others in
     the same folder."""
@@ -114,6 +119,7 @@ async def join(line: Line, console: Console) -> int:
             _registration(line, identity),
             gate=gate,
             token=settings.token.get_secret_value(),
+            tls=_tls(settings),
         )
         console.print(f"Joining {settings.url} as {identity.name}", highlight=False)
         async with link.open() as welcome:
@@ -155,6 +161,26 @@ async def join(line: Line, console: Console) -> int:
                 )
         console.print(f"{counted(tally.groups, 'group')} delivered.", highlight=False)
     return 1 if ending == "overdue" else 0
+
+
+def _tls(settings: JoinSettings) -> ssl.SSLContext | None:
+    """
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    parts = urlsplit(settings.url)
+    is_plain = parts.scheme == "http" and not is_loopback(parts.hostname or "")
+    if settings.token.get_secret_value() and is_plain:
+        _log.warning("token_unencrypted", url=settings.url)
+    if settings.ca_certs is None and settings.certfile is None:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=settings.ca_certs)
+        if settings.certfile is not None:
+            context.load_cert_chain(settings.certfile)
+    except OSError as error:
+        raise ConfigError(f"--ca_certs or --certfile cannot be read: {error}.") from error
+    return context
 
 
 def _registration(line: Line, identity: Identity) -> Registration:

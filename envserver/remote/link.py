@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, TypeVar
@@ -67,6 +68,7 @@ class Link:
         registration: who joins.
         gate: before the engine; opened and closed as the server says.
         token: access token of the server, "" for none.
+        tls: how the server's certificate is checked; None: as this machine does.
         facts: how this joiner is now; `seen`, `quiet` and `wait_seconds` are filled in here.
         publish: called with each new policy version.
         drain: called when no further group is to be begun.
@@ -80,6 +82,7 @@ class Link:
         *,
         gate: HeldGate,
         token: str = "",
+        tls: ssl.SSLContext | None = None,
         facts: Callable[[], Heartbeat] = Heartbeat,
         publish: Callable[[int], None] = lambda version: None,
         drain: Callable[[], None] = lambda: None,
@@ -101,6 +104,7 @@ class Link:
             base_url=url,
             timeout=_REQUEST_SECONDS,
             headers={"authorization": f"Bearer {token}"} if token else {},
+            verify=tls or True,
             transport=transport,
         )
 
