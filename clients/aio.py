@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Final, Self, Unpack
 
@@ -91,7 +91,7 @@ class EnvClient:
         self._timeout_seconds = timeout_seconds
         self._retries = retries
         self._held: set[str] = set()
-        self._keeper: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         headers = authorization(token)
         self._http = httpx.AsyncClient(base_url=url, transport=transport, headers=headers)
 
@@ -105,19 +105,25 @@ class EnvClient:
             await self.close()
             raise
         if self._keep_seconds is not None:
-            self._keeper = asyncio.create_task(self._keep(self._keep_seconds), name="keep-leases")
+            self._start(self._keep(self._keep_seconds), "keep-leases")
         return self
+
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Runs `work` until it ends or the client is closed."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connections; leases stay as they are."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._keeper
-            self._keeper = None
+        """Closes the connections and ends streams; leases stay as they are."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._http.aclose()
 
     # The run
@@ -230,7 +236,7 @@ class EnvClient:
             wanted=wanted,
         )
         arrived: asyncio.Queue[Batch | None] = asyncio.Queue()  # bounded by the window
-        reader = asyncio.create_task(self._read_stream(call, arrived), name="lease-stream")
+        reader = self._start(self._read_stream(call, arrived), "lease-stream")
         try:
             while True:
                 async with asyncio.timeout(idle_seconds):
@@ -245,7 +251,7 @@ class EnvClient:
             reader.cancel()
             with suppress(asyncio.CancelledError, EnvserverError):
                 await reader
-            while not arrived.empty():
+            while not (arrived.empty() or self._http.is_closed):
                 if unread := arrived.get_nowait():
                     await self._give_back(unread)
 

@@ -173,12 +173,14 @@ async def test_the_client_trains_while_the_next_batches_come(api: Api, compress:
     await api.post("/scored_data", wire_group(2, 5))
     seen = []
     async with EnvClient(api.url, run="run", batch_size=2, compress=compress) as client:
-        async for batch in client.stream(window=2, whole=False, idle_seconds=0.4):
+        async for batch in client.stream(window=2, whole=False):
             seen += [group.group_id for group in batch.groups]
             assert all(len(row.tokens) > 2 for row in batch.rows)
             await client.ack(batch)
+            if len(seen) == 7:
+                break
+        assert [batch async for batch in client.stream(idle_seconds=0.3)] == []
     assert seen[:6] == names
-    assert len(seen) == 7
 
 
 async def test_what_was_not_read_is_given_back(api: Api) -> None:
@@ -199,9 +201,12 @@ async def test_streams_without_asyncio(api: Api) -> None:
     def train() -> list[str]:
         with SyncEnvClient(api.url, run="run", batch_size=1) as client:
             seen = []
-            for batch in client.stream(idle_seconds=0.4):
+            for batch in client.stream():
                 seen.append(batch.groups[0].group_id)
                 client.ack(batch)
+                if len(seen) == 3:
+                    break
+            assert list(client.stream(idle_seconds=0.3)) == []
             return seen
 
     assert await asyncio.to_thread(train) == ["a", "b", "c"]

@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 from ..records import Group, unpack
 from ..store import GroupRow, Lease, Store
 from ..store.compression import RAW, ZSTD, decode
+from ..store.failures import typed_failures
 from .atropos.convert import group_to_atropos
 from .cache import Cache
 from .transfer import accepts
@@ -100,9 +101,9 @@ class Packed:
             if isinstance(piece, bytes):
                 yield piece
             elif piece.encoding != ZSTD or len(piece.data) < _INLINE_BYTES:
-                yield decode(piece.encoding, piece.data)
+                yield _plain(piece)
             else:
-                yield await asyncio.to_thread(decode, piece.encoding, piece.data)
+                yield await asyncio.to_thread(_plain, piece)
 
     def compressed(self, prefix: bytes = b"") -> list[bytes]:
         """As zstd frames, `prefix` before it."""
@@ -165,14 +166,20 @@ class Travelling:
     async def _read(self, group_ids: Sequence[str]) -> list[_Stored]:
         found = await self._store.stored_bodies(group_ids)
         return [
-            _Stored(ZSTD, data) if encoding == ZSTD else _Stored(RAW, decode(encoding, data))
-            for encoding, data in found
+            stored if stored.encoding == ZSTD else _Stored(RAW, _plain(stored))
+            for stored in (_Stored(*body) for body in found)
         ]
 
     async def _encode(self, group_ids: Sequence[str]) -> list[bytes]:
         rows = await self._store.rows(group_ids)
         bodies = await self._stored.get(group_ids)
         return await asyncio.to_thread(_encode_all, rows, bodies)
+
+
+def _plain(stored: _Stored) -> bytes:
+    """Raises StoreError: it is damaged."""
+    with typed_failures():
+        return decode(stored.encoding, stored.data)
 
 
 def _pieces(row: GroupRow, body: _Stored) -> list[bytes | _Stored]:
@@ -197,7 +204,7 @@ def _encode_all(rows: Sequence[GroupRow], bodies: Sequence[_Stored]) -> list[byt
 
 
 def _encoded(row: GroupRow, stored: _Stored) -> bytes:
-    body = decode(stored.encoding, stored.data)
+    body = _plain(stored)
     if row.format == "atropos":
         return body
     return orjson.dumps(group_to_atropos(unpack(body, Group), include_messages=True))

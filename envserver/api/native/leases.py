@@ -66,11 +66,10 @@ def add_lease_routes(
         async with Hangup(request.receive) as hangup:
             found = await leasing.wait(run, wanted, wanted.wait_seconds, hangup, lease_id)
             if found is not None and hangup.gone and lease_id is None:
-                await store.nack(found.lease_id, reason="hang_up")
+                await leasing.give_back(found.lease_id)
                 found = None
         if found is None:
             return Response(status_code=204)
-        atropos.store_changed()
         if MSGPACK in request.headers.get("accept", ""):
             return PackedAnswer(await travelling.lease(found), MSGPACK, request.headers)
         return Response(await travelling.lease_as_json(found), media_type="application/json")
@@ -149,7 +148,6 @@ def add_lease_routes(
         wanted = await read_body(request, _EXTENSION)
         await _require_own(store, run, wanted.lease_id)
         expires_at = await store.extend(wanted.lease_id, wanted.seconds)
-        streams.lease_extended(run, wanted.lease_id, expires_at)
         atropos.store_changed()
         return json_answer({"lease_id": wanted.lease_id, "expires_at": expires_at})
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from typing import Final, Protocol
 
 import structlog
@@ -23,7 +22,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...errors import ConflictError, EnvserverError, NotFoundError
+from ...errors import EnvserverError
 from ...store import Lease, Store
 from ..leasing import Travelling, zstd_frame
 from ..transfer import accepts
@@ -36,8 +35,8 @@ STREAM: Final = "application/vnd.envserver.stream"
 EVENTS: Final = "text/event-stream"
 
 _KEEP_ALIVE_SECONDS: Final = 15.0
-_AGAIN_SECONDS: Final = 0.1
-"""Until it is looked again whether a lease that is due was ended."""
+_AGAIN_SECONDS: Final = 1.0
+"""Until it is looked again whether a lease has expired, which makes room for another."""
 _RETRY_MILLISECONDS: Final = 1000
 
 
@@ -63,11 +62,6 @@ class Streams:
         """A lease was acknowledged or given back."""
         if stream := self._open.get((run, stream_of(lease_id))):
             stream.forget(lease_id)
-
-    def lease_extended(self, run: str, lease_id: str, expires_at: float) -> None:
-        """A lease lasts until another time."""
-        if stream := self._open.get((run, stream_of(lease_id))):
-            stream.extended(lease_id, expires_at)
 
     def run_rewound(self, run: str) -> None:
         """All leases of a run were given back."""
@@ -99,7 +93,8 @@ class LeaseStream:
         self._name = name
         self._wanted = wanted
         self._seen = seen
-        self._expiry: dict[str, float] = {}
+        self._open: set[str] = set()
+        self._looked_at = -1
         self._last_number = 0
         self._room = asyncio.Event()
         self._superseded = False
@@ -111,17 +106,12 @@ class LeaseStream:
 
     def forget(self, lease_id: str) -> None:
         """That lease is no longer open."""
-        self._expiry.pop(lease_id, None)
+        self._open.discard(lease_id)
         self._room.set()
 
     def forget_all(self) -> None:
         """No lease is open any longer."""
-        self._expiry.clear()
-        self._room.set()
-
-    def extended(self, lease_id: str, expires_at: float) -> None:
-        """That lease lasts longer, or less."""
-        self._expiry[lease_id] = expires_at
+        self._open.clear()
         self._room.set()
 
     async def leases(self, hangup: Hangup) -> AsyncIterator[Lease | None]:
@@ -147,7 +137,7 @@ class LeaseStream:
         for facts in await self._store.open_leases(self._run):
             if stream_of(facts.lease_id) != self._name:
                 continue
-            self._expiry[facts.lease_id] = facts.expires_at
+            self._open.add(facts.lease_id)
             if facts.lease_id > self._seen:
                 rows = await self._store.rows(facts.group_ids)
                 unseen.append(Lease(facts.lease_id, self._run, facts.expires_at, rows))
@@ -155,27 +145,29 @@ class LeaseStream:
 
     async def _next(self) -> Lease | None:
         self._room.clear()
-        if len(self._expiry) >= self._wanted.window and not await self._some_expired():
+        if self._is_full() and not await self._some_ended():
             return None
         lease = await self._leasing.lease(self._run, self._wanted, self._fresh_id())
         if lease is not None:
-            self._expiry[lease.lease_id] = lease.expires_at
+            self._open.add(lease.lease_id)
         return lease
 
-    async def _some_expired(self) -> bool:
-        """Whether there is room after all: looks only when a lease's time is over."""
-        if min(self._expiry.values()) > time.time():
+    def _is_full(self) -> bool:
+        return len(self._open) >= self._wanted.window
+
+    async def _some_ended(self) -> bool:
+        """Whether there is room after all; looks only when something has changed."""
+        changes = self._store.changes
+        if changes == self._looked_at:
             return False
-        held = {
-            facts.lease_id: facts.expires_at for facts in await self._store.open_leases(self._run)
-        }
-        self._expiry = {one: held[one] for one in self._expiry if one in held}
-        return len(self._expiry) < self._wanted.window
+        self._looked_at = changes
+        self._open &= {facts.lease_id for facts in await self._store.open_leases(self._run)}
+        return not self._is_full()
 
     def _fresh_id(self) -> str:
         """Greater than all before it, whatever the clock does meanwhile."""
         of_seen = self._seen.rpartition(".")[2]
-        least = max([self._last_number, *(int(one.rpartition(".")[2]) for one in self._expiry)])
+        least = max([self._last_number, *(int(one.rpartition(".")[2]) for one in self._open)])
         if of_seen.isdecimal():
             least = max(least, int(of_seen))
         self._last_number = max(time.time_ns(), least + 1)
@@ -184,21 +176,18 @@ class LeaseStream:
     async def _wait(self, hangup: Hangup, seen: int, seconds: float) -> None:
         """Returns when another lease may be had, at the latest after `seconds`."""
         room = asyncio.create_task(self._room.wait())
-        if len(self._expiry) < self._wanted.window:
+        if self._is_full():
+            await hangup.wait(room, seconds=min(_AGAIN_SECONDS, seconds))
+        else:
             change = asyncio.create_task(self._store.wait_for_change(seconds, since=seen))
             await hangup.wait(room, change, seconds=seconds)
-        else:
-            due = max(min(self._expiry.values()) - time.time(), _AGAIN_SECONDS)
-            await hangup.wait(room, seconds=min(due, seconds))
 
     async def end(self, hangup: Hangup) -> None:
         """Gives back what is open, where the client asked for it."""
-        client_has_gone = hangup.gone and not hangup.server_ends
-        if self._superseded or not client_has_gone or self._wanted.on_hangup != "give_back":
+        if self._superseded or not hangup.gone or self._wanted.on_hangup != "give_back":
             return
-        for lease_id in list(self._expiry):
-            with suppress(ConflictError, NotFoundError):  # it was over
-                await self._store.nack(lease_id, reason="hang_up")
+        for lease_id in list(self._open):
+            await self._leasing.give_back(lease_id)
 
 
 class _Format(Protocol):

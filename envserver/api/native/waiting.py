@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Self
@@ -16,7 +17,7 @@ from typing import Any, Final, Self
 from starlette.requests import Request
 from starlette.types import Receive
 
-from ...errors import InputError
+from ...errors import ConflictError, InputError, NotFoundError
 from ...store import Lease, Store
 from ..lifespan import SERVER_ENDS
 from .models import MOST_GROUPS, Limits
@@ -78,10 +79,18 @@ class Leasing:
 
     Args:
         default_seconds: how long a lease lasts that names no time.
+        on_change: called when groups were leased or given back.
     """
 
-    def __init__(self, store: Store, policy: PolicyVersion, default_seconds: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        policy: PolicyVersion,
+        default_seconds: float,
+        on_change: Callable[[], None],
+    ) -> None:
         self._store = store
+        self._on_change = on_change
         self._policy = policy
         self._default_seconds = default_seconds
 
@@ -100,7 +109,7 @@ class Leasing:
         if not bounded:
             batch_size = (await self._store.get_run(run)).batch_size
             max_groups = max(batch_size, wanted.min_groups)
-        return await self._store.lease(
+        lease = await self._store.lease(
             run,
             max_groups=max_groups,
             max_sequences=wanted.max_sequences,
@@ -111,6 +120,15 @@ class Leasing:
             seconds=wanted.seconds or self._default_seconds,
             lease_id=lease_id,
         )
+        if lease is not None:
+            self._on_change()
+        return lease
+
+    async def give_back(self, lease_id: str) -> None:
+        """Gives back what was leased for a client that has gone."""
+        with suppress(ConflictError, NotFoundError):  # it was over
+            await self._store.nack(lease_id, reason="hang_up")
+        self._on_change()
 
     def _min_version(self, wanted: Limits) -> int | None:
         """The lowest policy version that will do now: it grows as versions are published."""
