@@ -45,7 +45,7 @@ class GroupDropped(msgspec.Struct, frozen=True, kw_only=True):
     """A group was not delivered.
 
     Args:
-        reason: zero_variance, incomplete, unscorable, too_long or tokens.
+        reason: zero_variance, incomplete, unscorable, too_long or stale.
         failed: whether that counts as a failure (a filtered group does not).
     """
 

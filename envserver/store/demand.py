@@ -150,20 +150,19 @@ class Demand:
                     log.error("silent_run.not_closed", run=name, error=str(error))
                     continue
                 self.closed_runs[name] += 1
-                self._moved.pop(name, None)
                 log.warning("silent_run.closed", run=name, seconds=self._silent_run_seconds)
             await asyncio.sleep(pause)
 
     def seen(self) -> list[Seen]:
         """The open runs, and since when each has taken nothing although something waits for it."""
         now = self._clock()
-        runs = self._store.open_runs
+        before, self._moved = self._moved, {}
         found = []
-        for name, run in runs.items():
+        for name, run in self._store.open_runs.items():
             queued, leased, done = (
                 self._count(run, state) for state in ("queued", "leased", "acked")
             )
-            known, since = self._moved.get(name, (-1, now))
+            known, since = before.get(name, (-1, now))
             if leased or not queued or done != known:
                 since = now
             self._moved[name] = (done, since)
