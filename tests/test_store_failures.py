@@ -12,6 +12,8 @@ import contextlib
 import os
 import signal
 import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 import asyncpg
 import pytest
 from sqlalchemy import Engine, event
+from support.commands import free_port
 from support.postgres import Postgres
 from support.stores import group, ids, noise
 
@@ -362,6 +365,23 @@ async def test_a_file_that_is_replaced_ends_the_store(tmp_path: Path) -> None:
     async with open_store(other) as store:
         await store.put([group("other")])
     await serve_until_lost(path, lambda: other.rename(path), path, "replaced")
+
+
+@pytest.mark.slow
+def test_a_server_whose_file_is_removed_ends_and_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    argv = ["run-api", "--store", str(path), "--server.port", str(free_port())]
+    command = [str(Path(sys.executable).with_name("envserver")), *argv]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            assert "Trainers" in server.stderr.readline()
+            path.unlink()
+            _, said = server.communicate(timeout=60)  # it looks for overdue leases by itself
+        finally:
+            server.kill()
+    assert server.returncode == 1
+    assert f"{path} has been removed" in said.splitlines()[-1]
 
 
 @pytest.mark.parametrize("ending", ["-wal", ".lock"])
