@@ -18,7 +18,9 @@ from support.commands import free_port
 from support.joined import join, registration, spoiled, stream_group
 
 from envserver.api.access_tokens import create_token
+from envserver.api.beside import SharingSink
 from envserver.api.received import Stream, read_group
+from envserver.api.registered import RemoteEnvironments
 from envserver.api.rooms import Slack, deal, fair_shares
 from envserver.errors import ConfigError, ConflictError, InputError
 from envserver.proxy.gate import Aborted, Gate
@@ -29,7 +31,10 @@ from envserver.remote.link import Link
 from envserver.remote.messages import Heartbeat, Registration
 from envserver.remote.sink import lacking
 from envserver.rollouts.mixing import CATCH_UP_GROUPS, Share
+from envserver.rollouts.room import Bounds
 from envserver.rollouts.stream import Ticket
+from envserver.store import open_store
+from envserver.store.demand import Demand
 
 STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")
 
@@ -307,6 +312,29 @@ def test_more_may_be_open_where_rollouts_are_long_and_no_more_where_trainers_are
     ]
 
 
+async def test_the_servers_own_environments_share_the_room(tmp_path: Path) -> None:
+    async with open_store(tmp_path / "store.db") as store:
+        demand = Demand(store, Bounds(most_groups=4, most_batches=3))
+        elsewhere = RemoteEnvironments(store, demand, stretches=False)
+        own = SharingSink(
+            store, demand, elsewhere, share=Share("math"), prefix=STREAM.prefix, capacity=9
+        )
+        with pytest.raises(ConflictError):
+            await elsewhere.register(Registration(**registration("math")))
+        one = await elsewhere.register(Registration(**registration()))
+        assert one.seed == 1, "the server itself makes the stream of seed 0"
+        news = await elsewhere.heartbeat(one.id, one.key, Heartbeat(capacity=9), never)
+        assert news.room == 2
+        for _ in range(2):
+            await own.wait_for_room()
+            own.opened(1)
+        third = asyncio.create_task(own.wait_for_room())
+        await asyncio.sleep(0.05)
+        assert not third.done()
+        await elsewhere.goodbye(one.id, one.key)
+        await third
+
+
 # The joiner's half
 
 
@@ -445,6 +473,10 @@ async def test_what_is_sampled_without_hearing_of_the_server_is_asked_again() ->
     assert await waiting == "sampled"
     with pytest.raises(Aborted):
         await call(0.15)
+
+
+async def never() -> bool:
+    return False
 
 
 async def environments(api: Api) -> list[dict[str, Any]]:
