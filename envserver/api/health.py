@@ -121,6 +121,9 @@ class Health:
             reason = f"no answer within {PROBE_SECONDS:g} seconds"
         except EnvserverError as error:
             reason = error.message
+        except Exception as error:  # noqa: BLE001 (a part that cannot be asked is not well)
+            reason = f"asking it broke: {type(error).__name__}"
+            _log.exception("probe_broke", part=part)
         self._set(part, "down" if reason else "ready", reason)
 
     def _set(self, name: str, state: PartState, reason: str = "") -> None:

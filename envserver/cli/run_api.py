@@ -11,10 +11,6 @@ import signal
 import sys
 
 from ..api.app import create_api
-from ..api.doorway import Doorway
-from ..api.health import Health, store_probe
-from ..api.metrics import Metrics
-from ..api.server import serve_api
 from ..config import (
     LogFormat,
     LogLevel,
@@ -25,8 +21,7 @@ from ..config import (
     TelemetryConfig,
 )
 from ..proxy.gate import Gate
-from ..store import open_store
-from ..telemetry.lag import LoopLag
+from .front import front
 from .help import show_help
 from .logs import configure_logs
 from .loop import run_loop
@@ -81,36 +76,19 @@ async def run_api(settings: RunApiSettings) -> int:
         nonlocal version
         version = published
 
-    async with (
-        LoopLag(settings.telemetry.slow_callback_seconds) as lag,
-        open_store(settings.store) as store,
-    ):
-        health, metrics = Health(lag), Metrics()
-        health.found("store", store_probe(store))
-        metrics.watch(lag, health)
-        metrics.add(Deliveries(store, lambda: version).families)
-        doorway = Doorway(health)
-        await doorway.open(
-            create_api(
-                store,
-                settings=settings.server,
-                on_policy_version=publish,
-                gate=Gate(),  # of no engine here: environments on other machines pause with it
-                metrics=metrics,
-                health=health,
-                retention=settings.retention,
-            )
+    async with front(settings.server, settings.telemetry, settings.store, ()) as door:
+        door.metrics.add(Deliveries(door.store, lambda: version).families)
+        api = create_api(
+            door.store,
+            settings=settings.server,
+            on_policy_version=publish,
+            gate=Gate(),  # of no engine here: environments on other machines pause with it
+            metrics=door.metrics,
+            health=door.health,
+            retention=settings.retention,
         )
-        server = await serve_api(
-            doorway, settings.server.host, settings.server.port, settings.server
-        )
-        watching = asyncio.create_task(health.watch(), name="health")
-        try:
-            print(f"Trainers and environments: {server.url}", file=sys.stderr, flush=True)
-            await stop.wait()
-        finally:
-            watching.cancel()
-            health.drain()
-            doorway.close()
-            await server.close()
+        await door.open(api)
+        print(f"Trainers and environments: {door.url}", file=sys.stderr, flush=True)
+        await stop.wait()
+        door.health.drain()
     return 0

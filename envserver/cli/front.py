@@ -1,0 +1,81 @@
+"""What `serve` and `run-api` have before everything else: the store, the port, health, numbers.
+
+It stands while the rest comes up and when the rest has ended: whoever asks learns how things are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+from starlette.types import ASGIApp
+
+from ..api.doorway import Doorway
+from ..api.health import Health, store_probe
+from ..api.metrics import Metrics
+from ..api.server import RunningServer, serve_api
+from ..config import ServerConfig, StorePlace, TelemetryConfig
+from ..store import Store, open_store
+from ..telemetry.lag import LoopLag
+
+
+class Front:
+    """An open store, and a server that says it is starting; made by `front`."""
+
+    def __init__(
+        self, store: Store, health: Health, lag: LoopLag, doorway: Doorway, server: RunningServer
+    ) -> None:
+        self.store = store
+        self.health = health
+        self.metrics = Metrics()
+        self.metrics.watch(lag, health)
+        self._lag = lag
+        self._doorway = doorway
+        self._server = server
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    @property
+    def url(self) -> str:
+        """See RunningServer."""
+        return self._server.url
+
+    async def open(self, api: ASGIApp) -> None:
+        """From now on `api` answers; it raises what `api` raises while it starts."""
+        await self._doorway.open(api)
+        self._lag.begin_anew()
+
+    async def close(self) -> None:
+        """Requests that wait are answered, no others are taken. Twice is fine."""
+        self._doorway.close()
+        await self._server.close()
+
+
+@contextlib.asynccontextmanager
+async def front(
+    server: ServerConfig, telemetry: TelemetryConfig, store: StorePlace, expected: Sequence[str]
+) -> AsyncIterator[Front]:
+    """
+    Args:
+        expected: the parts beside the store that must be found before the server is ready.
+
+    Raises:
+        ConfigError: the port cannot be had. StoreError: the store cannot be opened.
+    """
+    async with LoopLag(telemetry.slow_callback_seconds) as lag, open_store(store) as opened:
+        health = Health(lag)
+        health.found("store", store_probe(opened))
+        for part in expected:
+            health.expect(part)
+        doorway = Doorway(health)
+        running = await serve_api(doorway, server.host, server.port, server)
+        door = Front(opened, health, lag, doorway, running)
+        watching = asyncio.create_task(health.watch(), name="health")
+        try:
+            yield door
+        finally:
+            watching.cancel()
+            await door.close()

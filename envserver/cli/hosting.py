@@ -1,0 +1,303 @@
+"""What `serve` makes for the environments that it hosts: workers, scorers, schedulers, and what it
+counts of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
+from typing import Any
+
+import msgspec
+import structlog
+
+from ..api.beside import SharingSink
+from ..api.health import Health, engine_probe
+from ..api.registered import RemoteEnvironments
+from ..config import MixSettings, RolloutsConfig
+from ..errors import Stale, Straggler
+from ..rollouts.auditor import Auditor
+from ..rollouts.events import Event, GroupDelivered, GroupDropped, Observer
+from ..rollouts.group import Machinery
+from ..rollouts.mixing import Shares, Turns, targets
+from ..rollouts.room import Bounds
+from ..rollouts.scheduler import Scheduler
+from ..rollouts.stream import id_prefix, tickets
+from ..store import Store
+from ..store.demand import Demand, Staleness
+from ..tokens.flags import chosen
+from .front import Front
+from .metrics import Deliveries, EngineNumbers, PartsNumbers, RolloutNumbers
+from .mixing import Member, Several
+from .progress import Tally
+from .runtime import EngineRoom, engine_room, machinery
+
+Members = list[Member[MixSettings]]
+
+_log = structlog.get_logger("envserver.serve")
+
+
+class Hosted(msgspec.Struct, frozen=True):
+    """What runs; see the modules of the parts.
+
+    Args:
+        parts: what runs the rollouts of each environment, `schedulers` which run when.
+        elsewhere: environments on other machines.
+    """
+
+    room: EngineRoom
+    parts: list[Machinery]
+    auditor: Auditor
+    demand: Demand
+    staleness: Staleness
+    elsewhere: RemoteEnvironments
+    schedulers: Several
+    tally: Tally
+
+    @property
+    def version(self) -> int:
+        """Of the policy, published last; -1 before any."""
+        return self.parts[0].proxy.policy_version
+
+    def publish(self, version: int) -> None:
+        """The engine serves this version from now on."""
+        self.staleness.publish(version)
+        for one in self.parts:
+            one.publish_version(version)
+
+    def status(self) -> dict[str, Any]:
+        """What `/v1/status` says beside what the store says."""
+        return (
+            _status(self.parts, self.schedulers, self.tally)
+            | _flow(self.tally, self.staleness, self.demand)
+            | {"audit": self.auditor.report()}
+        )
+
+
+@contextlib.asynccontextmanager
+async def hosted(members: Members, door: Front) -> AsyncIterator[Hosted]:
+    """Everything that `members` need, started; its numbers are shown at `door`.
+
+    Raises:
+        ConfigError, EngineError: see `machinery`.
+    """
+    settings = members[0].line.settings
+    tally, numbers = Tally(), RolloutNumbers()
+    async with contextlib.AsyncExitStack() as stack:
+        room = await stack.enter_async_context(
+            engine_room(settings, need_engine=False, need_exact=True)
+        )
+        door.health.found("engine", engine_probe(room.engine))
+        auditor = Auditor(
+            room.engine,
+            settings.tokens.audit_fraction,
+            settings.tokens.audit_tolerance,
+            version=lambda: host.version,
+            gate=room.source.gate,
+        )
+        observe = partial(_observer, tally, numbers, auditor)
+        parts = await stack.enter_async_context(_machineries(members, room, observe, door.health))
+        await stack.enter_async_context(auditor)
+        demand = _demand(members, door.store)
+        most_staleness = _most_staleness(settings.rollouts)
+        elsewhere = RemoteEnvironments(door.store, demand, stretches=most_staleness is None)
+        host = Hosted(
+            room=room,
+            parts=parts,
+            auditor=auditor,
+            demand=demand,
+            staleness=Staleness(door.store, most_staleness),
+            elsewhere=elsewhere,
+            schedulers=await _schedulers(members, parts, door.store, demand, elsewhere),
+            tally=tally,
+        )
+        for source in (
+            numbers,
+            Deliveries(door.store, lambda: host.version),
+            EngineNumbers(room.engine, room.source.gate, lambda: host.version),
+            PartsNumbers(parts),
+        ):
+            door.metrics.add(source.families)
+        await stack.enter_async_context(_beside("stale-groups", host.staleness.run()))
+        await stack.enter_async_context(_beside("silent-runs", demand.close_silent_runs()))
+        yield host
+
+
+def loaded_parts(members: Members) -> list[str]:
+    """The parts that must be loaded for each environment, as health names them."""
+    return [f"{part}:{one.environment.name}" for one in members for part in ("workers", "scorers")]
+
+
+@contextlib.asynccontextmanager
+async def _beside(name: str, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs `work`, which has no end, beside whatever the caller does."""
+    task = asyncio.create_task(work, name=name)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _observer(
+    tally: Tally, numbers: RolloutNumbers, auditor: Auditor, environment: str
+) -> Observer:
+    count = numbers.observer(environment)
+
+    def told(event: Event) -> None:
+        tally(event)
+        count(event)
+        if isinstance(event, GroupDelivered):
+            for trajectory in event.group.trajectories:
+                auditor.offer(trajectory)
+        elif isinstance(event, GroupDropped) and event.failed:
+            _warn(event, tally)
+
+    return told
+
+
+def _warn(event: GroupDropped, tally: Tally) -> None:
+    _log.warning(
+        "group_dropped",
+        group_id=event.group_id,
+        reason=event.reason,
+        message=event.message,
+        latest_failure=tally.latest_failure,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _machineries(
+    members: Members, room: EngineRoom, observe: Callable[[str], Observer], health: Health
+) -> AsyncIterator[list[Machinery]]:
+    """What runs the rollouts of each."""
+    async with contextlib.AsyncExitStack() as stack:
+        parts = []
+        for one in members:
+            settings, config = one.line.settings, one.environment.config
+            tokens = settings.tokens
+            made = machinery(
+                settings,
+                one.environment,
+                one.line.reference,
+                observer=observe(one.environment.name),
+                need_engine=False,
+                actions=chosen(tokens.train, tokens.mask, tokens.drop),
+                need_exact=True,
+                drop_zero_variance=config.ensure_scores_are_not_same is not False,
+                room=room,
+                is_up=partial(_found, health, one.environment.name),
+            )
+            parts.append(await stack.enter_async_context(made))
+        yield parts
+
+
+def _found(health: Health, environment: str, part: str) -> None:
+    health.found(f"{part}:{environment}")
+
+
+def _demand(members: Members, store: Store) -> Demand:
+    rollouts = members[0].line.settings.rollouts
+    sizes = [
+        min(one.line.settings.rollouts.min_group_size or size, size)
+        for one in members
+        if (size := one.environment.config.group_size)
+    ]
+    bounds = Bounds(
+        most_groups=rollouts.max_queued_groups,
+        most_batches=rollouts.max_batches_offpolicy,
+        max_staleness=_most_staleness(rollouts),
+    )
+    return Demand(
+        store,
+        bounds,
+        smallest_group=min(sizes),
+        silent_run_seconds=rollouts.silent_run_seconds,
+    )
+
+
+def _most_staleness(rollouts: RolloutsConfig) -> int | None:
+    """Of a group at its delivery; None: any."""
+    return rollouts.max_staleness_at_delivery if rollouts.stale_groups == "drop" else None
+
+
+async def _schedulers(
+    members: Members,
+    parts: list[Machinery],
+    store: Store,
+    demand: Demand,
+    elsewhere: RemoteEnvironments,
+) -> Several:
+    """One for each; several of them take turns."""
+    settings = members[0].line.settings
+    made = {
+        one.share.name: await store.count_with_prefix(id_prefix(one.environment)) for one in members
+    }
+    total = settings.total_groups
+    turns = Turns(
+        Shares(targets(one.share for one in members), made),
+        room=settings.rollouts.max_concurrent,
+        wanted=None if total is None else max(0, total - sum(made.values())),
+    )
+    schedulers = {}
+    for one, machine in zip(members, parts, strict=True):
+        config, name = one.environment.config, one.share.name
+        sink = SharingSink(
+            store,
+            demand,
+            elsewhere,
+            share=one.share,
+            prefix=id_prefix(one.environment),
+            capacity=settings.rollouts.max_concurrent // config.group_size + 1,
+        )
+        steps = config.total_steps
+        schedulers[name] = Scheduler(
+            machine,
+            tickets(one.environment, repeat=True),
+            sink,
+            wanted=None if steps is None else max(0, steps - made[name]),
+            stop_on_failures=False,
+            opened=sink.opened,
+            lane=turns.lane(name) if len(members) > 1 or total is not None else None,
+        )
+    return Several(schedulers)
+
+
+def _flow(tally: Tally, staleness: Staleness, demand: Demand) -> dict[str, Any]:
+    """What was too old or too late; part of the status."""
+    return {
+        "stale_rollouts": tally.failures[Stale.kind],
+        "stale_groups": tally.drops["stale"] + staleness.dropped,
+        "stragglers": tally.failures[Straggler.kind],
+        "closed_silent_runs": dict(demand.closed_runs),
+    }
+
+
+def _status(all_parts: list[Machinery], schedulers: Several, tally: Tally) -> dict[str, Any]:
+    """What `/v1/status` says of the environments beside what the store says."""
+    parts = all_parts[0]
+    several = {}
+    if len(all_parts) > 1:
+        workers = {one.environment.name: one.pool.snapshot() for one in all_parts}
+        several = {"environments": schedulers.delivered(), "workers": workers}
+    return {
+        "environment": ",".join(one.environment.name for one in all_parts),
+        "model": parts.model,
+        "engine": parts.proxy.engine_described(),
+        "policy_version": parts.proxy.policy_version,
+        "open_groups": schedulers.open_groups,
+        "groups_delivered": tally.groups,
+        "groups_dropped": dict(tally.drops),
+        "rollouts_scored": tally.rollouts,
+        "rollouts_lost": tally.lost,
+        "failed_attempts": dict(tally.failures),
+        "flags": dict(tally.flags),
+        "latest_failure": tally.latest_failure,
+        "mean_reward": tally.rewards.mean,
+        "completion_tokens": tally.completion_tokens,
+        "seconds": tally.seconds,
+        "workers": parts.pool.snapshot(),
+        **several,
+    }
