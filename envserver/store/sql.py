@@ -6,9 +6,10 @@
         bodies = await store.bodies([group.group_id for group in lease.groups])
         await store.ack(lease.lease_id)
 
-What holds: when a method that changes something returns, the change is on disk; when it raises,
-nothing changed. Any method may raise StoreError (nothing was accepted; asking again is safe), those
-that write StoreFull. The store goes on working after either.
+What holds: when a method that changes something returns, the change is on disk; when it raises a
+UsageError or StoreFull, nothing changed. Any method may raise StoreError: the change was made as a
+whole or not at all, and asking again is safe. The store goes on working after either, but not after
+StoreLost. The README here has what it does when something fails.
 """
 
 from __future__ import annotations
