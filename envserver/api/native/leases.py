@@ -163,7 +163,6 @@ async def _require_open(store: Store, run: str) -> None:
 
 
 async def _require_own(store: Store, run: str, lease_id: str) -> None:
-    """Raises NotFoundError: there is no such run, or it has no such lease."""
-    await store.get_run(run)
+    """Raises NotFoundError: the run has no such lease."""
     if (await store.find_lease(lease_id)).run != run:
         raise NotFoundError(f"The run {run} has no lease {lease_id}.", lease_id=lease_id)
