@@ -285,6 +285,18 @@ def test_one_that_begins_nothing_does_not_get_all_places() -> None:
     assert held <= 20 + CATCH_UP_GROUPS
 
 
+async def test_what_was_begun_before_a_restart_of_the_server_counts_for_nothing(
+    tmp_path: Path,
+) -> None:
+    async with running_api(tmp_path / "store.db") as api:
+        one, two = await join(api), await join(api, "math@two")
+        rooms = [
+            (await joined.beat(capacity=400, begun=begun))["room"]
+            for joined, begun in 2 * ((one, 100_000), (two, 3))
+        ]
+        assert rooms[2:] == [128, 128]
+
+
 def test_in_the_long_run_each_has_its_share() -> None:
     shares = fair_shares([Share("a", 1), Share("b", 1, minimum=0.6), Share("c", 3)])
     begun = dict.fromkeys("abc", 0)

@@ -86,7 +86,7 @@ class _Now:
         self.beat = Heartbeat()
         self.room = 0
         self.open = 0
-        self.counted = 0
+        self.counted: int | None = None
         self.drain = False
         self.stored = 0
 
@@ -256,7 +256,8 @@ class RemoteEnvironments:
         now = self._now_of(one)
         now.stored += is_new
         now.open = max(0, now.open - is_new) if still_open is None else still_open
-        self._count_begun(one, begun or 0)
+        if begun is not None:
+            self._count_begun(one, begun)
         news = self._news(one)
         now.room = news.room
         self.wake()
@@ -419,9 +420,11 @@ class RemoteEnvironments:
         return self._shared.room(asking, [one for one in everyone if one.share.name != name])
 
     def _count_begun(self, one: Known, begun: int) -> None:
+        """What it began before this server heard of it counts for nothing."""
         now = self._now_of(one)
-        self._shared.count_begun(one.name, begun - now.counted)
-        now.counted = max(now.counted, begun)
+        before = begun if now.counted is None else now.counted
+        self._shared.count_begun(one.name, begun - before)
+        now.counted = max(before, begun)
 
     async def _changed(self, seconds: float) -> None:
         change = self._change

@@ -42,6 +42,7 @@ def deal(
     asking = {name for name, want in wants.items() if want > 0}
     for name in asking:
         clocks.asks(name)
+    for name in asking:
         for _ in range((unused or {}).get(name, 0)):
             clocks.begin(name)
     for _ in range(free):
