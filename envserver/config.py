@@ -357,6 +357,8 @@ class ServerConfig(Section):
     """Largest request body, after inflating."""
     lease_seconds: float = Field(default=600.0, gt=0)
     """A leased batch that is not acknowledged for this long is delivered again."""
+    max_open_leases: int = Field(default=1024, ge=1)
+    """Leases of a run that are not acknowledged, for trainers that ask for them; then 429."""
     drain_seconds: float = Field(default=60.0, ge=0)
     """`serve`, told to stop: seconds for the open groups to end; then they are cancelled."""
     allowed_hosts: list[str] = []

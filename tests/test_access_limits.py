@@ -16,7 +16,7 @@ import httpx
 import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
-from support.api import Api, running_api
+from support.api import Api, native_group, put_native, running_api
 
 from envserver.api.access_tokens import create_token
 from envserver.api.app import create_api
@@ -158,6 +158,27 @@ async def test_small_things_that_become_large_are_refused(tmp_path: Path) -> Non
         for raw in (nested, b"[" * 90_000):
             answer = await api.http.post("/v1/runs", content=raw)
             assert answer.status_code in (400, 422)
+
+
+async def test_a_run_has_so_many_leases_open(tmp_path: Path) -> None:
+    async with bounded(tmp_path, max_open_leases=2) as api:
+        await api.http.post("/v1/runs", json={"name": "run"})
+        for number in range(4):
+            await put_native(api.store, native_group(f"group-{number}"))
+        place, one = "/v1/runs/run/lease", {"max_groups": 1}
+        first = (await api.http.post(place, json=one)).json()
+        again = {"idempotency-key": "k"}
+        second = (await api.http.post(place, json=one, headers=again)).json()
+        refused = await api.http.post(place, json=one)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        # An answer that was lost is had again all the same.
+        repeated = (await api.http.post(place, json=one, headers=again)).json()
+        assert repeated["lease_id"] == second["lease_id"] != first["lease_id"]
+        await api.http.post("/v1/runs/run/ack", json={"lease_id": first["lease_id"]})
+        assert (await api.http.post(place, json=one)).status_code == 200
+        large = await api.http.post(place, json={"max_groups": 10**6})
+        assert large.status_code == 422
 
 
 # HTTPS

@@ -85,8 +85,14 @@ async def _on_ours(request: Request, error: Exception) -> Response:
         error.message,
         kind=error.kind,
         detail=errors,
+        headers=_when_to_ask_again(error),
         **{key: value for key, value in more.items() if key not in _RESERVED},
     )
+
+
+def _when_to_ask_again(error: EnvserverError) -> dict[str, str] | None:
+    seconds = error.detail.get("retry_after_seconds")
+    return None if seconds is None else {"retry-after": str(seconds)}
 
 
 _RESERVED: Final = {"type", "title", "status", "detail", "kind", "headers", "path", "message"}

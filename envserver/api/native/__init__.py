@@ -39,7 +39,13 @@ def native_routes(
     router = APIRouter(tags=["native"])
     travelling = Travelling(store)
     streams = Streams()
-    leasing = Leasing(store, policy, settings.lease_seconds, atropos.store_changed)
+    leasing = Leasing(
+        store,
+        policy,
+        settings.lease_seconds,
+        atropos.store_changed,
+        settings.max_open_leases,
+    )
     add_run_routes(router, store, atropos, streams)
     add_lease_routes(router, store, atropos, leasing, travelling, streams)
     add_group_routes(router, store, travelling)

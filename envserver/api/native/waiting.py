@@ -20,6 +20,7 @@ from starlette.types import Receive
 from ...errors import ConflictError, InputError, NotFoundError
 from ...store import Lease, Store
 from ..lifespan import SERVER_ENDS
+from ..limits import TooManyRequests
 from .models import MOST_GROUPS, Limits
 from .policy import PolicyVersion
 
@@ -79,6 +80,7 @@ class Leasing:
 
     Args:
         default_seconds: how long a lease lasts that names no time.
+        most_open: leases of a run at a time, for those who ask; streams have their windows.
         on_change: called when groups were leased or given back.
     """
 
@@ -88,11 +90,14 @@ class Leasing:
         policy: PolicyVersion,
         default_seconds: float,
         on_change: Callable[[], None],
+        most_open: int,
     ) -> None:
         self._store = store
         self._on_change = on_change
         self._policy = policy
         self._default_seconds = default_seconds
+        self._most_open = most_open
+        self._perhaps_open: dict[str, int] = {}
 
     async def lease(self, run: str, wanted: Limits, lease_id: str | None = None) -> Lease | None:
         """What can be leased now.
@@ -139,18 +144,35 @@ class Leasing:
     async def wait(
         self, run: str, wanted: Limits, seconds: float, hangup: Hangup, lease_id: str | None
     ) -> Lease | None:
-        """What can be leased within `seconds`; None when nothing, or when the client has gone."""
+        """What can be leased within `seconds`; None when nothing, or when the client has gone.
+
+        Raises:
+            TooManyRequests: the run has as many leases open as it may.
+        """
         deadline = time.monotonic() + seconds
         while True:
             seen = self._store.changes
+            await self._require_room(run, lease_id)
             lease = await self.lease(run, wanted, lease_id)
             if lease is not None:
+                self._perhaps_open[run] = self._perhaps_open.get(run, 0) + 1
                 return lease
             left = deadline - time.monotonic()
             if left > 0:
                 await self.changed(seen, hangup, left)
             if hangup.gone or time.monotonic() >= deadline:
                 return None
+
+    async def _require_room(self, run: str, lease_id: str | None) -> None:
+        # Counted from above: the store is only asked when that many were handed out since.
+        if self._perhaps_open.get(run, 0) < self._most_open:
+            return
+        held = await self._store.open_leases(run)
+        self._perhaps_open[run] = len(held)
+        if len(held) >= self._most_open and lease_id not in {one.lease_id for one in held}:
+            raise TooManyRequests(
+                f"The run {run} has {len(held)} leases open; more after an ack or nack.", 1
+            )
 
     async def changed(self, seen: int, hangup: Hangup, seconds: float) -> None:
         """Returns when the store has changed since `seen`, at the latest after `seconds`."""
