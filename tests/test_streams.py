@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.api import Api, api_process, native_group, put_native, running_api, wire_group
 from support.commands import free_port
+from support.stores import group, noise
 
 from clients.frames import Frames
 from clients.http import EnvClient, Retries, SyncEnvClient
@@ -195,6 +196,19 @@ async def test_what_was_not_read_is_given_back(api: Api) -> None:
     assert await lease(api, max_groups=9, wait_seconds=20) == ["b", "c"]
 
 
+async def test_for_who_does_not_read_nothing_piles_up(api: Api) -> None:
+    """The server leases no more than it can send, however wide the window is."""
+    groups = [group(f"g{number}", noise(2**20, number)) for number in range(40)]
+    for one in groups:
+        await api.store.put([one])
+    async with api.http.stream("GET", "/v1/runs/run/stream?window=64") as answer:
+        assert answer.status_code == 200
+        leased = -1
+        while leased != (leased := (await api.store.counts())["leased"]):
+            await asyncio.sleep(0.5)
+        assert 0 < leased < len(groups)
+
+
 async def test_streams_without_asyncio(api: Api) -> None:
     await put(api, "a", "b", "c")
 
@@ -267,7 +281,7 @@ async def test_a_binary_stream_can_be_read_by_anybody(api: Api) -> None:
         reader = Frames("")
         async for part in answer.aiter_raw():
             if found := [frame for frame in reader.feed(part) if frame]:
-                (group,) = decode_batch(found[0]).groups
-                assert group.rows[0].tokens.tolist() == [1, 2, 3, 4, 5]
+                (only,) = decode_batch(found[0]).groups
+                assert only.rows[0].tokens.tolist() == [1, 2, 3, 4, 5]
                 return
     raise httpx.ReadError("the stream ended")
