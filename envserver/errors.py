@@ -29,7 +29,7 @@
     │   ├── Straggler          the time of its group was over before it ended     drop
     │   ├── Stale              the policy went on too far since its first token   drop
     │   └── TokensError        the recorded tokens break an invariant             never delivered
-    ├── StoreError             the durable store failed; nothing was accepted     HTTP 503
+    ├── StoreError             the durable store failed; asking again is safe     HTTP 503
     │   ├── StoreFull          no space left                                      HTTP 507
     │   └── StoreLost          it is another process's now, or gone; the server ends
     └── AllFailed              every rollout failed; the run was stopped          exit 1
