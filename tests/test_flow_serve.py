@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from support.commands import Running, free_port, running, until
 
 from clients.http import SyncEnvClient
+from envserver.store import open_store
 
 MATH = (
     "serve", "--env", "math", "--model", "sim", "--env.group_size", 2, "--workers.processes", 1,
@@ -33,38 +35,44 @@ def status(url: str) -> dict[str, Any]:
     return answer
 
 
+async def known_before(place: Path) -> None:
+    """A trainer that has registered and published, before any group is made."""
+    async with open_store(place) as store:
+        await store.create_run("trainer", batch_size=2)
+        await store.set_value("policy_version", 0)
+
+
 def at_rest(url: str) -> dict[str, Any] | None:
     """The status, once something waits and nothing is being made."""
     found = status(url)
     return found if found["groups"]["queued"] and not found["server"]["open_groups"] else None
 
 
-@pytest.mark.parametrize("versions", [4, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("versions", [3, pytest.param(60, marks=pytest.mark.slow)])
 def test_what_a_trainer_gets_is_never_older_than_it_may_be_and_what_is_is_counted(
     tmp_path: Path, versions: int
 ) -> None:
     words = ("--rollouts.max_staleness_at_delivery", 1, "--rollouts.max_staleness", 1)
+    asyncio.run(known_before(tmp_path / "groups.db"))
     with (
         serving(tmp_path, *words, "--sim.latency_seconds", 0.02) as (server, url),
         SyncEnvClient(url, run="trainer", batch_size=2) as client,
     ):
         published, got = 0, 0
-        client.publish_policy_version(0)
         for _ in range(versions):
             batch = client.lease(wait_seconds=60)
             assert batch is not None, server.output()
-            known = [one.policy_version for one in batch.groups if one.policy_version >= 0]
-            behind = [published - version for version in known]
+            behind = [published - group.policy_version for group in batch.groups]
             assert all(0 <= one <= 1 for one in behind), behind
             got += len(behind)
             client.ack(batch)
-            until(lambda: at_rest(url), 60, server.output, alive=server.process)
+            until(lambda: at_rest(url), 150, server.output, alive=server.process)
             assert status(url)["groups"]["queued"] <= 4  # two batches, one for each version
             published += 3  # what waits is too old now
             client.publish_policy_version(published)
         found = status(url)["server"]
     assert got >= versions
-    assert found["stale_groups"] >= versions - 1  # what was begun before any has no version
+    assert found["stale_groups"] >= versions
     assert found["policy_version"] == published
 
 
@@ -77,7 +85,7 @@ def test_rollouts_in_flight_that_became_too_old_end_and_are_counted(tmp_path: Pa
         client.publish_policy_version(0)
         until(
             lambda: status(url)["server"]["open_groups"] > 1,
-            60,
+            150,
             server.output,
             alive=server.process,
         )
@@ -86,7 +94,7 @@ def test_rollouts_in_flight_that_became_too_old_end_and_are_counted(tmp_path: Pa
             client.publish_policy_version(int(status(url)["policy_version"]) + 1)
             return int(status(url)["server"]["stale_rollouts"])
 
-        assert until(publish_and_look, 60, server.output, alive=server.process) > 0
+        assert until(publish_and_look, 150, server.output, alive=server.process) > 0
         found = status(url)["server"]
         assert found["groups_dropped"].keys() <= {"stale"}
         assert found["rollouts_lost"] == found["stale_rollouts"]
