@@ -17,7 +17,7 @@ import httpx
 import pytest
 import structlog
 from fastapi import FastAPI, Request
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.responses import Response, StreamingResponse
 from support.api import native_group, put_native
@@ -178,6 +178,7 @@ async def test_the_lag_of_the_loop_counts_what_a_block_swallowed() -> None:
     assert any("test_the_lag_of_the_loop" in place for place in line["stack"])
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-10, 400), max_size=50))
 def test_every_value_is_in_one_bucket(values: list[float]) -> None:
     one = Distribution((0.0, 1.0, 60.0))
@@ -190,6 +191,7 @@ def test_every_value_is_in_one_bucket(values: list[float]) -> None:
     assert one.count == len(values)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from("abcdefghij"), max_size=30))
 def test_labels_have_a_bounded_number_of_values(names: list[str]) -> None:
     counts, labelled = Counts(most=5), Labelled((1.0,), most=5)
@@ -207,6 +209,7 @@ KEY = st.text(
 )
 
 
+@settings(deadline=None)
 @given(
     KEY,
     st.sampled_from(

@@ -26,6 +26,8 @@ from .. import __version__
 from .tracing import Attributes, Span
 
 _NANOSECONDS = 1_000_000_000
+_SEND_SECONDS = 5
+"""For one batch, retries included; the longest that a receiver which is gone delays the end."""
 
 
 @asynccontextmanager
@@ -41,7 +43,9 @@ async def otlp_tracer(
     address = endpoint.rstrip("/")
     if not address.endswith("/v1/traces"):
         address += "/v1/traces"
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=address)))
+    provider.add_span_processor(
+        BatchSpanProcessor(OTLPSpanExporter(address, timeout=_SEND_SECONDS))
+    )
     try:
         yield OtelTracer(provider.get_tracer("envserver", __version__))
     finally:
