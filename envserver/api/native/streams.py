@@ -184,7 +184,8 @@ class LeaseStream:
 
     async def end(self, hangup: Hangup) -> None:
         """Gives back what is open, where the client asked for it."""
-        if self._superseded or not hangup.gone or self._wanted.on_hangup != "give_back":
+        client_has_gone = hangup.gone and not hangup.server_ends
+        if self._superseded or not client_has_gone or self._wanted.on_hangup != "give_back":
             return
         for lease_id in list(self._open):
             await self._leasing.give_back(lease_id)
