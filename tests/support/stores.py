@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+from envserver.errors import StoreError, StoreLost
 from envserver.store import GroupPut, GroupRow
 
 
@@ -21,3 +23,15 @@ def noise(size_bytes: int, seed: int = 0) -> bytes:
 
 def ids(groups: Iterable[GroupRow]) -> list[str]:
     return [row.group_id for row in groups]
+
+
+async def patiently(ask: Callable[[], Awaitable[Any]]) -> Any:
+    """What it answers once the database is there again."""
+    async with asyncio.timeout(40):
+        while True:
+            try:
+                return await ask()
+            except StoreLost:
+                raise
+            except StoreError:
+                await asyncio.sleep(0.1)
