@@ -88,7 +88,7 @@ class Trainer:
 
 async def test_the_example_learns_each_group_once_wherever_it_is_killed(api: Api) -> None:
     names = [f"g{number:03}" for number in range(16 * 5)]
-    await put(api, *names)
+    await asyncio.gather(*(put(api, name) for name in names))
     trainer = Trainer(api.url)
     for steps, dies in ((2, "saved"), (1, "training"), (1, "acknowledged"), (2, "saved")):
         await asyncio.to_thread(trainer.live, steps=steps, dies=dies)
@@ -177,7 +177,7 @@ async def test_runs_and_checkpoints(api: Api) -> None:
 
 @pytest.mark.parametrize("compress", [True, False])
 async def test_arrays_are_views_of_what_came_over_the_wire(api: Api, compress: bool) -> None:
-    await put_native(api.store, native_group("large", 400))
+    await put_native(api.store, native_group("large", 50))
     answer = await api.http.get("/v1/status")
     async with EnvClient(api.url, run="run", batch_size=1, compress=compress) as client:
         batch = await client.lease()

@@ -198,7 +198,7 @@ async def test_what_was_not_read_is_given_back(api: Api) -> None:
 
 async def test_for_who_does_not_read_nothing_piles_up(api: Api) -> None:
     """The server leases no more than it can send, however wide the window is."""
-    groups = [group(f"g{number}", noise(2**20, number)) for number in range(40)]
+    groups = [group(f"g{number}", noise(2**20, number)) for number in range(24)]
     for one in groups:
         await api.store.put([one])
     async with api.http.stream("GET", "/v1/runs/run/stream?window=64") as answer:
@@ -261,7 +261,7 @@ class EnvClientAt(EnvClient):
 
 
 @given(st.lists(st.binary(max_size=40), max_size=6), st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_frames_come_out_however_the_stream_is_cut(
     frames: list[bytes], data: st.DataObject
 ) -> None:

@@ -187,7 +187,7 @@ async def test_the_other_wire_takes_from_the_same_queue(api: Api) -> None:
 
 async def test_zstd_carries_what_lies_on_the_disk(api: Api) -> None:
     await run(api, batch_size=3)
-    await put(api, "large", trajectories=400)
+    await put(api, "large", trajectories=50)
     await put(api, "small")
     await api.post("/scored_data", wire_group(2, 5))
     contents = []
@@ -246,7 +246,7 @@ STEPS = st.lists(
 
 @given(steps=STEPS, delivery=st.sampled_from(["shared", "broadcast"]))
 @settings(
-    max_examples=12,
+    max_examples=7,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
