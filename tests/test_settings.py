@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -117,6 +118,7 @@ def test_the_same_flag_twice_takes_the_last() -> None:
     assert env("--env.seed", "1", "--env.seed", "2").seed == 2
 
 
+@hypothesis.settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(["group_size", "max_turns", "digits"]), st.integers(1, 99)))
 def test_flags_variables_and_files_say_the_same(values: dict[str, int]) -> None:
     by_flag = env(*(f"--env.{name}={value}" for name, value in values.items()))
