@@ -54,7 +54,7 @@ def torture(
     )
     made.let_finish(finish_seconds)
     engine_said = [echo.completion_ids for echo in made.witness]
-    verdict = judge(made.relay.accepted, engine_said, made.journals(), made.deliveries)
+    verdict = judge(made.relay, engine_said, made.journals(), made.deliveries)
     tell(report(made, done, verdict))
     assert verdict.faults == []
     assert done.total() == faults

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from .digests import digest_of_tokens
+from .relay import POSTS
 
 Line = dict[str, Any]
 _CLOCKS_SECONDS = 0.25
@@ -37,8 +38,16 @@ class Verdict:
         return "\n".join(f"  {name.replace('_', ' '):28} {getattr(self, name):,}" for name in names)
 
 
+class Accepted(Protocol):
+    """What producers sent and were told; see `FaultyRelay`."""
+
+    posted: set[str]
+    joined: set[str]
+    sent: dict[str, set[str]]
+
+
 def judge(
-    accepted: set[str],
+    accepted: Accepted,
     engine_said: Iterable[list[int]],
     journals: Mapping[str, list[Line]],
     deliveries: Mapping[str, str],
@@ -46,15 +55,14 @@ def judge(
     """What became of the groups.
 
     Args:
-        accepted: digests of the groups whose producers were told so.
         engine_said: the tokens of each answer.
         journals: of each trainer; deliveries: shared or broadcast, of each.
     """
-    verdict = Verdict(accepted=len(accepted))
+    verdict = Verdict(accepted=len(accepted.posted) + len(accepted.joined))
     said = {digest_of_tokens(tokens) for tokens in engine_said}
     digests: dict[str, str] = {}
     for run, lines in journals.items():
-        _look_at_what_was_given(verdict, run, lines, digests, said)
+        _look_at_what_was_given(verdict, run, lines, digests, said, accepted)
     queues: dict[str, list[str]] = defaultdict(list)
     for run, delivery in deliveries.items():
         queues["shared" if delivery == "shared" else run].append(run)
@@ -64,17 +72,23 @@ def judge(
 
 
 def _look_at_what_was_given(
-    verdict: Verdict, run: str, lines: list[Line], digests: dict[str, str], said: set[str]
+    verdict: Verdict,
+    run: str,
+    lines: list[Line],
+    digests: dict[str, str],
+    said: set[str],
+    accepted: Accepted,
 ) -> None:
     for line in lines:
         if line["what"] == "lost":
             verdict.leases_lost += 1
         if line["what"] != "given":
             continue
-        for group_id, (digest, sampled) in line["groups"].items():
+        for group_id, (kind, digest, sampled) in line["groups"].items():
             verdict.given += 1
-            if digests.setdefault(group_id, digest) != digest:
-                verdict.faults.append(f"{run}: {group_id} came with other tokens than before")
+            known = accepted.sent.get(POSTS if kind == "atropos" else group_id, {digest})
+            if digests.setdefault(group_id, digest) != digest or digest not in known:
+                verdict.faults.append(f"{run}: {group_id} came with other tokens than were sent")
             verdict.sampled_runs += len(sampled)
             if unknown := [one for one in sampled if one not in said]:
                 verdict.faults.append(
@@ -86,7 +100,7 @@ def _look_at_queue(
     verdict: Verdict,
     queue: str,
     journals: list[tuple[str, list[Line]]],
-    accepted: set[str],
+    accepted: Accepted,
     digests: dict[str, str],
 ) -> None:
     holders: Counter[str] = Counter()
@@ -99,11 +113,12 @@ def _look_at_queue(
     for group_id, times in holders.items():
         if times > 1:
             verdict.faults.append(f"{queue}: {group_id} is acknowledged {times} times")
-    there = {digests[group_id] for group_id in holders}
-    for digest in accepted - there:
-        verdict.faults.append(f"{queue}: an accepted group ({digest}) was never acknowledged")
-    if len(there) != len(holders):
-        verdict.faults.append(f"{queue}: {len(holders) - len(there)} groups came under two ids")
+    there = Counter(digests[group_id] for group_id in holders)
+    for name in (accepted.joined - set(holders)) | (accepted.posted - set(there)):
+        verdict.faults.append(f"{queue}: an accepted group ({name}) was never acknowledged")
+    for digest in accepted.posted:
+        if there[digest] > 1:
+            verdict.faults.append(f"{queue}: a post ({digest}) came as {there[digest]} groups")
     seen: set[str] = set()
     for run, lines in journals:
         for line in lines:

@@ -7,30 +7,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from typing import Final, Literal
 
 import aiohttp
 from aiohttp import web
 
-from .digests import digest_of_group, digest_of_post
+from .digests import digest_of_post, id_and_digest_of_group
 
 Trouble = Literal["lose the request", "lose the answer", "send it twice"]
 TROUBLES: Final[tuple[Trouble, ...]] = ("lose the request", "lose the answer", "send it twice")
+POSTS: Final = ""
+"""In the place of an id, for posts, which have none of their own."""
 _HOP: Final = {"connection", "keep-alive", "transfer-encoding", "content-length", "host"}
 
 
 class FaultyRelay:
     """Made by `faulty_relay`.
 
-    `accepted` has the digest of each group whose producer was answered 200, `seen` how many
-    requests met which trouble.
+    `posted` has the digest of each post whose sender was answered 200, `joined` the ids of groups
+    whose joiner was, `sent` the digests of all bodies that came under an id: a joiner that is
+    killed may make a group anew that the server has. `seen` counts requests by their trouble.
     """
 
     def __init__(self, server_url: str) -> None:
         self.url = ""
-        self.accepted: set[str] = set()
+        self.posted: set[str] = set()
+        self.joined: set[str] = set()
+        self.sent: dict[str, set[str]] = defaultdict(set)
         self.seen: Counter[str] = Counter()
         self._server_url = server_url
         self._troubles: deque[Trouble] = deque()
@@ -62,6 +67,7 @@ class FaultyRelay:
             self.seen[trouble] += 1
         if trouble == "lose the request":
             return _hang_up(request)
+        group = self._group_of(request.path, body)
         try:
             if trouble == "send it twice":
                 await self._ask(request, body)
@@ -70,8 +76,10 @@ class FaultyRelay:
             return _hang_up(request)  # the server is away: so it looks to the client, too
         if trouble == "lose the answer":
             return _hang_up(request)
-        if status == 200:
-            self._remember(request.path, body)
+        if status == 200 and group is not None:
+            self.joined.add(group)
+        if status == 200 and request.path == "/scored_data":
+            self.posted.add(digest_of_post(body))
         return web.Response(status=status, headers=headers, body=answer)
 
     async def _ask(self, request: web.Request, body: bytes) -> tuple[int, dict[str, str], bytes]:
@@ -84,11 +92,15 @@ class FaultyRelay:
             told = {n: v for n, v in answer.headers.items() if n.lower() not in _HOP}
             return answer.status, told, await answer.read()
 
-    def _remember(self, path: str, body: bytes) -> None:
+    def _group_of(self, path: str, body: bytes) -> str | None:
+        """The id of the group that a joiner sends."""
         if path == "/scored_data":
-            self.accepted.add(digest_of_post(body))
-        elif path.startswith("/v1/environments/") and path.endswith("/groups"):
-            self.accepted.add(digest_of_group(body))
+            self.sent[POSTS].add(digest_of_post(body))
+        if not (path.startswith("/v1/environments/") and path.endswith("/groups")):
+            return None
+        group_id, digest = id_and_digest_of_group(body)
+        self.sent[group_id].add(digest)
+        return group_id
 
 
 def _hang_up(request: web.Request) -> web.StreamResponse:

@@ -6,7 +6,7 @@ there is a file RUN.go-back in its folder, from an earlier one. Lines of its jou
 before it goes on:
 
     {"at": seconds, "what": "given", "lease": ..., "granted": seconds,
-     "groups": {group id: [digest, sampled runs]}}
+     "groups": {group id: [format, digest, sampled runs]}}
     {"at": ..., "what": "saved", "checkpoint": n, "lease": ...}
     {"at": ..., "what": "acked", "checkpoint": n, "lease": ...}    the server confirmed it
     {"at": ..., "what": "lost", "lease": ...}                       others have its groups
@@ -117,15 +117,12 @@ def _acknowledge(trainer: SyncEnvClient, journal: Journal, lease: str, number: i
 
 
 def _told(batch: Batch) -> dict[str, Any]:
-    return {
-        group.group_id: [
-            digest_of_rows((row.tokens, row.mask) for row in group.rows),
-            []
-            if group.format == "atropos"
-            else [run for row in group.rows for run in sampled_runs(row.tokens, row.mask)],
-        ]
-        for group in batch.groups
-    }
+    told = {}
+    for group in batch.groups:
+        digest = digest_of_rows((row.tokens, row.mask) for row in group.rows)
+        sampled = [run for row in group.rows for run in sampled_runs(row.tokens, row.mask)]
+        told[group.group_id] = [group.format, digest, sampled if group.format == "group" else []]
+    return told
 
 
 if __name__ == "__main__":
