@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 import aiohttp
 from aiohttp import web
+from support.beside import beside
 
 from .digests import digest_of_post, id_and_digest_of_group
 
@@ -112,22 +113,6 @@ def _hang_up(request: web.Request) -> web.StreamResponse:
 @contextlib.contextmanager
 def faulty_relay(server_url: str) -> Iterator[FaultyRelay]:
     """A relay before `server_url`, in a thread of its own."""
-    loop = asyncio.new_event_loop()
     made = FaultyRelay(server_url)
-    started, ended = threading.Event(), asyncio.Event()
-
-    def run() -> None:
-        try:
-            loop.run_until_complete(made.serve(started, ended))
-        finally:
-            started.set()
-            loop.close()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    started.wait(10)
-    try:
+    with beside(made.serve):
         yield made
-    finally:
-        loop.call_soon_threadsafe(ended.set)
-        thread.join(10)

@@ -12,6 +12,8 @@ import aiohttp
 import orjson
 from aiohttp import web
 
+from support.beside import beside
+
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _GENERATE = "/inference/v1/generate"
 _SAMPLES = (_CHAT, _COMPLETIONS, _GENERATE)
@@ -139,22 +141,6 @@ def relay(engine_url: str, *, at_once: int = 10_000) -> Iterator[tuple[str, Rela
     Answers that stream are put together from their chunks as they stand, without any of our code.
     It runs in a thread of its own, so that it serves tests that block.
     """
-    loop = asyncio.new_event_loop()
     made = Relay(engine_url, at_once)
-    started, ended = threading.Event(), asyncio.Event()
-
-    def run() -> None:
-        try:
-            loop.run_until_complete(made.serve(started, ended))
-        finally:
-            started.set()
-            loop.close()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    started.wait(10)
-    try:
+    with beside(made.serve):
         yield made.url, made
-    finally:
-        loop.call_soon_threadsafe(ended.set)
-        thread.join(10)
