@@ -42,7 +42,7 @@ demo: .venv/.installed
 	  --env.data_path_to_save_groups .demo/math.jsonl
 
 test: .venv/.tests-installed
-	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not slow" $(PYTEST_FLAGS)
+	$(BIN)/pytest -n 2 --no-loadscope-reorder -m "not slow" $(PYTEST_FLAGS)
 
 test-slow: .venv/.tests-installed
 	$(BIN)/pytest -m slow $(PYTEST_FLAGS)

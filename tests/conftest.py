@@ -3,16 +3,18 @@
 Where such a program is not installed its tests skip and say how to install it; with `--all-peers`
 (as in CI) they fail instead.
 
-`-n 2` runs the files of tests side by side; all that ask the real vLLM stay together, and begin
-first, because one of it is enough and takes longest.
+`-n 2` runs the files of tests side by side; those that ask the real vLLM stay together, and begin
+first: one of it is enough, and takes longest.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import structlog
@@ -39,22 +41,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
-    items.sort(key=_turn)
+    items.sort(key=lambda item: _turn(_group(item.nodeid)))
 
 
-def _group(item: pytest.Item) -> str:
-    """Tests of one group run in one process, in their order."""
-    asks_vllm = "vllm_python" in getattr(item, "fixturenames", ())
-    if asks_vllm or item.get_closest_marker("vllm") is not None:
-        return "vllm"
-    return item.nodeid.partition("::")[0]
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives each process whole groups."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):  # type: ignore[misc]  # a class of a library without types
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid)
+
+    return Groups(config, log)
 
 
-def _turn(item: pytest.Item) -> int:
-    """When its group begins: what takes longest first. The order within a turn stays."""
-    group = _group(item)
+def _group(nodeid: str) -> str:
+    """Tests of one group run in one process, in their order: those of a file, or of all files that
+    need the real vLLM.
+    """
+    file = nodeid.partition("::")[0]
+    return "vllm" if _needs_vllm(ROOT / file) else file
+
+
+@functools.cache
+def _needs_vllm(path: Path) -> bool:
+    return bool(re.search(r"\bvllm_(server|python)\b|mark\.vllm\b", path.read_text()))
+
+
+def _turn(group: str) -> int:
+    """When it begins: what takes longest first. Within a turn the order stays."""
     return _FIRST.index(group) if group in _FIRST else len(_FIRST)
 
 
