@@ -16,8 +16,9 @@ import yaml
 from support.api import Api, native_group, put_native, running_api
 from support.proxy_house import house
 
-from envserver.api.access_rules import RULES, rules_of
-from envserver.api.access_tokens import (
+from envserver.api.access.quotas import Strangers, TooManyRequests
+from envserver.api.access.rules import RULES, rules_of
+from envserver.api.access.tokens import (
     AccessTokens,
     Role,
     create_token,
@@ -25,7 +26,6 @@ from envserver.api.access_tokens import (
     revoke_token,
 )
 from envserver.api.app import create_api
-from envserver.api.limits import Strangers, TooManyRequests
 from envserver.api.server import serve_api
 from envserver.cli import main
 from envserver.config import ServerConfig

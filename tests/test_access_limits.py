@@ -18,7 +18,7 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 from support.api import Api, native_group, put_native, running_api
 
-from envserver.api.access_tokens import create_token
+from envserver.api.access.tokens import create_token
 from envserver.api.app import create_api
 from envserver.api.server import serve_api
 from envserver.config import ServerConfig

@@ -17,11 +17,11 @@ from support.api import Api, running_api
 from support.commands import free_port
 from support.joined import join, registration, spoiled, stream_group
 
-from envserver.api.access_tokens import create_token
-from envserver.api.beside import SharingSink
-from envserver.api.received import Stream, read_group
-from envserver.api.registered import RemoteEnvironments
-from envserver.api.rooms import Slack, deal, fair_shares
+from envserver.api.access.tokens import create_token
+from envserver.api.joined.beside import SharingSink
+from envserver.api.joined.received import Stream, read_group
+from envserver.api.joined.registered import RemoteEnvironments
+from envserver.api.joined.rooms import Slack, deal, fair_shares
 from envserver.errors import ConfigError, ConflictError, InputError
 from envserver.proxy.gate import Aborted, Gate
 from envserver.records import Task, pack

@@ -24,15 +24,15 @@ from ..rollouts.room import Bounds
 from ..store import Store
 from ..store.demand import Demand
 from . import problems
-from .access import Access, KnownNames
-from .access_tokens import AccessTokens
+from .access.middleware import Access, KnownNames
+from .access.tokens import AccessTokens
 from .atropos.routes import atropos_routes
 from .atropos.service import AtroposService
-from .environments import environment_routes
 from .health import Health, health_routes, store_probe
+from .joined.registered import RemoteEnvironments
+from .joined.routes import environment_routes
 from .metrics import CountedRequests, Metrics, metric_routes
 from .native import PolicyVersion, native_routes
-from .registered import RemoteEnvironments
 from .transfer import CompressedAnswers, RequestBodies
 from .upkeep import remove_old
 from .weights import weight_routes

@@ -23,8 +23,8 @@ from starlette.types import ASGIApp
 
 from ..config import ServerConfig, is_loopback
 from ..errors import ConfigError
+from .access.connections import BoundedHttp, HttpBounds
 from .lifespan import Lifespan
-from .limits_http import BoundedHttp, HttpBounds
 
 _BACKLOG: Final = 2048
 _GRACE_SECONDS: Final = 2

@@ -17,9 +17,9 @@ from starlette.responses import JSONResponse, Response
 
 from ..proxy.gate import Gate, InFlight
 from .bodies import read_body, request_body
+from .joined.registered import RemoteEnvironments
 from .native import VERSION_LIMIT, PolicyVersion
 from .native.answers import answers
-from .registered import RemoteEnvironments
 
 _LONGEST_WAIT_SECONDS: Final = 3600.0
 

@@ -19,8 +19,8 @@ from starlette.types import Receive
 
 from ...errors import ConflictError, InputError, NotFoundError
 from ...store import Lease, Store
+from ..access.quotas import TooManyRequests
 from ..lifespan import SERVER_ENDS
-from ..limits import TooManyRequests
 from .models import MOST_GROUPS, Limits
 from .policy import PolicyVersion
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 
-from ..rollouts.mixing import Share, Shares, targets
+from ...rollouts.mixing import Share, Shares, targets
 
 _STEP_SECONDS = 1.0
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..rollouts.mixing import Share
-from ..store import Store
-from ..store.demand import Demand
-from ..store.sink import StoreSink
+from ...rollouts.mixing import Share
+from ...store import Store
+from ...store.demand import Demand
+from ...store.sink import StoreSink
 from .registered import RemoteEnvironments
 from .sharing import Local
 

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from starlette.routing import compile_path
 
-from .access_tokens import Role
+from .tokens import Role
 
 Roles = frozenset[Role]
 

@@ -21,8 +21,8 @@ from pydantic import BaseModel, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..errors import UsageError
-from ..remote.messages import (
+from ...errors import UsageError
+from ...remote.messages import (
     GROUP_MSGPACK,
     KEY_HEADER,
     GroupIds,
@@ -31,8 +31,8 @@ from ..remote.messages import (
     Registration,
     Welcome,
 )
-from .bodies import read_body, request_body
-from .native.answers import answers
+from ..bodies import read_body, request_body
+from ..native.answers import answers
 from .registered import RemoteEnvironments
 
 _REGISTRATION: Final = TypeAdapter(Registration)

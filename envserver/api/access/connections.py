@@ -14,9 +14,9 @@ from typing import Any, Final, Literal
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from ..config import ServerConfig
-from ..errors import UsageError
-from .problems import error_answer
+from ...config import ServerConfig
+from ...errors import UsageError
+from ..problems import error_answer
 
 _MOST_DISCARDED: Final = 1 << 20
 

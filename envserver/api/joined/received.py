@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 import orjson
 
-from ..errors import InputError
-from ..records import Group, Sequence, Split, Trajectory, unpack
-from ..rollouts.stream import group_id
-from ..tokens.invariants import LOGPROB_ROUNDING
+from ...errors import InputError
+from ...records import Group, Sequence, Split, Trajectory, unpack
+from ...rollouts.stream import group_id
+from ...tokens.invariants import LOGPROB_ROUNDING
 
 _PLACE: Final = re.compile(r"`(\$[^`]*)`")
 _COLUMNS: Final = {

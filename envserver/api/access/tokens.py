@@ -30,8 +30,8 @@ import structlog
 import yaml
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
-from ..config import Quota
-from ..errors import ConfigError, ConflictError, NotFoundError
+from ...config import Quota
+from ...errors import ConfigError, ConflictError, NotFoundError
 
 Role = Literal["trainer", "environment", "reader", "admin"]
 

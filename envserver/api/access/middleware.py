@@ -16,12 +16,12 @@ from typing import Any, Final
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..config import ServerConfig, is_loopback
-from ..errors import UsageError
-from .access_rules import Rule, rules_of
-from .access_tokens import AccessTokens, Token
-from .limits import Strangers, TooManyRequests, Usage, Usages
-from .problems import error_answer
+from ...config import ServerConfig, is_loopback
+from ...errors import UsageError
+from ..problems import error_answer
+from .quotas import Strangers, TooManyRequests, Usage, Usages
+from .rules import Rule, rules_of
+from .tokens import AccessTokens, Token
 
 log = structlog.get_logger(__name__)
 

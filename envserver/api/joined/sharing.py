@@ -13,8 +13,8 @@ from typing import Final
 
 import msgspec
 
-from ..rollouts.mixing import Share
-from ..store.demand import Demand
+from ...rollouts.mixing import Share
+from ...store.demand import Demand
 from .rooms import Slack, deal, fair_shares
 
 _MOST_COUNTED: Final = 4096

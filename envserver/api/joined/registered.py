@@ -20,16 +20,16 @@ from typing import Any, Final
 import msgspec
 import structlog
 
-from ..errors import ConflictError, NotFoundError, StoreFull, UsageError
-from ..proxy.gate import InFlight
-from ..records import Split
-from ..remote.messages import Heartbeat, News, Pause, Registration, Welcome
-from ..rollouts.mixing import Share
-from ..rollouts.stream import stream_prefix
-from ..store import Store
-from ..store.demand import Demand
-from ..store.sink import put_of
-from .presence import Presence
+from ...errors import ConflictError, NotFoundError, StoreFull, UsageError
+from ...proxy.gate import InFlight
+from ...records import Split
+from ...remote.messages import Heartbeat, News, Pause, Registration, Welcome
+from ...rollouts.mixing import Share
+from ...rollouts.stream import stream_prefix
+from ...store import Store
+from ...store.demand import Demand
+from ...store.sink import put_of
+from ..presence import Presence
 from .received import Stream, read_group
 from .sharing import Holder, Local, SharedRoom
 
