@@ -200,5 +200,5 @@ print(bar.getvalue())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert '"event": "ours"' in done.stdout
-    assert "WARNING other: theirs" in done.stdout
+    assert '"event": "theirs", "level": "warning"' in done.stdout
     assert not done.stderr

@@ -27,9 +27,11 @@ from typing import Any, NoReturn
 
 from envserver import ConfigError
 
-TIMEOUT_SECONDS = 2
-"""For parsing, and again for one comparison."""
-KILL_SECONDS = 6.0
+TIMEOUT_SECONDS = 8
+"""For parsing, and again for one comparison, by the clock: a busy machine may take its time."""
+CPU_SECONDS = 3
+"""Of a process for one answer. That is what an answer that never ends comes to."""
+KILL_SECONDS = 16.0
 MEMORY_BYTES = 1 << 30
 """That one comparison may take beyond what the scorer holds."""
 
@@ -185,6 +187,4 @@ def _limit_resources() -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    # For a child whose parent is gone and can no longer kill it.
-    cpu_seconds = int(KILL_SECONDS) + 2
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
