@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import structlog
 
-from ..api.beside import SharingSink
 from ..api.health import Health, engine_probe
-from ..api.registered import RemoteEnvironments
+from ..api.joined.beside import SharingSink
+from ..api.joined.registered import RemoteEnvironments
 from ..config import MixSettings, RolloutsConfig
 from ..errors import Stale, Straggler
 from ..rollouts.auditor import Auditor

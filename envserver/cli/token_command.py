@@ -14,7 +14,7 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator
 
-from ..api.access_tokens import Role, Token, create_token, read_tokens, revoke_token
+from ..api.access.tokens import Role, Token, create_token, read_tokens, revoke_token
 from ..config import Section
 from ..errors import UsageError
 from .help import show_help
