@@ -359,6 +359,8 @@ class ServerConfig(Section):
     """A leased batch that is not acknowledged for this long is delivered again."""
     max_open_leases: int = Field(default=1024, ge=1)
     """Leases of a run that are not acknowledged, for trainers that ask for them; then 429."""
+    silent_after_seconds: float = Field(default=30.0, gt=0)
+    """An environment elsewhere that says nothing for longer no longer counts: others get its room."""
     drain_seconds: float = Field(default=60.0, ge=0)
     """`serve`, told to stop: seconds for the open groups to end; then they are cancelled."""
     allowed_hosts: list[str] = []

@@ -237,7 +237,7 @@ async def test_minimum_shares(api: Api) -> None:
 
 
 async def test_an_environment_that_went_silent_holds_nobody_up(tmp_path: Path) -> None:
-    async with running_api(tmp_path / "s.db", silent_after_seconds=0.3) as api:
+    async with running_api(tmp_path / "s.db", server={"silent_after_seconds": 0.3}) as api:
         await api.start()
         await api.add_environment(min_batch_allocation=0.5)
         for mark in range(2):

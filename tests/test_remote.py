@@ -22,6 +22,7 @@ from envserver.api.joined.beside import SharingSink
 from envserver.api.joined.received import Stream, read_group
 from envserver.api.joined.registered import RemoteEnvironments
 from envserver.api.joined.rooms import Slack, deal, fair_shares
+from envserver.api.metrics import Metrics
 from envserver.errors import ConfigError, ConflictError, InputError
 from envserver.proxy.gate import Aborted, Gate
 from envserver.records import Task, pack
@@ -206,7 +207,9 @@ async def test_a_heartbeat_hears_of_a_version_at_once(tmp_path: Path) -> None:
 async def test_a_pause_waits_until_joiners_hold_still_but_not_for_silent_ones(
     tmp_path: Path,
 ) -> None:
-    async with running_api(tmp_path / "store.db", gate=Gate(), silent_after_seconds=1.5) as api:
+    async with running_api(
+        tmp_path / "store.db", gate=Gate(), server={"silent_after_seconds": 1.5}
+    ) as api:
         one = await join(api)
         await one.beat()
         pausing = asyncio.create_task(api.post("/v1/policy/pause", {"timeout_seconds": 20}))
@@ -225,7 +228,7 @@ async def test_a_pause_waits_until_joiners_hold_still_but_not_for_silent_ones(
 
 
 async def test_a_silent_one_gives_its_room_and_its_minimum_share_to_others(tmp_path: Path) -> None:
-    async with running_api(tmp_path / "store.db", silent_after_seconds=0.6) as api:
+    async with running_api(tmp_path / "store.db", server={"silent_after_seconds": 0.6}) as api:
         # A batch is four sequences, two groups, a half of which must be code's while it is there.
         await api.start(batch_size=4)
         one = await join(api, "math@one")
@@ -244,8 +247,8 @@ async def test_a_silent_one_gives_its_room_and_its_minimum_share_to_others(tmp_p
         assert not (await environments(api))[1]["silent"]
 
 
-async def test_one_that_is_to_leave_is_told(tmp_path: Path) -> None:
-    async with running_api(tmp_path / "store.db") as api:
+async def test_one_that_is_to_leave_is_told_and_people_see_how_all_are(tmp_path: Path) -> None:
+    async with running_api(tmp_path / "store.db", metrics=Metrics()) as api:
         one = await join(api)
         assert not (await one.beat())["drain"]
         assert (await one.send("POST", "/drain")).status_code == 204
@@ -253,6 +256,13 @@ async def test_one_that_is_to_leave_is_told(tmp_path: Path) -> None:
         assert (await one.send("DELETE", "")).status_code == 204
         (shown,) = await environments(api)
         assert (shown["gone"], shown["open"]) == (True, 0)
+        await join(api, "math@two")
+        status = (await api.http.get("/v1/status")).json()
+        assert status["joined"] == {"present": 1, "silent": 0, "gone": 1}
+        lines = (await api.http.get("/metrics")).text
+        for standing in ("present", "gone"):
+            labels = f'environment="math",standing="{standing}"'
+            assert f"envserver_joined_environments{{{labels}}} 1.0" in lines
 
 
 # Room

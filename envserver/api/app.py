@@ -29,6 +29,7 @@ from .access.tokens import AccessTokens
 from .atropos.routes import atropos_routes
 from .atropos.service import AtroposService
 from .health import Health, health_routes, store_probe
+from .joined.families import JoinedNumbers, standings
 from .joined.registered import RemoteEnvironments
 from .joined.routes import environment_routes
 from .metrics import CountedRequests, Metrics, metric_routes
@@ -54,7 +55,6 @@ def create_api(
     health: Health | None = None,
     include_messages: bool = True,
     score_range: Literal["unit", "pm1"] = "unit",
-    silent_after_seconds: float = 30.0,
     retention: RetentionConfig | None = None,
     environments: RemoteEnvironments | None = None,
 ) -> FastAPI:
@@ -70,8 +70,6 @@ def create_api(
         health: the parts that must be ready; None: the store alone.
         gate: before the engine; None where no engine is behind this server.
         include_messages, score_range: how groups of our own environments go to Atropos trainers.
-        silent_after_seconds: a foreign environment that says nothing for so long no longer holds up
-            batches with its minimum share.
         retention: what is removed from the store after it was delivered; None: nothing.
         environments: those on other machines; None: they can register, and share the room that the
             settings' defaults give.
@@ -79,7 +77,7 @@ def create_api(
     joined = environments or RemoteEnvironments(
         store,
         Demand(store, Bounds(most_groups=256, most_batches=3)),
-        silent_after_seconds=silent_after_seconds,
+        silent_after_seconds=settings.silent_after_seconds,
     )
 
     def publish(version: int) -> None:
@@ -92,7 +90,7 @@ def create_api(
         lease_seconds=settings.lease_seconds,
         include_messages=include_messages,
         score_range=score_range,
-        silent_after_seconds=silent_after_seconds,
+        silent_after_seconds=settings.silent_after_seconds,
         minimums=joined.minimums,
     )
     policy = PolicyVersion(store, publish)
@@ -118,9 +116,19 @@ def create_api(
     # First: routes are tried in their order, and these are called most.
     wire = atropos_routes(atropos)
     app.include_router(wire)
-    app.include_router(native_routes(store, atropos, policy, settings=settings, status=status))
+    app.include_router(
+        native_routes(
+            store,
+            atropos,
+            policy,
+            settings=settings,
+            joined=lambda: standings(joined),
+            status=status,
+        )
+    )
     app.include_router(health_routes(health or _store_only(store)))
     if metrics is not None:
+        metrics.add(JoinedNumbers(joined).families)
         app.include_router(metric_routes(metrics))
     if gate is not None:
         app.include_router(weight_routes(gate, policy, joined))
@@ -135,6 +143,7 @@ def create_api(
     if settings.tokens_file is None:
         app.add_middleware(KnownNames, names=settings.allowed_hosts)
     if metrics is not None:
+        metrics.add(JoinedNumbers(joined).families)
         app.add_middleware(CountedRequests, requests=metrics.requests)
     return app
 

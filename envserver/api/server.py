@@ -82,7 +82,7 @@ class _Server(uvicorn.Server):
 
     def protocol(self) -> asyncio.Protocol:
         """For one connection, as uvicorn makes it for its own sockets."""
-        return self.config.http_protocol_class(  # type: ignore[call-arg]
+        return self.config.http_protocol_class(  # type: ignore[call-arg]  # uvicorn types the class as any Protocol
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
 

@@ -102,7 +102,12 @@ async def hosted(members: Members, door: Front) -> AsyncIterator[Hosted]:
         await stack.enter_async_context(auditor)
         demand = _demand(members, door.store)
         most_staleness = _most_staleness(settings.rollouts)
-        elsewhere = RemoteEnvironments(door.store, demand, stretches=most_staleness is None)
+        elsewhere = RemoteEnvironments(
+            door.store,
+            demand,
+            silent_after_seconds=settings.server.silent_after_seconds,
+            stretches=most_staleness is None,
+        )
         host = Hosted(
             room=room,
             parts=parts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -28,11 +29,12 @@ class LeaseFacts(msgspec.Struct, frozen=True):
     group_ids: list[str]
 
 
-class Lookups:
+class Lookups(ABC):
     """The part of a store that only looks."""
 
+    @abstractmethod
     def _reading(self) -> AbstractAsyncContextManager[AsyncConnection]:
-        raise NotImplementedError
+        """A connection that sees what is durable."""
 
     async def pending(self) -> list[GroupRow]:
         """Queued and buffered groups, oldest first."""

@@ -33,6 +33,7 @@ def native_routes(
     policy: PolicyVersion,
     *,
     settings: ServerConfig,
+    joined: Callable[[], dict[str, int]],
     status: Callable[[], dict[str, Any]] | None,
 ) -> APIRouter:
     """All native routes."""
@@ -50,5 +51,5 @@ def native_routes(
     add_lease_routes(router, store, atropos, leasing, travelling, streams)
     add_group_routes(router, store, travelling)
     add_policy_routes(router, policy)
-    add_status_routes(router, store, atropos, policy, status)
+    add_status_routes(router, store, atropos, policy, joined, status)
     return router

@@ -205,6 +205,8 @@ class StatusAnswer(BaseModel):
     groups: dict[str, int]
     """Groups of the shared queue by state."""
     atropos: dict[str, Any]
+    joined: dict[str, int]
+    """Environments on other machines by how they are: present, silent, gone."""
     server: dict[str, Any]
 
 

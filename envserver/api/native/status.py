@@ -21,6 +21,7 @@ def add_status_routes(
     store: Store,
     atropos: AtroposService,
     policy: PolicyVersion,
+    joined: Callable[[], dict[str, int]],
     status: Callable[[], dict[str, Any]] | None,
 ) -> None:
     @router.get("/v1/status", responses=answers(StatusAnswer, what="How things stand."))
@@ -32,6 +33,7 @@ def add_status_routes(
                 "policy_version": policy.version,
                 "groups": await store.counts(),
                 "atropos": atropos.snapshot(),
+                "joined": joined(),
                 "server": status() if status is not None else {},
             }
         )

@@ -1,0 +1,50 @@
+"""What `/metrics` and `/v1/status` show of environments on other machines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client.core import Metric
+
+from ...telemetry.families import gauge
+from .registered import RemoteEnvironments
+
+
+def standings(environments: RemoteEnvironments) -> dict[str, int]:
+    """How many are present, silent and gone."""
+    counted = Counter(_standing(one) for one in environments.snapshot())
+    return {name: counted[name] for name in ("present", "silent", "gone")}
+
+
+class JoinedNumbers:
+    """The numbers of all of them, by the environment that they run; names would be labels without
+    bounds."""
+
+    def __init__(self, environments: RemoteEnvironments) -> None:
+        self._environments = environments
+
+    async def families(self) -> Iterable[Metric]:
+        """A Source of `api.metrics`."""
+        how_many: Counter[tuple[str, ...]] = Counter()
+        is_open: Counter[tuple[str, ...]] = Counter()
+        for one in self._environments.snapshot():
+            how_many[(one["env"], _standing(one))] += 1
+            is_open[(one["env"],)] += one["open"]
+        of = ("environment",)
+        return [
+            gauge(
+                "envserver_joined_environments",
+                "Environments on other machines: present, silent, gone",
+                (*of, "standing"),
+                how_many.items(),
+            ),
+            gauge("envserver_joined_open_groups", "Groups they make", of, is_open.items()),
+        ]
+
+
+def _standing(shown: dict[str, Any]) -> str:
+    if shown["gone"]:
+        return "gone"
+    return "silent" if shown["silent"] else "present"
