@@ -1,0 +1,1 @@
+"""What other trainers plug in to get rollouts from a server; the README here says how for each."""
