@@ -304,8 +304,9 @@ class RolloutsConfig(Section):
     """Groups in a row that were filtered or failed before `process` stops with an error."""
     scorer_processes: int = Field(default=1, ge=1)
     """Processes that score."""
-    max_queued_groups: int = Field(default=256, ge=1)
-    """`serve`: groups waiting for a trainer before new rollouts wait too."""
+    max_queued_groups: int = Field(default=256, ge=0)
+    """`serve`: groups waiting for a trainer before new rollouts wait too; 0: while no run is
+    registered, nothing is made but what is ordered."""
     max_batches_offpolicy: int = Field(default=3, ge=1)
     """`serve`: batches (of the registered trainer) waiting before new rollouts wait too."""
 

@@ -114,14 +114,19 @@ class Member(msgspec.Struct):
     score: Score
 
 
-async def make_group(machinery: Machinery, ticket: Ticket) -> Group | Drop:
+async def make_group(
+    machinery: Machinery, ticket: Ticket, rules: GroupRules | None = None
+) -> Group | Drop:
     """Runs all rollouts of `ticket` and scores them.
+
+    Args:
+        rules: what the group must be; unset: as its environment is set.
 
     Returns:
         The group, or why it is not delivered. A group that cannot be delivered any more is not made
         to its end.
     """
-    rules = _rules(machinery)
+    rules = rules or _rules(machinery)
     failures = _Failures(machinery.observer, ticket)
     members = await _members(machinery, ticket, rules, failures)
     if (drop := judge_losses(failures.lost, rules)) is not None:

@@ -7,13 +7,16 @@ import concurrent.futures
 import hashlib
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import msgspec
 
 from ..environment import Environment
 from ..errors import ConfigError, EnvserverError
 from ..records import Split, Task
+
+T = TypeVar("T")
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +61,7 @@ def tickets(environment: Environment, *, repeat: bool) -> Iterator[Ticket]:
     index = 0
     for _ in itertools.count() if repeat else range(1):
         before = index
-        for task in _tasks(environment):
+        for task in tasks_of(environment, config.split):
             yield Ticket(
                 group_id=group_id(prefix, index, task.id),
                 index=index,
@@ -76,27 +79,37 @@ def tickets(environment: Environment, *, repeat: bool) -> Iterator[Ticket]:
 
 
 def read(tickets: Iterator[Ticket]) -> asyncio.Future[Ticket | None]:
-    """The next of `tickets`, None behind the last.
+    """The next of `tickets`, None behind the last; read `aside`."""
+    return aside(lambda: next(tickets, None))
 
-    It is read in a thread, for the first task may come with a data set to be loaded; and in one
+
+def aside(work: Callable[[], T]) -> asyncio.Future[T]:
+    """What `work`, which reads tasks, returns.
+
+    It is done in a thread, for the first task may come with a data set to be loaded; and in one
     that nobody waits for, so that a stop does not wait for the data set.
     """
-    reading: concurrent.futures.Future[Ticket | None] = concurrent.futures.Future()
+    reading: concurrent.futures.Future[T] = concurrent.futures.Future()
     reading.set_running_or_notify_cancel()
 
-    def work() -> None:
+    def run() -> None:
         try:
-            reading.set_result(next(tickets, None))
+            reading.set_result(work())
         except BaseException as error:  # noqa: BLE001 - it goes to whoever awaits
             reading.set_exception(error)
 
-    threading.Thread(target=work, name="tasks", daemon=True).start()
+    threading.Thread(target=run, name="tasks", daemon=True).start()
     return asyncio.wrap_future(reading)
 
 
-def _tasks(environment: Environment) -> Iterator[Task]:
+def tasks_of(environment: Environment, split: Split) -> Iterator[Task]:
+    """The tasks of a split, lazily.
+
+    Raises:
+        ConfigError: `tasks` raised, or gave something that is no Task.
+    """
     try:
-        for task in environment.tasks(environment.config.split):
+        for task in environment.tasks(split):
             if not isinstance(task, Task):
                 raise TypeError(f"{type(task).__name__} is no Task")
             if not (isinstance(task.id, str) and isinstance(task.public, dict)):

@@ -14,7 +14,7 @@ from ..errors import InputError, NotFoundError
 from . import compression
 from .rows import GroupPut, GroupRow
 from .schema import SHARED, bodies, deliveries, groups
-from .states import FIRST_STATES
+from .states import FIRST_STATES, SETTLED
 from .transaction import Transaction, chunks
 
 log = structlog.get_logger(__name__)
@@ -118,6 +118,7 @@ async def _insert(tx: Transaction, items: Sequence[EncodedPut]) -> None:
                     "policy_version": item.put.policy_version,
                     "stored_bytes": len(item.stored),
                     "state": state,
+                    "settled_at": tx.now if state in SETTLED else None,
                 }
             )
             tx.memory.tally(queue, item.put.env, state, 1)

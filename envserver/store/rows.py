@@ -32,7 +32,8 @@ class GroupPut(msgspec.Struct, frozen=True, kw_only=True):
         max_length: tokens of the longest sequence.
         policy_version: the lowest version that sampled any of it (-1: unknown).
         env_id: number of a registered foreign environment.
-        state: queued (may be leased at once) or buffered (waits for `move`).
+        state: queued (may be leased at once), buffered (waits for `move`), or dropped (for whoever
+            knows its id: it is never leased, and kept as long as what was delivered).
     """
 
     group_id: str
@@ -44,7 +45,7 @@ class GroupPut(msgspec.Struct, frozen=True, kw_only=True):
     max_length: int
     policy_version: int = -1
     env_id: int | None = None
-    state: Literal["queued", "buffered"] = "queued"
+    state: Literal["queued", "buffered", "dropped"] = "queued"
 
 
 class GroupRow(msgspec.Struct, frozen=True):

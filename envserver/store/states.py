@@ -33,8 +33,8 @@ GROUP_STATES: Final[tuple[GroupState, ...]] = get_args(GroupState)
 LEASE_STATES: Final[tuple[LeaseState, ...]] = get_args(LeaseState)
 RUN_STATES: Final[tuple[RunState, ...]] = get_args(RunState)
 
-FIRST_STATES: Final[frozenset[GroupState]] = frozenset({"queued", "buffered"})
-"""In which a group may be put."""
+FIRST_STATES: Final[frozenset[GroupState]] = frozenset({"queued", "buffered", "dropped"})
+"""In which a group may be put; what is dropped at once is for no run, but can be read."""
 
 SETTLED: Final[frozenset[GroupState]] = frozenset({"acked", "dropped"})
 """In which a delivery waits for nothing any more."""

@@ -1,0 +1,278 @@
+"""Groups that a trainer orders: of tasks that it names, with as many rollouts as it says.
+
+In: an order. Out: one group for each of its tasks, in their order, durable. What holds: groups of
+an order have ids that follow from the order alone, so that asking again, also of a server that was
+killed in between, makes none of them twice; no filter of the stream of groups applies, so that each
+task gets an answer: a group lacks only rollouts that were lost, and says how many. An order that
+nobody waits for any more is given up after a while; what it had finished is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Final, Protocol, Self
+
+import msgspec
+import structlog
+from structlog.contextvars import bind_contextvars
+
+from ..environment import Environment
+from ..errors import NotFoundError, StoreError
+from ..records import Group, Split, Task
+from .events import GroupDelivered, GroupDropped
+from .group import Machinery, make_group
+from .policy import Drop, GroupRules
+from .stream import Ticket
+from .taskbook import TaskBook
+
+log = structlog.get_logger()
+
+_FORGOTTEN_AFTER_SECONDS: Final = 600.0
+_AGAIN_SECONDS: Final = 1.0
+
+
+class Shelf(Protocol):
+    """Where finished groups of orders are kept."""
+
+    async def put(self, group: Group) -> None:
+        """Returns when `group` is durable. Raises StoreError: it is not; it is tried again."""
+
+    async def known(self, group_ids: list[str]) -> set[str]:
+        """Which of these were ever put."""
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What is to be made.
+
+    Args:
+        key: the caller's name for it; the same order with the same key is the same order.
+        task_ids: each gets a group of its own, also one that is named several times.
+        group_size: rollouts of each.
+    """
+
+    key: str
+    environment: str
+    split: Split
+    task_ids: tuple[str, ...]
+    group_size: int
+
+    @property
+    def rollouts(self) -> int:
+        """All of it."""
+        return len(self.task_ids) * self.group_size
+
+    def group_ids(self) -> list[str]:
+        """Of its groups, in the order of its tasks."""
+        said = msgspec.msgpack.encode(msgspec.structs.astuple(self))
+        digest = hashlib.blake2b(said, digest_size=12).hexdigest()
+        return [f"ordered-{digest}-{number:05d}" for number in range(len(self.task_ids))]
+
+
+class _Open:
+    """An order that is being made."""
+
+    def __init__(self, order: Order, work: asyncio.Task[None]) -> None:
+        self.order = order
+        self.work = work
+        self.done = 0
+        self.waiting = 0
+        self.left_at = time.monotonic()
+
+
+class Orders:
+    """All orders of a server; an async context manager that gives them up at its end.
+
+    Args:
+        parts: what runs the rollouts of each environment.
+        forgotten_after_seconds: without anybody who waits for it, an order is given up.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Machinery],
+        shelf: Shelf,
+        *,
+        forgotten_after_seconds: float = _FORGOTTEN_AFTER_SECONDS,
+    ) -> None:
+        self._parts = {one.environment.name: one for one in parts}
+        self._books = {name: TaskBook(one.environment) for name, one in self._parts.items()}
+        self._shelf = shelf
+        self._forgotten_after_seconds = forgotten_after_seconds
+        self._open: dict[Order, _Open] = {}
+        self._room: dict[tuple[str, int], asyncio.Semaphore] = {}
+
+    async def __aenter__(self) -> Self:
+        self._upkeep = asyncio.create_task(self._give_up_forgotten(), name="forgotten-orders")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        tasks = [self._upkeep, *(one.work for one in self._open.values())]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def open_rollouts(self) -> int:
+        """Rollouts of all orders that are being made."""
+        return sum(one.order.rollouts for one in self._open.values())
+
+    def snapshot(self) -> Mapping[str, int]:
+        """How things stand."""
+        return {"open_orders": len(self._open), "open_rollouts": self.open_rollouts}
+
+    def is_open(self, order: Order) -> bool:
+        """Whether it is being made."""
+        return order in self._open
+
+    def environment(self, name: str) -> Environment:
+        """Raises NotFoundError: this server has none of this name."""
+        if name not in self._parts:
+            raise NotFoundError(
+                f"This server has no environment {name!r}; it has {', '.join(self._parts)}."
+            )
+        return self._parts[name].environment
+
+    def book(self, name: str) -> TaskBook:
+        """The tasks of an environment. Raises NotFoundError: there is none of this name."""
+        self.environment(name)
+        return self._books[name]
+
+    async def wait(self, order: Order, seconds: float) -> int:
+        """Begins `order`, where it is not being made yet, and waits for it.
+
+        Returns:
+            How many of its groups are finished: all of them, unless the time was over.
+
+        Raises:
+            NotFoundError: there is no such environment or task.
+            ConfigError: the tasks cannot be read, or cannot be demonstrated to the simulated model.
+        """
+        tasks = await self.book(order.environment).find(order.split, order.task_ids)
+        made = self._open.get(order)
+        if made is None:
+            missing = await self._missing(order, tasks)
+            if not missing:
+                return len(tasks)
+            made = self._open.get(order) or self._begin(order, missing)
+        made.waiting += 1
+        try:
+            await asyncio.wait({made.work}, timeout=seconds)
+        finally:
+            made.waiting -= 1
+            made.left_at = time.monotonic()
+        if not made.work.done():
+            return made.done
+        self._open.pop(order, None)
+        made.work.result()
+        return len(tasks)
+
+    async def _missing(self, order: Order, tasks: Sequence[Task]) -> list[Ticket]:
+        """What is still to be made of an order."""
+        config = self.environment(order.environment).config
+        group_ids = order.group_ids()
+        known = await self._shelf.known(group_ids)
+        return [
+            Ticket(
+                group_id=group_id,
+                index=index,
+                env=order.environment,
+                split=order.split,
+                seed=config.seed,
+                task=task,
+            )
+            for index, (group_id, task) in enumerate(zip(group_ids, tasks, strict=True))
+            if group_id not in known
+        ]
+
+    def _begin(self, order: Order, missing: list[Ticket]) -> _Open:
+        made = _Open(
+            order, asyncio.create_task(self._make(order, missing), name=f"order-{order.key}")
+        )
+        made.done = len(order.task_ids) - len(missing)
+        self._open[order] = made
+        return made
+
+    async def _make(self, order: Order, tickets: list[Ticket]) -> None:
+        try:
+            async with asyncio.TaskGroup() as groups:
+                for ticket in tickets:
+                    groups.create_task(self._make_one(order, ticket), name=ticket.group_id)
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def _make_one(self, order: Order, ticket: Ticket) -> None:
+        machinery = self._parts[order.environment]
+        async with self._room_of(machinery, order):
+            bind_contextvars(group_id=ticket.group_id, env=ticket.env)
+            made = await make_group(machinery, ticket, GroupRules(size=order.group_size, least=0))
+            group = _nothing(ticket, made, order) if isinstance(made, Drop) else made
+            await self._put(group)
+        if isinstance(made, Drop):
+            machinery.observer(
+                GroupDropped(
+                    group_id=ticket.group_id,
+                    index=ticket.index,
+                    task_id=ticket.task.id,
+                    reason=made.reason,
+                    failed=made.failed,
+                    message=made.message,
+                    at=time.time(),
+                )
+            )
+        else:
+            machinery.observer(GroupDelivered(group=made))
+        self._open[order].done += 1
+
+    def _room_of(self, machinery: Machinery, order: Order) -> asyncio.Semaphore:
+        """Groups of this size at a time: the time of a group begins when its rollouts can."""
+        key = (order.environment, order.group_size)
+        if key not in self._room:
+            fit = max(1, machinery.rollouts.max_concurrent // order.group_size)
+            self._room[key] = asyncio.Semaphore(fit + 1)
+        return self._room[key]
+
+    async def _put(self, group: Group) -> None:
+        while True:
+            try:
+                return await self._shelf.put(group)
+            except StoreError as error:
+                log.error("ordered_group_not_stored", group_id=group.group_id, error=str(error))
+                await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def _give_up_forgotten(self) -> None:
+        """Cancels what nobody has waited for, and forgets what is done, until cancelled."""
+        while True:
+            await asyncio.sleep(self._forgotten_after_seconds / 4)
+            limit = time.monotonic() - self._forgotten_after_seconds
+            for order, made in list(self._open.items()):
+                if made.waiting or made.left_at > limit:
+                    continue
+                made.work.cancel()
+                await asyncio.gather(made.work, return_exceptions=True)
+                del self._open[order]
+                log.warning("order_given_up", key=order.key, groups_done=made.done)
+
+
+def _nothing(ticket: Ticket, drop: Drop, order: Order) -> Group:
+    """A group that has lost all its rollouts."""
+    return Group(
+        group_id=ticket.group_id,
+        index=ticket.index,
+        env=ticket.env,
+        task_id=ticket.task.id,
+        split=ticket.split,
+        trajectories=[],
+        created_at=time.time(),
+        seed=ticket.seed,
+        asked=order.group_size,
+        lost={drop.reason: order.group_size},
+    )
