@@ -34,6 +34,7 @@ class Row:
         versions: int32[T], the policy version that sampled each token, -1 where unknown or context.
         messages: the conversation; empty when it did not come along.
         learn: False when the trajectory was cut off: count its reward, take no gradient from it.
+        trajectory: which of the group it is of; the rows of one trajectory share its reward.
     """
 
     tokens: NDArray[np.int32]
@@ -44,6 +45,7 @@ class Row:
     versions: NDArray[np.int32]
     messages: list[Message] = field(default_factory=list)
     learn: bool = True
+    trajectory: int = 0
 
 
 class ClientGroup(msgspec.Struct, dict=True):
@@ -153,12 +155,14 @@ def decode_page(answer: bytes) -> list[GroupSummary]:
 
 
 def _rows_of_group(group_id: str, group: Group) -> Iterator[Row]:
-    for trajectory in group.trajectories:
+    for number, trajectory in enumerate(group.trajectories):
         if trajectory.score.reward is not None:
-            yield from _rows_of_trajectory(group_id, trajectory, trajectory.score.reward)
+            yield from _rows_of_trajectory(group_id, number, trajectory, trajectory.score.reward)
 
 
-def _rows_of_trajectory(group_id: str, trajectory: Trajectory, reward: float) -> Iterator[Row]:
+def _rows_of_trajectory(
+    group_id: str, number: int, trajectory: Trajectory, reward: float
+) -> Iterator[Row]:
     for sequence in trajectory.sequences:
         yield Row(
             tokens=sequence.tokens,
@@ -169,6 +173,7 @@ def _rows_of_trajectory(group_id: str, trajectory: Trajectory, reward: float) ->
             versions=sequence.versions,
             messages=trajectory.messages,
             learn=not trajectory.truncated,
+            trajectory=number,
         )
 
 
@@ -203,6 +208,7 @@ def _rows_of_post(group_id: str, policy_version: int, body: memoryview) -> Itera
             versions=np.where(mask, np.int32(policy_version), np.int32(-1)),
             messages=post.messages[index] if post.messages else [],
             learn=not override.get("set_advantage_to_zero", False),
+            trajectory=index,
         )
 
 

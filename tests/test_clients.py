@@ -50,6 +50,7 @@ async def test_rows_of_our_own_groups_are_the_arrays_that_were_stored(api: Api) 
         assert (first.reward, second.reward) == (0.0, 1.0)
         assert first.messages[-1] == {"role": "assistant", "content": "2"}
         assert (first.group_id, first.learn) == ("a", False)
+        assert (first.trajectory, second.trajectory) == (0, 1)
         with pytest.raises(ValueError, match="read-only"):
             first.tokens[0] = 9
 
