@@ -16,6 +16,7 @@ import msgspec
 from envserver import ConflictError, EnvserverError, InputError, NotFoundError
 
 from .frames import Frames
+from .on_demand import OnDemand
 from .protocol import (
     LONGEST_WAIT_SECONDS,
     Answer,
@@ -40,12 +41,13 @@ _INLINE_BYTES: Final = 256 * 1024
 """Less than this is inflated on the event loop."""
 
 
-class EnvClient:
+class EnvClient(OnDemand):
     """An async context manager that registers its run.
 
     Args:
         url: of the server.
-        run: name of this trainer's run; the same name goes on with it.
+        run: name of this trainer's run; the same name goes on with it. None: no run is registered,
+            for who only orders rollouts, publishes or looks; then nothing can be leased.
         batch_size: groups per batch.
         delivery: shared: each group goes to one of all shared runs; broadcast: this run gets every
             group.
@@ -66,7 +68,7 @@ class EnvClient:
         self,
         url: str,
         *,
-        run: str,
+        run: str | None,
         batch_size: int = 8,
         delivery: Delivery = "shared",
         environments: Sequence[str] = (),
@@ -78,8 +80,9 @@ class EnvClient:
         retries: Retries = _RETRIES,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        self._has_run = run is not None
         self._calls = Calls(
-            run,
+            run or "",
             batch_size=batch_size,
             delivery=delivery,
             environments=environments,
@@ -100,7 +103,8 @@ class EnvClient:
 
     async def __aenter__(self) -> Self:
         try:
-            await self.register()
+            if self._has_run:
+                await self.register()
         except BaseException:
             await self.close()
             raise

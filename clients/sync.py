@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
@@ -10,7 +10,10 @@ from typing import Any, Self, Unpack
 
 from anyio.from_thread import start_blocking_portal
 
+from envserver import Split, Trajectory
+
 from .aio import EnvClient
+from .on_demand import TaskSummary
 from .protocol import InFlight, Wanted
 from .records import Batch, ClientGroup, GroupSummary
 
@@ -22,7 +25,7 @@ class SyncEnvClient:
     A context manager that registers its run; arguments and methods as those of `EnvClient`.
     """
 
-    def __init__(self, url: str, *, run: str, **settings: Any) -> None:
+    def __init__(self, url: str, *, run: str | None, **settings: Any) -> None:
         self._client = EnvClient(url, run=run, **settings)
         self._stack = ExitStack()
 
@@ -123,6 +126,37 @@ class SyncEnvClient:
     def get_group(self, group_id: str) -> ClientGroup:
         """As `EnvClient.get_group`."""
         return self._portal.call(self._client.get_group, group_id)
+
+    # Rollouts on demand
+
+    def tasks(
+        self, environment: str, *, split: Split | None = None, after: int = 0, limit: int = 100
+    ) -> list[TaskSummary]:
+        """As `EnvClient.tasks`."""
+        tasks = partial(self._client.tasks, environment, split=split, after=after, limit=limit)
+        return self._portal.call(tasks)
+
+    def rollouts(
+        self,
+        environment: str,
+        task_ids: Sequence[str],
+        *,
+        group_size: int = 1,
+        split: Split | None = None,
+        key: str | None = None,
+        timeout_seconds: float = 3600.0,
+    ) -> list[list[Trajectory | None]]:
+        """As `EnvClient.rollouts`."""
+        rollouts = partial(
+            self._client.rollouts,
+            environment,
+            task_ids,
+            group_size=group_size,
+            split=split,
+            key=key,
+            timeout_seconds=timeout_seconds,
+        )
+        return self._portal.call(rollouts)
 
     # The policy, the engine, the server
 

@@ -20,6 +20,7 @@ from .. import __version__
 from ..config import RetentionConfig, ServerConfig
 from ..errors import StoreError
 from ..proxy.gate import Gate
+from ..rollouts.ordered import Orders
 from ..rollouts.room import Bounds
 from ..store import Store
 from ..store.demand import Demand
@@ -57,6 +58,7 @@ def create_api(
     score_range: Literal["unit", "pm1"] = "unit",
     retention: RetentionConfig | None = None,
     environments: RemoteEnvironments | None = None,
+    orders: Orders | None = None,
 ) -> FastAPI:
     """The application.
 
@@ -73,6 +75,7 @@ def create_api(
         retention: what is removed from the store after it was delivered; None: nothing.
         environments: those on other machines; None: they can register, and share the room that the
             settings' defaults give.
+        orders: makes rollouts on demand; None: there are no such routes.
     """
     joined = environments or RemoteEnvironments(
         store,
@@ -124,6 +127,7 @@ def create_api(
             settings=settings,
             joined=lambda: standings(joined),
             status=status,
+            orders=orders,
         )
     )
     app.include_router(health_routes(health or _store_only(store)))

@@ -22,11 +22,13 @@ from ..rollouts.auditor import Auditor
 from ..rollouts.events import Event, GroupDelivered, GroupDropped, Observer
 from ..rollouts.group import Machinery
 from ..rollouts.mixing import Shares, Turns, targets
+from ..rollouts.ordered import Orders
 from ..rollouts.room import Bounds
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import id_prefix, tickets
 from ..store import Store
 from ..store.demand import Demand, Staleness
+from ..store.shelf import StoreShelf
 from ..tokens.flags import chosen
 from .front import Front
 from .metrics import Deliveries, EngineNumbers, PartsNumbers, RolloutNumbers
@@ -45,6 +47,7 @@ class Hosted(msgspec.Struct, frozen=True):
     Args:
         parts: what runs the rollouts of each environment, `schedulers` which run when.
         elsewhere: environments on other machines.
+        orders: rollouts that are made on demand.
     """
 
     room: EngineRoom
@@ -54,6 +57,7 @@ class Hosted(msgspec.Struct, frozen=True):
     staleness: Staleness
     elsewhere: RemoteEnvironments
     schedulers: Several
+    orders: Orders
     tally: Tally
 
     @property
@@ -72,7 +76,7 @@ class Hosted(msgspec.Struct, frozen=True):
         return (
             _status(self.parts, self.schedulers, self.tally)
             | _flow(self.tally, self.staleness, self.demand)
-            | {"audit": self.auditor.report()}
+            | {"audit": self.auditor.report(), "ordered": self.orders.snapshot()}
         )
 
 
@@ -116,6 +120,7 @@ async def hosted(members: Members, door: Front) -> AsyncIterator[Hosted]:
             staleness=Staleness(door.store, most_staleness),
             elsewhere=elsewhere,
             schedulers=await _schedulers(members, parts, door.store, demand, elsewhere),
+            orders=await stack.enter_async_context(Orders(parts, StoreShelf(door.store))),
             tally=tally,
         )
         for source in (

@@ -111,6 +111,7 @@ def _api(members: Members, door: Front, host: Hosted) -> FastAPI:
         score_range=config.score_range,
         retention=settings.retention,
         environments=host.elsewhere,
+        orders=host.orders,
     )
 
 

@@ -56,6 +56,8 @@ RULES: Final = (
     Rule("POST", "/v1/runs/{run}/ack", TRAINER),
     Rule("POST", "/v1/runs/{run}/nack", TRAINER),
     Rule("POST", "/v1/runs/{run}/extend", TRAINER),
+    Rule("POST", "/v1/rollouts", TRAINER),
+    Rule("GET", "/v1/tasks", TRAINER),
     Rule("POST", "/v1/policy-version", TRAINER),
     Rule("GET", "/v1/policy-version", EVERYBODY),
     Rule("POST", "/v1/policy/pause", TRAINER),

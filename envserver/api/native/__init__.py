@@ -12,12 +12,14 @@ from typing import Any
 from fastapi import APIRouter
 
 from ...config import ServerConfig
+from ...rollouts.ordered import Orders
 from ...store import Store
 from ..atropos.service import AtroposService
 from ..leasing import Travelling
 from .groups import add_group_routes
 from .leases import add_lease_routes
 from .models import VERSION_LIMIT
+from .on_demand import add_on_demand_routes
 from .policy import PolicyVersion, add_policy_routes
 from .runs import add_run_routes
 from .status import add_status_routes
@@ -35,8 +37,13 @@ def native_routes(
     settings: ServerConfig,
     joined: Callable[[], dict[str, int]],
     status: Callable[[], dict[str, Any]] | None,
+    orders: Orders | None,
 ) -> APIRouter:
-    """All native routes."""
+    """All native routes.
+
+    Args:
+        orders: None where there is no environment whose rollouts could be ordered.
+    """
     router = APIRouter(tags=["native"])
     travelling = Travelling(store)
     streams = Streams()
@@ -52,4 +59,6 @@ def native_routes(
     add_group_routes(router, store, travelling)
     add_policy_routes(router, policy)
     add_status_routes(router, store, atropos, policy, joined, status)
+    if orders is not None:
+        add_on_demand_routes(router, orders, store, travelling)
     return router

@@ -186,9 +186,15 @@ def lease_id_of(run: str, request: Request) -> str | None:
     Raises:
         InputError: the key is too long.
     """
-    key = request.headers.get("idempotency-key")
-    if not key:
+    key = key_of(request)
+    if key is None:
         return None
-    if len(key) > _LONGEST_KEY:
-        raise InputError("The Idempotency-Key is too long.", place="Idempotency-Key")
     return hashlib.blake2b(f"{run}\0{key}".encode(), digest_size=16).hexdigest()
+
+
+def key_of(request: Request) -> str | None:
+    """The request's Idempotency-Key. Raises InputError: it is too long."""
+    key = request.headers.get("idempotency-key")
+    if key and len(key) > _LONGEST_KEY:
+        raise InputError("The Idempotency-Key is too long.", place="Idempotency-Key")
+    return key or None

@@ -1,0 +1,153 @@
+"""Rollouts of tasks that the caller names, in its order, and the tasks that can be named.
+
+For trainers that have a data set of their own and push tasks, where a lease pulls what the server
+has made. What holds: asked again with the same key, the same rollouts come, also from a server that
+was killed in between; nobody gets the hidden part of a task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, Field, TypeAdapter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...errors import InputError
+from ...records import Split
+from ...rollouts.ordered import Order, Orders
+from ...store import Lease, Store
+from ..access.quotas import TooManyRequests
+from ..bodies import read_body, request_body
+from ..leasing import MSGPACK, PackedAnswer, Travelling
+from .answers import answers, json_answer
+from .models import LONGEST_WAIT_SECONDS, MOST_GROUPS, Body, LeaseAnswer, Name
+from .waiting import Hangup, key_of
+
+_MOST_ROLLOUTS: Final = 16 * MOST_GROUPS
+"""Of all orders that are being made at a time."""
+_AGAIN_SECONDS: Final = 5.0
+_MOST_TASKS: Final = 1024
+_LAST_TASK: Final = 2**31
+
+
+class RolloutsRequest(Body):
+    """Rollouts to be made."""
+
+    environment: Name
+    task_ids: list[Name] = Field(min_length=1, max_length=MOST_GROUPS)
+    """Each gets a group of its own, also one that is named several times."""
+    group_size: int = Field(default=1, ge=1, le=MOST_GROUPS)
+    """Rollouts of each task."""
+    split: Split | None = None
+    """In which the tasks are; unset: the one that the server serves."""
+    wait_seconds: float = Field(default=0.0, ge=0, le=LONGEST_WAIT_SECONDS)
+    """How long to wait for them."""
+
+
+class RolloutsProgress(BaseModel):
+    """How far it is: ask again with the same key."""
+
+    groups_done: int
+    groups: int
+
+
+class TaskAnswer(BaseModel):
+    task_id: str
+    public: dict[str, Any]
+    """What running a rollout needs."""
+
+
+class TasksAnswer(BaseModel):
+    tasks: list[TaskAnswer]
+    next: int | None
+    """The `after` of the following page; null behind the last task."""
+
+
+_ROLLOUTS: Final = TypeAdapter(RolloutsRequest)
+
+
+def add_on_demand_routes(
+    router: APIRouter, orders: Orders, store: Store, travelling: Travelling
+) -> None:
+    @router.post(
+        "/v1/rollouts",
+        openapi_extra=request_body(RolloutsRequest),
+        responses=answers(
+            LeaseAnswer, 404, body=True, media_types=(MSGPACK,), what="All of the groups."
+        )
+        | {202: {"model": RolloutsProgress, "description": "Not all of them are made yet."}},
+    )
+    async def order_rollouts(request: Request) -> Response:
+        """Makes rollouts of the tasks that are named: one group for each, in this order (200).
+
+        `{"environment": "math", "task_ids": ["a", "b"], "group_size": 4, "wait_seconds": 60}`. When
+        they are not all made in time (202), the same request with the same `Idempotency-Key` waits
+        on; without a key each request begins anew. No filter applies: a group lacks only rollouts
+        that were lost by no fault of the model, and its numbers (`...-r0`, `...-r1`) say which.
+        What nobody waits for is given up after ten minutes; what was finished is kept. The answer
+        has the form of a lease, but there is nothing to acknowledge.
+        """
+        wanted = await read_body(request, _ROLLOUTS)
+        order = _order_of(wanted, key_of(request) or uuid.uuid4().hex, orders)
+        _require_room(orders, order)
+        async with Hangup(request.receive) as hangup:
+            waiting = asyncio.create_task(orders.wait(order, wanted.wait_seconds))
+            await hangup.wait(waiting, seconds=wanted.wait_seconds + _AGAIN_SECONDS)
+        done = waiting.result() if waiting.done() and not waiting.cancelled() else 0
+        if done < len(order.task_ids):
+            return json_answer({"groups_done": done, "groups": len(order.task_ids)}, 202)
+        rows = await store.rows(order.group_ids())
+        found = Lease(lease_id=order.key, run="", expires_at=0.0, groups=rows)
+        if MSGPACK in request.headers.get("accept", ""):
+            return PackedAnswer(await travelling.lease(found), MSGPACK, request.headers)
+        return Response(await travelling.lease_as_json(found), media_type="application/json")
+
+    @router.get("/v1/tasks", responses=answers(TasksAnswer, 404, 422, what="A page of tasks."))
+    async def list_tasks(
+        environment: Annotated[str, Query(description="whose tasks")],
+        split: Annotated[Split | None, Query(description="unset: the one that is served")] = None,
+        after: Annotated[int, Query(ge=0, le=_LAST_TASK, description="tasks to leave out")] = 0,
+        limit: Annotated[int, Query(ge=1, le=_MOST_TASKS, description="most tasks")] = 100,
+    ) -> Response:
+        """The tasks of an environment in their order, without what scoring needs. At most the first
+        100000 of a split can be seen and named.
+        """
+        where = split or orders.environment(environment).config.split
+        found = await orders.book(environment).after(where, after, limit)
+        tasks = [{"task_id": task.id, "public": task.public} for task in found]
+        following = after + len(found) if len(found) == limit else None
+        return json_answer({"tasks": tasks, "next": following})
+
+
+def _order_of(wanted: RolloutsRequest, key: str, orders: Orders) -> Order:
+    """Raises NotFoundError: there is no such environment. InputError: it is too much at a time."""
+    split = wanted.split or orders.environment(wanted.environment).config.split
+    order = Order(
+        key=key,
+        environment=wanted.environment,
+        split=split,
+        task_ids=tuple(wanted.task_ids),
+        group_size=wanted.group_size,
+    )
+    if order.rollouts > _MOST_ROLLOUTS:
+        raise InputError(
+            f"{order.rollouts} rollouts are too many for one order.",
+            hint=f"At most {_MOST_ROLLOUTS}.",
+            place="task_ids",
+        )
+    return order
+
+
+def _require_room(orders: Orders, order: Order) -> None:
+    """Raises TooManyRequests: so much is being made that this must wait."""
+    if orders.is_open(order) or not orders.open_rollouts:
+        return
+    if orders.open_rollouts + order.rollouts > _MOST_ROLLOUTS:
+        raise TooManyRequests(
+            f"{orders.open_rollouts} ordered rollouts are being made; more when some are done.",
+            _AGAIN_SECONDS,
+        )
