@@ -31,6 +31,8 @@ from envserver.cli import main
 from envserver.config import ServerConfig
 from envserver.errors import ConfigError, ConflictError, NotFoundError
 from envserver.proxy.gate import Gate
+from envserver.records import Group
+from envserver.rollouts.ordered import Orders
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -46,11 +48,25 @@ def tokens(path: Path) -> dict[str, str]:
     return {role: create_token(path, role, role)[0] for role in ROLES}
 
 
+class EmptyShelf:
+    """Keeps no group: none is ordered here."""
+
+    async def put(self, group: Group) -> None:
+        raise AssertionError(group.group_id)
+
+    async def known(self, group_ids: list[str]) -> set[str]:
+        return set()
+
+
 @asynccontextmanager
 async def guarded(path: Path, **server: Any) -> AsyncIterator[Api]:
     settings = {"tokens_file": path, **server}
     async with running_api(
-        path.with_name("store.db"), server=settings, gate=Gate(), environments=None
+        path.with_name("store.db"),
+        server=settings,
+        gate=Gate(),
+        environments=None,
+        orders=Orders([], EmptyShelf()),
     ) as api:
         yield api
 
