@@ -10,7 +10,7 @@ import types
 from collections import Counter
 from itertools import combinations, islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -19,7 +19,7 @@ from environments.math.data_sets import read_problem
 from environments.math.env import Math
 from environments.math.loading import SAMPLE
 from environments.math.verification import Verdict, compare
-from envserver import ConfigError, InputError, NotFoundError, Result, Task
+from envserver import ConfigError, InputError, NotFoundError, Result, Split, Task
 from tools.calculator import calculate
 
 
@@ -356,3 +356,23 @@ def test_generators_of_the_real_library_score_their_own_answers() -> None:
         for text, expected in ((task.hidden["answer"], 1.0), ("0.123456", 0.0)):
             got = env.score(task, Result(output={"answer": text, "text": ""})).reward
             assert got == expected, (task, text)
+
+
+def test_arithmetic_has_every_small_problem_once_in_one_split_only() -> None:
+    def of(split: Split, **config: Any) -> dict[str, Task]:
+        tasks = list(Math(Math.Config(data_set="arithmetic", **config)).tasks(split))
+        assert len({task.id for task in tasks}) == len(tasks)
+        return {task.id: task for task in tasks}
+
+    splits = [of(split) for split in get_args(Split)]
+    everything = {task_id: task for tasks in splits for task_id, task in tasks.items()}
+    assert len(everything) == sum(map(len, splits)) == 100 + 55
+    assert 0.7 < len(splits[0]) / len(everything) < 0.9
+    for task in everything.values():
+        assert calculate(task.hidden["expression"]) == task.hidden["answer"]
+        assert task.hidden["expression"] in task.public["question"]
+    assert splits[0].keys() == of("train", seed=1).keys()
+    assert list(splits[0]) != list(of("train", seed=1))
+    assert of("test").keys() <= of("test", max_operand=12).keys()
+    endless = Math(Math.Config(data_set="arithmetic", max_operand=10**12)).tasks("train")
+    assert len({task.id for task in islice(endless, 50)}) == 50

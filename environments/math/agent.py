@@ -38,12 +38,17 @@ FINISH: dict[str, Any] = {
 TOOLS = toolbox(Tool(CALCULATE, calculate), Tool(FINISH, lambda answer: answer))
 
 
-async def solve(task: PublicTask, run: Rollout, mode: Mode) -> dict[str, Any]:
-    """One attempt at `task`."""
-    messages: list[Message] = [
-        {"role": "system", "content": system_prompt(mode)},
-        {"role": "user", "content": question(task.public)},
-    ]
+async def solve(
+    task: PublicTask, run: Rollout, mode: Mode, prompt: str | None = None
+) -> dict[str, Any]:
+    """One attempt at `task`.
+
+    Args:
+        prompt: the system prompt; "": none; None: the mode's own.
+    """
+    told = system_prompt(mode) if prompt is None else prompt
+    messages: list[Message] = [{"role": "system", "content": told}] if told else []
+    messages.append({"role": "user", "content": question(task.public)})
     match mode:
         case "tools":
             return await _with_tools(messages, run)

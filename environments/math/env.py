@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from environments.answers import last_boxed
 from environments.rows import file_rows, hub_rows, sample_rows
@@ -32,7 +32,7 @@ from envserver import (
 )
 from tools.visible import visible_text
 
-from . import procedural
+from . import arithmetic, procedural
 from .agent import Mode, solve
 from .data_sets import Kind, Problem, read_problem, why_unusable
 from .demonstrations import demonstrate
@@ -43,7 +43,7 @@ from .scoring import Rules, said_last, score_rollout
 
 DataSetName = Literal[
     "sample", "gsm8k", "math", "math500", "svamp", "mawps", "mathqa", "aqua", "aime", "deepmath",
-    "mathx", "procedural",
+    "mathx", "procedural", "arithmetic",
 ]  # fmt: skip
 
 
@@ -66,6 +66,10 @@ class Math(Environment):
         """Must a right number be written out? auto: where the data set's answers are numbers."""
         lenient: bool = False
         """Accept malformed LaTeX (such as \\frac12) and plain expressions."""
+        system_prompt: str | None = None
+        """In place of the mode's own system prompt; "": none at all."""
+        max_operand: int = Field(default=9, ge=1)
+        """Largest number in the questions of the data set `arithmetic`."""
         procedural: list[str] = list(procedural.ALLOWED)
         """Generators that the data set `procedural` draws from."""
         partial_credit: bool = False
@@ -92,7 +96,7 @@ class Math(Environment):
         )
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
-        return await solve(task, run, self.config.mode)
+        return await solve(task, run, self.config.mode, self.config.system_prompt)
 
     def score(self, task: Task, result: Result) -> Score:
         rules = Rules(
@@ -147,6 +151,10 @@ class Math(Environment):
             for entry_id, entry in procedural.entries(self.config.procedural, split, seed):
                 generator = entry["metadata"]["source_dataset"]
                 yield _generated_task(f"{name}-{entry_id}", generator, entry)
+            return
+        if name == "arithmetic":
+            for task_id, problem in arithmetic.problems(self.config.max_operand, split, seed):
+                yield _task(task_id, problem)
             return
         # A row of the sample or of a file may say itself which data set it is of.
         shape = None if name == "sample" else name
