@@ -211,6 +211,8 @@ class SimConfig(Section):
     """Same seed, same requests: same answers."""
     solve_probability: float = Field(default=0.6, ge=0, le=1)
     """Chance that a rollout's task is answered right."""
+    openers: bool = True
+    """Whether up to three sentences of no meaning stand before an answer."""
     latency_seconds: float = Field(default=0.02, ge=0)
     """Seconds until the first token."""
     seconds_per_token: float = Field(default=0.0, ge=0)

@@ -96,7 +96,7 @@ class Planner:
 
     def __init__(self, config: SimConfig, solver: Solver | None, tokenizer: SimTokenizer) -> None:
         self._config = config
-        self._policy = Policy(config.seed, config.solve_probability, solver)
+        self._policy = Policy(config.seed, config.solve_probability, solver, openers=config.openers)
         self._tokenizer = tokenizer
         self._asked: OrderedDict[tuple[str, int, int], int] = OrderedDict()
 

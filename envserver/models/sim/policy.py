@@ -56,10 +56,18 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Policy:
-    """See the module. `solve_probability` is in [0, 1]."""
+    """See the module.
 
-    def __init__(self, seed: int, solve_probability: float, solver: Solver | None) -> None:
+    Args:
+        solve_probability: in [0, 1].
+        openers: put words of its own before a demonstration's.
+    """
+
+    def __init__(
+        self, seed: int, solve_probability: float, solver: Solver | None, *, openers: bool = True
+    ) -> None:
         self._seed = seed
+        self._openers = openers
         self._solve_probability = solve_probability
         self._solver = solver
 
@@ -101,7 +109,7 @@ class Policy:
             turn = spoiled(turn, generator(self._seed, "spoil", fate))
         if index > last:
             return Turn(f"{rng.choice(CLOSERS)}\n{as_text(turn)}")
-        return turn if wish.response_format else worded(turn, rng)
+        return worded(turn, rng) if self._openers and not wish.response_format else turn
 
     def _solves(self, fate: str) -> bool:
         return generator(self._seed, "solve", fate).random() < self._solve_probability
