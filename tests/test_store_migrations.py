@@ -112,6 +112,7 @@ async def check(path: Path | str) -> None:
         assert (runs["trainer"].delivery, runs["trainer"].environments) == ("shared", [])
         assert runs["done"].state == "closed"
         assert await store.get_value("registration") == {"uuid": 1}
+        assert await store.task_estimates(0, 10) == []
         assert await store.depths() == {"trainer": 3}
         await store.ack("L2")
         await store.ack("L3", checkpoint="first")  # late, and nobody else has taken it

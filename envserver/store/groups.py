@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..errors import InputError, NotFoundError
 from . import compression
+from .estimates import count_stored
 from .rows import GroupPut, GroupRow
 from .schema import SHARED, bodies, deliveries, groups
 from .states import FIRST_STATES, SETTLED
@@ -70,6 +71,7 @@ async def put_all(tx: Transaction, puts: Sequence[EncodedPut]) -> list[bool]:
             log.warning("put_with_another_body", group_id=group_id, env=item.put.env)
     if new:
         await _insert(tx, list(new.values()))
+        await count_stored(tx, [item.put.scored for item in new.values()])
     return accepted
 
 
@@ -127,10 +129,11 @@ async def _insert(tx: Transaction, items: Sequence[EncodedPut]) -> None:
     await tx.connection.execute(insert(deliveries), rows)
 
 
+_NO_COLUMNS: Final = ("body", "state", "scored")
+
+
 def _meta(seq: int, put: GroupPut, now: float) -> dict[str, Any]:
-    fields = {
-        name: getattr(put, name) for name in put.__struct_fields__ if name not in ("body", "state")
-    }
+    fields = {name: getattr(put, name) for name in put.__struct_fields__ if name not in _NO_COLUMNS}
     return {**fields, "seq": seq, "created_at": now}
 
 

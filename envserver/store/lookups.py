@@ -12,8 +12,11 @@ from sqlalchemy import ColumnElement, literal_column, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..errors import NotFoundError
-from . import groups, runs
+from ..records import Split
+from ..rollouts.estimates import Estimate
+from . import estimates, groups, runs
 from .checkpoints import list_checkpoints
+from .estimates import EstimateRow
 from .rows import Checkpoint, GroupRow, Run
 from .schema import leases
 from .states import LeaseState
@@ -64,6 +67,33 @@ class Lookups(ABC):
         """How many groups whose id begins with `prefix` were ever stored."""
         async with self._reading() as connection:
             return await groups.count_with_prefix(connection, prefix)
+
+    async def task_estimates(
+        self, after: int, limit: int, *, env: str | None = None, split: Split | None = None
+    ) -> list[EstimateRow]:
+        """Up to `limit` estimates behind number `after`, in the order in which tasks were first
+        scored; `env`, `split`: only of these."""
+        async with self._reading() as connection:
+            return await estimates.estimates_after(connection, after, limit, env, split)
+
+    async def estimates_of(
+        self, env: str, split: Split, task_ids: Sequence[str]
+    ) -> dict[str, Estimate]:
+        """By task, those of these tasks that were ever scored."""
+        async with self._reading() as connection:
+            return await estimates.estimates_of(connection, env, split, task_ids)
+
+    async def made(self, group_ids: Sequence[str]) -> set[str]:
+        """Those of these ids that were ever stored, or counted as dropped."""
+        async with self._reading() as connection:
+            stored = await groups.seqs_of(connection, group_ids)
+            return {*stored, *await estimates.counted_drops(connection, group_ids)}
+
+    async def count_made(self, prefix: str) -> int:
+        """How many groups whose id begins with `prefix` were stored, or counted as dropped."""
+        async with self._reading() as connection:
+            stored = await groups.count_with_prefix(connection, prefix)
+            return stored + await estimates.count_drops_with_prefix(connection, prefix)
 
     async def checkpoints(self, run: str) -> list[Checkpoint]:
         """Those of a run, oldest first. Raises NotFoundError: no such run."""

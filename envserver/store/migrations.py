@@ -168,5 +168,39 @@ _NEW_COLUMNS_AND_INDEXES: Final = (
     "CREATE INDEX leases_ended ON leases (ended_at, lease_id) WHERE ended_at IS NOT NULL",
 )
 
-STEPS: Final[Mapping[int, Callable[[AsyncConnection], Awaitable[None]]]] = {1: _from_1_to_2}
+
+async def _from_2_to_3(connection: AsyncConnection) -> None:
+    """Tasks have estimates. They begin empty: what was scored before lies in bodies."""
+    is_sqlite = connection.dialect.name == "sqlite"
+    kinds = {
+        "key": "INTEGER" if is_sqlite else "BIGINT",
+        "double": "DOUBLE" if is_sqlite else "DOUBLE PRECISION",
+        "without_rowid": "WITHOUT ROWID" if is_sqlite else "",
+    }
+    for statement in _ESTIMATES:
+        await connection.execute(text(statement.format(**kinds)))
+
+
+_ESTIMATES: Final = (
+    """CREATE TABLE estimates (
+        number {key} NOT NULL,
+        env TEXT NOT NULL,
+        split TEXT NOT NULL,
+        task_id TEXT NOT NULL,
+        attempts BIGINT NOT NULL,
+        weight {double} NOT NULL,
+        solved {double} NOT NULL,
+        policy_version BIGINT NOT NULL,
+        scored_at {double} NOT NULL,
+        PRIMARY KEY (number),
+        UNIQUE (env, split, task_id)
+    )""",
+    "CREATE INDEX estimates_env ON estimates (env, number)",
+    "CREATE TABLE dropped_groups (group_id TEXT NOT NULL, PRIMARY KEY (group_id)) {without_rowid}",
+)
+
+STEPS: Final[Mapping[int, Callable[[AsyncConnection], Awaitable[None]]]] = {
+    1: _from_1_to_2,
+    2: _from_2_to_3,
+}
 """By the version from which they start; each leads to the next one."""

@@ -6,6 +6,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from ..rollouts.estimates import Scored
 from .states import GroupState, RunState
 
 Delivery = Literal["shared", "broadcast"]
@@ -34,6 +35,7 @@ class GroupPut(msgspec.Struct, frozen=True, kw_only=True):
         env_id: number of a registered foreign environment.
         state: queued (may be leased at once), buffered (waits for `move`), or dropped (for whoever
             knows its id: it is never leased, and kept as long as what was delivered).
+        scored: what it says of its task; None where it names none.
     """
 
     group_id: str
@@ -46,6 +48,7 @@ class GroupPut(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int = -1
     env_id: int | None = None
     state: Literal["queued", "buffered", "dropped"] = "queued"
+    scored: Scored | None = None
 
 
 class GroupRow(msgspec.Struct, frozen=True):

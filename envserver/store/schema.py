@@ -24,12 +24,13 @@ from sqlalchemy import (
     SmallInteger,
     Table,
     Text,
+    UniqueConstraint,
     text,
 )
 
 from .states import GROUP_STATES, LEASE_STATES, RUN_STATES
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 """Grows with every change of the tables; a store with a higher one is refused."""
 
 SHARED: Final = "shared"
@@ -175,6 +176,31 @@ gone = Table(
     Column("env", Text, primary_key=True),
     Column("state", Text, primary_key=True),
     Column("removed", BigInteger, nullable=False),
+)
+
+estimates = Table(
+    "estimates",
+    metadata,
+    # One row for each task that was ever scored, see `rollouts.estimates`.
+    Column("number", _Seq, primary_key=True, autoincrement=False),
+    Column("env", Text, nullable=False),
+    Column("split", Text, nullable=False),
+    Column("task_id", Text, nullable=False),
+    Column("attempts", BigInteger, nullable=False),
+    Column("weight", Double, nullable=False),
+    Column("solved", Double, nullable=False),
+    Column("policy_version", BigInteger, nullable=False),
+    Column("scored_at", Double, nullable=False),
+    UniqueConstraint("env", "split", "task_id"),
+)
+Index("estimates_env", estimates.c.env, estimates.c.number)
+
+dropped_groups = Table(
+    "dropped_groups",
+    metadata,
+    # Groups that count in an estimate and were not stored.
+    Column("group_id", Text, primary_key=True),
+    sqlite_with_rowid=False,
 )
 
 values = Table(

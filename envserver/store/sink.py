@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from ..records import Group, pack
+from ..rollouts.estimates import Scored, scored_of
 from .demand import Demand
 from .rows import GroupPut
 from .sql import Store
@@ -32,6 +33,14 @@ class StoreSink:
         body = await asyncio.to_thread(pack, group)
         await self._store.put([put_of(group, body)])
 
+    async def dropped(self, scored: Scored) -> None:
+        """Counts a group that was scored and is not put, in the estimate of its task.
+
+        Raises:
+            StoreError: it may not be counted.
+        """
+        await self._store.count_dropped([scored])
+
     async def known(self, group_ids: list[str]) -> set[str]:
         """Those that were ever stored, delivered or not."""
         return await self._store.existing(group_ids)
@@ -57,4 +66,5 @@ def put_of(group: Group, body: bytes) -> GroupPut:
         tokens=sum(len(row.tokens) for row in rows),
         max_length=max((len(row.tokens) for row in rows), default=0),
         policy_version=group.policy_version,
+        scored=scored_of(group),
     )

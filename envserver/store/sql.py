@@ -26,11 +26,12 @@ from typing import Any, Final, TypeVar
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..errors import InputError
-from . import compression, deliveries, endings, groups, leases, retention, runs
+from ..rollouts.estimates import Scored
+from . import compression, deliveries, endings, estimates, groups, leases, retention, runs
 from .clock import ForwardClock, SteadyClock
 from .database import Database, open_database
 from .failures import is_unreachable, typed, typed_failures
-from .groups import encode_puts
+from .groups import EncodedPut, encode_puts
 from .holder import look, take
 from .lookups import Lookups
 from .reach import Reach, Unanswered
@@ -146,6 +147,25 @@ class Store(Lookups, Watching):
         is_small = sum(len(group.body) for group in groups) < _INLINE_BYTES
         encoded = encode_puts(groups) if is_small else await self._in_thread(encode_puts, groups)
         return await self._writer.put(encoded)
+
+    async def put_encoded(self, groups: Sequence[EncodedPut]) -> list[bool]:
+        """As `put`, for groups whose bodies are already as they are to lie in the database."""
+        return await self._writer.put(groups) if groups else []
+
+    async def count_dropped(self, news: Sequence[Scored]) -> int:
+        """Counts groups that were scored and are not stored, each id once; how many were new.
+        What is put counts by itself.
+        """
+        return await self._writer.do(partial(estimates.count_dropped, news=list(news)))
+
+    @property
+    def discount(self) -> float:
+        """Of the estimates for each policy version, see `rollouts.estimates`; may be set."""
+        return self._writer.discount
+
+    @discount.setter
+    def discount(self, discount: float) -> None:
+        self._writer.discount = discount
 
     async def bodies(self, group_ids: Sequence[str]) -> list[bytes]:
         """The bodies of these groups, in this order.

@@ -14,6 +14,7 @@ import msgspec
 from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from ..rollouts.estimates import DISCOUNT
 from .rows import Delivery
 from .schema import SHARED, checkpoints, counters, deliveries, gone, groups, leases, runs, values
 from .states import GROUP_STATES, GroupState, RunState
@@ -163,6 +164,8 @@ class Transaction:
     connection: AsyncConnection
     memory: Memory
     now: float
+    discount: float = DISCOUNT
+    """Of the estimates of tasks."""
 
     async def count(self, name: str, more: int = 1) -> None:
         """Adds to the counter `name`, durably."""

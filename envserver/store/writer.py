@@ -22,6 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..errors import ConflictError, StoreError, StoreFull, StoreLost, UsageError
+from ..rollouts.estimates import DISCOUNT
 from .changes import Changes
 from .database import Database
 from .failures import is_unreachable, typed
@@ -71,6 +72,7 @@ class Writer:
         self._clock = clock
         self._holder = holder
         self.numbers = StoreNumbers()
+        self.discount = DISCOUNT
         self._queue: asyncio.Queue[_Entry | None] = asyncio.Queue()
         self._closed = False
         self._lost: StoreLost | None = None
@@ -234,7 +236,7 @@ class Writer:
             await self._know_again(connection)
             if self._memory_is_written:
                 await forget_written(connection)
-            tx = Transaction(connection, self.memory.copy(), self._clock())
+            tx = Transaction(connection, self.memory.copy(), self._clock(), self.discount)
             outcomes: list[Any] = []
             for is_put, side_by_side in groupby(works, key=lambda work: isinstance(work, _Put)):
                 if is_put:

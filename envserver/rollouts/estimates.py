@@ -1,0 +1,143 @@
+"""How often the policy of now solves a task: an estimate from what was scored. Pure.
+
+In: for each group that was scored as a whole, the rewards of its rollouts and the policy version
+that sampled them. Out: a discounted Beta posterior. With the rewards r_i in [0, 1] of policy
+versions v_i, V the last of these, and a discount g in (0, 1] for each version:
+
+    weight = sum g^(V - v_i)        solved = sum r_i g^(V - v_i)
+    success = (solved + 1) / (weight + 2)
+
+so that what an old policy did counts less and less, and a task of which little is known that still
+holds is near 1/2, as one that was never tried. Where versions are unknown (-1) the policy is taken
+for one and the same. What holds: groups of known versions may come in any order, the estimate is
+the same; it never counts what no scorer judged.
+
+Discounting the counts of a Beta posterior is what V. Raj and S. Kalyani do for bandits whose arms
+change ("Taming non-stationary bandits: a Bayesian approach", arXiv:1707.09727, 2017): there for
+each round, here for each version of the policy. A reward between 0 and 1 counts as a part of a
+success.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from ..records import Group, Split
+
+DISCOUNT: Final = 0.98
+"""For each policy version: half of the weight is left after 34."""
+_LEAST_WEIGHT: Final = 1e-6
+"""Less is nothing: no mean is told of it."""
+
+
+class Scored(msgspec.Struct, frozen=True, kw_only=True):
+    """What one group says of its task.
+
+    Args:
+        attempts: its rollouts that have a reward, at least one.
+        rewards: of all of them together.
+        policy_version: the lowest that sampled any of it, -1 where that is not known.
+    """
+
+    group_id: str
+    env: str
+    split: Split
+    task_id: str
+    attempts: int
+    rewards: float
+    policy_version: int = -1
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of one task, as of `policy_version`.
+
+    Args:
+        attempts: rollouts that were ever counted.
+        weight, solved: see the module.
+        policy_version: the last that tried it, -1 where none is known.
+    """
+
+    attempts: int = 0
+    weight: float = 0.0
+    solved: float = 0.0
+    policy_version: int = -1
+
+    @property
+    def success(self) -> float:
+        """Mean of the posterior, in (0, 1): how likely the next rollout solves it."""
+        return (self.solved + 1.0) / (self.weight + 2.0)
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Of what was scored, late versions counting more; None where nothing of it holds."""
+        return self.solved / self.weight if self.weight > _LEAST_WEIGHT else None
+
+    @property
+    def variance(self) -> float:
+        """Of the posterior, in (0, 1/12]: how little is known."""
+        return self.success * (1.0 - self.success) / (self.weight + 3.0)
+
+
+UNTRIED: Final = Estimate()
+
+
+def scored_of(group: Group) -> Scored | None:
+    """What `group` says of its task; None when none of it has a reward."""
+    rewards = [one.score.reward for one in group.trajectories if one.score.reward is not None]
+    return scored(
+        group.group_id, group.env, group.split, group.task_id, rewards, group.policy_version
+    )
+
+
+def scored(
+    group_id: str,
+    env: str,
+    split: Split,
+    task_id: str,
+    rewards: Sequence[float],
+    policy_version: int = -1,
+) -> Scored | None:
+    """What these rewards say; what lies outside [0, 1] counts as the nearer end. None: there are
+    none."""
+    if not rewards:
+        return None
+    return Scored(
+        group_id=group_id,
+        env=env,
+        split=split,
+        task_id=task_id,
+        attempts=len(rewards),
+        rewards=sum(min(max(reward, 0.0), 1.0) for reward in rewards),
+        policy_version=policy_version,
+    )
+
+
+def as_of(estimate: Estimate, version: int, discount: float) -> Estimate:
+    """`estimate` as it stands when `version` is the policy's; it never goes back."""
+    later = version - estimate.policy_version
+    if later <= 0 or estimate.policy_version < 0:
+        return estimate
+    kept = discount**later
+    return Estimate(
+        attempts=estimate.attempts,
+        weight=estimate.weight * kept,
+        solved=estimate.solved * kept,
+        policy_version=version,
+    )
+
+
+def updated(estimate: Estimate, news: Scored, discount: float) -> Estimate:
+    """`estimate` with one group more."""
+    before = as_of(estimate, news.policy_version, discount)
+    last = max(before.policy_version, news.policy_version)
+    behind = last - news.policy_version if news.policy_version >= 0 else 0
+    kept = discount**behind
+    return Estimate(
+        attempts=before.attempts + news.attempts,
+        weight=before.weight + news.attempts * kept,
+        solved=before.solved + news.rewards * kept,
+        policy_version=last,
+    )
