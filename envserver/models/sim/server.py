@@ -88,8 +88,8 @@ async def serve_sim(
     Raises:
         ConfigError: the address cannot be bound.
     """
-    with _listener(host, port) as listener:
-        server = _Server(
+    with listening_socket(host, port) as listener:
+        server = QuietServer(
             uvicorn.Config(
                 sim_app(SimEngine(config, solver)),
                 # A connection broken on purpose is an error in uvicorn's eyes: its log stays quiet.
@@ -114,7 +114,7 @@ async def serve_sim(
             await serving
 
 
-class _Server(uvicorn.Server):
+class QuietServer(uvicorn.Server):
     """Leaves signals to its caller."""
 
     @contextmanager
@@ -136,7 +136,12 @@ class _CutOff(StreamingResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _listener(host: str, port: int) -> socket.socket:
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket that accepts connections at `host`; port 0 takes a free one.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol is named because asyncio turns Nagle's algorithm off only where it is: without,
     # every answer waits 40 ms for the client's delayed acknowledgement.

@@ -1,0 +1,26 @@
+"""Starts the engine: python -m envserver.models.local --help."""
+
+from __future__ import annotations
+
+import sys
+
+from .options import parse
+
+
+def main() -> int:
+    """Serves until SIGTERM or SIGINT; 2 where it cannot."""
+    options = parse()
+    try:
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
+    except ImportError as error:
+        print(f"The local engine needs torch and transformers: {error}.", file=sys.stderr)
+        print("Install them: pip install 'envserver[local]'.", file=sys.stderr)
+        return 2
+    from .starting import run
+
+    return run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Parts of answers, field by field where vLLM 0.32 puts them."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from .rows import Ranked, Row
+from .text import Text
+
+Json = dict[str, Any]
+
+
+def head(prefix: str, kind: str, model: str) -> Json:
+    """How every answer begins."""
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+    }
+
+
+def usage(prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> Json:
+    """Tokens of all prompts and all answers."""
+    asked, said = sum(map(len, prompts)), sum(len(row.ids) for row in rows)
+    return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
+
+
+def ranked(row: Row, start: int, end: int) -> list[Ranked]:
+    """Per token its id and logprob, then the likeliest others, as many as were asked for."""
+    if not row.sampling.top_logprobs:
+        return [[pair] for pair in zip(row.ids[start:end], row.logprobs[start:end], strict=True)]
+    found = []
+    for place in range(start, end):
+        token = row.ids[place]
+        others = [pair for pair in row.tops[place] if pair[0] != token]
+        found.append([(token, row.logprobs[place]), *others])
+    return found
+
+
+def chat_logprobs(text: Text, row: Row, start: int, end: int, *, as_ids: bool) -> Json:
+    """Logprobs in the form of chat answers; the likeliest first."""
+
+    def entry(index: int, logprob: float) -> Json:
+        name = text.name(index)
+        return {
+            "token": f"token_id:{index}" if as_ids else name,
+            "logprob": logprob,
+            "bytes": list(name.encode()),
+        }
+
+    content = []
+    for place in range(start, end):
+        tops = row.tops[place] if row.sampling.top_logprobs else []
+        content.append(
+            {
+                **entry(row.ids[place], row.logprobs[place]),
+                "top_logprobs": [entry(*pair) for pair in tops],
+            }
+        )
+    return {"content": content}
+
+
+def token_logprobs(row: Row, start: int, end: int) -> Json:
+    """Logprobs in the form of answers of ids only: the sampled token, then the likeliest."""
+
+    def entry(index: int, logprob: float) -> Json:
+        return {"token_id": index, "logprob": logprob, "rank": None}
+
+    return {
+        "content": [
+            {**entry(*tokens[0]), "top_logprobs": [entry(*pair) for pair in tokens]}
+            for tokens in ranked(row, start, end)
+        ]
+    }
+
+
+def completion_logprobs(text: Text, row: Row, start: int, end: int, *, as_ids: bool) -> Json:
+    """Logprobs in the form of completions."""
+    name = _named(text, as_ids)
+    return _columns(
+        [name(index) for index in row.ids[start:end]],
+        list(row.logprobs[start:end]),
+        [{name(index): value for index, value in one} for one in ranked(row, start, end)],
+    )
+
+
+def echoed_logprobs(text: Text, row: Row, *, as_ids: bool) -> Json:
+    """The same for prompt and answer together; of the first token there is none."""
+    name = _named(text, as_ids)
+    own = completion_logprobs(text, row, 0, len(row.ids), as_ids=as_ids)
+    scored = row.scored or []
+    return _columns(
+        [name(index) for index in row.prompt] + own["tokens"],
+        [None, *(one[0][1] for one in scored), *own["token_logprobs"]],
+        [
+            None,
+            *({name(index): value for index, value in one} for one in scored),
+            *own["top_logprobs"],
+        ],
+    )
+
+
+def prompt_logprobs(text: Text, row: Row) -> list[Json | None] | None:
+    """Logprobs of the prompt's tokens by id, None for the first; None if they were not asked for."""
+    if row.scored is None:
+        return None
+    found: list[Json | None] = [None]
+    for one in row.scored:
+        ranks = {index: rank for rank, (index, _) in enumerate(sorted(one, key=_falling), start=1)}
+        found.append(
+            {
+                str(index): {
+                    "logprob": value,
+                    "rank": ranks[index],
+                    "decoded_token": text.name(index),
+                }
+                for index, value in one
+            }
+        )
+    return found
+
+
+def _falling(pair: tuple[int, float]) -> float:
+    return -pair[1]
+
+
+def _named(text: Text, as_ids: bool) -> Any:
+    return (lambda index: f"token_id:{index}") if as_ids else text.name
+
+
+def _columns(tokens: list[str], logprobs: list[Any], tops: list[Any]) -> Json:
+    offsets, end = [], 0
+    for token in tokens:
+        offsets.append(end)
+        end += len(token)
+    return {
+        "text_offset": offsets,
+        "token_logprobs": logprobs,
+        "tokens": tokens,
+        "top_logprobs": tops,
+    }

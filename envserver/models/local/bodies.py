@@ -1,0 +1,198 @@
+"""The bodies that the endpoints take, beyond what the simulated engine knows of them.
+
+A field of a wrong type is refused with its place; what this engine cannot do and would change an
+answer is refused by name; any other field is ignored, as vLLM ignores unknown ones.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from ...errors import EngineRefused
+from ..sim import requests
+
+Unit = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+_FOREIGN = (
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "use_beam_search",
+    "prompt_embeds",
+    "suffix",
+    "truncate_prompt_tokens",
+    "bad_words",
+    "logits_processors",
+)
+
+
+class Sampled(msgspec.Struct, kw_only=True):
+    """What all sampling endpoints take; None: as the model's generation config says."""
+
+    n: requests.Count | None = 1
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = False
+    temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    top_p: Unit | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Positive | None = None
+    presence_penalty: Penalty | None = 0.0
+    frequency_penalty: Penalty | None = 0.0
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    min_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = 0
+    ignore_eos: bool | None = False
+    skip_special_tokens: bool | None = True
+    max_tokens: requests.Length | None = None
+    prompt_logprobs: requests.Top | None = None
+
+    def stops(self) -> list[str]:
+        """The stop strings; empty ones stop nothing."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [text for text in stop if text]
+
+
+class Body(Sampled, kw_only=True):
+    """What chat and completions share."""
+
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: requests.StreamOptions | None = None
+    max_completion_tokens: requests.Length | None = None
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of an answer; None: all that the context leaves."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+class ChatBody(Body, kw_only=True):
+    """See vLLM's chat completions."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
+    logprobs: bool | None = False
+    top_logprobs: requests.Top | None = 0
+    continue_final_message: bool | None = False
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionBody(Body, kw_only=True):
+    """See vLLM's completions."""
+
+    prompt: Any
+    max_tokens: requests.Length | None = 16
+    logprobs: requests.Top | bool | None = None
+    echo: bool | None = False
+    add_special_tokens: bool = True
+
+
+class SamplingParams(Sampled, kw_only=True):
+    """Of a request for ids; `logprobs`: how many alternatives, None for no logprobs."""
+
+    logprobs: requests.Top | None = None
+
+
+class GenerateBody(msgspec.Struct, kw_only=True):
+    """Of /inference/v1/generate: ids in, ids out."""
+
+    token_ids: list[int]
+    sampling_params: SamplingParams
+    model: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = False
+    output_mode: str = "tokens"
+    stream: bool | None = False
+    stream_options: requests.StreamOptions | None = None
+
+
+class LoraBody(msgspec.Struct, kw_only=True):
+    """Of the routes that load and unload adapters."""
+
+    lora_name: str
+    lora_path: str = ""
+    load_inplace: bool = False
+
+
+class RpcBody(msgspec.Struct, kw_only=True):
+    """Of /collective_rpc."""
+
+    method: str
+    kwargs: dict[str, Any] = {}
+
+
+class VersionBody(msgspec.Struct, kw_only=True):
+    """Of /update_weight_version."""
+
+    new_version: str
+
+
+class TokenizeBody(requests.TokenizeBody, kw_only=True):
+    """With vLLM's default: a plain text gets the tokens that the tokenizer puts around texts."""
+
+    add_special_tokens: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def check(body: Body) -> None:
+    """
+    Raises:
+        EngineRefused: a rule between fields is broken.
+    """
+    if body.stream_options is not None and not body.stream:
+        raise _refused("Stream options need `stream`.", "stream_options")
+    if body.temperature == 0 and (body.n or 1) > 1:
+        raise _refused("`n` must be 1 when the temperature is 0.", "n")
+    if body.stream and body.prompt_logprobs is not None:
+        raise _refused("Prompt logprobs cannot be streamed.", "prompt_logprobs")
+    if isinstance(body, CompletionBody):
+        if body.stream and body.echo:
+            raise _refused("An echo cannot be streamed.", "echo")
+    elif isinstance(body, ChatBody):
+        if body.top_logprobs and not body.logprobs:
+            raise _refused("`top_logprobs` needs `logprobs`.", "top_logprobs")
+        if body.tool_choice not in (None, "none", "auto"):
+            raise _refused(
+                "The local engine cannot force a call: `tool_choice` is auto or none.",
+                "tool_choice",
+            )
+
+
+def refuse_foreign(body: Any) -> None:
+    """
+    Raises:
+        EngineRefused: the body asks for something that this engine does not do.
+    """
+    if not isinstance(body, dict):
+        raise EngineRefused("The body must be a JSON object.", status=400)
+    for name in _FOREIGN:
+        if body.get(name):
+            raise _foreign(name)
+    form = body.get("response_format")
+    if isinstance(form, dict) and form.get("type") not in (None, "text"):
+        raise _foreign("response_format")
+
+
+def _foreign(name: str) -> EngineRefused:
+    return _refused(
+        f"The local engine has no `{name}`. Leave it out, or serve the model with vLLM.", name
+    )
+
+
+def _refused(words: str, param: str) -> EngineRefused:
+    return EngineRefused(words, status=400, param=param)

@@ -1,0 +1,55 @@
+"""What the engine is started with."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Literal
+
+import msgspec
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """See the command line's help."""
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str = ""
+    dtype: Dtype = "auto"
+    device: str = "auto"
+    max_model_len: int = 0
+    max_batch_size: int = 64
+    kv_cache_gib: float = 4.0
+    load_in_4bit: bool = False
+    enable_lora: bool = False
+    threads: int = 0
+    trust_remote_code: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name under which the model is served."""
+        return self.served_model_name or self.model
+
+
+def parse(arguments: list[str] | None = None) -> Options:
+    """The options on the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m envserver.models.local", description=__doc__, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="a folder, or a name on the hub")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000, help="0 takes a free one")
+    add("--served-model-name", default="", help="what requests call it (default: --model)")
+    add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
+    add("--device", default="auto", help="cpu, cuda, mps (default: what there is)")
+    add("--max-model-len", type=int, default=0, help="tokens of prompt and answer together")
+    add("--max-batch-size", type=int, default=64, help="answers sampled at the same time")
+    add("--kv-cache-gib", type=float, default=4.0, help="memory for keys and values")
+    add("--load-in-4bit", action="store_true", help="by bitsandbytes")
+    add("--enable-lora", action="store_true", help="adapters may be loaded while it runs")
+    add("--threads", type=int, default=0, help="of torch (default: its own choice)")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    return Options(**vars(parser.parse_args(arguments)))

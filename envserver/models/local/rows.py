@@ -1,0 +1,136 @@
+"""One answer while it is sampled, and what it was asked to be.
+
+A row belongs to the engine's thread, which only appends to its lists; whoever waits for it reads
+them, and its end once `finish` is set.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from .adapters import Adapter
+
+Ranked = list[tuple[int, float]]
+"""Ids with their logprobs, the likeliest first."""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen, and what ends an answer.
+
+    Args:
+        temperature: 0 takes the likeliest token.
+        top_k: 0 for all.
+        seed: of the answer; the same seed, prompt and weights give the same answer.
+        enders: ids that end the answer, with the `stop_reason` that each gives.
+        stops: stop strings, none empty.
+        top_logprobs: how many of the likeliest tokens are told for each place.
+        allowed: the only ids that may come; None for all.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    enders: dict[int, int | None] = {}
+    stops: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    keep_stop: bool = False
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    allowed: tuple[int, ...] | None = None
+    top_logprobs: int = 0
+    prompt_logprobs: int | None = None
+
+    def times(self, count: int) -> list[Sampling]:
+        """The settings of several answers to one prompt: with a seed, each has its own."""
+        if self.seed is None:
+            return [self] * count
+        return [
+            msgspec.structs.replace(self, seed=self.seed + place) if place else self
+            for place in range(count)
+        ]
+
+    @property
+    def filters(self) -> bool:
+        """Whether unlikely tokens are left out."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    def adjusts(self, sampled: int) -> bool:
+        """Whether logits are changed before the token behind `sampled` others is chosen."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1
+            or self.logit_bias
+            or self.allowed is not None
+            or sampled < self.min_tokens
+        )
+
+
+class Row:
+    """One answer.
+
+    Args:
+        prompt: ids, at least one.
+        adapter: which the model wears for it; None: its own weights only.
+        told: called, from the engine's thread, after each step that added to it or ended it.
+            Calls of one step come together.
+    """
+
+    def __init__(
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        adapter: Adapter | None = None,
+        told: Callable[[], None] | None = None,
+        eager: bool = False,
+    ) -> None:
+        self.prompt = prompt
+        self.sampling = sampling
+        self.adapter = adapter
+        self.told = told
+        self.eager = eager
+        """Whether it is told of each token, and not only of its end."""
+        self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % (1 << 64)
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.tops: list[Ranked] = []
+        self.scored: list[Ranked] | None = None
+        """Of each token of the prompt but the first: itself, then the likeliest in its place."""
+        self.starts: list[tuple[str, int]] = []
+        """Versions of the weights, each with the place of the first token that it sampled."""
+        self.stop_reason: int | str | None = None
+        self.finish: str | None = None
+        """stop, length, abort or error."""
+        self.error: str = ""
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt and what was sampled behind it."""
+        return self.prompt + self.ids
+
+    def spans(self) -> list[dict[str, int | str]]:
+        """Which version sampled what, in vLLM's form."""
+        ends = [start for _, start in self.starts[1:]] + [len(self.ids)]
+        return [
+            {"version": version, "start": start, "end": end}
+            for (version, start), end in zip(self.starts, ends, strict=True)
+        ]
+
+    def mark(self, version: str) -> None:
+        """What is sampled from now on is of `version`."""
+        if self.starts and self.starts[-1][1] == len(self.ids):
+            self.starts.pop()
+        if not self.starts or self.starts[-1][0] != version:
+            self.starts.append((version, len(self.ids)))

@@ -1,0 +1,86 @@
+"""The process's life: load, listen, say where, serve, end in order."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+
+import torch
+import uvicorn
+
+from ...errors import EnvserverError
+from ..sim.server import QuietServer, listening_socket
+from .adapters import Adapters
+from .asking import Asking
+from .generation import Generator
+from .loading import Loaded, load
+from .options import Options
+from .runner import Runner
+from .scheduler import Scheduler
+from .server import local_app
+
+FIRST_VERSION = "default"
+"""Of the weights, until another is named; as vLLM's."""
+_SECONDS_FOR_OPEN_REQUESTS = 2
+_SWITCH_SECONDS = 0.0005
+"""Torch gives the interpreter away at each operation; the default would keep it waiting for 5 ms
+whenever the event loop is busy."""
+
+
+def run(options: Options) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    try:
+        asyncio.run(_serve(options, load(options)))
+    except EnvserverError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+async def _serve(options: Options, loaded: Loaded) -> None:
+    adapters = Adapters(loaded.model)
+    generator = Generator(loaded.model, adapters)
+    scheduler = Scheduler(options.max_batch_size, _most_places(options, loaded))
+    with listening_socket(options.host, options.port) as listener:
+        async with Runner(generator, scheduler, loaded.text, FIRST_VERSION) as runner:
+            asking = Asking(
+                runner,
+                loaded.text,
+                adapters,
+                model=options.name,
+                most_tokens=loaded.most_tokens,
+                defaults=loaded.defaults,
+            )
+            server = QuietServer(
+                uvicorn.Config(
+                    local_app(asking, lora=options.enable_lora),
+                    log_level="warning",
+                    access_log=False,
+                    server_header=False,
+                    lifespan="off",
+                    timeout_graceful_shutdown=_SECONDS_FOR_OPEN_REQUESTS,
+                )
+            )
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, _end, server)
+            name = f"[{options.host}]" if ":" in options.host else options.host
+            print(f"http://{name}:{listener.getsockname()[1]}/v1", flush=True)
+            await server.serve(sockets=[listener])
+
+
+def _end(server: uvicorn.Server) -> None:
+    server.should_exit = True
+
+
+def _most_places(options: Options, loaded: Loaded) -> int:
+    """Tokens whose keys and values have room in the memory that is given to them."""
+    config = loaded.model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    each = 2 * config.num_hidden_layers * heads * size * loaded.model.dtype.itemsize
+    return max(loaded.most_tokens, int(options.kv_cache_gib * 2**30 / each))

@@ -1,0 +1,200 @@
+"""The model's tokenizer and chat template: messages and texts <-> ids, and where a text ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ...errors import EngineRefused
+from .rows import Row
+
+_TAIL_TOKENS = 16
+"""Of an answer, beside the length of a stop string: where that may have become complete."""
+_BROKEN = "\ufffd"
+
+
+class Text:
+    """
+    Args:
+        stop_ids: ids that end the model's turn; the first is its own end.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self.stop_ids = list(stop_ids)
+        self.size = len(tokenizer)
+        self.name = lru_cache(maxsize=1 << 16)(self._name)
+
+    @property
+    def enders(self) -> dict[int, int | None]:
+        """Ids that end an answer, with the reason that is told: none for the model's own end."""
+        return {index: index if place else None for place, index in enumerate(self.stop_ids)}
+
+    def prompt_text(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        kwargs: dict[str, Any],
+    ) -> str:
+        """A conversation as the model's template writes it.
+
+        Raises:
+            EngineRefused: there is no template, or it does not take the conversation.
+        """
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [_plain(message) for message in messages],
+                tools=tools or None,
+                tokenize=False,
+                **{"add_generation_prompt": True, **kwargs},
+            )
+        except EngineRefused:
+            raise
+        except Exception as error:  # a template can raise whatever Python can
+            raise EngineRefused(
+                f"The model's chat template does not take this: {error}", status=400
+            ) from error
+        return str(text)
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """The ids of a text; `special`: with those that the tokenizer puts around texts."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """The text of ids."""
+        text = self._tokenizer.decode(
+            list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def answer(self, row: Row) -> str:
+        """The text of a row so far: without the token that ended it, and up to a stop string."""
+        asked = row.sampling
+        ended = row.finish == "stop" and not isinstance(row.stop_reason, str)
+        ids = row.ids[:-1] if ended and not asked.keep_stop else row.ids
+        text = self.decode(ids, skip_special=asked.skip_special_tokens)
+        if isinstance(row.stop_reason, str):
+            start = text.find(row.stop_reason)
+            text = text[: start + len(row.stop_reason) if asked.keep_stop else start]
+        return text
+
+    def ends(self, row: Row) -> bool:
+        """Whether the row's last token ended it; sets its `finish` and `stop_reason` if so."""
+        asked = row.sampling
+        token = row.ids[-1]
+        enough = len(row.ids) >= asked.min_tokens
+        if token in asked.enders and enough:
+            row.stop_reason = asked.enders[token]
+            row.finish = "stop"
+        elif asked.stops and enough and (stop := self._stop(row)) is not None:
+            row.stop_reason = stop
+            row.finish = "stop"
+        elif len(row.ids) >= asked.max_tokens:
+            row.finish = "length"
+        return row.finish is not None
+
+    def _stop(self, row: Row) -> str | None:
+        """The stop string that is complete now; the one that ends first, of several."""
+        asked = row.sampling
+        tail = _TAIL_TOKENS + max(map(len, asked.stops))
+        text = self.decode(row.ids[-tail:], skip_special=asked.skip_special_tokens)
+        if not any(stop in text for stop in asked.stops):
+            return None
+        whole = self.decode(row.ids, skip_special=asked.skip_special_tokens)
+        ends = [(whole.find(stop) + len(stop), stop) for stop in asked.stops if stop in whole]
+        return min(ends)[1] if ends else None
+
+    def _name(self, index: int) -> str:
+        return self.decode([index])
+
+
+class Growing:
+    """The text of a row as it grows: what is given once is never taken back.
+
+    An unfinished character is held back, and so is what may be the beginning of a stop string.
+    """
+
+    def __init__(self, text: Text, row: Row) -> None:
+        self._text = text
+        self._row = row
+        self._given = 0
+        self._whole = ""
+        self._before = self._read = 0
+        """Tokens before the last ones that were read, and those read."""
+
+    def more(self) -> str:
+        """What can be told now and was not."""
+        row = self._row
+        if row.finish is not None:
+            whole = self._text.answer(row)
+        else:
+            whole = self._read_on()
+            whole = whole[: len(whole) - _held(whole, row.sampling.stops)]
+        new = whole[self._given :]
+        self._given = max(self._given, len(whole))
+        return new
+
+    def _read_on(self) -> str:
+        """All text that is whole. Tokens are decoded behind the ones before them, without which
+        some tokenizers drop a space.
+        """
+        ids, skip = self._row.ids, self._row.sampling.skip_special_tokens
+        count = len(ids)
+        old = self._text.decode(ids[self._before : self._read], skip_special=skip)
+        now = self._text.decode(ids[self._before : count], skip_special=skip)
+        if len(now) > len(old) and not now.endswith(_BROKEN):
+            self._whole += now[len(old) :]
+            self._before, self._read = self._read, count
+        return self._whole
+
+
+def _held(text: str, stops: Sequence[str]) -> int:
+    """Characters at the end of `text` with which a stop string may begin."""
+    most = 0
+    for stop in stops:
+        for size in range(min(len(stop) - 1, len(text)), most, -1):
+            if text.endswith(stop[:size]):
+                most = size
+                break
+    return most
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: contents as text, arguments of calls as objects.
+
+    Raises:
+        EngineRefused: a part of the content is no text.
+    """
+    content = message.get("content")
+    if isinstance(content, list):
+        message = {**message, "content": "\n".join(map(_part, content))}
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        message = {**message, "tool_calls": [_call(call) for call in calls]}
+    return message
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict):
+        for name in ("text", "refusal"):
+            if isinstance(part.get(name), str):
+                return str(part[name])
+    raise EngineRefused("The local engine takes messages of text only.", status=400)
+
+
+def _call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError as error:
+        raise EngineRefused(f"Arguments of a call are no JSON: {error}.", status=400) from error
+    return {**call, "function": {**function, "arguments": arguments}}
