@@ -1,0 +1,188 @@
+"""What a step was like: one line in metrics.jsonl, one on the console, and to trackers.
+
+In: a dict of numbers and names per step. What holds: metrics.jsonl has one line per step that the
+last checkpoint knows, also after a trainer was killed and began again: what it had written beyond
+its checkpoint is taken out, because those steps are made again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, TextIO
+
+from rich.console import Console
+
+Line = dict[str, Any]
+"""`step`, `version`, `group_ids`, and numbers: the README has what each means."""
+
+
+class Writer(Protocol):
+    """A place for metrics."""
+
+    def write(self, line: Line) -> None:
+        """One step."""
+
+    def close(self) -> None:
+        """No more comes."""
+
+
+class Metrics:
+    """All writers together; a context manager.
+
+    Args:
+        writers: in the order in which they are told.
+        window: steps over which `reward_recent` is the mean.
+        earlier: rewards of steps before a restart.
+    """
+
+    def __init__(self, writers: list[Writer], *, window: int, earlier: list[float]) -> None:
+        self._writers = writers
+        self._recent = deque(earlier, maxlen=window)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for writer in self._writers:
+            writer.close()
+
+    def write(self, line: Line) -> None:
+        """One step; adds `reward_recent`."""
+        if "reward_mean" in line:
+            self._recent.append(line["reward_mean"])
+        line["reward_recent"] = self.recent
+        for writer in self._writers:
+            writer.write(line)
+
+    @property
+    def recent(self) -> float | None:
+        """Mean reward of the last steps, None before the window is full."""
+        if len(self._recent) < (self._recent.maxlen or 1):
+            return None
+        return sum(self._recent) / len(self._recent)
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The lines of a metrics.jsonl; one that was torn by a kill is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for text in file:
+            if text.endswith("\n"):
+                yield json.loads(text)
+
+
+class JsonLines:
+    """metrics.jsonl.
+
+    Args:
+        path: of the file; made anew with those of its lines that are of steps up to `step`.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in read_lines(path) if line["step"] <= step]
+        anew = path.with_suffix(".new")
+        anew.write_text("".join(_text(line) for line in kept), encoding="utf-8")
+        anew.replace(path)
+        self.kept = kept
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write(self, line: Line) -> None:
+        self._file.write(_text(line))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _text(line: Line) -> str:
+    return json.dumps(line) + "\n"
+
+
+class ConsoleLines:
+    """One short line per step, the names of the columns again every 20."""
+
+    _COLUMNS = (
+        ("step", "step", "{:.0f}"),
+        ("reward", "reward_mean", "{:.3f}"),
+        ("recent", "reward_recent", "{:.3f}"),
+        ("loss", "loss", "{:+.4f}"),
+        ("|grad|", "gradient_norm", "{:.3f}"),
+        ("clipped", "clip_fraction", "{:.1%}"),
+        ("KL", "kl_sampling", "{:.4f}"),
+        ("stale", "staleness_mean", "{:.1f}"),
+        ("tokens", "tokens_trained", "{:.0f}"),
+        ("wait s", "seconds_waiting", "{:.1f}"),
+        ("learn s", "seconds_learning", "{:.1f}"),
+        ("all s", "seconds", "{:.0f}"),
+    )
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._written = 0
+
+    def write(self, line: Line) -> None:
+        if self._written % 20 == 0:
+            self._print(name for name, _, _ in self._COLUMNS)
+        self._print(_cell(line.get(key), form) for _, key, form in self._COLUMNS)
+        self._written += 1
+
+    def _print(self, cells: Iterator[str]) -> None:
+        self._console.print(" ".join(f"{cell:>8}" for cell in cells), highlight=False)
+
+    def close(self) -> None:
+        return
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+class TensorBoard:
+    """Event files; steps beyond `step` that an earlier trainer wrote are hidden."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
+
+    def write(self, line: Line) -> None:
+        for name, value in _numbers(line).items():
+            self._writer.add_scalar(name, value, line["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Tracker:
+    """trackio or Weights & Biases, which have the same form.
+
+    Args:
+        module: "trackio" or "wandb".
+    """
+
+    def __init__(self, module: str, *, project: str, name: str, settings: dict[str, Any]) -> None:
+        import importlib
+
+        self._module = importlib.import_module(module)
+        self._module.init(project=project, name=name, config=settings, resume="allow")
+
+    def write(self, line: Line) -> None:
+        self._module.log(_numbers(line), step=line["step"])
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+def _numbers(line: Line) -> dict[str, float]:
+    return {name: value for name, value in line.items() if isinstance(value, (int, float))}

@@ -1,0 +1,75 @@
+"""Examples as padded arrays, a few rows at a time.
+
+In: examples of any lengths. Out: micro-batches of rows of about the same length. What holds: every
+example is in one micro-batch exactly, and what stands in the padding is trained nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .examples import Example
+
+
+@dataclass(frozen=True)
+class Padded:
+    """B rows, padded on the right to the longest, T; targets are tokens 1..T.
+
+    Args:
+        tokens: int64[B, T].
+        attention: int64[B, T], 0 in the padding.
+        mask: float32[B, T-1], 1 where the target is trained.
+        logprobs: float32[B, T-1], of the targets where mask is 1, else 0.
+        advantages, weights: float32[B].
+        first: the least target that is trained in any row: what is before needs no logits.
+    """
+
+    tokens: NDArray[np.int64]
+    attention: NDArray[np.int64]
+    mask: NDArray[np.float32]
+    logprobs: NDArray[np.float32]
+    advantages: NDArray[np.float32]
+    weights: NDArray[np.float32]
+    first: int
+
+
+def micro_batches(examples: Sequence[Example], most_tokens: int) -> Iterator[Padded]:
+    """The examples, longest first, in parts of at most `most_tokens` tokens with their padding.
+
+    An example that is longer is alone. Longest first: what does not fit into memory fails at once.
+    """
+    part: list[Example] = []
+    for example in sorted(examples, key=lambda one: -len(one.tokens)):
+        if part and len(part[0].tokens) * (len(part) + 1) > most_tokens:
+            yield padded(part)
+            part = []
+        part.append(example)
+    if part:
+        yield padded(part)
+
+
+def padded(examples: Sequence[Example]) -> Padded:
+    """These examples (at least one) as one micro-batch."""
+    shape = (len(examples), max(len(example.tokens) for example in examples))
+    tokens, attention = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    mask, logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    for row, example in enumerate(examples):
+        length = len(example.tokens)
+        tokens[row, :length] = example.tokens
+        attention[row, :length] = 1
+        mask[row, :length] = example.mask
+        logprobs[row, :length] = np.where(example.mask, example.logprobs, 0.0)
+    trained = np.flatnonzero(mask[:, 1:].any(axis=0))
+    return Padded(
+        tokens=tokens,
+        attention=attention,
+        mask=mask[:, 1:],
+        logprobs=logprobs[:, 1:],
+        advantages=np.array([example.advantage for example in examples], np.float32),
+        weights=np.array([example.weight for example in examples], np.float32),
+        first=int(trained[0]) if trained.size else 0,
+    )

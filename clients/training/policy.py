@@ -1,0 +1,133 @@
+"""The model that learns: loaded, perhaps with LoRA, and written for an engine.
+
+In: a folder or a hub's id. Out: a `Policy`: logprobs with gradient, the parameters that are
+trained, and files that engines and transformers read. What holds: dropout is off, so that the
+logprobs of the learning policy and those of the engine are of the same function.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .loss import token_logprobs
+from .padding import Padded
+
+
+class Policy:
+    """A causal language model of transformers.
+
+    Args:
+        model: folder or hub id.
+        lora_rank: rank of the LoRA that is trained in place of all weights; 0: all weights are.
+        device: where it computes.
+        dtype: of its weights.
+        keep_reference: keep what is needed to compute the logprobs of the model as it was loaded.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        lora_rank: int = 0,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        keep_reference: bool = False,
+    ) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self._source = model
+        self.device = torch.device(device)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(self.device)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self.is_lora = lora_rank > 0
+        self._reference: Any = None
+        if self.is_lora:
+            self.model = _with_lora(self.model, lora_rank)
+        elif keep_reference:
+            self._reference = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+            self._reference.to(self.device).eval().requires_grad_(False)
+        self.model.eval()
+
+    @property
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters that are trained, by name."""
+        named = self.model.named_parameters()
+        return {name: value for name, value in named if value.requires_grad}
+
+    def logprobs(self, batch: Padded) -> Tensor:
+        """float32[B, N] of the targets from `batch.first` on, with gradient."""
+        return self._logprobs(self.model, batch)
+
+    def reference_logprobs(self, batch: Padded) -> Tensor:
+        """The same of the model as it was loaded, without gradient."""
+        with torch.no_grad():
+            if self.is_lora:
+                with self.model.disable_adapter():
+                    return self._logprobs(self.model, batch)
+            return self._logprobs(self._reference, batch)
+
+    def _logprobs(self, model: Any, batch: Padded) -> Tensor:
+        tokens = torch.from_numpy(batch.tokens).to(self.device)
+        attention = torch.from_numpy(batch.attention).to(self.device)
+        targets = tokens[:, batch.first + 1 :]
+        # Logits of what is not trained (a long prompt) would be most of the work and the memory.
+        keep = targets.shape[1] + 1
+        logits = model(tokens, attention_mask=attention, logits_to_keep=keep, use_cache=False)
+        return token_logprobs(logits.logits[:, :-1], targets)
+
+    def prompt_logprobs(self, tokens: list[int]) -> list[float]:
+        """The logprob of each token but the first, given those before it."""
+        ids = torch.tensor([tokens], device=self.device)
+        with torch.no_grad():
+            logits = self.model(ids, use_cache=False).logits
+            found: list[float] = token_logprobs(logits[:, :-1], ids[:, 1:])[0].tolist()
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        """What is trained, for a checkpoint."""
+        return {name: value.detach() for name, value in self.trained.items()}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Puts a checkpoint's weights in place.
+
+        Raises:
+            KeyError: it is of another model, or of other LoRA settings.
+        """
+        with torch.no_grad():
+            for name, value in self.trained.items():
+                value.copy_(state[name])
+
+    def save(self, folder: Path) -> None:
+        """Writes what an engine loads: the model with its tokenizer, or the LoRA alone (PEFT)."""
+        self.model.save_pretrained(folder)
+        if not self.is_lora:
+            self.tokenizer.save_pretrained(folder)
+
+
+def _with_lora(model: Any, rank: int) -> Any:
+    """LoRA (arXiv 2106.09685) on every linear layer but the last; scale 2, no dropout."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, config)
+
+
+def tensors(batch: Padded, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Delivered logprobs and mask [B, N] of the targets from `batch.first` on, advantages and
+    weights [B].
+    """
+    arrays: tuple[np.ndarray[Any, Any], ...] = (
+        batch.logprobs[:, batch.first :],
+        batch.mask[:, batch.first :],
+        batch.advantages,
+        batch.weights,
+    )
+    first, second, third, fourth = (torch.from_numpy(array).to(device) for array in arrays)
+    return first, second, third, fourth
