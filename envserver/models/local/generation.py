@@ -76,6 +76,7 @@ class Generator:
         self._pending = torch.cat([self._pending, torch.tensor(last, device=self._device)])
         self._settings = None
 
+    @torch.inference_mode()
     def leave(self, row: Row, *, keep: bool = True) -> None:
         """Lets a row go; the last slot's row takes its place.
 
