@@ -118,6 +118,12 @@ def learn_python(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="session")
+def trainers_python(request: pytest.FixtureRequest) -> Path:
+    """The Python in which verl and SkyRL are installed."""
+    return _python_of(".venv-trainers", "make trainers", request.config)
+
+
+@pytest.fixture(scope="session")
 def vllm_server(
     vllm_python: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VllmServer]:

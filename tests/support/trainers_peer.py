@@ -1,0 +1,165 @@
+"""verl and SkyRL themselves on what the adapters give them: `python trainers_peer.py FOLDER`.
+
+Runs in `.venv-trainers`. In: packed trajectories in FOLDER (`rollouts`, in the order in which they
+are asked for), a tokenizer in FOLDER/tokenizer. Out: one JSON object with what each trainer made
+of them. Only the server is a stand-in: the clients of both adapters get these trajectories.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import typing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import typing_extensions
+
+from clients.adapters import skyrl as skyrl_adapter
+from clients.adapters import verl as verl_adapter
+from envserver.records import Trajectory, unpack
+
+torch.set_num_threads(1)
+PROMPT, RESPONSE = 8, 16
+
+
+class Canned:
+    """A client that has all rollouts already."""
+
+    made: dict[str, list[Trajectory]]
+
+    def __init__(self, url: str, **_: Any) -> None:
+        assert url == "http://server"
+
+    async def __aenter__(self) -> Canned:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+    async def rollouts(
+        self, environment: str, task_ids: list[str], *, group_size: int, **_: Any
+    ) -> list[list[Trajectory]]:
+        assert environment == "math"
+        taken = {task: [self.made[task].pop(0) for _ in range(group_size)] for task in task_ids}
+        return [taken[task] for task in task_ids]
+
+
+def serve(made: list[Trajectory]) -> None:
+    Canned.made = {}
+    for one in made:
+        Canned.made.setdefault(one.task_id, []).append(one)
+
+
+async def by_verl(folder: Path, made: list[Trajectory]) -> dict[str, Any]:
+    """A batch as verl's trainer gets it from its agent loop worker."""
+    from omegaconf import OmegaConf
+    from transformers import AutoTokenizer
+    from verl.experimental.agent_loop import agent_loop
+    from verl.protocol import DataProto
+
+    loops = folder / "loops.yaml"
+    loops.write_text(
+        "- {name: envserver, _target_: clients.adapters.verl.EnvserverLoop,"
+        " url: 'http://server', environment: math}\n"
+    )
+    for loop in OmegaConf.load(loops):
+        agent_loop._agent_loop_registry[loop.name] = loop
+    rollout = {
+        "prompt_length": PROMPT,
+        "response_length": RESPONSE,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "calculate_log_probs": True,
+        "agent": {"default_agent_loop": "envserver"},
+        "trace": {"max_samples_per_step_per_worker": None},
+    }
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": {}})
+    worker = object.__new__(agent_loop.AgentLoopWorker)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    vars(worker).update(
+        config=config,
+        rollout_config=config.actor_rollout_ref.rollout,
+        tokenizer=tokenizer,
+        processor=None,
+        llm_client=None,
+        hf_model_type=None,
+        dataset_cls=None,
+        tools=[],
+        reward_loop_worker_handles=None,
+        distillation_enabled=False,
+        mm_processor_kwargs={},
+    )
+    rows = DataProto.from_dict(
+        non_tensors={
+            "extra_info": np.array([{"task_id": one.task_id} for one in made], dtype=object),
+            "raw_prompt": np.array([[] for _ in made] + [None], dtype=object)[:-1],
+        },
+        meta_info={"global_steps": 1},
+    )
+    batch = await worker.generate_sequences(rows)
+    told = {name: batch.batch[name].tolist() for name in batch.batch.keys()}  # noqa: SIM118
+    told["versions"] = [int(one) for one in batch.non_tensor_batch["max_global_steps"]]
+    return told
+
+
+async def by_skyrl(made: list[Trajectory]) -> dict[str, Any]:
+    """SkyRL's own checks, concatenation, merging and metrics."""
+    if sys.version_info < (3, 12):  # else pydantic refuses a type of SkyRL's
+        typing.TypedDict = typing_extensions.TypedDict
+    from skyrl.train.generators import utils
+    from skyrl.train.generators.base import GeneratorInterface
+    from skyrl.train.utils.trainer_utils import validate_generator_output
+
+    GeneratorInterface.register(skyrl_adapter.EnvserverGenerator)
+    tasks = sorted({one.task_id for one in made}, key=[one.task_id for one in made].index)
+    prompts = [
+        {"prompt": [], "env_class": "math", "env_extras": {"task_id": task}, "uid": f"uid-{task}"}
+        for task in tasks
+    ]
+    asked, uids = utils.prepare_generator_input(
+        prompts, len(made) // len(tasks), {}, "x", "train", 3
+    )
+    told: dict[str, Any] = {"uids": uids}
+    for step_wise in (False, True):
+        serve(made)
+        generator = skyrl_adapter.EnvserverGenerator("http://server", step_wise=step_wise)
+        assert isinstance(generator, GeneratorInterface)
+        output = await generator.generate(asked)
+        validate_generator_output(len(asked["prompts"]), output, step_wise=step_wise)
+        whole = utils.concatenate_generator_outputs([output, _others(output)], step_wise=step_wise)
+        name = "steps" if step_wise else "rows"
+        told[name] = {key: output[key] for key in ("response_ids", "loss_masks", "rewards")}
+        told[name]["together"] = len(whole["response_ids"])
+        if step_wise:
+            told["merged"] = utils.merge_stepwise_output(output)["response_ids"]
+        else:
+            told["metrics"] = utils.get_metrics_from_generator_output(output, uids)
+    return told
+
+
+def _others(output: dict[str, Any]) -> dict[str, Any]:
+    """The same of other trajectories."""
+    ids = [
+        SimpleNamespace(to_string=lambda one=one: f"other-{one.to_string()}")
+        for one in output["trajectory_ids"]
+    ]
+    return {**output, "trajectory_ids": ids}
+
+
+async def main(folder: Path) -> None:
+    made = unpack((folder / "rollouts").read_bytes(), list[Trajectory])
+    verl_adapter.EnvClient = skyrl_adapter.EnvClient = Canned
+    serve(made)
+    told = {"verl": await by_verl(folder, made), "skyrl": await by_skyrl(made)}
+    sys.stdout.write("\n" + json.dumps(told) + "\n")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))
