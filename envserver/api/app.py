@@ -136,7 +136,7 @@ def create_api(
         app.include_router(metric_routes(metrics))
     if gate is not None:
         app.include_router(weight_routes(gate, policy, joined))
-    app.include_router(environment_routes(joined))
+    app.include_router(environment_routes(joined, settings.max_body_bytes))
     app.add_middleware(RequestBodies, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(CompressedAnswers)
     if settings.tokens_file is not None:

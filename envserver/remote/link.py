@@ -12,7 +12,7 @@ import contextlib
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import httpx
@@ -22,15 +22,18 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from ..errors import ConfigError, ConflictError, EnvserverError, InputError
 from .gate import HeldGate
 from .messages import (
-    GROUP_MSGPACK,
     KEY_HEADER,
+    Accepted,
     GroupIds,
     Heartbeat,
     News,
     Pause,
+    Refused,
     Registration,
     Welcome,
 )
+from .posts import Posts
+from .several import GROUPS_MSGPACK, joined
 
 _log = structlog.get_logger("envserver.remote")
 
@@ -46,6 +49,7 @@ _LONGEST_PAUSE_SECONDS: Final = 3.0
 _PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504, 507})
 _HOLD_SECONDS: Final = 3600.0
 _KNOWN: Final = TypeAdapter(dict[str, list[str]])
+_SAME_VERSION: Final = "Do both run the same version of envserver?"
 
 
 class Unreachable(EnvserverError):
@@ -91,6 +95,7 @@ class Link:
         self.facts, self.publish, self.drain = facts, publish, drain
         self._registration = registration
         self._gate = gate
+        self._posts = Posts(self._post)
         self._session: Welcome | None = None
         self._registering: asyncio.Task[None] | None = None
         self._news = News()
@@ -120,6 +125,7 @@ class Link:
             try:
                 yield await self._patiently(self._register)
             finally:
+                await self._posts.close()
                 for task in (self._holding, self._registering):
                     if task is not None:
                         task.cancel()
@@ -158,24 +164,32 @@ class Link:
             await self._more.wait()
 
     async def post(self, body: bytes) -> None:
-        """Returns when the server has the packed group on disk.
+        """Returns when the server has the packed group on disk, `several.compressed` or not. What
+        is posted while a request is under way goes into the next one together.
 
         Raises:
             InputError: it refuses the group for good.
             ConflictError, ConfigError: as for `live`.
         """
+        await self._posts.put(body)
+
+    async def _post(self, bodies: Sequence[bytes]) -> list[InputError | None]:
+        content = joined(bodies)
 
         async def send() -> httpx.Response:
             now = self.facts()
             return await self._send(
                 "POST",
                 "/groups",
-                content=body,
-                headers={"content-type": GROUP_MSGPACK},
-                params={"open": max(0, now.open - 1), "begun": now.begun},
+                content=content,
+                headers={"content-type": GROUPS_MSGPACK},
+                params={"open": max(0, now.open - len(bodies)), "begun": now.begun},
             )
 
-        self._set_room(_read(News, await self._patiently(send)).room)
+        accepted = _read(Accepted, await self._patiently(send))
+        self._set_room(accepted.room)
+        refused = {one.index: one for one in accepted.refused}
+        return [_refusal(refused.get(index)) for index in range(len(bodies))]
 
     async def known(self, group_ids: list[str]) -> set[str]:
         """Which of these groups the server has."""
@@ -331,9 +345,17 @@ def _problem(answer: httpx.Response) -> EnvserverError:
         return ConfigError(message, hint=hint or "Set the server's access token: --token.")
     if answer.status_code == 409:
         return ConflictError(message, hint=hint)
+    if answer.status_code == 415:
+        return ConfigError(message, hint=_SAME_VERSION)
     if answer.status_code == 404:
         return ConfigError(message, hint="Is this the address of an envserver that has /v1?")
     return InputError(f"The server refuses it: {message}", hint=hint)
+
+
+def _refusal(refused: Refused | None) -> InputError | None:
+    if refused is None:
+        return None
+    return InputError(f"The server refuses it: {refused.message}", place=refused.place)
 
 
 def _read(kind: type[M], answer: httpx.Response) -> M:
@@ -342,5 +364,5 @@ def _read(kind: type[M], answer: httpx.Response) -> M:
     except ValidationError as error:
         raise ConfigError(
             f"The server's answer is no {kind.__name__}.",
-            hint="Do both run the same version of envserver?",
+            hint=_SAME_VERSION,
         ) from error

@@ -81,6 +81,22 @@ class News(_Message):
     """It is to begin no further group, and to leave when the open ones are posted."""
 
 
+class Refused(_Message):
+    """A posted group that is not stored, and never will be as it is."""
+
+    index: int
+    """Its position in the request, from 0."""
+    place: str
+    """Where in the group something is wrong, "" where that is not known."""
+    message: str
+
+
+class Accepted(News):
+    """What a post of several groups is answered: all are on disk but those that are refused."""
+
+    refused: list[Refused] = []
+
+
 class Heartbeat(_Message):
     """How a joiner is, and what it knows: the server answers when there is something new, or after
     `wait_seconds`."""

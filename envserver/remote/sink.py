@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from ..records import Group, pack
 from ..rollouts.stream import Ticket
 from .link import Link
+from .several import compressed
 
 _ASKED_AT_ONCE = 1024
 
@@ -50,7 +51,7 @@ class RemoteSink:
         Raises:
             InputError: the server refuses it for good.
         """
-        await self._link.post(await asyncio.to_thread(pack, group))
+        await self._link.post(await asyncio.to_thread(_packed, group))
 
     async def known(self, group_ids: list[str]) -> set[str]:
         """None: the server has none of the stream's groups, and nobody else makes them."""
@@ -59,3 +60,7 @@ class RemoteSink:
     async def wait_for_room(self) -> None:
         """Returns when the server has room for another group."""
         await self._link.wait_for_room(self._open_groups)
+
+
+def _packed(group: Group) -> bytes:
+    return compressed(pack(group))

@@ -11,6 +11,8 @@ import sys
 import zlib
 from typing import Final
 
+from ..errors import TooLargeError
+
 if sys.version_info >= (3, 14):
     from compression import zstd
 else:
@@ -28,6 +30,9 @@ _OPTIONS: Final[dict[int, int]] = {
     zstd.CompressionParameter.checksum_flag: 1,
 }
 _SUM_BYTES: Final = 4
+_FRAME: Final = b"\x28\xb5\x2f\xfd"
+_CHECKSUM_BIT: Final = 0x04
+"""In the byte after those four."""
 
 
 class DamagedBody(Exception):
@@ -41,6 +46,38 @@ def encode(body: bytes) -> tuple[int, bytes]:
         if len(packed) <= 0.9 * len(body):
             return ZSTD, packed
     return CHECKED, zlib.crc32(body).to_bytes(_SUM_BYTES, "little") + body
+
+
+def is_frame(body: bytes) -> bool:
+    """Whether it begins as a zstd frame does; no packed record begins so."""
+    return body.startswith(_FRAME)
+
+
+def has_checksum(frame: bytes) -> bool:
+    """Whether damage of a zstd frame is seen when it is inflated, so that it may be stored."""
+    return bool(frame[len(_FRAME)] & _CHECKSUM_BIT)
+
+
+def inflate_frame(frame: bytes, most: int) -> bytes:
+    """The content of what somebody else compressed: one zstd frame that says how much it holds.
+
+    Raises:
+        DamagedBody: it is not that.
+        TooLargeError: it says that it holds more than `most` bytes; none of them was read.
+    """
+    try:
+        size = zstd.get_frame_info(frame).decompressed_size
+        if size is None:
+            raise DamagedBody("a zstd frame does not say how much it holds")
+        if size > most:
+            raise TooLargeError(f"It inflates to more than {most} bytes.", max_body_bytes=most)
+        stream = zstd.ZstdDecompressor()
+        content = stream.decompress(frame, max_length=size + 1)
+    except zstd.ZstdError as error:
+        raise DamagedBody(str(error)) from error
+    if not stream.eof or stream.unused_data or len(content) != size:
+        raise DamagedBody("it is no single zstd frame")
+    return content
 
 
 def decode(encoding: int, stored: bytes) -> bytes:

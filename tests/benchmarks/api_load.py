@@ -20,7 +20,8 @@ import numpy as np
 
 from envserver.records import Group, Score, Trajectory, Usage, pack, unpack
 from envserver.records import Sequence as TokenSequence
-from envserver.remote.messages import GROUP_MSGPACK, KEY_HEADER
+from envserver.remote import several
+from envserver.remote.messages import KEY_HEADER
 from envserver.rollouts.stream import group_id as stream_group_id
 from envserver.rollouts.stream import stream_prefix
 from envserver.store import GroupPut
@@ -126,11 +127,11 @@ def _trajectory(rollout_id: str, row: dict[str, list[Any]]) -> Trajectory:
 
 
 def renumbered(body: bytes, index: int) -> bytes:
-    """The packed group `body` at another place of its stream."""
+    """The packed group `body` at another place of its stream, as it is posted."""
     group = unpack(body, Group)
     group.index = index
     group.group_id = stream_group_id(stream_prefix(ENVIRONMENT, "train", 0), index, "task")
-    return pack(group)
+    return several.compressed(pack(group))
 
 
 def compressed(bodies: Sequence[bytes]) -> list[bytes]:
@@ -213,17 +214,21 @@ class Wire:
         }
         welcome = await self._post("/v1/environments", body)
         self._joined = f"{self.url}/v1/environments/{welcome['id']}/groups"
-        self._headers = {KEY_HEADER: welcome["key"], "content-type": GROUP_MSGPACK}
+        self._headers = {KEY_HEADER: welcome["key"], "content-type": several.GROUPS_MSGPACK}
 
-    async def post_packed(self, bodies: Sequence[bytes]) -> None:
-        """Posts each of `bodies`, over connections that are kept, as `envserver join` does."""
-        waiting = iter(bodies)
+    async def post_packed(self, bodies: Sequence[bytes], at_once: int) -> None:
+        """Posts `bodies`, so many in each request, over connections that are kept, as `envserver
+        join` does when they are ready together.
+        """
+        waiting = iter(range(0, len(bodies), at_once))
 
         async def environment(session: aiohttp.ClientSession) -> None:
-            for body in waiting:
-                async with session.post(self._joined, data=body, headers=self._headers) as answer:
+            for first in waiting:
+                post = several.joined(bodies[first : first + at_once])
+                async with session.post(self._joined, data=post, headers=self._headers) as answer:
                     answer.raise_for_status()
-                    await answer.read()
+                    if (await answer.json())["refused"]:
+                        raise RuntimeError("a group was refused")
 
         async with aiohttp.ClientSession() as session:
             await asyncio.gather(*[environment(session) for _ in range(AT_A_TIME)])

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,6 +46,8 @@ BUDGETS = {"fetch": 3.0, NATIVE: 20.0}
 """What is held: a run that finds less fails. Where it differs from the goal, the goal is not
 reached yet.
 """
+AT_ONCE = (1, 16)
+"""Groups in one request of a packed post: a joiner that is idle, and one that makes many."""
 GROWTH = 3.0
 """How many times more CPU a status call may take with a hundred times as many groups waiting."""
 
@@ -189,13 +192,13 @@ async def measure_packed(server: Server, size: Size, costs: Costs) -> None:
     async with load.Wire(server.url) as wire:
         await wire.join()
         first = 0
-        for tokens in (SHORT, LONG) * size.rounds:
-            posts = [
-                load.renumbered(bodies[tokens][n % 16], first + n) for n in range(size.packed_posts)
-            ]
-            first += len(posts)
-            async with costs.measure(server, f"{PACKED} 8 x {tokens}", len(posts)):
-                await wire.post_packed(posts)
+        for tokens, at_once in product((SHORT, LONG), AT_ONCE * size.rounds):
+            count = size.packed_posts * at_once
+            posts = [load.renumbered(bodies[tokens][n % 16], first + n) for n in range(count)]
+            first += count
+            case = f"{PACKED} {at_once} of 8 x {tokens}"
+            async with costs.measure(server, case, count):
+                await wire.post_packed(posts, at_once)
 
 
 def native_groups(size: Size) -> list[GroupPut]:

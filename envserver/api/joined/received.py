@@ -20,7 +20,7 @@ from ...rollouts.stream import group_id
 from ...tokens.invariants import LOGPROB_ROUNDING
 
 _PLACE: Final = re.compile(r"`(\$[^`]*)`")
-_COLUMNS: Final = {
+COLUMNS: Final = {
     "tokens": np.dtype(np.int32),
     "mask": np.dtype(np.uint8),
     "logprobs": np.dtype(np.float32),
@@ -44,8 +44,14 @@ def read_group(body: bytes, stream: Stream) -> Group:
     Raises:
         InputError: it is none, not of `stream`, or cannot be trained on; `place` says where.
     """
-    group = _decoded(body)
-    _check_names(group, stream)
+    group = decoded(body)
+    check_group(group, stream)
+    return group
+
+
+def check_group(group: Group, stream: Stream) -> None:
+    """Raises InputError: as `read_group`."""
+    check_names(group, stream)
     if not group.trajectories:
         _refuse("$.trajectories", "is empty")
     versions = []
@@ -59,10 +65,10 @@ def read_group(body: bytes, stream: Stream) -> Group:
     if group.policy_version != min(versions, default=-1):
         _refuse("$.policy_version", "is not the lowest version that sampled a trained token")
     _check_words(group)
-    return group
 
 
-def _decoded(body: bytes) -> Group:
+def decoded(body: bytes) -> Group:
+    """Raises InputError: `body` is no packed group."""
     try:
         return unpack(body, Group)
     except msgspec.DecodeError as error:
@@ -74,7 +80,8 @@ def _decoded(body: bytes) -> Group:
         ) from None
 
 
-def _check_names(group: Group, stream: Stream) -> None:
+def check_names(group: Group, stream: Stream) -> None:
+    """Raises InputError: it is not a group of `stream`."""
     wanted = {"env": stream.env, "split": stream.split, "seed": stream.seed}
     for name, value in wanted.items():
         if getattr(group, name) != value:
@@ -104,7 +111,7 @@ def _check_trajectory(trajectory: Trajectory, group: Group, place: str) -> list[
 
 def _check_row(row: Sequence, place: str) -> None:
     length = len(row.tokens)
-    for name, dtype in _COLUMNS.items():
+    for name, dtype in COLUMNS.items():
         column = getattr(row, name)
         if column.dtype != dtype:
             _refuse(f"{place}.{name}", f"is an array of {column.dtype}, not of {dtype}")

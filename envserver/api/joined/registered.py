@@ -14,29 +14,40 @@ import hmac
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 import structlog
 
-from ...errors import ConflictError, NotFoundError, StoreFull, UsageError
+from ...errors import ConflictError, InputError, NotFoundError, StoreFull, UsageError
 from ...proxy.gate import InFlight
 from ...records import Split
-from ...remote.messages import Heartbeat, News, Pause, Registration, Welcome
+from ...remote.messages import (
+    Accepted,
+    Heartbeat,
+    News,
+    Pause,
+    Refused,
+    Registration,
+    Welcome,
+)
 from ...rollouts.mixing import Share
 from ...rollouts.stream import stream_prefix
 from ...store import Store
 from ...store.demand import Demand
-from ...store.sink import put_of
+from ...store.groups import EncodedPut
 from ..presence import Presence
-from .received import Stream, read_group
+from .received import Stream
+from .several import read_one, read_several
 from .sharing import Holder, Local, SharedRoom
 
 log = structlog.get_logger(__name__)
 
 KEY: Final = "environments"
 _MOST_ENVIRONMENTS: Final = 1024
+_INLINE_BYTES: Final = 64 * 1024
+"""A smaller group is read on the event loop: it takes less time than a change of threads."""
 _LOOK_SECONDS: Final = 0.25
 """So often a waiting heartbeat looks whether trainers have made room."""
 
@@ -247,15 +258,54 @@ class RemoteEnvironments:
             InputError: the group is refused; `place` says why.
             StoreError: it is not stored.
         """
+        one, stream = self._heard(env_id, key)
+        if len(body) < _INLINE_BYTES:
+            put = read_one(body, stream)
+        else:
+            put = await asyncio.to_thread(read_one, body, stream)
+        return await self._keep(one, [put], still_open, begun)
+
+    async def accept_several(
+        self,
+        env_id: str,
+        key: str,
+        post: bytes,
+        most_bytes: int,
+        still_open: int | None = None,
+        begun: int | None = None,
+    ) -> Accepted:
+        """As `accept`, for all groups in `post` in one transaction: those that are not refused are
+        on disk when this returns, and the others are named.
+
+        Args:
+            most_bytes: that its groups may have together, inflated.
+
+        Raises:
+            InputError, TooLargeError: `post` is no list of groups. Nothing of it is stored.
+        """
+        one, stream = self._heard(env_id, key)
+        read = await asyncio.to_thread(read_several, post, stream, most_bytes)
+        puts = [put for put in read if isinstance(put, EncodedPut)]
+        news = await self._keep(one, puts, still_open, begun)
+        refused = [
+            Refused(index=index, place=error.detail.get("place", ""), message=error.message)
+            for index, error in enumerate(read)
+            if isinstance(error, InputError)
+        ]
+        return Accepted(**vars(news), refused=refused)
+
+    def _heard(self, env_id: str, key: str) -> tuple[Known, Stream]:
         one = self.known_as(env_id, key)
         self._presence.hear(one.id)
-        stream = Stream(env=one.env, split=one.split, seed=one.seed, prefix=one.prefix)
-        group = await asyncio.to_thread(read_group, body, stream)
-        is_new = not await self._store.existing([group.group_id])
-        await self._store.put([put_of(group, body)])
+        return one, Stream(env=one.env, split=one.split, seed=one.seed, prefix=one.prefix)
+
+    async def _keep(
+        self, one: Known, puts: Sequence[EncodedPut], still_open: int | None, begun: int | None
+    ) -> News:
+        new = sum(await self._store.put_encoded(puts))
         now = self._now_of(one)
-        now.stored += is_new
-        now.open = max(0, now.open - is_new) if still_open is None else still_open
+        now.stored += new
+        now.open = max(0, now.open - new) if still_open is None else still_open
         if begun is not None:
             self._count_begun(one, begun)
         news = self._news(one)

@@ -2,7 +2,7 @@
 
 POST   /v1/environments                   registers: an id, the session's key, the seed to use
 POST   /v1/environments/{id}/heartbeat    how it is; answered when there is news, or in time
-POST   /v1/environments/{id}/groups       a finished group as MessagePack; durable on 200
+POST   /v1/environments/{id}/groups       a finished group, or several; durable on 200
 POST   /v1/environments/{id}/known        which groups the server has already
 DELETE /v1/environments/{id}              goodbye
 POST   /v1/environments/{id}/drain        tells it to finish and leave (for people)
@@ -25,12 +25,14 @@ from ...errors import UsageError
 from ...remote.messages import (
     GROUP_MSGPACK,
     KEY_HEADER,
+    Accepted,
     GroupIds,
     Heartbeat,
     News,
     Registration,
     Welcome,
 )
+from ...remote.several import GROUPS_MSGPACK
 from ..bodies import read_body, request_body
 from ..native.answers import answers
 from .registered import RemoteEnvironments
@@ -40,7 +42,9 @@ _HEARTBEAT: Final = TypeAdapter(Heartbeat)
 _IDS: Final = TypeAdapter(GroupIds)
 _MOST: Final = 2**31 - 1
 _PLACE: Final = "/v1/environments"
-_GROUP_BODY: Final = {"requestBody": {"required": True, "content": {GROUP_MSGPACK: {}}}}
+_GROUP_BODY: Final = {
+    "requestBody": {"required": True, "content": {GROUP_MSGPACK: {}, GROUPS_MSGPACK: {}}}
+}
 
 
 class EnvironmentsAnswer(BaseModel):
@@ -55,8 +59,8 @@ class WrongMediaType(UsageError):
     kind, status = "wrong_media_type", 415
 
 
-def environment_routes(environments: RemoteEnvironments) -> APIRouter:
-    """The routes for `environments`."""
+def environment_routes(environments: RemoteEnvironments, most_bytes: int) -> APIRouter:
+    """The routes for `environments`; groups of one request have at most `most_bytes`, inflated."""
     router = APIRouter(tags=["environments"])
 
     @router.post(
@@ -95,7 +99,9 @@ def environment_routes(environments: RemoteEnvironments) -> APIRouter:
     @router.post(
         _PLACE + "/{env_id}/groups",
         openapi_extra=_GROUP_BODY,
-        responses=answers(News, 404, 409, 415, body=True, what="The group is on disk."),
+        responses=answers(
+            Accepted, 404, 409, 415, body=True, what="What is not refused is on disk."
+        ),
     )
     async def accept(
         env_id: str,
@@ -103,15 +109,19 @@ def environment_routes(environments: RemoteEnvironments) -> APIRouter:
         still_open: Annotated[int | None, Query(alias="open", ge=0, le=_MOST)] = None,
         begun: Annotated[int | None, Query(ge=0, le=_MOST)] = None,
     ) -> Response:
-        """Stores a group; the same one twice is fine. A malformed one: 422, with its place. `open`
-        and `begun` are as in a heartbeat, without this group.
+        """Stores a group, or several in one transaction; the same one twice is fine. A malformed
+        one: 422, with its place; of several it is named in the answer, and the others are stored.
+        `open` and `begun` are as in a heartbeat, without these groups.
         """
         environments.known_as(env_id, _key(request))
-        media_type = request.headers.get("content-type", "")
-        if media_type.partition(";")[0].strip() != GROUP_MSGPACK:
-            raise WrongMediaType(f"A group must be {GROUP_MSGPACK}.")
-        body = await request.body()
-        return _json(await environments.accept(env_id, _key(request), body, still_open, begun))
+        key, body = _key(request), await request.body()
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip()
+        if media_type == GROUPS_MSGPACK:
+            several = environments.accept_several
+            return _json(await several(env_id, key, body, most_bytes, still_open, begun))
+        if media_type != GROUP_MSGPACK:
+            raise WrongMediaType(f"Groups must be {GROUP_MSGPACK} or {GROUPS_MSGPACK}.")
+        return _json(await environments.accept(env_id, key, body, still_open, begun))
 
     @router.post(
         _PLACE + "/{env_id}/known",

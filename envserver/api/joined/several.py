@@ -1,0 +1,241 @@
+"""Posted groups, one or several in a request, checked and ready to be stored.
+
+In: the bytes of a request and whose stream its groups must belong to. Out: for each group what is
+to be stored, or why it is refused: one that is wrong is in nobody else's way. Groups are looked at
+together; only where that finds anything odd is each checked by itself, which says exactly what is
+wrong. What holds: the quick look takes nothing that `received` refuses. CPU work: for a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from ...errors import InputError, TooLargeError
+from ...records import Group, Tokens, Trajectory
+from ...records import Sequence as Row
+from ...remote.several import MOST_GROUPS
+from ...store import compression
+from ...store.groups import EncodedPut, encode_puts
+from ...store.sink import put_of
+from ...tokens.invariants import LOGPROB_ROUNDING
+from .received import COLUMNS, Stream, check_group, check_names, decoded
+
+Read = EncodedPut | InputError
+
+_LIST: Final = msgspec.msgpack.Decoder(list[bytes])
+_MOST_RUNS: Final = 64
+"""Runs of tokens of one call, for each row, up to which the quick look counts them."""
+_TOGETHER_BYTES: Final = 512 * 1024
+_LAST_VERSION: Final = np.iinfo(np.int32).max
+
+
+def read_one(body: bytes, stream: Stream) -> EncodedPut:
+    """The group in `body`, as `records.pack` made it.
+
+    Raises:
+        InputError: see `received.check_group`.
+    """
+    (read,) = _checked([_Body(body)], stream)
+    if isinstance(read, InputError):
+        raise read
+    return read
+
+
+def read_several(post: bytes, stream: Stream, most_bytes: int) -> list[Read]:
+    """The groups in a post of several, in its order.
+
+    Args:
+        most_bytes: that they may have together, inflated; no more are ever held.
+
+    Raises:
+        InputError: `post` is no such list. TooLargeError: it has too much in it.
+    """
+    try:
+        parts = _LIST.decode(post)
+    except msgspec.DecodeError as error:
+        raise InputError(f"No list of packed groups: {error}.", place="$") from None
+    if len(parts) > MOST_GROUPS:
+        raise TooLargeError(f"A request has at most {MOST_GROUPS} groups.", most_groups=MOST_GROUPS)
+    bodies: list[_Body | InputError] = []
+    for part in parts:
+        body = _inflated(part, most_bytes)
+        most_bytes -= len(body.plain) if isinstance(body, _Body) else 0
+        bodies.append(body)
+    return _checked(bodies, stream)
+
+
+class _Body(msgspec.Struct):
+    """`plain` as records were packed; `stored`: as it may lie on the disk, None: not yet made."""
+
+    plain: bytes
+    stored: bytes | None = None
+
+
+def _inflated(part: bytes, most: int) -> _Body | InputError:
+    """Raises TooLargeError: it has more than `most` bytes."""
+    if not compression.is_frame(part):
+        return _Body(part)
+    try:
+        plain = compression.inflate_frame(part, most)
+    except compression.DamagedBody as error:
+        return InputError(f"The group is refused: {error}.", place="$")
+    return _Body(plain, part if compression.has_checksum(part) else None)
+
+
+def _checked(bodies: Sequence[_Body | InputError], stream: Stream) -> list[Read]:
+    read: list[Read] = []
+    for part in _parts(bodies):
+        found = [body if isinstance(body, InputError) else _decoded(body.plain) for body in part]
+        groups = [one for one in found if isinstance(one, Group)]
+        if not _are_all_right(groups, stream):
+            found = [_refused(one, stream) or one for one in found]
+        read += [
+            one if isinstance(one, InputError) else _encoded(one, body)
+            for one, body in zip(found, part, strict=True)
+        ]
+    return read
+
+
+def _parts(bodies: Sequence[_Body | InputError]) -> Iterator[list[_Body | InputError]]:
+    """As many together as a processor's caches hold."""
+    part: list[_Body | InputError] = []
+    size = 0
+    for body in bodies:
+        size += len(body.plain) if isinstance(body, _Body) else 0
+        if part and size > _TOGETHER_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(body)
+    yield part
+
+
+def _decoded(body: bytes) -> Group | InputError:
+    try:
+        return decoded(body)
+    except InputError as error:
+        return error
+
+
+def _refused(one: Group | InputError, stream: Stream) -> InputError | None:
+    if isinstance(one, InputError):
+        return one
+    try:
+        check_group(one, stream)
+    except InputError as error:
+        return error
+    return None
+
+
+def _encoded(group: Group, body: _Body | InputError) -> EncodedPut:
+    assert isinstance(body, _Body)
+    put = put_of(group, body.plain)
+    if body.stored is None:
+        return encode_puts([put])[0]
+    return EncodedPut(put, compression.ZSTD, body.stored)
+
+
+def _are_all_right(groups: Sequence[Group], stream: Stream) -> bool:
+    """Whether nothing about them is odd; False says only that somebody must look closely."""
+    rows: list[Row] = []
+    begins: list[int] = []
+    try:
+        for group in groups:
+            check_names(group, stream)
+            begins.append(len(rows))
+            if not _have_whole_rows(group, rows):
+                return False
+        orjson.dumps([_free_words(group) for group in groups])
+    except (InputError, TypeError, orjson.JSONEncodeError, RecursionError):
+        return False
+    return not rows or _are_trainable(rows, begins, groups)
+
+
+def _have_whole_rows(group: Group, rows: list[Row]) -> bool:
+    """Whether its trajectories have what they must; their rows go to `rows`."""
+    trajectories = group.trajectories
+    if not trajectories or len({one.rollout_id for one in trajectories}) != len(trajectories):
+        return False
+    for one in trajectories:
+        reward = one.score.reward
+        if one.env != group.env or one.task_id != group.task_id or not one.sequences:
+            return False
+        if reward is None or not 0 <= reward <= 1:
+            return False
+        if not all(_is_whole(row) for row in one.sequences):
+            return False
+        rows += one.sequences
+    return True
+
+
+def _is_whole(row: Row) -> bool:
+    length = row.tokens.size
+    if not length or not row.path:
+        return False
+    for name, dtype in COLUMNS.items():
+        column = getattr(row, name)
+        if column.size != length or column.dtype != dtype:
+            return False
+    return True
+
+
+def _free_words(group: Group) -> list[object]:
+    """All of it that its types do not already make sure to be JSON."""
+    return [
+        group.generation_params,
+        group.rendering,
+        group.services,
+        [_free_words_of(one) for one in group.trajectories],
+    ]
+
+
+def _free_words_of(one: Trajectory) -> list[object]:
+    others = msgspec.to_builtins(one.others) if one.others else None
+    return [one.messages, one.tools, one.output, one.actions, others]
+
+
+def _are_trainable(rows: Sequence[Row], begins: Sequence[int], groups: Sequence[Group]) -> bool:
+    """`begins`: the number of the first row of each group."""
+    lengths = np.array([row.tokens.size for row in rows])
+    starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
+    mask = np.concatenate([row.mask for row in rows])
+    if mask.max() > 1 or not np.maximum.reduceat(mask, starts).all():
+        return False
+    logprobs = np.concatenate([row.logprobs for row in rows])
+    # No comparison with what is no number is true.
+    if not (logprobs.max() <= LOGPROB_ROUNDING and logprobs.min() > -np.inf):
+        return False
+    if np.any(logprobs * (mask ^ 1)):
+        return False
+    calls = np.concatenate([row.calls for row in rows])
+    versions = np.concatenate([row.versions for row in rows])
+    trained, uncalled = mask.view(bool), calls < 0
+    if np.any(uncalled & trained) or versions.min() < -1 or np.any(uncalled & (versions != -1)):
+        return False
+    if np.concatenate([row.tokens for row in rows]).min() < 0:
+        return False
+    sampled = np.where(trained, versions, _LAST_VERSION)
+    lowest = np.minimum.reduceat(sampled, starts[list(begins)]).tolist()
+    return lowest == [group.policy_version for group in groups] and _are_of_path(
+        calls, starts, rows
+    )
+
+
+def _are_of_path(calls: Tokens, starts: NDArray[np.int64], rows: Sequence[Row]) -> bool:
+    """Whether each call in a row is of its path; by runs of equal ones, of which there are few."""
+    is_first = np.empty(len(calls), bool)
+    np.not_equal(calls[1:], calls[:-1], out=is_first[1:])
+    is_first[starts] = True
+    firsts = np.flatnonzero(is_first)
+    if len(firsts) > _MOST_RUNS * len(rows):
+        return False
+    of_row = (np.searchsorted(starts, firsts, "right") - 1).tolist()
+    return all(
+        call == -1 or call in rows[row].path
+        for call, row in zip(calls[firsts].tolist(), of_row, strict=True)
+    )
