@@ -1,4 +1,5 @@
-"""Bytes that are made once and kept while there is room, least recently used out first.
+"""Bytes that are made once and kept while there is room and somebody wants them: those go first that
+were not asked for longest, and all that nobody asked for in a while.
 
 What holds: what several ask for at the same time is made once; one who stops waiting, or whose
 maker fails, leaves the others what they asked for, or the same error.
@@ -7,6 +8,7 @@ maker fails, leaves the others what they asked for, or the same error.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -22,6 +24,7 @@ class Cache(Generic[V]):
         load: makes the values of keys that are not here.
         size_bytes: of one value.
         most_bytes: of all values kept.
+        idle_seconds: a value that nobody asked for in so long goes when the next one comes.
     """
 
     def __init__(
@@ -29,21 +32,28 @@ class Cache(Generic[V]):
         load: Callable[[Sequence[str]], Awaitable[Sequence[V]]],
         size_bytes: Callable[[V], int],
         most_bytes: int,
+        *,
+        idle_seconds: float = 120.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._load = load
         self._size_bytes = size_bytes
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[str, V] = OrderedDict()
+        self._idle_seconds = idle_seconds
+        self._clock = clock
+        self._kept: OrderedDict[str, tuple[float, V]] = OrderedDict()
         self._bytes = 0
         self._loading: dict[str, asyncio.Task[dict[str, V]]] = {}
 
     async def get(self, keys: Sequence[str]) -> list[V]:
         """The values of `keys`, in this order; raises what `load` raises."""
         found: dict[str, V] = {}
+        now = self._clock()
         for key in keys:
             if key in self._kept:
+                _, found[key] = self._kept[key]
+                self._kept[key] = (now, found[key])
                 self._kept.move_to_end(key)
-                found[key] = self._kept[key]
         missing = [key for key in dict.fromkeys(keys) if key not in found]
         to_load = [key for key in missing if key not in self._loading]
         if to_load:
@@ -68,8 +78,13 @@ class Cache(Generic[V]):
         size = self._size_bytes(value)
         if size > self._most_bytes:
             return
-        self._kept[key] = value
+        now = self._clock()
+        self._kept[key] = (now, value)
         self._bytes += size
-        while self._bytes > self._most_bytes:
-            _, oldest = self._kept.popitem(last=False)
-            self._bytes -= self._size_bytes(oldest)
+        while self._bytes > self._most_bytes or self._oldest() < now - self._idle_seconds:
+            _, (_, value) = self._kept.popitem(last=False)
+            self._bytes -= self._size_bytes(value)
+
+    def _oldest(self) -> float:
+        """When the value that was asked for least recently was."""
+        return next(iter(self._kept.values()))[0]
