@@ -1,5 +1,5 @@
-"""Bytes that are made once and kept while there is room and somebody wants them: those go first that
-were not asked for longest, and all that nobody asked for in a while.
+"""Bytes that are made once and kept while there is room and somebody wants them: those go first
+that were not asked for longest, and all that nobody asked for in a while.
 
 What holds: what several ask for at the same time is made once; one who stops waiting, or whose
 maker fails, leaves the others what they asked for, or the same error.
