@@ -14,8 +14,10 @@ def main() -> int:
         import torch  # noqa: F401
         import transformers  # noqa: F401
     except ImportError as error:
-        print(f"The local engine needs torch and transformers: {error}.", file=sys.stderr)
-        print("Install them: pip install 'envserver[local]'.", file=sys.stderr)
+        sys.stderr.write(
+            f"The local engine needs torch and transformers: {error}.\n"
+            "Install them: pip install 'envserver[local]'.\n"
+        )
         return 2
     from .starting import run
 

@@ -27,7 +27,7 @@ _PLAIN = {"use_dora": False, "lora_bias": False, "bias": "none", "modules_to_sav
 
 
 class Adapter:
-    """A loaded adapter. `layers`: by the name of a layer, A [rank, in] and B [out, rank], scaled."""
+    """A loaded adapter. `layers`: by the name of a layer, A [rank, in] and scaled B [out, rank]."""
 
     def __init__(
         self, name: str, folder: Path, layers: dict[str, tuple[torch.Tensor, ...]]

@@ -105,7 +105,7 @@ def echoed_logprobs(text: Text, row: Row, *, as_ids: bool) -> Json:
 
 
 def prompt_logprobs(text: Text, row: Row) -> list[Json | None] | None:
-    """Logprobs of the prompt's tokens by id, None for the first; None if they were not asked for."""
+    """Logprobs of the prompt's tokens by id, None for the first; None if nobody asked."""
     if row.scored is None:
         return None
     found: list[Json | None] = [None]

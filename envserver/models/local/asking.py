@@ -23,6 +23,7 @@ class Asking:
     """
     Args:
         model: the name under which the model is served.
+        root: the folder or the name on the hub that it comes from.
         most_tokens: of a prompt and its answer together.
         defaults: sampling settings by the model's generation config, by the names of the API.
     """
@@ -34,6 +35,7 @@ class Asking:
         adapters: Adapters,
         *,
         model: str,
+        root: str,
         most_tokens: int,
         defaults: dict[str, float],
     ) -> None:
@@ -41,6 +43,7 @@ class Asking:
         self.text = text
         self.adapters = adapters
         self.model = model
+        self.root = root
         self.most_tokens = most_tokens
         self._defaults = defaults
 

@@ -131,7 +131,7 @@ class Generator:
 
     @torch.inference_mode()
     def score(self, row: Row) -> list[Ranked]:
-        """For each token of the row's prompt but the first: itself and the likeliest, by logprob."""
+        """For each token of the row's prompt but the first: itself, then the likeliest."""
         count = row.sampling.prompt_logprobs or 0
         ids = torch.tensor([row.prompt], device=self._device)
         own = SlotCache(self._config.num_hidden_layers)

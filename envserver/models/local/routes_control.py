@@ -1,60 +1,180 @@
-"""What is no sampling: health, names, metrics, pausing, weights, adapters."""
+"""What is no sampling: health, names, metrics, pausing, weights and their version, adapters.
+
+The routes and their answers are those of vLLM's development mode; whoever can reach this engine can
+change its weights, so that it listens on this machine only unless it is told otherwise.
+"""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from ... import __version__
+from ...errors import EngineRefused
+from ..sim.requests import read
+from . import weights
 from .asking import Asking
+from .bodies import LoraBody, RpcBody, VersionBody
+from .metrics import Metrics
+from .scheduler import PauseMode
 
 Json = dict[str, Any]
 
 
 class Control:
-    """Answers requests about the engine itself."""
+    """Answers requests about the engine itself.
+
+    Args:
+        lora: adapters may be loaded.
+    """
 
     def __init__(self, asking: Asking, *, lora: bool) -> None:
         self._asking = asking
+        self._runner = asking.runner
         self._lora = lora
         self._created = int(time.time())
+        self._metrics = Metrics(asking.runner, asking.model)
 
     def routes(self) -> list[Route]:
         """All of them."""
+        gets: dict[str, Callable[[Request], Any]] = {
+            "/health": self._health,
+            "/ping": self._health,
+            "/version": self._version,
+            "/metrics": self._numbers,
+            "/v1/models": self._models,
+            "/is_paused": self._is_paused,
+            "/weight_info": self._weight_info,
+        }
+        posts: dict[str, Callable[[Request], Any]] = {
+            "/pause": self._pause,
+            "/resume": self._resume,
+            "/abort_requests": self._abort_requests,
+            "/reset_prefix_cache": self._reset_prefix_cache,
+            "/update_weight_version": self._update_weight_version,
+            "/collective_rpc": self._collective_rpc,
+            "/v1/load_lora_adapter": self._load_lora_adapter,
+            "/v1/unload_lora_adapter": self._unload_lora_adapter,
+        }
         return [
-            Route("/health", self._health),
-            Route("/ping", self._health),
-            Route("/version", self._version),
-            Route("/v1/models", self._models),
+            *(Route(path, answer, methods=["GET"]) for path, answer in gets.items()),
+            *(Route(path, answer, methods=["POST"]) for path, answer in posts.items()),
         ]
 
     async def _health(self, request: Request) -> Response:
-        return Response(status_code=200 if self._asking.runner.alive else 500)
+        return Response(status_code=200 if self._runner.alive else 500)
 
     async def _version(self, request: Request) -> Response:
-        from ... import __version__
-
         return _json({"version": f"envserver-local {__version__}"})
 
-    async def _models(self, request: Request) -> Response:
-        names = [(self._asking.model, None)]
-        names += [(one.name, self._asking.model) for one in self._asking.adapters.loaded]
-        return _json({"object": "list", "data": [self._model(*name) for name in names]})
+    async def _numbers(self, request: Request) -> Response:
+        return PlainTextResponse(self._metrics.text(), media_type=Metrics.media_type)
 
-    def _model(self, name: str, parent: str | None) -> Json:
+    async def _models(self, request: Request) -> Response:
+        own = self._model(self._asking.model, None, None)
+        adapters = [
+            self._model(one.name, str(one.folder), self._asking.model)
+            for one in self._asking.adapters.loaded
+        ]
+        return _json({"object": "list", "data": [own, *adapters]})
+
+    async def _is_paused(self, request: Request) -> Response:
+        return _json({"is_paused": self._runner.scheduler.paused is not None})
+
+    async def _weight_info(self, request: Request) -> Response:
+        return _json({"weight_version": self._runner.version})
+
+    async def _pause(self, request: Request) -> Response:
+        mode: Any = request.query_params.get("mode", "abort")
+        if mode not in get_args(PauseMode):
+            modes = ", ".join(get_args(PauseMode))
+            raise EngineRefused(f"`mode` is one of {modes}.", status=400, param="mode")
+        await self._runner.pause(mode)
+        return _json({"status": "paused"})
+
+    async def _resume(self, request: Request) -> Response:
+        await self._runner.run(self._runner.resume)
+        return _json({"status": "resumed"})
+
+    async def _abort_requests(self, request: Request) -> Response:
+        aborted = await self._runner.run(self._runner.abort_all)
+        return _json({"status": "aborted", "aborted": aborted})
+
+    async def _reset_prefix_cache(self, request: Request) -> Response:
+        await self._runner.run(self._runner.generator.prefixes.clear)
+        return _json({"success": True})
+
+    async def _update_weight_version(self, request: Request) -> Response:
+        version = (await _body(request, VersionBody)).new_version
+        await self._runner.run(lambda: self._runner.set_version(version))
+        return _json({"success": True, "new_version": version})
+
+    async def _collective_rpc(self, request: Request) -> Response:
+        body = await _body(request, RpcBody)
+        folder = body.kwargs.get("weights_path")
+        if body.method != "reload_weights" or not isinstance(folder, str):
+            raise EngineRefused(
+                "The local engine knows the method reload_weights with a `weights_path` only.",
+                status=400,
+                param="method",
+            )
+
+        def reload() -> None:
+            generator = self._runner.generator
+            weights.reload(generator.model, Path(folder))
+            generator.prefixes.clear()
+
+        await self._runner.run(reload)
+        return _json({"results": [None]})
+
+    async def _load_lora_adapter(self, request: Request) -> Response:
+        body = await self._lora_body(request)
+        if body.lora_name == self._asking.model or not body.lora_name or not body.lora_path:
+            raise EngineRefused("`lora_name` or `lora_path` is unusable.", status=400)
+        await self._runner.run(
+            lambda: self._asking.adapters.load(
+                body.lora_name, Path(body.lora_path), replace=body.load_inplace
+            )
+        )
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def _unload_lora_adapter(self, request: Request) -> Response:
+        body = await self._lora_body(request)
+        await self._runner.run(lambda: self._asking.adapters.unload(body.lora_name))
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    async def _lora_body(self, request: Request) -> LoraBody:
+        if not self._lora:
+            raise EngineRefused(
+                "Adapters cannot be loaded: the engine was started without --enable-lora.",
+                status=404,
+            )
+        return await _body(request, LoraBody)
+
+    def _model(self, name: str, root: str | None, parent: str | None) -> Json:
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "envserver",
-            "root": name,
+            "root": root or self._asking.root,
             "parent": parent,
             "max_model_len": self._asking.most_tokens,
         }
+
+
+async def _body(request: Request, kind: Any) -> Any:
+    try:
+        return read(orjson.loads(await request.body()), kind)
+    except orjson.JSONDecodeError as error:
+        raise EngineRefused(f"The body is no JSON: {error}.", status=400) from error
 
 
 def _json(payload: Any) -> Response:

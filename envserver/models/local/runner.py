@@ -38,7 +38,7 @@ class Runner:
         self.generator = generator
         self.scheduler = scheduler
         self.version = version
-        self.sampled_tokens = self.read_tokens = self.steps = 0
+        self.sampled_tokens = self.read_tokens = self.steps = self.displaced = 0
         self._text = text
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._idle: list[Future[None]] = []
@@ -80,7 +80,7 @@ class Runner:
         def obey() -> None:
             try:
                 future.set_result(command())
-            except BaseException as error:  # whoever asked for it is told
+            except Exception as error:  # noqa: BLE001  (whoever asked for it is told)
                 future.set_exception(error)
 
         self._commands.put(obey)
@@ -101,6 +101,12 @@ class Runner:
         for row in self.scheduler.running:
             row.mark(version)
 
+    def abort_all(self) -> int:
+        """Ends all rows with what they have; how many. To be run between steps."""
+        rows = [*self.scheduler.running, *self.scheduler.waiting]
+        self._abort(rows)
+        return len(rows)
+
     def _work(self) -> None:
         while not self._ended:
             self._obey()
@@ -108,7 +114,7 @@ class Runner:
                 continue
             try:
                 self._step()
-            except Exception as error:  # whatever torch raises; the engine goes on
+            except Exception as error:  # noqa: BLE001  (whatever torch raises; the engine goes on)
                 _log.exception("step_failed", rows=len(self.scheduler.running))
                 self._fail(error)
 
@@ -123,6 +129,7 @@ class Runner:
     def _step(self) -> None:
         told: list[Row] = []
         for row in self.scheduler.displaced():
+            self.displaced += 1
             self.generator.leave(row)
         joining = self.scheduler.admitted()
         for row in joining:
@@ -168,7 +175,7 @@ class Runner:
         done: Future[None] = Future()
         self.scheduler.paused = mode
         if mode == "abort":
-            self._abort([*self.scheduler.running, *self.scheduler.waiting])
+            self.abort_all()
         if mode == "wait" and self.scheduler.running:
             self._idle.append(done)
         else:
@@ -188,7 +195,7 @@ class Runner:
 
     def _end(self) -> None:
         self._ended = True
-        self._abort([*self.scheduler.running, *self.scheduler.waiting])
+        self.abort_all()
 
     def _tell(self, rows: Sequence[Row]) -> None:
         told = [row.told for row in rows if row.told is not None]

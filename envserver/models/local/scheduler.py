@@ -35,6 +35,12 @@ class Scheduler:
             return False
         return bool(self.running or (self.waiting and self.paused is None))
 
+    @property
+    def share(self) -> float:
+        """Of the cache's places, those in use."""
+        running = list(self.running)
+        return self._places(running) / self._most_tokens if running else 0.0
+
     def submit(self, row: Row) -> None:
         """Puts a row at the end of the queue."""
         self.waiting.append(row)

@@ -36,7 +36,7 @@ def run(options: Options) -> int:
     try:
         asyncio.run(_serve(options, load(options)))
     except EnvserverError as error:
-        print(f"error: {error}", file=sys.stderr)
+        sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
 
@@ -52,6 +52,7 @@ async def _serve(options: Options, loaded: Loaded) -> None:
                 loaded.text,
                 adapters,
                 model=options.name,
+                root=options.model,
                 most_tokens=loaded.most_tokens,
                 defaults=loaded.defaults,
             )
@@ -69,7 +70,8 @@ async def _serve(options: Options, loaded: Loaded) -> None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, _end, server)
             name = f"[{options.host}]" if ":" in options.host else options.host
-            print(f"http://{name}:{listener.getsockname()[1]}/v1", flush=True)
+            sys.stdout.write(f"http://{name}:{listener.getsockname()[1]}/v1\n")
+            sys.stdout.flush()
             await server.serve(sockets=[listener])
 
 
