@@ -1,0 +1,116 @@
+"""Expert trajectories as `envserver process` writes them -> what the model reads and says.
+
+Pure but for reading the file. Always: the pieces of a conversation, put together, are the text that
+its chat template renders, and exactly what the model has to say itself is marked as said.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ...errors import InputError
+from ...records import Message
+
+TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
+END_OF_TURN = "<|im_end|>"
+
+
+class Piece(NamedTuple):
+    """A part of a conversation's text.
+
+    Args:
+        said: by the model: to be learned.
+    """
+
+    text: str
+    said: bool
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One rollout of an expert.
+
+    Args:
+        rollout_id: names it; the same expert makes the same conversation under the same id.
+        right: it was rewarded in full.
+        messages, tools: as they went over the wire.
+    """
+
+    rollout_id: str
+    right: bool
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+
+    def pieces(self) -> list[Piece]:
+        """Its text, in parts."""
+        pieces, before = [], ""
+        for place, message in enumerate(self.messages):
+            if message["role"] != "assistant":
+                continue
+            asked = _render(self.messages[:place], self.tools, add_generation_prompt=True)
+            after = _render(self.messages[: place + 1], self.tools, add_generation_prompt=False)
+            said, end, rest = after.removeprefix(asked).rpartition(END_OF_TURN)
+            pieces += [Piece(asked.removeprefix(before), False), Piece(said + end, True)]
+            before = after.removesuffix(rest)
+        return pieces
+
+    def text(self) -> str:
+        """All of it, as far as the model's last word."""
+        return "".join(piece.text for piece in self.pieces())
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """All rollouts with a reward in a file of groups, by their ids: whatever was finished first.
+
+    Raises:
+        InputError: a line is no group of `envserver process`, or there is no conversation.
+    """
+    found: list[Conversation] = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                found += _of_group(json.loads(line))
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                raise InputError(f"{path}, line {number} is no group: {error!r}.") from error
+    if not found:
+        raise InputError(f"{path} holds no conversation.")
+    return sorted(found, key=lambda one: one.rollout_id)
+
+
+def texts(conversations: Iterable[Conversation]) -> list[str]:
+    """Their texts, each once, in order."""
+    return sorted({conversation.text() for conversation in conversations})
+
+
+def _of_group(group: dict[str, Any]) -> Iterator[Conversation]:
+    for rollout in group["envserver"]["rollouts"]:
+        messages = group["messages"][rollout["rows"][0]]
+        if rollout["reward"] is not None and messages:
+            yield Conversation(
+                rollout["rollout_id"], rollout["reward"] == 1.0, messages, rollout["tools"]
+            )
+
+
+def _render(
+    messages: list[Message], tools: list[dict[str, Any]], *, add_generation_prompt: bool
+) -> str:
+    return _TEMPLATE.render(
+        messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt
+    )
+
+
+def _compiled() -> jinja2.Template:
+    """The template as transformers and engines compile it."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    return environment.from_string(TEMPLATE)
+
+
+_TEMPLATE = _compiled()

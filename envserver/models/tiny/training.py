@@ -1,0 +1,128 @@
+"""The supervised start: conversations of an expert -> weights, the same for the same seed.
+
+The loss is that of the tokens that the model has to say. First the model learns what is right, from
+the conversations that were rewarded; then from all of them how seldom this expert says it. So it
+knows the answer, and gives it about as seldom as the expert: what is left for RL to find.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from .conversations import Conversation
+
+Report = Callable[[int, float], None]
+"""Told after each step: how many are done, and the loss."""
+
+_NO_LOSS = -100
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the model is trained.
+
+    Args:
+        steps: optimizer steps in all.
+        right: share of them with rewarded conversations only.
+        batch: conversations a step.
+        learning_rate: the largest; it rises in the first steps and falls to a twentieth.
+        threads: of torch: another number adds up in another order, which gives other weights.
+    """
+
+    steps: int = 500
+    right: float = 0.7
+    batch: int = 48
+    learning_rate: float = 3e-3
+    threads: int = 2
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """Token ids, and as targets those of them that are to be said (else _NO_LOSS)."""
+
+    ids: list[int]
+    targets: list[int]
+
+
+def supervise(
+    model: Any,
+    tokenizer: Tokenizer,
+    kinds: Sequence[Sequence[Conversation]],
+    plan: Plan,
+    report: Report,
+) -> None:
+    """Trains `model` in place, by batches of each of `kinds` (of conversations) in turn."""
+    torch.set_num_threads(plan.threads)
+    rows = [[(one.right, _row(one, tokenizer)) for one in kind] for kind in kinds]
+    first = int(plan.steps * plan.right)
+    phases = [
+        *_batches([[row for right, row in kind if right] for kind in rows], first, plan, "right"),
+        *_batches([[row for _, row in kind] for kind in rows], plan.steps - first, plan, "all"),
+    ]
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=plan.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
+    )
+    model.train()
+    for step, batch in enumerate(phases):
+        for group in optimizer.param_groups:
+            group["lr"] = plan.learning_rate * _rate(step, plan.steps)
+        loss = _loss(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        report(step + 1, loss.item())
+    model.eval()
+
+
+def _row(conversation: Conversation, tokenizer: Tokenizer) -> Row:
+    row = Row([], [])
+    for piece in conversation.pieces():
+        ids = tokenizer.encode(piece.text, add_special_tokens=False).ids
+        row.ids.extend(ids)
+        row.targets.extend(ids if piece.said else [_NO_LOSS] * len(ids))
+    return row
+
+
+def _batches(kinds: list[list[Row]], steps: int, plan: Plan, name: str) -> list[list[Row]]:
+    """Of each kind in turn; every row comes as often as any other, but for one."""
+    rng = random.Random(f"{plan.seed}-{name}")
+    waiting: list[list[Row]] = [[] for _ in kinds]
+    batches = []
+    for step in range(steps):
+        left = waiting[step % len(kinds)]
+        while len(left) < plan.batch:
+            more = list(kinds[step % len(kinds)])
+            rng.shuffle(more)
+            left.extend(more)
+        batches.append(left[: plan.batch])
+        del left[: plan.batch]
+    return batches
+
+
+def _rate(step: int, steps: int) -> float:
+    """Of the largest learning rate."""
+    warm = min(1.0, (step + 1) / 20)
+    return warm * max(0.05, 0.5 * (1 + math.cos(math.pi * step / steps)))
+
+
+def _loss(model: Any, batch: list[Row]) -> Any:
+    longest = max(len(row.ids) for row in batch)
+    ids = torch.zeros(len(batch), longest, dtype=torch.long)
+    targets = torch.full((len(batch), longest), _NO_LOSS)
+    for place, row in enumerate(batch):
+        ids[place, : len(row.ids)] = torch.tensor(row.ids)
+        targets[place, : len(row.ids)] = torch.tensor(row.targets)
+    # Padding stands behind all that is looked at, so that no mask is needed; and the head is
+    # asked only for what is said.
+    said = targets[:, 1:] != _NO_LOSS
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+    return torch.nn.functional.cross_entropy(model.lm_head(hidden[said]), targets[:, 1:][said])
