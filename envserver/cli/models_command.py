@@ -7,6 +7,7 @@ import importlib
 from ..errors import UsageError
 
 _WORDS = {
+    "make-tiny": ("models_tiny", "make a tiny language model that learns on a laptop"),
     "probe": ("models_probe", "show how an engine can be asked, and what it lacks"),
     "sim": ("models_sim", "serve the simulated engine over HTTP"),
 }
@@ -29,7 +30,7 @@ def run(argv: list[str]) -> int:
 
 
 def _help() -> str:
-    lines = [f"  {word:<5}  {summary}" for word, (_, summary) in _WORDS.items()]
+    lines = [f"  {word:<9}  {summary}" for word, (_, summary) in _WORDS.items()]
     return "\n".join(
         [
             "Usage: envserver models WORD [--name value ...]",

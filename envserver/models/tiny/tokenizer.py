@@ -61,6 +61,11 @@ def trained_tokenizer(texts: Sequence[str]) -> Tokenizer:
     return tokenizer
 
 
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The number of a token that it has."""
+    return int(tokenizer.encode(token, add_special_tokens=False).ids[0])
+
+
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Writes it with the chat template, as transformers has it."""
     from transformers import PreTrainedTokenizerFast

@@ -31,14 +31,14 @@ class Plan:
     Args:
         steps: optimizer steps in all.
         right: share of them with rewarded conversations only.
-        batch: conversations a step.
+        batch_tokens: about so many a step.
         learning_rate: the largest; it rises in the first steps and falls to a twentieth.
         threads: of torch: another number adds up in another order, which gives other weights.
     """
 
     steps: int = 500
-    right: float = 0.7
-    batch: int = 48
+    right: float = 0.75
+    batch_tokens: int = 1600
     learning_rate: float = 3e-3
     threads: int = 2
     seed: int = 0
@@ -95,16 +95,18 @@ def _row(conversation: Conversation, tokenizer: Tokenizer) -> Row:
 def _batches(kinds: list[list[Row]], steps: int, plan: Plan, name: str) -> list[list[Row]]:
     """Of each kind in turn; every row comes as often as any other, but for one."""
     rng = random.Random(f"{plan.seed}-{name}")
+    sizes = [max(1, plan.batch_tokens // max(len(row.ids) for row in kind)) for kind in kinds]
     waiting: list[list[Row]] = [[] for _ in kinds]
     batches = []
     for step in range(steps):
-        left = waiting[step % len(kinds)]
-        while len(left) < plan.batch:
-            more = list(kinds[step % len(kinds)])
+        turn = step % len(kinds)
+        left, size = waiting[turn], sizes[turn]
+        while len(left) < size:
+            more = list(kinds[turn])
             rng.shuffle(more)
             left.extend(more)
-        batches.append(left[: plan.batch])
-        del left[: plan.batch]
+        batches.append(left[:size])
+        del left[:size]
     return batches
 
 

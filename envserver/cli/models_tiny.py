@@ -1,0 +1,209 @@
+"""`envserver models make-tiny DIR`: expert trajectories by `process`, then a supervised start.
+
+What the model is stands in `envserver/models/tiny`; torch is imported only when it is trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import Field
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..config import Section
+from ..errors import ConfigError, ConflictError, EnvserverError, UsageError
+from .help import show_help
+from .loop import run_loop
+from .settings import load_settings
+
+SUMMARY = """Makes a language model of a million parameters that answers sums and differences up to
+9, now and then right, alone or with tools: it starts where reinforcement learning can be seen to
+work on a laptop. The same settings give the same weights on one machine."""
+
+FACTS = "make_tiny.json"
+"""In the model's folder: the settings that it was made with."""
+GROUP_SIZE = 8
+_USAGE = "envserver models make-tiny DIR"
+_LAST_WORDS = 2000
+_MODES = ("single", "tools")
+_SECONDS_BETWEEN_LOOKS = 0.5
+
+
+class TinySettings(Section):
+    """The settings that `models make-tiny` has."""
+
+    folder: Path = Path()
+    """Where the model goes; may also stand first, without its name."""
+    seed: int = 0
+    """Of the experts, the first weights and the order of training."""
+    steps: int = Field(default=500, ge=2)
+    """Of the optimizer; fewer make a model that knows less."""
+    groups: int = Field(default=124, ge=1)
+    """Groups of eight expert rollouts in each of the two kinds of tasks."""
+    solve_probability: float = Field(default=0.25, gt=0, le=1)
+    """Share of the rollouts that the expert does right, and about that of the model in the end."""
+    threads: int = Field(default=2, ge=1)
+    """Of torch; another number gives other weights."""
+    overwrite: bool = False
+    """Replace a tiny model that is there."""
+
+
+def run(argv: list[str]) -> int:
+    """The command; prints the model's folder.
+
+    Args:
+        argv: the words after `models make-tiny`.
+
+    Raises:
+        ConfigError: a setting is wrong, or torch and transformers are missing.
+        ConflictError: there is something at its place.
+        EnvserverError: the experts failed.
+    """
+    if show_help(argv, usage=_USAGE, summary=SUMMARY, settings_class=TinySettings):
+        return 0
+    settings = load_settings(_as_flags(argv), settings_class=TinySettings)
+    _check(settings)
+    run_loop(make_tiny(settings, Console(stderr=True)))
+    print(settings.folder)
+    return 0
+
+
+async def make_tiny(settings: TinySettings, console: Console) -> None:
+    """Makes the model; its folder appears when all of it is there.
+
+    Raises:
+        EnvserverError: the experts failed.
+    """
+    settings.folder.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix=".tiny-", dir=settings.folder.parent) as place,
+        Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+        ) as bars,
+    ):
+        experts = [await _experts(mode, Path(place), settings, bars) for mode in _MODES]
+        made = Path(place) / "model"
+        await _trained(experts, made, settings, bars)
+        if settings.overwrite and settings.folder.exists():
+            shutil.rmtree(settings.folder)
+        made.rename(settings.folder)
+
+
+def _as_flags(argv: list[str]) -> list[str]:
+    """The folder in front as the flag that it stands for."""
+    return argv if not argv or argv[0].startswith("-") else ["--folder", *argv]
+
+
+def _check(settings: TinySettings) -> None:
+    if settings.folder == Path():
+        raise UsageError(f"Where to? {_USAGE}")
+    missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
+    if missing:
+        raise ConfigError(
+            f"A model is trained with {' and '.join(missing)}, which this Python has not.",
+            hint="pip install 'envserver[local]'",
+        )
+    folder = settings.folder
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    ours = (folder / FACTS).is_file()
+    if not (settings.overwrite and ours):
+        hint = "Replace it by --overwrite." if ours else "It is no tiny model: name another place."
+        raise ConflictError(f"{folder} exists.", hint=hint)
+
+
+async def _experts(mode: str, folder: Path, settings: TinySettings, bars: Progress) -> Path:
+    """The JSONL of a `process` of its own, in which the simulated engine plays the expert.
+
+    Raises:
+        EnvserverError: it failed; its last words are in the message.
+    """
+    output, log = folder / f"{mode}.jsonl", folder / f"{mode}.log"
+    bar = bars.add_task(f"experts, {mode}", total=settings.groups, note="")
+    with log.open("wb") as words:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "envserver", "process", "--env", "math"),
+            *("--env.data_set", "arithmetic", "--env.mode", mode, "--env.system_prompt", ""),
+            *("--env.group_size", str(GROUP_SIZE), "--env.total_steps", str(settings.groups)),
+            *("--env.data_path_to_save_groups", str(output)),
+            *("--model", "sim", "--sim.openers", "false", "--sim.latency_seconds", "0"),
+            *("--sim.solve_probability", str(settings.solve_probability)),
+            *("--sim.seed", str(settings.seed), "--log_level", "warning"),
+            stdout=words,
+            stderr=words,
+        )
+    try:
+        while process.returncode is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _SECONDS_BETWEEN_LOOKS)
+            if output.exists():
+                bars.update(bar, completed=output.read_bytes().count(b"\n"))
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+    if process.returncode != 0:
+        raise EnvserverError(
+            f"The experts' `envserver process` ended with status {process.returncode}:\n"
+            + log.read_text(errors="replace")[-_LAST_WORDS:].strip()
+        )
+    return output
+
+
+class _GivenUp(Exception):
+    """Nobody waits for the training any more."""
+
+
+async def _trained(
+    experts: list[Path], folder: Path, settings: TinySettings, bars: Progress
+) -> None:
+    bar = bars.add_task("training", total=settings.steps, note="loading torch")
+    given_up = threading.Event()
+
+    def report(step: int, loss: float) -> None:
+        if given_up.is_set():
+            raise _GivenUp
+        bars.update(bar, completed=step, note=f"loss {loss:.3f}")
+
+    training = asyncio.ensure_future(asyncio.to_thread(_train, experts, folder, settings, report))
+    try:
+        await asyncio.shield(training)
+    finally:
+        # What was cancelled ends with its step, before its folder is removed.
+        given_up.set()
+        await asyncio.wait([training])
+
+
+def _train(
+    experts: list[Path],
+    folder: Path,
+    settings: TinySettings,
+    report: Callable[[int, float], None],
+) -> None:
+    from ..models.tiny.making import make
+
+    make(
+        experts,
+        folder,
+        seed=settings.seed,
+        steps=settings.steps,
+        threads=settings.threads,
+        report=report,
+    )
+    facts = settings.model_dump(mode="json", exclude={"folder", "overwrite"})
+    (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
