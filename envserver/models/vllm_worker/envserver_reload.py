@@ -1,0 +1,47 @@
+"""What a vLLM worker learns from us: to take new weights from a folder, also where they are tied.
+
+In: the path of a folder with safetensors, over `/collective_rpc`. Out: an engine whose every layer
+computes with them. vLLM's own `reload_weights` leaves one out on a CPU: an embedding that is the
+output layer too was packed for its matrix product when it was loaded, and the packed copy stays as
+it was. Here it is packed anew.
+
+This file stands alone in its folder, for a Python that has vLLM and nothing of ours:
+
+    PYTHONPATH=.../envserver/models/vllm_worker vllm serve ... \\
+        --worker-extension-cls envserver_reload.ReloadWeights
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ReloadWeights:
+    """Becomes a base of vLLM's worker class, so that `self` is the worker."""
+
+    def envserver_can_reload(self) -> bool:
+        """Tells who asks that this extension is here."""
+        return True
+
+    def envserver_reload(self, weights_path: str) -> dict[str, Any]:
+        """Takes the weights in the folder; how many layers had to be packed anew."""
+        worker: Any = self
+        worker.reload_weights(weights_path=weights_path)
+        return {"packed": _pack_again(worker.model_runner.get_model())}
+
+
+def _pack_again(model: Any) -> int:
+    from vllm.model_executor.layers.utils import (  # type: ignore[import-not-found]
+        dispatch_cpu_unquantized_gemm,
+    )
+    from vllm.model_executor.layers.vocab_parallel_embedding import (  # type: ignore[import-not-found]
+        VocabParallelEmbedding,
+    )
+
+    packed = 0
+    for module in model.modules():
+        # Only where vLLM packed it before: on a CPU, where its weights are not quantised.
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+            packed += 1
+    return packed
