@@ -13,8 +13,9 @@ from typing import Any, Final, Self, Unpack
 import httpx
 import msgspec
 
-from envserver import ConflictError, EnvserverError, InputError, NotFoundError
+from envserver import ConflictError, EnvserverError, InputError, NotFoundError, Split
 
+from .estimates import TaskEstimate, read_estimates
 from .frames import Frames
 from .on_demand import OnDemand
 from .protocol import (
@@ -361,6 +362,24 @@ class EnvClient(OnDemand):
     async def get_group(self, group_id: str) -> ClientGroup:
         """One group with its rows, whatever its state; it is neither leased nor consumed."""
         return decode_group((await self._send(self._calls.group(group_id))).content)
+
+    async def task_estimates(
+        self,
+        *,
+        environment: str | None = None,
+        split: Split | None = None,
+        after: int = 0,
+        limit: int | None = None,
+    ) -> list[TaskEstimate]:
+        """How often each task is solved, as far as it was ever scored.
+
+        Args:
+            environment, split: only of these; unset: of all.
+            after: only those behind this `number`; `limit`: at most so many; unset: all.
+        """
+        return await read_estimates(
+            self._send, environment=environment, split=split, after=after, limit=limit
+        )
 
     # The policy, the engine, the server
 

@@ -13,6 +13,7 @@ from anyio.from_thread import start_blocking_portal
 from envserver import Split, Trajectory
 
 from .aio import EnvClient
+from .estimates import TaskEstimate
 from .on_demand import TaskSummary
 from .protocol import InFlight, Wanted
 from .records import Batch, ClientGroup, GroupSummary
@@ -126,6 +127,24 @@ class SyncEnvClient:
     def get_group(self, group_id: str) -> ClientGroup:
         """As `EnvClient.get_group`."""
         return self._portal.call(self._client.get_group, group_id)
+
+    def task_estimates(
+        self,
+        *,
+        environment: str | None = None,
+        split: Split | None = None,
+        after: int = 0,
+        limit: int | None = None,
+    ) -> list[TaskEstimate]:
+        """As `EnvClient.task_estimates`."""
+        estimates = partial(
+            self._client.task_estimates,
+            environment=environment,
+            split=split,
+            after=after,
+            limit=limit,
+        )
+        return self._portal.call(estimates)
 
     # Rollouts on demand
 

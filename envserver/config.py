@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 from pydantic import (
     AfterValidator,
     BaseModel,
-    ConfigDict,
     Field,
     SecretStr,
     ValidationInfo,
@@ -23,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 
+from .curriculum_config import SECTION, CurriculumConfig
 from .records import Split
 
 StorePlace = Annotated[str, Field(min_length=1)]
@@ -56,13 +56,7 @@ LoopbackHost = Annotated[str, AfterValidator(_loopback)]
 class Section(BaseModel):
     """Base of every part of the tree: unknown names are errors, docstrings are descriptions."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        use_attribute_docstrings=True,
-        validate_default=True,
-        populate_by_name=True,
-        protected_namespaces=(),
-    )
+    model_config = SECTION
 
 
 class AgentConfig(Section):
@@ -445,6 +439,7 @@ class Settings(EnvironmentSettings):
     workers: WorkersConfig = WorkersConfig()
     sandbox: SandboxConfig = SandboxConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
     server: ServerConfig = ServerConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     retention: RetentionConfig = RetentionConfig()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,13 +25,15 @@ from ..rollouts.mixing import Shares, Turns, targets
 from ..rollouts.ordered import Orders
 from ..rollouts.room import Bounds
 from ..rollouts.scheduler import Scheduler
-from ..rollouts.stream import id_prefix, tickets
+from ..rollouts.stream import id_prefix
+from ..rollouts.task_stream import TaskStream
 from ..store import Store
 from ..store.demand import Demand, Staleness
 from ..store.shelf import StoreShelf
 from ..tokens.flags import chosen
+from .curricula import curriculum_of_store, stream_of
 from .front import Front
-from .metrics import Deliveries, EngineNumbers, PartsNumbers, RolloutNumbers
+from .metrics import CurriculumNumbers, Deliveries, EngineNumbers, PartsNumbers, RolloutNumbers
 from .mixing import Member, Several
 from .progress import Tally
 from .runtime import EngineRoom, engine_room, machinery
@@ -101,7 +103,12 @@ async def hosted(members: Members, door: Front) -> AsyncIterator[Hosted]:
             version=lambda: host.version,
             gate=room.source.gate,
         )
-        observe = partial(_observer, tally, numbers, auditor)
+        curricula = {
+            one.environment.name: curriculum
+            for one in members
+            if (curriculum := await _curriculum(one, door.store, lambda: host.version)) is not None
+        }
+        observe = partial(_observer, tally, numbers, auditor, curricula)
         parts = await stack.enter_async_context(_machineries(members, room, observe, door.health))
         await stack.enter_async_context(auditor)
         demand = _demand(members, door.store)
@@ -119,7 +126,7 @@ async def hosted(members: Members, door: Front) -> AsyncIterator[Hosted]:
             demand=demand,
             staleness=Staleness(door.store, most_staleness),
             elsewhere=elsewhere,
-            schedulers=await _schedulers(members, parts, door.store, demand, elsewhere),
+            schedulers=await _schedulers(members, parts, door.store, demand, elsewhere, curricula),
             orders=await stack.enter_async_context(Orders(parts, StoreShelf(door.store))),
             tally=tally,
         )
@@ -128,6 +135,7 @@ async def hosted(members: Members, door: Front) -> AsyncIterator[Hosted]:
             Deliveries(door.store, lambda: host.version),
             EngineNumbers(room.engine, room.source.gate, lambda: host.version),
             PartsNumbers(parts),
+            CurriculumNumbers(curricula),
         ):
             door.metrics.add(source.families)
         await stack.enter_async_context(_beside("stale-groups", host.staleness.run()))
@@ -151,14 +159,28 @@ async def _beside(name: str, work: Coroutine[Any, Any, None]) -> AsyncIterator[N
         await asyncio.gather(task, return_exceptions=True)
 
 
+async def _curriculum(
+    member: Member[MixSettings], store: Store, version: Callable[[], int]
+) -> TaskStream | None:
+    rules = member.line.settings.curriculum
+    return await curriculum_of_store(member.environment, rules, store, version)
+
+
 def _observer(
-    tally: Tally, numbers: RolloutNumbers, auditor: Auditor, environment: str
+    tally: Tally,
+    numbers: RolloutNumbers,
+    auditor: Auditor,
+    curricula: Mapping[str, TaskStream],
+    environment: str,
 ) -> Observer:
     count = numbers.observer(environment)
+    curriculum = curricula.get(environment)
 
     def told(event: Event) -> None:
         tally(event)
         count(event)
+        if curriculum is not None:
+            curriculum.observe(event)
         if isinstance(event, GroupDelivered):
             for trajectory in event.group.trajectories:
                 auditor.offer(trajectory)
@@ -239,6 +261,7 @@ async def _schedulers(
     store: Store,
     demand: Demand,
     elsewhere: RemoteEnvironments,
+    curricula: Mapping[str, TaskStream],
 ) -> Several:
     """One for each; several of them take turns."""
     settings = members[0].line.settings
@@ -265,11 +288,12 @@ async def _schedulers(
         steps = config.total_steps
         schedulers[name] = Scheduler(
             machine,
-            tickets(one.environment, repeat=True),
+            stream_of(one.environment, curricula.get(name), repeat=True),
             sink,
             wanted=None if steps is None else max(0, steps - made[name]),
             stop_on_failures=False,
             opened=sink.opened,
+            counted=sink.dropped,
             lane=turns.lane(name) if len(members) > 1 or total is not None else None,
         )
     return Several(schedulers)

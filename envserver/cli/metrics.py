@@ -23,6 +23,7 @@ from ..rollouts.events import (
     RolloutScored,
 )
 from ..rollouts.group import Machinery
+from ..rollouts.task_stream import TaskStream
 from ..store import Lease, Store
 from ..store.states import GroupState
 from ..telemetry.families import by_key, counter, gauge, histogram, single
@@ -98,6 +99,37 @@ class RolloutNumbers:
             counter(
                 "envserver_flags", "Rollouts by what is odd about their tokens", ("flag",),
                 self._flags,
+            ),
+        ]  # fmt: skip
+
+
+class CurriculumNumbers:
+    """Of the streams of tasks, by environment; those with a curriculum."""
+
+    def __init__(self, curricula: Mapping[str, TaskStream]) -> None:
+        self._curricula = curricula
+
+    async def families(self) -> Iterable[Metric]:
+        """See `api.metrics.Source`."""
+        of, each = ("environment",), sorted(self._curricula.items())
+        shares = [(name, one.solved_share()) for name, one in each]
+        return [
+            counter(
+                "envserver_groups_again", "Groups of tasks that came again, out of their order", of,
+                [((name,), float(one.came_again)) for name, one in each],
+            ),
+            counter(
+                "envserver_tasks_passed_over", "Solved tasks that got no group", of,
+                [((name,), float(one.passed_over)) for name, one in each],
+            ),
+            gauge(
+                "envserver_tasks_remembered", "Tasks that may come again", of,
+                [((name,), float(one.remembered)) for name, one in each],
+            ),
+            gauge(
+                "envserver_tasks_solved_share",
+                "Of the tasks that were scored last: solved more often than not", of,
+                [((name,), share) for name, share in shares if share is not None],
             ),
         ]  # fmt: skip
 

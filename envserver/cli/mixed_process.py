@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from rich.table import Table
 
 from ..errors import ConfigError
 from ..export.jsonl import FailuresFile, JsonlSink, open_sink
+from ..rollouts.estimates import Scored
 from ..rollouts.events import Event, GroupDelivered, Observer
 from ..rollouts.mixing import Shares, Turns, targets
 from ..rollouts.scheduler import Scheduler
-from ..rollouts.stream import id_prefix, tickets
+from ..rollouts.stream import id_prefix
 from ..tokens.flags import Actions, chosen
+from .curricula import Book, has_curriculum, stream_of
 from .mixing import Member, Several
 from .process import ProcessSettings, show_notes
 from .progress import ProgressView, Rewards, summary_table
@@ -42,7 +44,12 @@ async def process_mix(members: Members, console: Console) -> int:
         raise ConfigError("--resume and --overwrite exclude each other.")
     actions = chosen(settings.tokens.train, settings.tokens.mask, settings.tokens.drop)
     async with contextlib.AsyncExitStack() as stack:
-        files = await _open_files(members, settings, stack)
+        books = {
+            one.environment.name: Book(one.environment, settings.curriculum)
+            for one in members
+            if has_curriculum(settings.curriculum)
+        }
+        files = await _open_files(members, settings, stack, books)
         room = await stack.enter_async_context(
             engine_room(settings, need_engine=True, need_exact=False)
         )
@@ -53,16 +60,20 @@ async def process_mix(members: Members, console: Console) -> int:
         view = ProgressView(console, _total(members, settings), sum(already.values()))
         shown = _Shown(members)
 
-        def observer(file: _File) -> Observer:
+        def observer(file: _File, book: Book | None) -> Observer:
             def observe(event: Event) -> None:
                 file.failures.write(event)
                 view(event)
                 shown(event)
+                if book is not None:
+                    book.observe(event)
 
             return observe
 
         try:
-            stopped = await _run(members, settings, room, files, already, actions, observer, view)
+            stopped = await _run(
+                members, settings, room, files, already, actions, observer, view, books
+            )
         finally:
             if view.tally.first_groups:
                 console.print(summary_table(view.tally))
@@ -83,8 +94,9 @@ async def _run(
     files: dict[Path, _File],
     already: dict[str, int],
     actions: Actions,
-    observer: Callable[[_File], Observer],
+    observer: Callable[[_File, Book | None], Observer],
     view: ProgressView,
+    books: Mapping[str, Book],
 ) -> bool:
     """Runs all of them; whether a signal stopped it."""
     wanted = settings.total_groups
@@ -97,12 +109,13 @@ async def _run(
     async with contextlib.AsyncExitStack() as stack:
         for one in members:
             file, config = files[_path(one)], one.environment.config
+            book = books.get(one.environment.name)
             parts = await stack.enter_async_context(
                 machinery(
                     one.line.settings,
                     one.environment,
                     one.line.reference,
-                    observer=observer(file),
+                    observer=observer(file, book),
                     need_engine=True,
                     actions=actions,
                     need_exact=False,
@@ -115,7 +128,11 @@ async def _run(
             made = already[one.share.name]
             schedulers[one.share.name] = Scheduler(
                 parts,
-                tickets(one.environment, repeat=steps is not None or wanted is not None),
+                stream_of(
+                    one.environment,
+                    None if book is None else book.curriculum,
+                    repeat=steps is not None or wanted is not None,
+                ),
                 file.sink,
                 wanted=None if steps is None else max(0, steps - made),
                 stop_on_failures=True,
@@ -135,9 +152,16 @@ class _File:
 
 
 async def _open_files(
-    members: Members, settings: ProcessSettings, stack: contextlib.AsyncExitStack
+    members: Members,
+    settings: ProcessSettings,
+    stack: contextlib.AsyncExitStack,
+    books: Mapping[str, Book],
 ) -> dict[Path, _File]:
     files: dict[Path, _File] = {}
+
+    def tell(scored: Scored) -> None:
+        books[scored.env].read(scored)
+
     for path in dict.fromkeys(map(_path, members)):
         first, *others = (one.environment.config for one in members if _path(one) == path)
         names = [one.environment.name for one in members if _path(one) == path]
@@ -161,6 +185,7 @@ async def _open_files(
                 include_messages=first.include_messages,
                 include_actions=first.include_actions,
                 score_range=first.score_range,
+                tell=tell if books else None,
             )
         )
         files[path] = _File(sink, FailuresFile(path, resume=settings.resume))

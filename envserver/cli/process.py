@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -15,12 +15,14 @@ from ..config import MixSettings, OpenAIConfig, Settings
 from ..environment import Environment
 from ..errors import ConfigError
 from ..export.jsonl import FailuresFile, JsonlSink, open_sink
+from ..rollouts.estimates import Scored
 from ..rollouts.events import Event, Observer
 from ..rollouts.group import Machinery
 from ..rollouts.scheduler import Scheduler
-from ..rollouts.stream import Ticket, tickets
+from ..rollouts.stream import Ticket
 from ..tokens.flags import FLAGS, Actions, chosen
 from .command_line import program, read_command_line
+from .curricula import Book, has_curriculum, stream_of
 from .engines import SIMULATED
 from .logs import configure_logs
 from .loop import run_loop
@@ -79,11 +81,13 @@ async def process(
     config = environment.config
     steps = config.total_steps
     output = config.data_path_to_save_groups or Path("data") / f"{environment.name}.jsonl"
+    rules = settings.curriculum
+    book = Book(environment, rules) if has_curriculum(rules) else None
     written = await write_groups(
         reference,
         environment,
         settings,
-        tickets(environment, repeat=steps is not None),
+        stream_of(environment, None if book is None else book.curriculum, repeat=steps is not None),
         output,
         console,
         resume=settings.resume,
@@ -91,6 +95,8 @@ async def process(
         wanted=steps,
         expected=steps,
         drop_zero_variance=bool(config.ensure_scores_are_not_same),
+        observer=None if book is None else book.observe,
+        tell=None if book is None else book.read,
     )
     if written.stopped:
         console.print("Stopped early; the same command with --resume goes on.")
@@ -123,6 +129,7 @@ async def write_groups(
     drop_zero_variance: bool,
     room: EngineRoom | None = None,
     observer: Observer | None = None,
+    tell: Callable[[Scored], None] | None = None,
 ) -> Written:
     """Makes the groups of `stream`, writes them to `output`, shows how it goes and what came out.
 
@@ -132,6 +139,7 @@ async def write_groups(
         expected: groups in the end, as far as it is known, for the bar.
         room: the engine, where others use it too; unset: one of its own.
         observer: told of each event, too.
+        tell: see `open_sink`.
 
     Raises:
         AllFailed: too many groups failed in a row; what was written stays.
@@ -151,6 +159,7 @@ async def write_groups(
         include_messages=config.include_messages,
         include_actions=config.include_actions,
         score_range=config.score_range,
+        tell=tell,
     ) as sink:
         failures = FailuresFile(output, resume=resume)
         view = ProgressView(console, expected, sink.already)

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -22,7 +22,8 @@ import structlog
 
 from ..api.atropos.convert import group_to_atropos
 from ..errors import ConfigError, Failure, InputError, StoreError, StoreFull
-from ..records import Group, SandboxUsage, Tokens, Trajectory
+from ..records import Group, SandboxUsage, Split, Tokens, Trajectory
+from ..rollouts.estimates import Scored, scored
 from ..rollouts.events import Event, GroupDropped, RolloutFailed
 
 log = structlog.get_logger()
@@ -239,11 +240,14 @@ async def open_sink(
     score_range: ScoreRange,
     include_actions: bool = False,
     beside: Sequence[Mapping[str, Any]] = (),
+    tell: Callable[[Scored], None] | None = None,
 ) -> AsyncIterator[JsonlSink]:
     """The file at `path`, new or to be gone on with.
 
     Args:
         beside: `env`, `split` and `seed` of others whose groups go there, too.
+        tell: told what each group says of its task that is there already, and, as far as the file
+            of the failures has them, each that was scored and dropped.
 
     Raises:
         ConfigError: it exists and neither `resume` nor `overwrite` is given, or it holds the groups
@@ -260,7 +264,9 @@ async def open_sink(
         if overwrite:
             file.truncate(0)
         expected = [{"env": env, "split": split, "seed": seed}, *map(dict, beside)]
-        written = await asyncio.to_thread(_read, path, expected)
+        written = await asyncio.to_thread(_read, path, expected, tell)
+        if tell is not None and resume:
+            await asyncio.to_thread(_read_dropped, failures_path(path), tell)
         cut_torn_line(file)
         yield JsonlSink(
             path,
@@ -311,12 +317,32 @@ class _Facts(msgspec.Struct):
     split: str
     seed: int
     model: str
+    task_id: str = ""
+    policy_version: int = -1
+
+
+class _Rollout(msgspec.Struct):
+    reward: float | None = None
+
+
+class _ScoredFacts(_Facts):
+    rollouts: list[_Rollout] = []
 
 
 class _Line(msgspec.Struct):
     """Of a line only what resuming needs; the decoder skips the rest without building it."""
 
     envserver: _Facts
+
+
+class _ScoredLine(msgspec.Struct):
+    envserver: _ScoredFacts
+
+
+class _Dropped(msgspec.Struct):
+    """Of a line of a failures file only what a curriculum needs."""
+
+    scored: Scored | None = None
 
 
 class _Written(msgspec.Struct):
@@ -326,8 +352,12 @@ class _Written(msgspec.Struct):
     models: set[str]
 
 
-def _read(path: Path, expected: list[dict[str, Any]]) -> _Written:
-    decoder = msgspec.json.Decoder(_Line)
+def _read(
+    path: Path, expected: list[dict[str, Any]], tell: Callable[[Scored], None] | None
+) -> _Written:
+    decoder: msgspec.json.Decoder[_Line | _ScoredLine] = msgspec.json.Decoder(
+        _Line if tell is None else _ScoredLine
+    )
     written = _Written(set(), set())
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -347,7 +377,26 @@ def _read(path: Path, expected: list[dict[str, Any]]) -> _Written:
                 )
             written.group_ids.add(facts.group_id)
             written.models.add(facts.model)
+            if tell is not None and (news := _news(facts)) is not None:
+                tell(news)
     return written
+
+
+def _news(facts: _Facts) -> Scored | None:
+    rollouts = facts.rollouts if isinstance(facts, _ScoredFacts) else []
+    rewards = [one.reward for one in rollouts if one.reward is not None]
+    split = msgspec.convert(facts.split, Split)
+    return scored(facts.group_id, facts.env, split, facts.task_id, rewards, facts.policy_version)
+
+
+def _read_dropped(path: Path, tell: Callable[[Scored], None]) -> None:
+    """The file is a report: what cannot be read of it is passed over."""
+    decoder = msgspec.json.Decoder(_Dropped)
+    with contextlib.suppress(OSError), path.open("rb") as lines:
+        for line in lines:
+            with contextlib.suppress(msgspec.DecodeError):
+                if (news := decoder.decode(line).scored) is not None:
+                    tell(news)
 
 
 def _check_torn(line: bytes, path: Path, number: int) -> None:
@@ -364,6 +413,11 @@ def _not_ours(path: Path, number: int, reason: str) -> InputError:
     )
 
 
+def failures_path(output: Path) -> Path:
+    """Where the failures of the groups of `output` are told."""
+    return output.with_name(output.stem + ".failures.jsonl")
+
+
 class FailuresFile:
     """`<output>.failures.jsonl`: one line per failed attempt and per group not delivered.
 
@@ -372,7 +426,7 @@ class FailuresFile:
     """
 
     def __init__(self, output: Path, *, resume: bool) -> None:
-        self.path = output.with_name(output.stem + ".failures.jsonl")
+        self.path = failures_path(output)
         self.lines = 0
         if not resume:
             self.path.unlink(missing_ok=True)
@@ -382,7 +436,7 @@ class FailuresFile:
         if isinstance(event, RolloutFailed):
             self._append({"event": "rollout_failed", **_facts(event), **_failure(event.failure)})
         elif isinstance(event, GroupDropped):
-            self._append({"event": "group_dropped", **_facts(event)})
+            self._append({"event": "group_dropped", **_facts(event)} | _scored(event))
 
     def _append(self, line: dict[str, Any]) -> None:
         line.pop("failure", None)
@@ -393,6 +447,10 @@ class FailuresFile:
             log.warning("failures_file.not_written", path=str(self.path), error=str(error))
         else:
             self.lines += 1
+
+
+def _scored(event: GroupDropped) -> dict[str, Any]:
+    return {"scored": None if event.scored is None else msgspec.structs.asdict(event.scored)}
 
 
 def _facts(event: RolloutFailed | GroupDropped) -> dict[str, Any]:

@@ -29,8 +29,8 @@ from ..records import Group, Split
 
 DISCOUNT: Final = 0.98
 """For each policy version: half of the weight is left after 34."""
-_LEAST_WEIGHT: Final = 1e-6
-"""Less is nothing: no mean is told of it."""
+_LEAST_WEIGHT: Final = 1e-300
+"""Of less there is no mean."""
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ import msgspec
 
 from ..errors import Failure
 from ..records import Group
+from .estimates import Scored
 
 
 class RolloutFailed(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +48,7 @@ class GroupDropped(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         reason: zero_variance, incomplete, unscorable, too_long or stale.
         failed: whether that counts as a failure (a filtered group does not).
+        scored: what it says of its task; None where too little of it was scored.
     """
 
     group_id: str
@@ -56,6 +58,7 @@ class GroupDropped(msgspec.Struct, frozen=True, kw_only=True):
     failed: bool
     message: str
     at: float
+    scored: Scored | None = None
 
 
 class GroupDelivered(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ from ..tokens.flags import Actions
 from ..workers.pool import WorkerPool
 from .agents import demonstrated
 from .attempt import Finished, run_attempt
+from .estimates import scored_of
 from .events import Observer, RolloutFailed, RolloutScored
 from .freshness import Freshness
 from .policy import (
@@ -438,7 +439,11 @@ def _judged(
         asked=rules.size,
         lost=dict(failures.lost),
     )
-    return judge_group(group, rules, machinery.freshness.version) or group
+    drop = judge_group(group, rules, machinery.freshness.version)
+    if drop is None:
+        return group
+    is_whole = judge_losses(group.lost, rules) is None
+    return msgspec.structs.replace(drop, scored=scored_of(group) if is_whole else None)
 
 
 def _rendering(machinery: Machinery) -> dict[str, Any]:

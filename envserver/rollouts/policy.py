@@ -22,6 +22,7 @@ from ..errors import (
 from ..records import Group, Trajectory
 from ..tokens.flags import Actions
 from ..workers.child import EXIT_CRASHED
+from .estimates import Scored
 
 
 def is_retried(error: RolloutError, attempts: int, max_attempts: int) -> bool:
@@ -94,11 +95,15 @@ def group_seconds_left(
 
 
 class Drop(msgspec.Struct, frozen=True):
-    """Why a group is not delivered; `failed` tells a failure from a filter."""
+    """Why a group is not delivered; `failed` tells a failure from a filter.
+
+    `scored`: what it says of its task all the same; None where not all that it needed was scored.
+    """
 
     reason: str
     message: str
     failed: bool
+    scored: Scored | None = None
 
 
 class GroupRules(msgspec.Struct, frozen=True, kw_only=True):

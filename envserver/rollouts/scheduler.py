@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import structlog
@@ -19,6 +19,7 @@ from structlog.contextvars import bind_contextvars
 from ..errors import AllFailed, StoreError
 from ..records import Group
 from ..telemetry.tracing import gathered
+from .estimates import Scored
 from .events import GroupDelivered, GroupDropped, GroupSink
 from .group import Machinery, make_group
 from .mixing import Ending, Lane
@@ -35,6 +36,7 @@ class Scheduler:
         wanted: groups to deliver, None for as many as there are tasks.
         opened: told 1 of each group that is begun, -1 when it has ended.
         lane: where several environments share a run: gives each group its turn.
+        counted: told durably of each group that was scored and is not delivered.
         stop_on_failures: end with AllFailed after `rollouts.stop_after_failed_groups` failed groups
             in a row; otherwise pause ever longer (a server outlives its engine).
     """
@@ -49,6 +51,7 @@ class Scheduler:
         stop_on_failures: bool,
         lane: Lane | None = None,
         opened: Callable[[int], object] | None = None,
+        counted: Callable[[Scored], Awaitable[None]] | None = None,
     ) -> None:
         self._machinery = machinery
         self._tickets = tickets
@@ -57,6 +60,7 @@ class Scheduler:
         self._stop_on_failures = stop_on_failures
         self._lane = lane
         self._opened = opened
+        self._counted = counted
         self._size = machinery.environment.config.group_size
         self._draining = asyncio.Event()
         self._open: set[asyncio.Task[Ending]] = set()
@@ -199,6 +203,7 @@ class Scheduler:
         with gathered() as traces:
             made = await make_group(self._machinery, ticket)
         if isinstance(made, Drop):
+            await self._count(made)
             self._dropped(ticket, made)
             return "failed" if made.failed else "filtered"
         began = time.time()
@@ -212,6 +217,15 @@ class Scheduler:
         self._machinery.observer(GroupDelivered(group=made))
         return "delivered"
 
+    async def _count(self, drop: Drop) -> None:
+        """A store that fails costs an estimate, no more."""
+        if drop.scored is None or self._counted is None:
+            return
+        try:
+            await self._counted(drop.scored)
+        except StoreError as error:
+            log.warning("group.not_counted", group_id=drop.scored.group_id, error=str(error))
+
     def _dropped(self, ticket: Ticket, drop: Drop) -> None:
         self._machinery.observer(
             GroupDropped(
@@ -222,6 +236,7 @@ class Scheduler:
                 failed=drop.failed,
                 message=drop.message,
                 at=time.time(),
+                scored=drop.scored,
             )
         )
         self._dropped_in_a_row += 1

@@ -20,7 +20,8 @@ T = TypeVar("T")
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """One group to be made: the task at position `index` of the stream (from 0)."""
+    """One group to be made: the task at position `index` of the stream (from 0); of one that came
+    again, see `again_prefix`, how many had come again before."""
 
     group_id: str
     index: int
@@ -39,6 +40,12 @@ def id_prefix(environment: Environment) -> str:
 def stream_prefix(env: str, split: str, seed: int) -> str:
     """With which the ids of all groups of one stream begin."""
     return f"{env}-{split}-{seed}-"
+
+
+def again_prefix(prefix: str) -> str:
+    """With which the ids of those groups of a stream begin whose tasks came again, out of the
+    environment's order; `prefix` is that of the stream."""
+    return f"{prefix}again-"
 
 
 def group_id(prefix: str, index: int, task_id: str) -> str:

@@ -67,6 +67,7 @@ RULES: Final = (
     Rule("GET", "/v1/status", READERS),
     Rule("GET", "/v1/groups", READERS),
     Rule("GET", "/v1/groups/{group_id:path}", READERS),
+    Rule("GET", "/v1/tasks/estimates", EVERYBODY),
     # Environments on other machines
     Rule("POST", "/v1/environments", ENVIRONMENT),
     Rule("GET", "/v1/environments", EVERYBODY),

@@ -16,6 +16,7 @@ from ...rollouts.ordered import Orders
 from ...store import Store
 from ..atropos.service import AtroposService
 from ..leasing import Travelling
+from .estimates import add_estimate_routes
 from .groups import add_group_routes
 from .leases import add_lease_routes
 from .models import VERSION_LIMIT
@@ -57,6 +58,7 @@ def native_routes(
     add_run_routes(router, store, atropos, streams)
     add_lease_routes(router, store, atropos, leasing, travelling, streams)
     add_group_routes(router, store, travelling)
+    add_estimate_routes(router, store)
     add_policy_routes(router, policy)
     add_status_routes(router, store, atropos, policy, joined, status)
     if orders is not None:

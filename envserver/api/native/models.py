@@ -193,6 +193,32 @@ class GroupsAnswer(BaseModel):
     next: int | None
 
 
+class TaskEstimate(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    number: int
+    """Order in which tasks were first scored."""
+    task_id: str
+    environment: str
+    split: str
+    attempts: int
+    """Rollouts that were ever counted."""
+    mean_reward: float | None
+    """Of them, late policies counting more; null where nothing of it holds any more."""
+    success: float
+    """How likely the next rollout solves it; 0.5 where nothing is known."""
+    weight: float
+    """Attempts that still count."""
+    policy_version: int
+    """The last that tried it, -1 where none is known."""
+    scored_at: float
+
+
+class EstimatesAnswer(BaseModel):
+    estimates: list[TaskEstimate]
+    next: int | None
+
+
 class PolicyVersionAnswer(BaseModel):
     version: int
 

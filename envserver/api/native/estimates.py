@@ -1,0 +1,57 @@
+"""How often each task is solved: what a curriculum knows, for people and tools."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from starlette.responses import Response
+
+from ...records import Split
+from ...store import Store
+from ...store.estimates import EstimateRow
+from .answers import answers, json_answer
+from .models import MOST_GROUPS, EstimatesAnswer
+
+_NUMBER_LIMIT = 2**63 - 1
+
+
+def add_estimate_routes(router: APIRouter, store: Store) -> None:
+    @router.get(
+        "/v1/tasks/estimates",
+        responses=answers(EstimatesAnswer, 422, what="A page of estimates."),
+    )
+    async def list_estimates(
+        after: Annotated[
+            int, Query(ge=0, le=_NUMBER_LIMIT, description="`number` behind which")
+        ] = 0,
+        limit: Annotated[int, Query(ge=1, le=MOST_GROUPS, description="most estimates")] = 100,
+        environment: Annotated[
+            str | None, Query(max_length=256, pattern=r"^[^\x00]*$", description="only of this one")
+        ] = None,
+        split: Annotated[Split | None, Query(description="only of this one")] = None,
+    ) -> Response:
+        """How often the policy solves each task that was ever scored, from groups that were stored
+        and from those that were dropped for their rewards or their age; evaluations do not count.
+        In the order in which tasks were first scored; `next` is the `after` of the following page,
+        null behind the last.
+        """
+        rows = await store.task_estimates(after, limit, env=environment, split=split)
+        following = rows[-1].number if len(rows) == limit else None
+        return json_answer({"estimates": [_shown(row) for row in rows], "next": following})
+
+
+def _shown(row: EstimateRow) -> dict[str, Any]:
+    estimate = row.estimate
+    return {
+        "number": row.number,
+        "task_id": row.task_id,
+        "environment": row.env,
+        "split": row.split,
+        "attempts": estimate.attempts,
+        "mean_reward": estimate.mean_reward,
+        "success": estimate.success,
+        "weight": estimate.weight,
+        "policy_version": estimate.policy_version,
+        "scored_at": row.scored_at,
+    }

@@ -1,0 +1,204 @@
+"""The stream of a run with a curriculum: the environment's own order, into which tasks come again.
+
+In: the tickets of the environment, what is known of their groups and tasks, and the events of the
+groups that are made. Out: tickets. What holds: the environment's own order is the one of
+`stream.tickets`, with the same ids, so that a run goes on with any sampler; groups that were made
+before, or scored and dropped, are not made again; a group of a task that came again has an id of
+its own; no more than `memory` tasks are held. After a restart the environment's order is read from
+its beginning, as without a curriculum, and tasks that were scored are remembered as it comes by.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from ..curriculum_config import CurriculumConfig
+from ..records import Task
+from .curriculum import Candidate, choose, is_passed_over, to_forget
+from .estimates import UNTRIED, Estimate, Scored, as_of, scored_of, updated
+from .events import Event, GroupDelivered, GroupDropped
+from .stream import Ticket, again_prefix, group_id, stream_prefix
+
+_ASKED_AT_ONCE = 1024
+_FORGOTTEN = 8
+"""The part of the memory, as 1 / so many, that is forgotten when it is full."""
+_LONG_AGO = 2**62
+_LATEST = 1000
+"""Tasks of which it is told how many are solved."""
+_PASSED_OVER_AT_MOST = 1000
+"""In a row: then a group is made whatever is known, so that nobody waits for ever."""
+
+
+class Known(msgspec.Struct, frozen=True):
+    """What is known of some tickets: the ids of groups that need not be made, and estimates by
+    task."""
+
+    made: set[str]
+    estimates: dict[str, Estimate]
+
+
+class _Remembered(msgspec.Struct):
+    task: Task
+    estimate: Estimate | None
+    drawn: int
+
+
+class TaskStream:
+    """See the module. Iterate `tickets` in one thread at a time; `observe` may run beside it.
+
+    Args:
+        look: what is known of these tickets; it may block.
+        counts: how many groups of the environment's own order need not be made, and how many of
+            tasks that came again there are; asked once, when the stream begins.
+        version: of the policy that is published now, -1 for none.
+    """
+
+    def __init__(
+        self,
+        rules: CurriculumConfig,
+        *,
+        look: Callable[[list[Ticket]], Known],
+        counts: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        seed: int = 0,
+        version: Callable[[], int] = lambda: -1,
+    ) -> None:
+        self._rules = rules
+        self._look = look
+        self._counts = counts
+        self._left = self._again = 0
+        self._seed = seed
+        self._rng = random.Random(seed)
+        self._version = version
+        self._number = 0
+        self._remembered: dict[str, _Remembered] = {}
+        self._latest: OrderedDict[str, bool] = OrderedDict()
+        self._lock = threading.Lock()
+        self.came_again = 0
+        """Groups of tasks that came again, since the start."""
+        self.passed_over = 0
+        """Tasks of the environment's order that were solved and got no group, since the start."""
+
+    @property
+    def remembered(self) -> int:
+        """Tasks that may come again."""
+        return len(self._remembered)
+
+    def solved_share(self) -> float | None:
+        """Of the tasks that were scored last: how many are solved more often than not; None when
+        there is none yet."""
+        latest = list(self._latest.values())
+        return sum(latest) / len(latest) if latest else None
+
+    def tickets(self, own: Iterator[Ticket]) -> Iterator[Ticket]:
+        """The stream over the environment's own order `own`; it ends where that does."""
+        self._left, self._again = self._counts()
+        self._rng = random.Random(f"{self._seed}/{self._left}/{self._again}")
+        unmade = self._unmade(own)
+        last: Ticket | None = None
+        while True:
+            self._number += 1
+            ticket = None if last is None else self._one_again(last)
+            if ticket is None:
+                ticket = last = next(unmade, None)
+                if ticket is None:
+                    return
+                self._remember(ticket, None, drawn=self._number)
+            yield ticket
+
+    def observe(self, event: Event) -> None:
+        """Takes up what a group says of its task."""
+        news: Scored | None = None
+        if isinstance(event, GroupDelivered):
+            news = scored_of(event.group)
+        elif isinstance(event, GroupDropped):
+            news = event.scored
+        if news is None:
+            return
+        with self._lock:
+            one = self._remembered.get(news.task_id)
+            if one is not None:
+                one.estimate = updated(one.estimate or UNTRIED, news, self._rules.discount)
+            self._latest.pop(news.task_id, None)
+            self._latest[news.task_id] = news.rewards > news.attempts / 2
+            if len(self._latest) > _LATEST:
+                self._latest.popitem(last=False)
+
+    def _one_again(self, last: Ticket) -> Ticket | None:
+        """A remembered task as a ticket of the same stream as `last`; None: none comes again."""
+        with self._lock:
+            task_id = choose(self._candidates(), self._rules, self._rng, self._number)
+            if task_id is None:
+                return None
+            one = self._remembered[task_id]
+            one.drawn = self._number
+        index, self._again = self._again, self._again + 1
+        self.came_again += 1
+        prefix = again_prefix(stream_prefix(last.env, last.split, last.seed))
+        return msgspec.structs.replace(
+            last, group_id=group_id(prefix, index, task_id), index=index, task=one.task
+        )
+
+    def _unmade(self, own: Iterator[Ticket]) -> Iterator[Ticket]:
+        """Those of the environment's order whose groups are to be made."""
+        passed = 0
+        while True:
+            # As long as made ones are to be met, many are asked for at once.
+            ahead = list(itertools.islice(own, max(1, min(_ASKED_AT_ONCE, self._left))))
+            if not ahead:
+                return
+            known = self._look(ahead)
+            for ticket in ahead:
+                estimate = known.estimates.get(ticket.task.id)
+                if estimate is not None:
+                    self._remember(ticket, estimate)
+                if ticket.group_id in known.made:
+                    self._left -= 1
+                elif passed < _PASSED_OVER_AT_MOST and self._is_passed_over(estimate):
+                    passed += 1
+                    self.passed_over += 1
+                else:
+                    passed = 0
+                    yield ticket
+
+    def _is_passed_over(self, estimate: Estimate | None) -> bool:
+        return is_passed_over(self._now(estimate), self._rules, self._rng)
+
+    def _now(self, estimate: Estimate | None) -> Estimate | None:
+        """As things stand for the policy of now."""
+        if estimate is None:
+            return None
+        return as_of(estimate, self._version(), self._rules.discount)
+
+    def _candidates(self) -> list[Candidate]:
+        return [
+            Candidate(task_id, self._now(one.estimate), one.drawn)
+            for task_id, one in self._remembered.items()
+        ]
+
+    def _remember(
+        self, ticket: Ticket, estimate: Estimate | None, drawn: int | None = None
+    ) -> None:
+        if self._rules.sampler == "uniform":
+            return
+        task = ticket.task
+        # What was scored in an earlier life has rested, and waits in the environment's order.
+        new = _Remembered(task, None, ticket.index - _LONG_AGO)
+        with self._lock:
+            one = self._remembered.setdefault(task.id, new)
+            one.task = task
+            one.estimate = estimate or one.estimate
+            one.drawn = one.drawn if drawn is None else drawn
+            if len(self._remembered) > self._rules.memory:
+                self._forget(task.id)
+
+    def _forget(self, keep: str) -> None:
+        """Makes room, for some at once: it takes a look at all of them."""
+        others = [one for one in self._candidates() if one.task_id != keep]
+        for task_id in to_forget(others, self._rules, max(1, self._rules.memory // _FORGOTTEN)):
+            del self._remembered[task_id]
