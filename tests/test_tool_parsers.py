@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from support.talk import written
 from support.templates import OWN, answer, call, chat_format, tool
 
-from envserver.proxy.asking.parsers import Reader
-from envserver.proxy.asking.parsers.calls import Called
-from envserver.proxy.asking.parsers.choosing import FORMATS, chosen
+from envserver.models.parsers import FORMATS, Called
+from envserver.proxy.asking.parsers import Reader, format_of_calls
 from envserver.records import Message
 
 HERMES = '<tool_call>{"name": "calculate", "arguments": {"expression": "1"}}</tool_call>'
@@ -37,7 +36,7 @@ def test_the_format_of_a_model_is_the_one_that_reads_its_template() -> None:
     for name, writers in WRITERS.items():
         for writer in writers:
             source = (folder / f"{writer}.jinja").read_text()
-            assert chosen(chat_format(source)) == name, writer
+            assert format_of_calls(chat_format(source)) == name, writer
 
 
 WORDS = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="<>[]{}"))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ....errors import TemplateRefused
+from ....models.parsers import FORMATS, Called, Tools, chosen
 from ....records import Message
 from ....tokens.chat_format import ChatFormat
+from ....tokens.refusal import Refused
 from ..base import Answer, Body, has_tools
 from . import thinking
-from .calls import Called, Tools
-from .choosing import FORMATS, chosen
 
 _TAIL_TOKENS = 16
 """Of a prompt: enough to see whether it ends within reasoning or behind it."""
@@ -26,7 +27,7 @@ class Reader:
     def __init__(self, format: ChatFormat, *, reasons: bool) -> None:
         self._format = format
         self._reasons = reasons
-        self._calls = chosen(format)
+        self._calls = format_of_calls(format)
         self._differs: str | None = None
 
     def trouble(self, body: Body) -> str | None:
@@ -85,6 +86,18 @@ class Reader:
             return None
         text = self._format.decode(ids)
         return None if "\ufffd" in text else text
+
+
+def format_of_calls(format: ChatFormat) -> str | None:
+    """The name of the format in which `format` writes calls; None where it is not known here."""
+
+    def written(messages: list[Message], tools: Tools) -> str | None:
+        try:
+            return format.render(messages, tools, {}, generation_prompt=False)
+        except (TemplateRefused, Refused):
+            return None
+
+    return chosen(written)
 
 
 def calls_are_free(body: Body) -> bool:

@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from ....errors import TemplateRefused
-from ....tokens.chat_format import ChatFormat
-from ....tokens.refusal import Refused
+from ...records import Message
 from . import hermes, llama, mistral, pythonic, xml
 from .calls import Found, Tools
 
 Parse = Callable[[str, Tools], Found | None]
+Write = Callable[[list[Message], Tools], str | None]
+"""A conversation with tools as a model's template writes it; None where it does not take it."""
 
 FORMATS: dict[str, Parse] = {
     "hermes": hermes.parse,
@@ -46,22 +46,19 @@ _CALL = {
 }
 
 
-def chosen(format: ChatFormat) -> str | None:
-    """The name of the format in FORMATS that `format` writes calls in, None for none of them."""
-    try:
-        said = _rendered(format, {"role": "assistant", "content": _SAID})
-        calling = _rendered(format, {"role": "assistant", "content": None, "tool_calls": [_CALL]})
-    except (TemplateRefused, Refused):
+def chosen(write: Write) -> str | None:
+    """The name of the format in FORMATS that `write` writes calls in, None for none of them."""
+    said = write([_ASKED, {"role": "assistant", "content": _SAID}], [_TOOL])
+    calling = write(
+        [_ASKED, {"role": "assistant", "content": None, "tool_calls": [_CALL]}], [_TOOL]
+    )
+    if said is None or calling is None:
         return None
     before, found, behind = said.rpartition(_SAID)
     if not found or not calling.startswith(before):
         return None
     text = calling[len(before) :].removesuffix(behind)
     return next((name for name, parse in FORMATS.items() if _reads(parse, text)), None)
-
-
-def _rendered(format: ChatFormat, message: dict[str, Any]) -> str:
-    return format.render([_ASKED, message], [_TOOL], {}, generation_prompt=False)
 
 
 def _reads(parse: Parse, text: str) -> bool:
