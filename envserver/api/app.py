@@ -119,6 +119,7 @@ def create_api(
     # First: routes are tried in their order, and these are called most.
     wire = atropos_routes(atropos)
     app.include_router(wire)
+    app.include_router(environment_routes(joined, settings.max_body_bytes))
     app.include_router(
         native_routes(
             store,
@@ -136,7 +137,6 @@ def create_api(
         app.include_router(metric_routes(metrics))
     if gate is not None:
         app.include_router(weight_routes(gate, policy, joined))
-    app.include_router(environment_routes(joined, settings.max_body_bytes))
     app.add_middleware(RequestBodies, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(CompressedAnswers)
     if settings.tokens_file is not None:
