@@ -35,6 +35,8 @@ class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
         first_version, last_version: the policy's at the start and at the end.
         prompt: how the prompt came to be.
         follows_policy: whether the policy samples, so that what the engine says of versions counts.
+        names_versions: whether the engine has said the number of a version before: one that says
+            none then was started again, with the weights that it starts with.
     """
 
     model: str
@@ -55,6 +57,7 @@ class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
     flags: list[str]
     trained: bool = True
     follows_policy: bool = True
+    names_versions: bool = False
 
     @property
     def is_named(self) -> bool:
@@ -92,7 +95,8 @@ def _call(
     ids, logprobs = _sampled(exchange, choice)
     finish = broken or choice.finish_reason or ""
     size = 0 if ids is None else len(ids)
-    told = _told_versions(choice.weight_versions, size) if given.follows_policy else None
+    counts = given.follows_policy and not given.is_named
+    told = _told_versions(choice.weight_versions, size) if counts else None
     versions = told or _bracketed(size, given)
     flags = [
         *shared,
@@ -100,6 +104,8 @@ def _call(
         *_finish_flags(finish, choice, given),
         *_version_flags(versions, given, told is not None),
     ]
+    if counts and given.names_versions and choice.weight_versions and told is None:
+        flags.append("weights_lost")
     if plan.ids is not None and echoed is not None and echoed != plan.ids:
         flags.append("prompt_mismatch")
     flags.append("undelivered_completion")
@@ -149,6 +155,16 @@ def _sampled(
     ids = _ids([] if choice.ids is None and exchange.completion_tokens == 0 else choice.ids)
     empty = ids is not None and not ids.size
     return ids, _logprobs([] if choice.logprobs is None and empty else choice.logprobs)
+
+
+def names_version(exchange: Exchange) -> bool:
+    """Whether the engine said a version by its number."""
+    return any(
+        _number(span.get("version")) >= 0
+        for choice in exchange.choices
+        for span in choice.weight_versions or ()
+        if isinstance(span, dict)
+    )
 
 
 def mark_delivered(calls: list[Call]) -> None:

@@ -193,6 +193,8 @@ class Source:
     ) -> None:
         self.gate = gate or Gate()
         self.policy_version = -1
+        self.names_versions = False
+        """Whether the engine has said which version sampled: its trainer names its weights."""
         self._engine = engine
         self._find = find
         self._tokens = tokens or TokensConfig()

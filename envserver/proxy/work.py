@@ -17,6 +17,7 @@ from ..errors import (
     ConfigError,
     EngineError,
     EngineGarbage,
+    EngineRefused,
     EngineUnavailable,
     EnvserverError,
 )
@@ -28,8 +29,9 @@ from .attempts import Attempt, Grant
 from .body import EngineBody, engine_body
 from .exchange import Choice, Exchange, exchange_of
 from .gate import Aborted
-from .recording import Circumstances, calls_of, mark_delivered, mark_replayed
-from .source import Ready, Source
+from .missing import MissingVersion
+from .recording import Circumstances, calls_of, mark_delivered, mark_replayed, names_version
+from .source import VERSION_PLACE, Ready, Source
 from .streaming import Collector, clean_answer, clean_chunk, is_last
 from .tracing import model_call, note_answer
 
@@ -169,20 +171,38 @@ class Work:
         return answer
 
     async def _sampled(self) -> tuple[dict[str, Any], Exchange]:
+        missing = MissingVersion()
         while True:
-            with suppress(Aborted):
-                async with self._source.gate.passing():
-                    with self._sampling() as span:
-                        answer = await self._ready.whole(
-                            self.ask,
-                            self._body.body,
-                            self._prompt,
-                            rollout_id=self._line,
-                            timeout_seconds=self._seconds_left,
-                        )
-                        exchange = exchange_of(answer)
-                        note_answer(span, exchange)
-                        return answer, exchange
+            try:
+                with suppress(Aborted):
+                    async with self._source.gate.passing():
+                        return await self._sampled_once()
+            except EngineRefused as error:
+                await self._wait_for_version(missing, error)
+
+    async def _sampled_once(self) -> tuple[dict[str, Any], Exchange]:
+        with self._sampling() as span:
+            answer = await self._ready.whole(
+                self.ask,
+                self._body.body,
+                self._prompt,
+                rollout_id=self._line,
+                timeout_seconds=self._seconds_left,
+            )
+            exchange = exchange_of(answer)
+            note_answer(span, exchange)
+            return answer, exchange
+
+    async def _wait_for_version(self, missing: MissingVersion, error: EngineRefused) -> None:
+        """Returns when a call that was refused for its version may be sent again.
+
+        Raises:
+            EngineError: it was refused for something else, or the version did not come.
+        """
+        if VERSION_PLACE not in self._seat.model or self._first_at is not None:
+            raise error
+        asked = self._body.body["model"]
+        await missing.wait(error, asked, self._source.model(self._seat.model))
 
     # A true stream
 
@@ -211,6 +231,7 @@ class Work:
 
     async def _relay(self, emit: Emit) -> list[dict[str, Any]]:
         """The chunks that are held back."""
+        missing = MissingVersion()
         while True:
             self._collector = Collector(self.ask)
             ends: list[dict[str, Any]] = []
@@ -223,6 +244,8 @@ class Work:
             except Aborted:
                 if self._first_at is not None:
                     raise EngineUnavailable("The engine was paused within its stream.") from None
+            except EngineRefused as error:
+                await self._wait_for_version(missing, error)
 
     async def _relay_once(
         self, collector: Collector, emit: Emit, ends: list[dict[str, Any]]
@@ -279,6 +302,8 @@ class Work:
 
     def _commit(self, exchange: Exchange) -> None:
         self._record(calls_of(exchange, self._circumstances()))
+        if self._seat.follows_policy and names_version(exchange):
+            self._source.names_versions = True
         self._attempt.engine_answered(self._agent)
 
     def _record(self, calls: list[Call]) -> None:
@@ -304,6 +329,7 @@ class Work:
             last_version=self._version,
             trained=self._seat.trained,
             follows_policy=self._seat.follows_policy,
+            names_versions=self._source.names_versions,
             prompt=self._prompt,
             flags=self._body.flags + (["own_model"] if self._seat.source else []),
         )

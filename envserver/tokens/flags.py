@@ -30,6 +30,7 @@ FLAGS: dict[str, Flag] = {
     "logprob_count_mismatch": Flag("drop", "ids, logprobs and the engine's count differ"),
     "prompt_mismatch": Flag("drop", "the engine saw another prompt than it was sent"),
     "other_model_served": Flag("drop", "another model than the one asked for answered"),
+    "weights_lost": Flag("drop", "the engine was started again, with other weights than published"),
     # The tokens are exact, but were cut or not acted on.
     "undelivered_completion": Flag("mask", "sampled, but the agent never got it"),
     "finish_abort": Flag("mask", "the engine broke the answer off"),
