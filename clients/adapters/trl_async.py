@@ -1,8 +1,9 @@
 """A rollout worker for TRL's `AsyncGRPOTrainer`: groups that a server makes all the time.
 
-    worker = EnvserverRolloutWorker(url, run="my-run", weights=VllmFull(engine_url, folder))
+    weights = VllmFull(engine_url, folder, server=client)
+    worker = EnvserverRolloutWorker(url, run="my-run", model=model, weights=weights)
     trainer = AsyncGRPOTrainer(
-        model=..., args=AsyncGRPOConfig(token_budget=..., ...), train_dataset=any_rows,
+        model=model, args=AsyncGRPOConfig(token_budget=..., ...), train_dataset=any_rows,
         rollout_worker=worker, weight_transfer=worker.weight_transfer,
         callbacks=[worker.checkpoints()],
     )
@@ -31,9 +32,10 @@ import numpy as np
 from clients.http import SyncEnvClient
 from clients.records import Batch, ClientGroup, Row
 from clients.training.advantages import Scaling, advantages
-from envserver import ConflictError, EnvserverError, Message
+from clients.weights import WeightPush
+from envserver import ConfigError, ConflictError, EnvserverError, Message
 
-from .trl_weights import Push, Versions
+from .trl_weights import Versions
 
 _WAIT_SECONDS: Final = 5.0
 _LEASE_SECONDS: Final = 600.0
@@ -53,8 +55,11 @@ class EnvserverRolloutWorker:
     Args:
         server_url: of `envserver serve`.
         run: name of this trainer's run; the same name goes on with it.
-        weights: brings the trainer's weights to the engine of that server, by `weight_transfer`.
-            None: they get there by other means, and only their version is published.
+        model: folder or hub name of the model that is trained: its configuration goes along with
+            the weights. Needed where there are `weights`.
+        weights: brings the trainer's weights to the engine of that server, by `weight_transfer`:
+            all of them, those of an adapter merged. None: they get there by other means, and only
+            their version is published.
         checkpoint: go back to it (see `checkpoints`); None: go on where the run stands.
         groups: leased at a time; the server makes a few times as many ahead.
         environments: only groups of these; none named: of all.
@@ -69,7 +74,8 @@ class EnvserverRolloutWorker:
         server_url: str,
         *,
         run: str,
-        weights: Push | None = None,
+        model: str | Path | None = None,
+        weights: WeightPush | None = None,
         checkpoint: str | None = None,
         groups: int = 4,
         environments: Sequence[str] = (),
@@ -78,6 +84,8 @@ class EnvserverRolloutWorker:
         queue_size: int = 1024,
         token: str | None = None,
     ) -> None:
+        if weights is not None and model is None:
+            raise ConfigError("Weights need the name of their model: model=.")
         self._client = SyncEnvClient(
             server_url,
             run=run,
@@ -100,7 +108,7 @@ class EnvserverRolloutWorker:
         self._heard_at = time.monotonic()
         self.rollout_buffer = _Buffer(queue_size, self._held)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
-        self.weight_transfer = _Transfer(self, weights)
+        self.weight_transfer = _Transfer(self, weights, model)
 
     def start(self) -> None:
         """Begins to lease; called by the trainer after the first weights are at the engine."""
@@ -336,9 +344,15 @@ class _Buffer(queue.Queue[Any]):
 class _Transfer:
     """TRL's `WeightTransferProtocol`: the weights as a folder, brought by `clients.weights`."""
 
-    def __init__(self, worker: EnvserverRolloutWorker, weights: Push | None) -> None:
+    def __init__(
+        self,
+        worker: EnvserverRolloutWorker,
+        weights: WeightPush | None,
+        model: str | Path | None,
+    ) -> None:
         self._worker = worker
         self._weights = weights
+        self._model = model
         self._sent = 0
 
     def init_weight_transfer(self) -> None:
@@ -357,7 +371,9 @@ class _Transfer:
 
         def save(folder: Path) -> None:
             from safetensors.torch import save_file
+            from transformers import AutoConfig
 
+            AutoConfig.from_pretrained(self._model).save_pretrained(folder)
             tensors = {name: tensor.cpu().contiguous() for name, tensor in iterator}
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 

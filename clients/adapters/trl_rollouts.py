@@ -1,6 +1,6 @@
 """A `rollout_func` for TRL's `GRPOTrainer`: rollouts of the prompts' tasks, made by a server.
 
-    rollouts = EnvserverRollouts(url, weights=LocalFull(engine_url, folder))
+    rollouts = EnvserverRollouts(url, weights=LocalFull(engine_url, folder, server=client))
     trainer = GRPOTrainer(
         model=..., args=GRPOConfig(temperature=1.0, ...),     # that of --sampling.temperature
         train_dataset=Dataset.from_list(task_prompts(url, "math")),
@@ -9,7 +9,8 @@
 
 What holds: exactly one sequence for each prompt, in their order, with the ids and logprobs that the
 engine sampled; groups are made whole, also those that lie on two ranks; before each generation the
-engine has the trainer's weights, and the policy version is the trainer's step. A rollout that was
+engine has the trainer's weights (a row of the last batch is scored by both), and the policy version
+is the trainer's step. A rollout that was
 lost by no fault of the model is a row without any trained token and without a reward, which TRL
 leaves out of the group's mean. Read from TRL 1.16.0 (`GRPOTrainer._generate`).
 """
@@ -21,11 +22,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from clients.http import SyncEnvClient
+from clients.weights import WeightPush
 from envserver import EnvserverError, Trajectory
 
 from .completions import Completion, completions_of
 from .trl_prompts import TaskName, task_of
-from .trl_weights import Push, Versions, saver
+from .trl_weights import Versions, check_of, saver
 
 
 class RolloutsLost(EnvserverError):
@@ -55,7 +57,7 @@ class EnvserverRollouts:
         self,
         server_url: str,
         *,
-        weights: Push | None = None,
+        weights: WeightPush | None = None,
         token: str | None = None,
         timeout_seconds: float = 3600.0,
     ) -> None:
@@ -65,6 +67,7 @@ class EnvserverRollouts:
         self._client: SyncEnvClient | None = None
         self._versions: Versions | None = None
         self._step: int | None = None
+        self._seen: Row | None = None
 
     def __enter__(self) -> EnvserverRollouts:
         return self
@@ -115,7 +118,11 @@ class EnvserverRollouts:
                 self._versions = Versions(client.status()["policy_version"])
             version = self._versions.of(step)
             if self._weights is not None and save is not None:
-                self._weights.publish(version, save, None)
+                seen = self._seen
+                check = None
+                if seen is not None:
+                    check = check_of(trainer, seen.prompt_ids, seen.completion_ids)
+                self._weights.publish(version, save, check)
             client.publish_policy_version(version)
         self._step = step
 
@@ -128,9 +135,11 @@ class EnvserverRollouts:
     def _all_rows(self, tasks: Sequence[TaskName], group_size: int) -> list[Row] | EnvserverError:
         """The rows of all ranks; an error is for all of them, too, or the others would wait."""
         try:
-            return rows_of(self._trajectories(tasks, group_size))
+            rows = rows_of(self._trajectories(tasks, group_size))
         except EnvserverError as error:
             return error
+        self._seen = rows[0]
+        return rows
 
     def _trajectories(self, tasks: Sequence[TaskName], group_size: int) -> list[Trajectory | None]:
         found: list[Trajectory | None] = [None] * len(tasks)

@@ -1,22 +1,22 @@
 """From a TRL trainer's step to the weights and the version that the engine samples with.
 
-In: the trainer's model and its step. Out: the weights in a folder for `clients.weights`, and a
-policy version for the server. What holds: the server's version never goes down, also when a trainer
-begins again from an older checkpoint: then its steps are counted on from what was published last.
+In: the trainer's model and its step. Out: the weights for `clients.weights`, what the engine must
+compute with them, and a policy version for the server. What holds: the server's version never goes
+down, also when a trainer begins again from an older checkpoint: then its steps are counted on from
+what was published last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final
 
+from clients.weights import PromptCheck
 
-class Push(Protocol):
-    """What brings weights to an engine: any of `clients.weights`."""
-
-    def publish(self, version: int, save: Callable[[Path], None], check: None = None) -> Any:
-        """The engine samples with what `save` writes into the folder that it is given."""
+_TOLERANCE: Final = 1e-3
+_ROUGH_TOLERANCE: Final = 0.2
+"""Of weights in 16 bits, where rounding alone makes a tenth."""
 
 
 class Versions:
@@ -44,4 +44,30 @@ def saver(trainer: Any) -> Callable[[Path], None]:
     """
     state = trainer.accelerator.get_state_dict(trainer.model)
     model = trainer.accelerator.unwrap_model(trainer.model)
-    return lambda folder: model.save_pretrained(folder, state_dict=state)
+
+    def save(folder: Path) -> None:
+        model.save_pretrained(folder, state_dict=state)
+
+    return save
+
+
+def check_of(trainer: Any, prompt_ids: list[int], completion_ids: list[int]) -> PromptCheck | None:
+    """What the trainer's own weights say of a row; None where they lie on several ranks."""
+    import torch
+
+    if trainer.accelerator.num_processes > 1:
+        return None
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            ids = torch.tensor([prompt_ids + completion_ids], device=model.device)
+            logits = model(input_ids=ids).logits[0, len(prompt_ids) - 1 : -1]
+            logprobs = logits.float().log_softmax(-1)
+            sampled = logprobs.gather(1, ids[0, len(prompt_ids) :, None])[:, 0].tolist()
+    finally:
+        model.train(was_training)
+    is_fine = next(model.parameters()).dtype == torch.float32
+    tolerance = _TOLERANCE if is_fine else _ROUGH_TOLERANCE
+    return PromptCheck(prompt_ids, completion_ids, sampled, tolerance)
