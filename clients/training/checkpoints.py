@@ -25,16 +25,16 @@ class Saved:
     """What a checkpoint says of itself, in its `about.json`.
 
     Args:
-        step: batches that it has learned from; also the policy version that it is.
+        step: batches that it has learned from.
+        version: of the policy, as the server knows it.
         lease_id: of the last of them: its acknowledgement may have been lost. "": there is none.
         group_ids: of the last of them.
-        trajectories: of all of them together.
     """
 
     step: int
+    version: int
     lease_id: str = ""
     group_ids: tuple[str, ...] = ()
-    trajectories: int = 0
 
     @property
     def name(self) -> str:

@@ -138,7 +138,8 @@ class ConsoleLines:
         self._written += 1
 
     def _print(self, cells: Iterator[str]) -> None:
-        self._console.print(" ".join(f"{cell:>8}" for cell in cells), highlight=False)
+        text = " ".join(f"{cell:>8}" for cell in cells)
+        self._console.print(text, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         return

@@ -39,7 +39,9 @@ class Policy:
         keep_reference: bool = False,
     ) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()  # one a step, for files that are written in no time
         self._source = model
         self.device = torch.device(device)
         self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(self.device)

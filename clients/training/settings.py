@@ -115,6 +115,9 @@ class Settings(BaseModel):
     """The last ones that stay."""
     publish_every: int = Field(default=1, ge=1)
     """Steps from one set of weights for the engine to the next."""
+    in_flight: Literal["drain", "keep", "abort"] = "keep"
+    """What becomes of model calls while weights change: they end first, go on with the new ones
+    (each token knows its version), or are asked again."""
     check_tolerance: float = Field(default=0.02, gt=0)
     """Largest difference of a logprob between engine and trainer after new weights."""
     tensorboard: bool = False

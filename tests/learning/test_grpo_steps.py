@@ -84,17 +84,17 @@ def test_a_restart_from_a_checkpoint_leads_to_the_same_weights(
     for step, rows in enumerate(batches, start=1):
         through.step(rows)
         if step <= 2:
-            kept.save(Saved(step, f"lease-{step}", (f"g{step}",), 4 * step), through.state())
+            kept.save(Saved(step, step, f"lease-{step}", (f"g{step}",)), through.state())
     (tmp_path / "checkpoints" / ".step-3").mkdir()  # killed while it wrote the third
     saved = kept.latest()
-    assert saved == Saved(2, "lease-2", ("g2",), 8)
+    assert saved == Saved(2, 2, "lease-2", ("g2",))
     again = learner(model, lora_rank=lora_rank)
     again.load_state(kept.load(saved))
     for rows in batches[2:]:
         again.step(rows)
     expected = through.policy.state()
     assert all(torch.equal(value, expected[name]) for name, value in again.policy.state().items())
-    kept.save(Saved(3), again.state())
+    kept.save(Saved(3, 3), again.state())
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         "step-2",
         "step-3",
