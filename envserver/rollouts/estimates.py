@@ -51,7 +51,7 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int = -1
 
 
-class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+class Estimate(msgspec.Struct, frozen=True):
     """What is known of one task, as of `policy_version`.
 
     Args:

@@ -54,36 +54,46 @@ async def count_dropped(tx: Transaction, news: Sequence[Scored]) -> int:
 
 
 async def _count(tx: Transaction, env: str, split: Split, news: Sequence[Scored]) -> None:
+    """Two statements where all tasks are known or all are new, three else."""
+    stream = {"of_env": env, "of_split": split}
     numbers: dict[str, int] = {}
     now: dict[str, Estimate] = {}
-    for row in await _rows_of(tx.connection, env, split, list({one.task_id for one in news})):
-        numbers[row.task_id], now[row.task_id] = row.number, row.estimate
+    for part in chunks(list({one.task_id for one in news})):
+        found = await tx.connection.execute(_FOUND, {**stream, "ids": part})
+        for number, task_id, *columns in found.all():
+            numbers[task_id], now[task_id] = number, Estimate(*columns)
     for one in news:
         now[one.task_id] = updated(now.get(one.task_id, UNTRIED), one, tx.discount)
-    new = [task_id for task_id in now if task_id not in numbers]
+    known, new = [], []
+    for task_id, estimate in now.items():
+        row = {**msgspec.structs.asdict(estimate), "scored_at": tx.now}
+        if task_id in numbers:
+            known.append({"of_number": numbers[task_id], **row})
+        else:
+            new.append({"env": env, "split": split, "task_id": task_id, **row})
+    if known:
+        await tx.connection.execute(_CHANGE, known)
     if new:
-        last = await tx.connection.scalar(select(func.max(estimates.c.number))) or 0
-        names = {"env": env, "split": split}
-        await tx.connection.execute(
-            insert(estimates),
-            [
-                {"number": number, "task_id": task_id, **names, **_columns(now[task_id], tx.now)}
-                for number, task_id in enumerate(new, last + 1)
-            ],
-        )
-    if numbers:
-        change = update(estimates).where(estimates.c.number == bindparam("of"))
-        await tx.connection.execute(
-            change.values({name: bindparam(name) for name in _COLUMNS}),
-            [{"of": number, **_columns(now[of], tx.now)} for of, number in numbers.items()],
-        )
+        await tx.connection.execute(_ADD, new)
 
 
-_COLUMNS: Final = ("attempts", "weight", "solved", "policy_version", "scored_at")
-
-
-def _columns(estimate: Estimate, now: float) -> dict[str, Any]:
-    return {**msgspec.structs.asdict(estimate), "scored_at": now}
+# Made once: to make them takes longer than to execute them.
+_COLUMNS: Final = ("attempts", "weight", "solved", "policy_version")
+_ESTIMATE: Final = [estimates.c[name] for name in _COLUMNS]
+_FOUND: Final = select(estimates.c.number, estimates.c.task_id, *_ESTIMATE).where(
+    estimates.c.env == bindparam("of_env"),
+    estimates.c.split == bindparam("of_split"),
+    estimates.c.task_id.in_(bindparam("ids", expanding=True)),
+)
+_CHANGE: Final = (
+    update(estimates)
+    .where(estimates.c.number == bindparam("of_number"))
+    .values({name: bindparam(name) for name in (*_COLUMNS, "scored_at")})
+)
+_last: Final = estimates.alias("last")
+_ADD: Final = insert(estimates).values(
+    number=select(func.coalesce(func.max(_last.c.number), 0) + 1).scalar_subquery()
+)
 
 
 def _row(row: Any) -> EstimateRow:
@@ -92,33 +102,20 @@ def _row(row: Any) -> EstimateRow:
         env=row.env,
         split=row.split,
         task_id=row.task_id,
-        estimate=Estimate(
-            attempts=row.attempts,
-            weight=row.weight,
-            solved=row.solved,
-            policy_version=row.policy_version,
-        ),
+        estimate=Estimate(row.attempts, row.weight, row.solved, row.policy_version),
         scored_at=row.scored_at,
     )
-
-
-async def _rows_of(
-    connection: AsyncConnection, env: str, split: Split, task_ids: Sequence[str]
-) -> list[EstimateRow]:
-    found = []
-    of_stream = (estimates.c.env == env) & (estimates.c.split == split)
-    for part in chunks(task_ids):
-        query = select(estimates).where(of_stream, estimates.c.task_id.in_(part))
-        found += [_row(row) for row in await connection.execute(query)]
-    return found
 
 
 async def estimates_of(
     connection: AsyncConnection, env: str, split: Split, task_ids: Sequence[str]
 ) -> dict[str, Estimate]:
     """By task, of those of these tasks that were ever scored."""
-    rows = await _rows_of(connection, env, split, task_ids)
-    return {row.task_id: row.estimate for row in rows}
+    found: dict[str, Estimate] = {}
+    for part in chunks(task_ids):
+        rows = await connection.execute(_FOUND, {"of_env": env, "of_split": split, "ids": part})
+        found.update((task_id, Estimate(*columns)) for _, task_id, *columns in rows)
+    return found
 
 
 async def estimates_after(
