@@ -53,13 +53,17 @@ class Runner:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._commands.put(self._end)
+        self.end()
         await asyncio.to_thread(self._thread.join)
 
     @property
     def alive(self) -> bool:
         """Whether rows that are submitted are worked on."""
         return self._thread.is_alive()
+
+    def end(self) -> None:
+        """Ends all rows with what they have, and then the thread."""
+        self._commands.put(self._end)
 
     def submit(self, rows: Sequence[Row]) -> None:
         """Puts rows in line."""

@@ -68,15 +68,17 @@ async def _serve(options: Options, loaded: Loaded) -> None:
             )
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, _end, server)
+                loop.add_signal_handler(number, _end, server, runner)
             name = f"[{options.host}]" if ":" in options.host else options.host
             sys.stdout.write(f"http://{name}:{listener.getsockname()[1]}/v1\n")
             sys.stdout.flush()
             await server.serve(sockets=[listener])
 
 
-def _end(server: uvicorn.Server) -> None:
+def _end(server: uvicorn.Server, runner: Runner) -> None:
+    """Open answers end here as they are, so that who waits for them is told."""
     server.should_exit = True
+    runner.end()
 
 
 def _most_places(options: Options, loaded: Loaded) -> int:

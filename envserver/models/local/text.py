@@ -168,8 +168,10 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
     """A message as templates expect it: contents as text, arguments of calls as objects.
 
     Raises:
-        EngineRefused: a part of the content is no text.
+        EngineRefused: it has no role, or a part of its content is no text.
     """
+    if not isinstance(message.get("role"), str):
+        raise EngineRefused("A message has no role.", status=400, param="messages")
     content = message.get("content")
     if isinstance(content, list):
         message = {**message, "content": "\n".join(map(_part, content))}
