@@ -1,4 +1,4 @@
-"""Writes a tiny random language model that vLLM can serve: python tiny_model.py FOLDER [SEED].
+"""Writes a tiny random model that vLLM can serve: python tiny_model.py FOLDER [SEED [tied]].
 
 Two layers of Qwen2 with a head size of 64 (the least that vLLM has on a CPU), a byte-level BPE
 tokenizer (its merges in tiny_merges.txt), and a ChatML template with tools in the form of Hermes.
@@ -86,7 +86,7 @@ def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
     return {token: number for number, token in enumerate(tokens)}, merges
 
 
-def main(folder: Path, seed: int = 0) -> None:
+def main(folder: Path, seed: int = 0, *, tied: bool = False) -> None:
     words = tokenizer()
     torch.manual_seed(seed)
     config = Qwen2Config(
@@ -99,17 +99,18 @@ def main(folder: Path, seed: int = 0) -> None:
         max_position_embeddings=4096,
         # Ten times the usual spread: a distribution with peaks, so that logprobs differ.
         initializer_range=0.2,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=words.eos_token_id,
         pad_token_id=words.pad_token_id,
     )
     model = Qwen2ForCausalLM(config)
     # Among 4096 equals it would hardly ever come: so it ends one answer in a few.
-    model.lm_head.weight.data[words.eos_token_id] *= 3
+    if not tied:
+        model.lm_head.weight.data[words.eos_token_id] *= 3
     model.save_pretrained(folder)
     words.save_pretrained(folder)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:3]), tied="tied" in sys.argv[3:])

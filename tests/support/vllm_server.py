@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 
+from envserver.models import vllm_extension
 from support.commands import free_port
 
 MODEL = "tiny"
@@ -55,11 +56,20 @@ class VllmServer:
 
 
 @contextlib.contextmanager
-def running_vllm(python: Path, folder: Path, *, developing: bool = False) -> Iterator[VllmServer]:
+def running_vllm(
+    python: Path,
+    folder: Path,
+    *,
+    developing: bool = False,
+    learning: bool = False,
+    tied: bool = False,
+) -> Iterator[VllmServer]:
     """Makes the model in `folder` and serves it on a free port.
 
     Args:
         developing: sampling can be paused, and the version of the weights be named.
+        learning: that, and it takes new weights and LoRA adapters.
+        tied: the model's output layer is its embedding.
 
     Raises:
         RuntimeError: it did not come up; its last words are in the message.
@@ -73,7 +83,10 @@ def running_vllm(python: Path, folder: Path, *, developing: bool = False) -> Ite
         "VLLM_NO_USAGE_STATS": "1",
         **({"VLLM_SERVER_DEV_MODE": "1"} if developing else {}),
     }
-    subprocess.run([python, script, model_folder], check=True, env=environ, capture_output=True)
+    if learning:
+        environ = vllm_extension.extended(environ)
+    made: list[str | Path] = [python, script, model_folder, *(["0", "tied"] if tied else [])]
+    subprocess.run(made, check=True, env=environ, capture_output=True)
     port = free_port()
     log = folder / "vllm.log"
     command: list[str | Path] = [
@@ -85,6 +98,9 @@ def running_vllm(python: Path, folder: Path, *, developing: bool = False) -> Ite
         *("--max-num-batched-tokens", "32768"),
         *("--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     ]
+    if learning:
+        command += [*vllm_extension.ARGUMENTS, "--enable-lora", "--max-lora-rank", "16"]
+        command += ["--max-loras", "2", "--max-cpu-loras", "8"]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

@@ -1,0 +1,117 @@
+"""A whole house around weight updates: agents that sample while a trainer publishes versions.
+
+In: a push to a real engine, and a trainer's stand-in. Out: a `Proof` over every token that was
+delivered: whether the weights of the version that it carries give its logprob.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clients.http import SyncEnvClient
+from clients.records import Row
+from clients.weights import Published, WeightPush
+from support.commands import free_port, running
+from support.versions import VersionMaker
+
+_SERVE = (
+    "serve", "--env", "math", "--env.mode", "single", "--env.group_size", 2,
+    "--env.ensure_scores_are_not_same", "false", "--workers.processes", 1, "--store", "groups.db",
+    "--openai.mode", "tokens", "--rollouts.max_concurrent", 4,
+)  # fmt: skip
+
+
+@dataclass
+class Proof:
+    """
+    Args:
+        published: what each publish told.
+        tokens: trained tokens by version.
+        mixed: rows with tokens of more than one version.
+        furthest: the greatest difference of a token's logprob from the trainer's own, with the
+            weights of the version that the token carries.
+        nearest_other: the least, over the rows, of how far the weights of the next version are from
+            a row: what a wrong version would look like.
+    """
+
+    published: list[Published] = field(default_factory=list)
+    tokens: Counter[int] = field(default_factory=Counter)
+    rows: int = 0
+    mixed: int = 0
+    furthest: float = 0.0
+    nearest_other: float = float("inf")
+
+    def add(self, row: Row, maker: VersionMaker) -> None:
+        """Scores a row with the weights of each version in it."""
+        assert row.logprobs is not None
+        trained = row.mask.astype(bool)
+        versions = sorted(set(row.versions[trained].tolist()))
+        self.rows += 1
+        self.mixed += len(versions) > 1
+        for version in versions:
+            here = np.flatnonzero(trained & (row.versions == version))
+            own, other = (_apart(row, here, maker, one) for one in (version, version + 1))
+            self.tokens[version] += len(here)
+            self.furthest = max(self.furthest, own)
+            if len(versions) == 1 and len(here) > 3:
+                self.nearest_other = min(self.nearest_other, other)
+
+    def table(self, title: str) -> str:
+        """For people."""
+        seconds = Counter[str]()
+        for one in self.published:
+            seconds.update(one.seconds)
+        phases = ", ".join(
+            f"{name} {total / len(self.published):.3f}" for name, total in seconds.items()
+        )
+        checked = max(one.difference or 0.0 for one in self.published)
+        return (
+            f"{title}: {len(self.published)} versions, {self.rows} rows ({self.mixed} of several "
+            f"versions), {self.tokens.total()} tokens; furthest {self.furthest:.2g} from the "
+            f"trainer (checks {checked:.2g}), a wrong version {self.nearest_other:.2g} at least; "
+            f"seconds per publish: {phases}"
+        )
+
+
+def _apart(row: Row, here: np.ndarray[Any, Any], maker: VersionMaker, version: int) -> float:
+    assert row.logprobs is not None
+    (scored,) = maker.score(version, [row.tokens.tolist()])
+    return float(np.abs(np.asarray(scored)[here - 1] - row.logprobs[here]).max())
+
+
+def prove(
+    folder: Path,
+    base_url: str,
+    maker: VersionMaker,
+    make_push: Callable[[SyncEnvClient], WeightPush],
+    versions: Iterable[int],
+    words: Sequence[object] = (),
+) -> Proof:
+    """Publishes `versions` while agents sample, and leases until tokens of each have come.
+
+    Args:
+        words: more settings of the server.
+    """
+    proof, port = Proof(), free_port()
+    engine = ("--openai.base_url", base_url, "--port", port)
+    with running(*_SERVE, *engine, *words, folder=folder) as server:
+        server.wait_for("Trainers: ")
+        with SyncEnvClient(f"http://127.0.0.1:{port}", run="trainer", batch_size=1) as client:
+            push = make_push(client)
+            for version in versions:
+                check = maker.check(version)
+                proof.published.append(push.publish(version, maker.saver(version), check))
+                while not proof.tokens[version]:
+                    batch = client.lease(wait_seconds=60)
+                    assert batch is not None, server.output()[-3000:]
+                    for row in batch.rows:
+                        if (row.versions[row.mask.astype(bool)] >= 0).all():
+                            proof.add(row, maker)
+                    client.ack(batch)
+    return proof
