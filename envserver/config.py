@@ -31,6 +31,7 @@ LogFormat = Literal["auto", "console", "json"]
 Edit = Literal["exact", "appended", "whitespace", "calls"]
 Mode = Literal["auto", "tokens", "completions", "chat", "opaque"]
 Missing = Literal["shrink", "drop_group"]
+Backend = Literal["auto", "vllm", "local"]
 
 
 def is_loopback(host: str) -> bool:
@@ -170,6 +171,30 @@ def _check_url(url: str) -> None:
         raise ValueError("the port must be a number from 0 to 65535") from error
     if parts.query or parts.fragment:
         raise ValueError("an address must not have a query or a fragment")
+
+
+class EngineConfig(Section):
+    """An engine that is started here: `models start NAME`, and `--model NAME` elsewhere."""
+
+    models_file: Path = Path("configs/models.yaml")
+    """Where models have their names."""
+    backend: Backend | None = None
+    """vllm, local, or auto: vLLM where it is installed and comes up, else local; unset: as the
+    model's entry says."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the engine; 0 takes a free one."""
+    vllm_python: Path | None = None
+    """The Python that has vLLM; unset: the one that envserver runs in."""
+    vllm_args: list[str] = []
+    """Further words for vLLM's command line."""
+    local_args: list[str] = []
+    """Further words for the local engine's command line."""
+    start_seconds: float = Field(default=900.0, gt=0)
+    """For the engine to answer; then it is given up."""
+    restarts: int = Field(default=5, ge=0)
+    """In a row, of an engine that dies; then it is given up."""
+    log: Path | None = None
+    """What the engine writes; unset: data/engine-NAME.log."""
 
 
 class TokensConfig(Section):
@@ -357,7 +382,7 @@ class ServerConfig(Section):
     max_open_leases: int = Field(default=1024, ge=1)
     """Leases of a run that are not acknowledged, for trainers that ask for them; then 429."""
     silent_after_seconds: float = Field(default=30.0, gt=0)
-    """An environment elsewhere that says nothing for longer no longer counts: others get its room."""
+    """An environment elsewhere, silent for longer, no longer counts: others get its room."""
     drain_seconds: float = Field(default=60.0, ge=0)
     """`serve`, told to stop: seconds for the open groups to end; then they are cancelled."""
     allowed_hosts: list[str] = []
@@ -431,8 +456,10 @@ class Settings(EnvironmentSettings):
     """All that can be set for making rollouts."""
 
     openai: OpenAIConfig = OpenAIConfig()
-    model: Literal["sim"] | None = None
-    """"sim" for the simulated engine; unset: the engine at `openai.base_url`."""
+    model: str | None = None
+    """A model to start an engine for (a name in `engine.models_file`, a folder, a name on the
+    hub), or "sim" for the simulated engine; unset: the engine at `openai.base_url`."""
+    engine: EngineConfig = EngineConfig()
     sim: SimConfig = SimConfig()
     sampling: SamplingConfig = SamplingConfig()
     tokens: TokensConfig = TokensConfig()

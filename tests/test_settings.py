@@ -144,7 +144,7 @@ def test_flags_variables_and_files_say_the_same(values: dict[str, int]) -> None:
         (["--openai.base_url", "localhost:1"], "--openai.base_url: an address must look like http"),
         (["--openai.base_url", "http://h:99999"], "--openai.base_url: the port must be a number"),
         (["--server.host", "0.0.0.0"], "--server.host: must be a loopback address"),
-        (["--model", "gpt-4"], "--model: must be 'sim' (given: gpt-4)"),
+        (["--model", "qwen-0,5b"], "There is no model 'qwen-0,5b'."),
         (["--slurm", "true"], "Give the engines' addresses"),
         (["--testing"], "Use the simulated engine: --model sim"),
         (["math"], "Unexpected argument 'math'"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from http import HTTPStatus
 
 import structlog
 
-from ..config import Settings
-from ..errors import ConfigError, EngineError
+from ..config import EngineConfig, OpenAIConfig, Settings
+from ..errors import EngineError
 from ..models.engine import Engine
 from ..models.upstream import probe
 from ..proxy.gate import Gate
@@ -21,25 +23,41 @@ SIMULATED = "sim"
 _log = structlog.get_logger("envserver.engine")
 
 
-def make_engine(settings: Settings) -> tuple[Engine, Demonstrator | None]:
-    """The engine that `settings` name, and who is told the solutions (only the simulated one).
+@contextlib.asynccontextmanager
+async def started(
+    model: str | None, openai: OpenAIConfig, config: EngineConfig
+) -> AsyncIterator[OpenAIConfig]:
+    """How the engine is reached: `openai`, or one that is started here for `model`, if that names
+    one to be started, and is ended on the way out.
 
     Raises:
-        ConfigError: `model` names no engine.
+        NotFoundError: `model` names nothing.
+        ConfigError, EngineUnavailable: its engine cannot be started here, or does not come up.
     """
-    if settings.model is None:
-        from ..models.openai import OpenAIEngine
+    if model is None or model == SIMULATED:
+        yield openai
+        return
+    from ..models.catalogue import find_model, read_catalogue
+    from ..models.manager import running, spec_of
 
-        return OpenAIEngine(settings.openai), None
+    entry = find_model(model, read_catalogue(config.models_file), config.models_file)
+    async with running(spec_of(entry, config), tell=_tell) as engine:
+        yield openai.model_copy(
+            update={"base_url": engine.base_url, "model_name": engine.model, "server_type": "vllm"}
+        )
+
+
+def make_engine(settings: Settings, openai: OpenAIConfig) -> tuple[Engine, Demonstrator | None]:
+    """The engine that `settings` name, reached as `openai` says, and who is told the solutions
+    (only the simulated one)."""
     if settings.model == SIMULATED:
         from ..models.sim import RolloutSolver, SimEngine
 
         solver = RolloutSolver()
         return SimEngine(settings.sim, solver), solver
-    raise ConfigError(
-        f"There is no built-in model {settings.model!r}.",
-        hint="Use --model sim, or name a server with --openai.base_url and --openai.model_name.",
-    )
+    from ..models.openai import OpenAIEngine
+
+    return OpenAIEngine(openai), None
 
 
 def make_source(
@@ -107,6 +125,10 @@ async def _any_model(engine: Engine) -> str:
     if not names or not isinstance(names[0], str):
         raise EngineError("The engine lists no model.")
     return names[0]
+
+
+def _tell(line: str) -> None:
+    _log.info("engine", said=line)
 
 
 def _say(ways: Ways) -> None:

@@ -7,6 +7,8 @@ import importlib
 from ..errors import UsageError
 
 _WORDS = {
+    "list": ("models_list", "show the models that have names"),
+    "start": ("models_start", "start an engine for a model, keep it up, end it in order"),
     "make-tiny": ("models_tiny", "make a tiny language model that learns on a laptop"),
     "probe": ("models_probe", "show how an engine can be asked, and what it lacks"),
     "sim": ("models_sim", "serve the simulated engine over HTTP"),

@@ -32,7 +32,7 @@ work on a laptop. The same settings give the same weights on one machine."""
 
 FACTS = "make_tiny.json"
 """In the model's folder: the settings that it was made with."""
-GROUP_SIZE = 8
+GROUP_SIZE = 12
 _USAGE = "envserver models make-tiny DIR"
 _LAST_WORDS = 2000
 _MODES = ("single", "tools")
@@ -46,11 +46,11 @@ class TinySettings(Section):
     """Where the model goes; may also stand first, without its name."""
     seed: int = 0
     """Of the experts, the first weights and the order of training."""
-    steps: int = Field(default=500, ge=2)
+    steps: int = Field(default=450, ge=2)
     """Of the optimizer; fewer make a model that knows less."""
     groups: int = Field(default=124, ge=1)
-    """Groups of eight expert rollouts in each of the two kinds of tasks."""
-    solve_probability: float = Field(default=0.25, gt=0, le=1)
+    """Groups of twelve expert rollouts in each of the two kinds of tasks."""
+    solve_probability: float = Field(default=0.2, gt=0, le=1)
     """Share of the rollouts that the expert does right, and about that of the model in the end."""
     threads: int = Field(default=2, ge=1)
     """Of torch; another number gives other weights."""

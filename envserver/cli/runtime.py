@@ -32,7 +32,7 @@ from ..tokens.flags import Actions
 from ..workers.local import LocalPool
 from ..workers.walled import Wall
 from .agents import OwnSource, own_sources
-from .engines import look_at, make_engine, make_source
+from .engines import look_at, make_engine, make_source, started
 from .progress import counted
 from .sandboxing import sandboxes_of, try_sandbox
 from .tracing import tracer_of
@@ -59,9 +59,14 @@ async def engine_room(
 ) -> AsyncIterator[EngineRoom]:
     """The engine that `settings` name, behind `gate` (unset: one of its own). Other arguments and
     errors as of `machinery`."""
-    sampling, demonstrator = make_engine(settings)
-    _check_exact(sampling.exact, need_exact)
-    async with MeasuredEngine(sampling) as engine, tracer_of(settings.telemetry) as tracer:
+    async with contextlib.AsyncExitStack() as stack:
+        openai = await stack.enter_async_context(
+            started(settings.model, settings.openai, settings.engine)
+        )
+        sampling, demonstrator = make_engine(settings, openai)
+        _check_exact(sampling.exact, need_exact)
+        engine = await stack.enter_async_context(MeasuredEngine(sampling))
+        tracer = await stack.enter_async_context(tracer_of(settings.telemetry))
         source = make_source(settings, engine, gate=gate)
         if await look_at(engine, must_answer=need_engine):
             _check_exact((await source.ready()).exact, need_exact)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError, create_model
 
-from ..config import EnvironmentConfig, Section, Settings
+from ..config import EngineConfig, EnvironmentConfig, Section, Settings
 from ..errors import ConfigError
 from ..registry import find
 from .atropos_names import IGNORED, REFUSED, RENAMED
@@ -101,8 +101,9 @@ def load_settings(
         [*from_file, *over, *variables, *flags], options, settings_class, warn, problems
     )
     values = preset(model) | flatten(defaults or {}, options)
-    values |= _parsed(chosen, options, problems)
+    said = _parsed(chosen, options, problems)
     problems.raise_if_any()
+    values |= _sampling_of_model(values | said, options) | said
     return _validated(model, values, chosen, options)
 
 
@@ -262,6 +263,22 @@ def _parsed_one(given: Given, option: Option) -> Any:
             return True
         raise ValueError(f"a value is needed ({option.type_name})")
     return parse(option, given.value)
+
+
+def _sampling_of_model(values: Mapping[str, Any], options: Mapping[str, Option]) -> dict[str, Any]:
+    """How the model that is named wants to be sampled, where nobody says anything else.
+
+    Raises:
+        NotFoundError, ConfigError: there is no such model, or its file is wrong.
+    """
+    name = values.get("model")
+    if not isinstance(name, str) or name == "sim" or "engine.models_file" not in options:
+        return {}
+    from ..models.catalogue import find_model, read_catalogue
+
+    place = Path(values.get("engine.models_file", EngineConfig().models_file))
+    chosen = flatten({"sampling": find_model(name, read_catalogue(place), place).sampling}, options)
+    return {path: value for path, value in chosen.items() if path in options}
 
 
 def _validated(

@@ -6,7 +6,6 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import orjson
 from pydantic import Field
@@ -14,10 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
-from ..config import LogLevel, OpenAIConfig, Section, SimConfig
+from ..config import EngineConfig, LogLevel, OpenAIConfig, Section, SimConfig
 from ..errors import UsageError
 from ..models.engine import Engine
 from ..rollouts.audit import NOT_COMPARED
+from .engines import SIMULATED, started
 from .help import show_help
 from .logs import configure_logs
 from .loop import run_loop
@@ -50,8 +50,10 @@ class VerifySettings(Section):
     source: str
     """JSONL file, or address of a running server (http://127.0.0.1:8000); may be the first word."""
     openai: OpenAIConfig = OpenAIConfig()
-    model: Literal["sim"] | None = None
-    """"sim" for groups of the simulated engine; unset: the engine at `openai.base_url`."""
+    model: str | None = None
+    """A model to start an engine for (a name in `engine.models_file`, a folder, a name on the
+    hub), or "sim" for groups of the simulated engine; unset: the engine at `openai.base_url`."""
+    engine: EngineConfig = EngineConfig()
     tolerance: float = Field(default=1e-4, ge=0, allow_inf_nan=False)
     """Largest difference of a logprob that passes. In float32 on a CPU vLLM says the very same
     numbers again for rows of up to some 480 tokens, and beyond that differs by 1e-5, the order of
@@ -106,7 +108,10 @@ async def _verify(settings: VerifySettings, told: Told) -> tuple[Report, str]:
             source = await stack.enter_async_context(ServerSource(settings.source))
         else:
             source = FileSource(Path(settings.source))
-        engine = await stack.enter_async_context(_engine(settings))
+        openai = await stack.enter_async_context(
+            started(settings.model, settings.openai, settings.engine)
+        )
+        engine = await stack.enter_async_context(_engine(settings, openai))
         report = await verify(
             source,
             engine,
@@ -120,16 +125,16 @@ async def _verify(settings: VerifySettings, told: Told) -> tuple[Report, str]:
         return report, await engine.model_name()
 
 
-def _engine(settings: VerifySettings) -> Engine:
-    if settings.model is None:
-        from ..models.openai import OpenAIEngine
+def _engine(settings: VerifySettings, openai: OpenAIConfig) -> Engine:
+    if settings.model == SIMULATED:
+        from ..models.sim import SimEngine
 
-        if settings.openai.server_type != "vllm":
-            raise UsageError("Only an engine that gives prompt_logprobs (vllm) can verify.")
-        return OpenAIEngine(settings.openai)
-    from ..models.sim import SimEngine
+        return SimEngine(SimConfig(latency_seconds=0))
+    from ..models.openai import OpenAIEngine
 
-    return SimEngine(SimConfig(latency_seconds=0))
+    if openai.server_type != "vllm":
+        raise UsageError("Only an engine that gives prompt_logprobs (vllm) can verify.")
+    return OpenAIEngine(openai)
 
 
 @contextlib.contextmanager

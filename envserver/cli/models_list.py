@@ -1,0 +1,69 @@
+"""`envserver models list`: the models that have names, for people or as JSON."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from ..config import EngineConfig, Section
+from ..models.catalogue import ModelEntry, read_catalogue
+from .help import show_help
+from .settings import load_settings
+
+SUMMARY = "Shows the models that have names, and how each is served and sampled."
+
+_USAGE = "envserver models list"
+_ALIASES = {"json": "as_json"}
+
+
+class ListSettings(Section):
+    """The settings that `models list` has."""
+
+    models_file: Path = EngineConfig().models_file
+    """Where models have their names."""
+    as_json: bool = False
+    """JSON, not a table."""
+
+
+def run(argv: list[str]) -> int:
+    """The command; its status is 1 where no model has a name.
+
+    Raises:
+        ConfigError: a setting is wrong, or the file is.
+    """
+    if show_help(
+        argv, usage=_USAGE, summary=SUMMARY, settings_class=ListSettings, aliases=_ALIASES
+    ):
+        return 0
+    settings = load_settings(argv, settings_class=ListSettings, aliases=_ALIASES)
+    entries = list(read_catalogue(settings.models_file).values())
+    if settings.as_json:
+        facts = [entry.model_dump(mode="json", exclude_none=True) for entry in entries]
+        sys.stdout.write(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode() + "\n")
+    elif entries:
+        Console().print(_table(entries))
+    if not entries:
+        print(f"No model has a name: there is none in {settings.models_file}.", file=sys.stderr)
+    return 0 if entries else 1
+
+
+def _table(entries: list[ModelEntry]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("name", "files", "backend", "dtype", "sampling", "served as"):
+        table.add_column(column, overflow="fold")
+    for entry in entries:
+        sampling = " ".join(f"{name}={value:g}" for name, value in entry.sampling.items())
+        dtype = f"{entry.dtype}{', 4 bit' if entry.load_in_4bit else ''}"
+        table.add_row(
+            entry.name,
+            entry.files,
+            entry.backend,
+            dtype,
+            sampling,
+            entry.served_name or entry.name,
+        )
+    return table

@@ -1,0 +1,80 @@
+"""`envserver models start NAME`: an engine for a model, watched until it is told to end."""
+
+from __future__ import annotations
+
+import sys
+
+from pydantic import Field
+
+from ..config import EngineConfig, LogLevel, Section
+from ..errors import UsageError
+from ..models.catalogue import find_model, read_catalogue
+from ..models.manager import running, spec_of
+from .help import show_help
+from .logs import configure_logs
+from .loop import run_loop
+from .settings import load_settings
+
+SUMMARY = """Starts an engine for a model: vLLM where it is installed and comes up, else the local
+one, and says why. Prints its address when it answers; starts it again when it dies; ends it with
+itself. NAME is a name in models.yaml, a folder, or a name on the hub."""
+
+ALIASES = {
+    name: f"engine.{name}"
+    for name in (
+        *("models_file", "backend", "port", "vllm_python", "vllm_args", "local_args"),
+        *("start_seconds", "restarts", "log"),
+    )
+}
+PORT = 9001
+_USAGE = "envserver models start NAME"
+
+
+class StartSettings(Section):
+    """The settings that `models start` has."""
+
+    name: str = Field(default="", min_length=0)
+    """Which model; may also stand first, without its name."""
+    log_level: LogLevel = "info"
+    """Least serious event that is logged."""
+    engine: EngineConfig = EngineConfig()
+
+
+def run(argv: list[str]) -> int:
+    """The command; ends by a signal, or when the engine died too often.
+
+    Args:
+        argv: the words after `models start`.
+
+    Raises:
+        ConfigError, NotFoundError: a setting is wrong, or there is no such model.
+        EngineUnavailable: the engine did not come up, or died too often.
+    """
+    if show_help(
+        argv, usage=_USAGE, summary=SUMMARY, settings_class=StartSettings, aliases=ALIASES
+    ):
+        return 0
+    words = argv if not argv or argv[0].startswith("-") else ["--name", *argv]
+    settings = load_settings(
+        words,
+        settings_class=StartSettings,
+        aliases=ALIASES,
+        defaults={"engine": {"port": PORT}},
+    )
+    if not settings.name:
+        raise UsageError(f"Which model? {_USAGE}", hint="`envserver models list` shows the names.")
+    configure_logs(settings.log_level)
+    run_loop(_start(settings))
+    return 0
+
+
+async def _start(settings: StartSettings) -> None:
+    config = settings.engine
+    entry = find_model(settings.name, read_catalogue(config.models_file), config.models_file)
+    async with running(spec_of(entry, config), tell=_say) as engine:
+        print(engine.base_url, flush=True)
+        await engine.until_lost()
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,147 @@
+"""Models by name: what stands in `configs/models.yaml`, and what a name means that is not there.
+
+In: a file, and what the user typed. Out: an entry that says where the model's files are and how it
+is served. A folder and a name on the hub (`owner/name`) need no entry.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from ..config import Backend, Section
+from ..errors import ConfigError, NotFoundError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class ModelEntry(Section):
+    """A model that can be started by its name."""
+
+    name: str = Field(min_length=1)
+    """What the user types."""
+    hf_id: str | None = None
+    """Name on the Hugging Face hub."""
+    path: Path | None = None
+    """Folder with its files, in place of `hf_id`."""
+    backend: Backend = "auto"
+    """vllm, local, or auto: vLLM where it is installed and comes up, else local."""
+    dtype: Dtype = "auto"
+    """Of the weights."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest answer, where the user sets none."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature, where the user sets none."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Nucleus sampling, where the user sets none."""
+    load_in_4bit: bool = False
+    """By bitsandbytes."""
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Tokens of prompt and answer together; unset: what the model can."""
+    served_name: str | None = None
+    """What requests call it; unset: its name."""
+    vllm_args: tuple[str, ...] = ()
+    """Further words for vLLM's command line."""
+    local_args: tuple[str, ...] = ()
+    """Further words for the local engine's command line."""
+
+    @model_validator(mode="after")
+    def _is_somewhere(self) -> ModelEntry:
+        if (self.hf_id is None) == (self.path is None):
+            raise ValueError("give either hf_id or path")
+        return self
+
+    @property
+    def files(self) -> str:
+        """Where its files are, as engines are told."""
+        return self.hf_id or os.fspath(self.path or "")
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """How it is sampled where the user sets nothing: names of `sampling.*`."""
+        chosen = self.model_dump(include={"max_tokens", "temperature", "top_p"})
+        return {name: value for name, value in chosen.items() if value is not None}
+
+
+def read_catalogue(path: Path) -> dict[str, ModelEntry]:
+    """The entries of a file, by name; none where there is no file.
+
+    Raises:
+        ConfigError: it is no catalogue; the entry and what is wrong with it are in the message.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
+    models = tree.get("models") if isinstance(tree, dict) else None
+    if isinstance(models, dict):
+        models = [{"name": name, **(entry or {})} for name, entry in models.items()]
+    if not isinstance(models, list):
+        raise ConfigError(f"{path} has no list `models`.")
+    entries: dict[str, ModelEntry] = {}
+    for number, raw in enumerate(models, 1):
+        entry = _entry(raw, f"{path}, model {number}")
+        if entry.name in entries:
+            raise ConfigError(f"{path} has two models {entry.name!r}.")
+        entries[entry.name] = entry
+    return entries
+
+
+def find_model(name: str, catalogue: dict[str, ModelEntry], place: Path) -> ModelEntry:
+    """The entry of that name, or one for the folder or the model on the hub that it means.
+
+    Args:
+        place: the catalogue's file, for messages.
+
+    Raises:
+        NotFoundError: it means nothing; the message has the nearest name. Or its folder is missing.
+    """
+    entry = catalogue.get(name) or _unlisted(name)
+    if entry is None:
+        near = difflib.get_close_matches(name, catalogue, n=1, cutoff=0.5)
+        known = f"Known in {place}: {', '.join(catalogue)}." if catalogue else f"{place} has none."
+        raise NotFoundError(
+            f"There is no model {name!r}.",
+            hint=f"Did you mean {near[0]!r}?" if near else f"{known} Or name a folder.",
+        )
+    if entry.path is not None and not (entry.path / "config.json").is_file():
+        lack = "no config.json" if entry.path.is_dir() else "no such folder"
+        raise NotFoundError(
+            f"The model {name!r} is not at {entry.path}: {lack}.",
+            hint=f"A tiny one is made by `envserver models make-tiny {entry.path}`.",
+        )
+    return entry
+
+
+def _unlisted(name: str) -> ModelEntry | None:
+    if Path(name).is_dir() or name.startswith((".", "/", "~")):
+        folder = Path(name).expanduser()
+        return ModelEntry(name=folder.resolve().name, path=folder)
+    if name.count("/") == 1 and all(name.split("/")):
+        return ModelEntry(name=name, hf_id=name)
+    return None
+
+
+def _entry(raw: object, place: str) -> ModelEntry:
+    name = raw.get("name") if isinstance(raw, dict) else None
+    where = f"{place} ({name})" if name else place
+    try:
+        return ModelEntry.model_validate(raw)
+    except ValidationError as error:
+        one = error.errors(include_url=False, include_context=False)[0]
+        field = ".".join(map(str, one["loc"]))
+        said = one["msg"].removeprefix("Value error, ")
+        known = difflib.get_close_matches(field, ModelEntry.model_fields, n=1)
+        unknown = one["type"] == "extra_forbidden"
+        raise ConfigError(
+            f"{where}: {f'{field}: ' if field else ''}"
+            f"{'there is no such setting' if unknown else said}.",
+            hint=f"Did you mean {known[0]!r}?" if unknown and known else "",
+        ) from error

@@ -1,0 +1,76 @@
+"""A small process between us and an engine: when either is gone, nothing of the engine stays.
+
+    python -I -S keeper.py GRACE_SECONDS COMMAND ...
+
+Imports the standard library only. The engine runs in a session of its own, so that all its
+processes can be ended together: when our end of this process's standard input closes (we ended, by
+whatever signal), when this is told to end, or when the engine's first process is gone. The first
+line on standard output is that process's id; the exit status is the engine's, 128 + n where signal
+n ended it. If this process itself is killed, the engine's first process is killed with it (Linux).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+_PR_SET_PDEATHSIG = 1
+_LOOK_SECONDS = 0.2
+
+
+class _Told(Exception):
+    """A signal tells us to end."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns the exit status."""
+    grace_seconds, command = float(argv[0]), argv[1:]
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _tell)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    engine = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True, preexec_fn=_die_with_us
+    )
+    with contextlib.suppress(_Told):
+        os.write(1, b"%d\n" % engine.pid)
+        while engine.poll() is None:
+            readable, _, _ = select.select([0], [], [], _LOOK_SECONDS)
+            if readable and not os.read(0, 4096):
+                break
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _end(engine, grace_seconds)
+    status = engine.wait()
+    return status if status >= 0 else 128 - status
+
+
+def _tell(number: int, frame: object) -> None:
+    raise _Told
+
+
+def _die_with_us() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _end(engine: subprocess.Popen[bytes], grace_seconds: float) -> None:
+    """Ends the engine's whole process group."""
+    _signal(engine, signal.SIGTERM)
+    end = time.monotonic() + grace_seconds
+    while engine.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    _signal(engine, signal.SIGKILL)
+
+
+def _signal(engine: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(engine.pid, number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

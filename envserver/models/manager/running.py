@@ -1,0 +1,288 @@
+"""One engine's life: started, waited for, started again when it dies, ended with us.
+
+In: a `Spec`. Out: an address that stays the same. Always: what was started is ended on the way
+out, and by the keeper (`keeper.py`) where we are killed. An engine that dies is started again after
+1, 2, 4 ... seconds, a bounded number of times in a row; it then has the weights of its files again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import IO
+
+import aiohttp
+
+from ...errors import ConfigError, EngineUnavailable
+from .launches import Kind, Launch, find_vllm, launches
+from .spec import Spec
+
+Tell = Callable[[str], None]
+
+_KEEPER = Path(__file__).with_name("keeper.py")
+_GRACE_SECONDS = 10.0
+_KEEPER_SECONDS = _GRACE_SECONDS + 5.0
+_LOOK_SECONDS = 0.2
+_TELL_SECONDS = 10.0
+_STEADY_SECONDS = 60.0
+"""An engine that lived for so long has earned all its restarts again."""
+_LONGEST_PAUSE_SECONDS = 30.0
+_LAST_WORDS_BYTES = 4096
+
+
+class Running:
+    """An engine that was started here.
+
+    Args:
+        base_url: its address, with `/v1`; the same after a restart.
+        model: what requests call its model.
+        backend: what it is.
+        log: what it writes.
+    """
+
+    def __init__(self, base_url: str, model: str, backend: Kind, log: Path) -> None:
+        self.base_url = base_url
+        self.model = model
+        self.backend = backend
+        self.log = log
+        self.restarts = 0
+        """So far."""
+        self._lost: asyncio.Future[EngineUnavailable] = asyncio.get_running_loop().create_future()
+
+    async def until_lost(self) -> None:
+        """Waits until it is given up.
+
+        Raises:
+            EngineUnavailable: it is.
+        """
+        raise await asyncio.shield(self._lost)
+
+    def give_up(self, error: EngineUnavailable) -> None:
+        """It died too often."""
+        if not self._lost.done():
+            self._lost.set_result(error)
+
+
+@contextlib.asynccontextmanager
+async def running(spec: Spec, *, tell: Tell) -> AsyncIterator[Running]:
+    """The engine, as soon as it answers, and for as long as this lasts.
+
+    Args:
+        tell: gets lines for people: what is started, how long it takes, restarts.
+
+    Raises:
+        ConfigError: what is wanted cannot be started here, or the port is taken.
+        EngineUnavailable: it did not come up; its last words are in the message.
+    """
+    port = _free_port(spec.host, spec.port)
+    vllm = "" if spec.backend == "local" else await asyncio.to_thread(find_vllm, spec.vllm_python)
+    possible = launches(spec, vllm, port)
+    if isinstance(vllm, str) and spec.backend == "auto":
+        tell(f"The local engine is used: {vllm}.")
+    starter = _Starter(spec, f"http://{spec.host}:{port}", tell)
+    child, launch = await _first(starter, possible, tell)
+    engine = Running(f"{starter.url}/v1", spec.name, launch.kind, spec.log)
+    tell(f"{_NAMES[launch.kind]} serves {spec.model} as {spec.name} at {engine.base_url}")
+    keeping = asyncio.create_task(
+        _kept(starter, launch, child, engine, spec.restarts), name=f"engine {spec.name}"
+    )
+    try:
+        yield engine
+    finally:
+        keeping.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await keeping
+
+
+_NAMES: dict[Kind, str] = {"vllm": "vLLM", "local": "The local engine"}
+
+
+async def _first(starter: _Starter, possible: list[Launch], tell: Tell) -> tuple[_Child, Launch]:
+    """The first that comes up."""
+    *others, last = possible
+    for launch in others:
+        try:
+            return await starter.up(launch), launch
+        except EngineUnavailable as error:
+            tell(f"{_NAMES[last.kind]} is used: {error.message}")
+    return await starter.up(last), last
+
+
+async def _kept(
+    starter: _Starter, launch: Launch, child: _Child, engine: Running, most: int
+) -> None:
+    """Starts it again whenever it dies, at most so often in a row; ends it when cancelled."""
+    current: _Child | None = child
+    deaths, began = 0, time.monotonic()
+    try:
+        while True:
+            if current is not None:
+                status = await current.process.wait()
+                current.clean_up()
+                words = f"{_NAMES[launch.kind]} ended by itself (status {status})"
+            if time.monotonic() - began > _STEADY_SECONDS:
+                deaths = 0
+            deaths += 1
+            if deaths > most:
+                message = f"{words}; it was started again {most} times in a row. See {engine.log}."
+                starter.tell(message)
+                engine.give_up(EngineUnavailable(message))
+                return
+            pause = min(2.0 ** (deaths - 1), _LONGEST_PAUSE_SECONDS)
+            starter.tell(
+                f"{words}; it is started again in {pause:g} s, with the weights it began with."
+            )
+            await asyncio.sleep(pause)
+            began, current = time.monotonic(), None
+            try:
+                current = await starter.up(launch)
+                engine.restarts += 1
+            except EngineUnavailable as error:
+                words = error.message
+    finally:
+        if current is not None:
+            await current.end()
+
+
+class _Child:
+    """A keeper and its engine.
+
+    Args:
+        engine_pid: of the engine's first process, which leads its group.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, engine_pid: int) -> None:
+        self.process = process
+        self.engine_pid = engine_pid
+
+    async def end(self) -> None:
+        """Tells the keeper to end all of it, and waits."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            await asyncio.wait_for(self.process.wait(), _KEEPER_SECONDS)
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
+        self.clean_up()
+
+    def clean_up(self) -> None:
+        """Where the keeper was killed, what the engine had started is left: it goes now."""
+        if self.process.returncode is not None and self.process.returncode < 0:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.engine_pid, 9)
+
+
+class _Starter:
+    """Starts engines of one spec and waits until they answer."""
+
+    def __init__(self, spec: Spec, url: str, tell: Tell) -> None:
+        self.url = url
+        self.tell = tell
+        self._spec = spec
+
+    async def up(self, launch: Launch) -> _Child:
+        """A process that answers.
+
+        Raises:
+            EngineUnavailable: it ended, or took too long; its last words are in the message.
+        """
+        log = self._spec.log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as words:
+            begins = words.seek(0, os.SEEK_END)
+            child = await _spawned(launch, words)
+        try:
+            await self._answers(launch, child, begins)
+        except BaseException:
+            await child.end()
+            raise
+        return child
+
+    async def _answers(self, launch: Launch, child: _Child, begins: int) -> None:
+        name, started = _NAMES[launch.kind], time.monotonic()
+        told = started
+        timeout = aiohttp.ClientTimeout(total=5)
+        async with aiohttp.ClientSession(timeout=timeout) as client:
+            while child.process.returncode is None:
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                    async with client.get(f"{self.url}/health") as answer:
+                        if answer.status == 200:
+                            return
+                now = time.monotonic()
+                if now - started > self._spec.start_seconds:
+                    raise EngineUnavailable(
+                        f"{name} did not answer within {self._spec.start_seconds:g} s: "
+                        f"{_last_words(self._spec.log, begins)}"
+                    )
+                if now - told > _TELL_SECONDS:
+                    told = now
+                    line = _last_line(self._spec.log, begins)
+                    self.tell(f"{name} is starting, {now - started:.0f} s: {line}")
+                await asyncio.sleep(_LOOK_SECONDS)
+        raise EngineUnavailable(
+            f"{name} ended before it answered (status {child.process.returncode}; "
+            f"{self._spec.log}): {_why(self._spec.log, begins)}"
+        )
+
+
+async def _spawned(launch: Launch, words: IO[bytes]) -> _Child:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", os.fspath(_KEEPER), str(_GRACE_SECONDS)),
+        *launch.command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=words,
+        env={**os.environ, **launch.environ},
+        # Ctrl-C reaches us alone: we end it in order.
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    line = await process.stdout.readline()
+    if not line:
+        raise EngineUnavailable(f"{launch.command[0]} cannot be run.")
+    return _Child(process, int(line))
+
+
+def _free_port(host: str, port: int) -> int:
+    """`port`, or a free one for 0.
+
+    Raises:
+        ConfigError: somebody listens there.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"Port {port} of {host} cannot be had: {error.strerror}.",
+                hint="Name another by --port, or 0 for a free one.",
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+def _last_words(log: Path, begins: int) -> str:
+    """The end of what it wrote since `begins`."""
+    with log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(begins, size - _LAST_WORDS_BYTES))
+        return file.read().decode(errors="replace").strip()
+
+
+def _last_line(log: Path, begins: int) -> str:
+    lines = _last_words(log, begins).splitlines()
+    return lines[-1].strip()[:200] if lines else "..."
+
+
+def _why(log: Path, begins: int) -> str:
+    """The line that most likely says why it ended: the last that names an error."""
+    lines = [line.strip() for line in _last_words(log, begins).splitlines() if line.strip()]
+    named = [line for line in lines if "error" in line.lower()]
+    return (named or lines or ["it wrote nothing"])[-1][:300]
