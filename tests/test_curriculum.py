@@ -367,26 +367,26 @@ def test_process_makes_more_groups_to_learn_from_and_goes_on_with_what_it_knew(
         return tmp_path / f"{name}.jsonl"
 
     near = ("--curriculum.sampler", "difficulty", "--curriculum.sharpness", 4)
-    uniform = mixed_groups(process("uniform", 120))
-    path = process("difficulty", 90, *near)
-    process("difficulty", 120, *near, "--resume")
+    uniform = mixed_groups(process("uniform", 60))
+    path = process("difficulty", 45, *near)
+    process("difficulty", 60, *near, "--resume")
     lines = read_jsonl(path)
-    assert len({line["envserver"]["group_id"] for line in lines}) == len(lines) == 120
-    assert 25 < uniform < 45
+    assert len({line["envserver"]["group_id"] for line in lines}) == len(lines) == 60
+    assert 10 < uniform < 21
     assert mixed_groups(path) > uniform * 1.3
     # What it knew is known again: tasks come again at once, and mostly the right ones.
     again = [
         int(line["envserver"]["task_id"].partition("-")[2]) % 3
-        for line in lines[90:]
+        for line in lines[45:]
         if "-again-" in line["envserver"]["group_id"]
     ]
-    assert len(again) >= 8
+    assert len(again) >= 4
     assert again.count(1) > len(again) / 2
 
 
 def serving(thirds: str, folder: Path, port: int, *words: object) -> Any:
     return running(
-        "serve", "--env", thirds, *FAST, "--store", "groups.db", "--port", port,
+        "serve", "--env", thirds, *FAST, "--env.tasks", 9, "--store", "groups.db", "--port", port,
         "--rollouts.max_queued_groups", 12, *words, folder=folder,
     )  # fmt: skip
 
@@ -407,7 +407,7 @@ def test_serve_counts_what_it_drops_and_brings_unsolved_tasks_back_also_after_a_
                 found = list(client.task_estimates(environment="thirds"))
             return [one for one in found if one.attempts > 8 and one.mean_reward == 0]
 
-        tried = until(lambda: len(unsolved()) > 5 and unsolved(), 120, server.output)
+        tried = until(lambda: len(unsolved()) > 2 and unsolved(), 120, server.output)
         assert {int(one.task_id.partition("-")[2]) % 3 for one in tried} == {0}
         metrics = httpx.get(f"{url}/metrics").text
         assert 'envserver_groups_again_total{environment="thirds"}' in metrics

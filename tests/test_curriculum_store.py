@@ -6,9 +6,14 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from support.api import running_api, wire_group
+from support.joined import join
 from support.stores import group
 
+from clients.http import EnvClient
+from envserver.records import pack
 from envserver.rollouts.estimates import Scored
+from envserver.rollouts.stream import again_prefix, group_id
 from envserver.store import GroupPut, open_store
 
 
@@ -111,3 +116,40 @@ async def test_however_many_tasks_there_are_each_is_found_by_its_index(
             plan = " ".join(row[3] for row in file.execute(f"EXPLAIN QUERY PLAN {query}"))
             assert "SEARCH" in plan, plan
             assert "SCAN" not in plan, plan
+
+
+async def test_groups_of_other_machines_count_where_they_name_a_task(tmp_path: Path) -> None:
+    async with running_api(tmp_path / "store.db") as api:
+        one = await join(api)
+        for _ in range(2):
+            assert (await one.post(pack(one.group(0)))).status_code == 200
+        again = one.group(3)
+        again.group_id = group_id(again_prefix("math-train-0-"), 3, "task-1")
+        assert (await one.post(pack(again))).status_code == 200
+        dropped = {"task_id": "t", "attempts": 4, "rewards": 4.0, "policy_version": 9}
+        for _ in range(2):
+            told = {"groups": [dropped | {"group_id": "math-train-0-000009-0"}]}
+            assert (await one.send("POST", "/scored", json=told)).status_code == 204
+        foreign = {"groups": [dropped | {"group_id": "code-train-0-000009-0"}]}
+        assert (await one.send("POST", "/scored", json=foreign)).status_code == 422
+        await api.start()
+        wire = wire_group(2, scores=[1.0, -1.0], group_overrides={"task_id": "w"})
+        for posted in (wire, wire_group(), wire | {"group_overrides": {"task_id": "w\x00"}}):
+            assert (await api.http.post("/scored_data", json=posted)).status_code == 200
+        assert (await join(api)).stored == 2
+        async with EnvClient(api.url, run="trainer") as client:
+            found = await client.task_estimates(limit=10)
+            assert found == await client.task_estimates()
+            assert [one.task_id for one in await client.task_estimates(environment="math")] == [
+                "task-1",
+                "t",
+            ]
+            assert await client.task_estimates(split="test") == []
+        assert [
+            (one.environment, one.task_id, one.attempts, one.mean_reward, one.policy_version)
+            for one in found
+        ] == [
+            ("math", "task-1", 4, pytest.approx(0.5), 7),
+            ("math", "t", 4, 1.0, 9),
+            ("atropos", "w", 2, 0.5, -1),
+        ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import structlog
@@ -25,7 +25,7 @@ from ..store import Store
 _log = structlog.get_logger("envserver.curriculum")
 
 _AGAIN_SECONDS = 1.0
-_MOST_ESTIMATES = 65_536
+MOST_ESTIMATES = 65_536
 """Of tasks that `process` knows of; the one that was not scored for longest goes."""
 
 
@@ -82,16 +82,40 @@ async def _ask(store: Store, asked: list[Ticket]) -> Known:
 
 
 class Book:
-    """What one run of `process` knows of its groups and tasks, without a store."""
+    """What one run of `process` or `join` knows of its groups and tasks, without a store.
 
-    def __init__(self, environment: Environment, rules: CurriculumConfig) -> None:
+    Args:
+        known: which of these groups are made, too; it may block.
+        counts: how many groups of the environment's order are made beside those that are read, and
+            a number behind those of all tasks that came again.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        rules: CurriculumConfig,
+        *,
+        known: Callable[[list[str]], set[str]] | None = None,
+        counts: tuple[int, int] = (0, 0),
+        version: Callable[[], int] = lambda: -1,
+    ) -> None:
         self._prefix = id_prefix(environment)
         self._discount = rules.discount
         self._made: set[str] = set()
+        self._known = known
+        self._more = counts
         self._estimates: OrderedDict[str, Estimate] = OrderedDict()
         self.curriculum = TaskStream(
-            rules, look=self._look, counts=self._counts, seed=environment.config.seed
+            rules,
+            look=self._look,
+            counts=self._counts,
+            seed=environment.config.seed,
+            version=version,
         )
+
+    def learn(self, estimates: Mapping[str, Estimate]) -> None:
+        """What was known of tasks before."""
+        self._estimates.update(estimates)
 
     def read(self, scored: Scored) -> None:
         """A group that was made before."""
@@ -113,16 +137,18 @@ class Book:
     def _count(self, scored: Scored) -> None:
         before = self._estimates.pop(scored.task_id, UNTRIED)
         self._estimates[scored.task_id] = updated(before, scored, self._discount)
-        if len(self._estimates) > _MOST_ESTIMATES:
+        if len(self._estimates) > MOST_ESTIMATES:
             self._estimates.popitem(last=False)
 
     def _counts(self) -> tuple[int, int]:
         again = sum(one.startswith(again_prefix(self._prefix)) for one in self._made)
-        return len(self._made) - again, again
+        own, later = self._more
+        return len(self._made) - again + own, again + later
 
     def _look(self, asked: list[Ticket]) -> Known:
         found = ((one.task.id, self._estimates.get(one.task.id)) for one in asked)
+        ids = [ticket.group_id for ticket in asked]
         return Known(
-            self._made.intersection(ticket.group_id for ticket in asked),
+            self._made.intersection(ids) | (self._known(ids) if self._known else set()),
             {task_id: estimate for task_id, estimate in found if estimate is not None},
         )

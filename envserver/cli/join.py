@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 import dataclasses
 import ssl
+import time
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,11 +22,13 @@ from rich.console import Console
 
 from .. import __version__
 from ..config import Settings, is_loopback
+from ..curriculum_config import CurriculumConfig
+from ..environment import Environment
 from ..errors import ConfigError
 from ..remote.gate import HeldGate
 from ..remote.identity import Identity, default_name, held_identity
 from ..remote.link import Link
-from ..remote.messages import NAME_PATTERN, Heartbeat, Registration
+from ..remote.messages import NAME_PATTERN, Heartbeat, Registration, Welcome
 from ..remote.sink import RemoteSink, lacking
 from ..rollouts.events import Event, GroupDropped, Observer
 from ..rollouts.group import Machinery
@@ -32,6 +36,7 @@ from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import tickets
 from ..tokens.flags import chosen
 from .command_line import CommandLine, read_command_line
+from .curricula import MOST_ESTIMATES, Book, has_curriculum
 from .logs import configure_logs
 from .loop import run_loop
 from .progress import Tally, counted
@@ -125,6 +130,12 @@ async def join(line: Line, console: Console) -> int:
         async with link.open() as welcome:
             environment = _with_seed(line, welcome.seed).make_environment()
             tally = Tally()
+            rules = settings.curriculum
+            book = (
+                await _book(environment, rules, link, welcome, lambda: parts.freshness.version)
+                if has_curriculum(rules)
+                else None
+            )
             async with contextlib.AsyncExitStack() as stack:
                 room = await stack.enter_async_context(
                     engine_room(settings, need_engine=False, need_exact=True, gate=gate)
@@ -134,7 +145,7 @@ async def join(line: Line, console: Console) -> int:
                         settings,
                         environment,
                         line.reference,
-                        observer=_observer(tally),
+                        observer=_observer(tally, book),
                         need_engine=False,
                         actions=chosen(
                             settings.tokens.train, settings.tokens.mask, settings.tokens.drop
@@ -146,7 +157,7 @@ async def join(line: Line, console: Console) -> int:
                         room=room,
                     )
                 )
-                scheduler = _scheduler(parts, link, welcome.stored)
+                scheduler = _scheduler(parts, link, welcome.stored, book)
                 _connect(link, parts, scheduler, tally)
                 console.print(
                     f"Joined {settings.url} as {identity.name}: {environment.name}, seed "
@@ -210,9 +221,38 @@ def _with_seed(line: Line, seed: int) -> Line:
     return dataclasses.replace(line, settings=line.settings.model_copy(update={"env": config}))
 
 
-def _observer(tally: Tally) -> Observer:
+async def _book(
+    environment: Environment,
+    rules: CurriculumConfig,
+    link: Link,
+    welcome: Welcome,
+    version: Callable[[], int],
+) -> Book:
+    """What the server knows; from now on the joiner's own groups count here, too."""
+    book = Book(
+        environment,
+        rules,
+        known=_known(link),
+        # No start has the numbers of another: none draws once a second for as long as it lives.
+        counts=(welcome.stored - welcome.again, int(time.time())),
+        version=version,
+    )
+    config = environment.config
+    book.learn(await link.estimates(environment.name, config.split, MOST_ESTIMATES))
+    return book
+
+
+def _known(link: Link) -> Callable[[list[str]], set[str]]:
+    """Which of these groups the server has; for the thread in which tasks are read."""
+    loop = asyncio.get_running_loop()
+    return lambda ids: asyncio.run_coroutine_threadsafe(link.known(ids), loop).result()
+
+
+def _observer(tally: Tally, book: Book | None) -> Observer:
     def observe(event: Event) -> None:
         tally(event)
+        if book is not None:
+            book.observe(event)
         if isinstance(event, GroupDropped) and event.failed:
             _log.warning(
                 "group_dropped",
@@ -225,25 +265,22 @@ def _observer(tally: Tally) -> Observer:
     return observe
 
 
-def _scheduler(parts: Machinery, link: Link, stored: int) -> Scheduler:
+def _scheduler(parts: Machinery, link: Link, stored: int, book: Book | None) -> Scheduler:
     environment = parts.environment
     steps = environment.config.total_steps
     scheduler: Scheduler | None = None
-    loop = asyncio.get_running_loop()
+    own = tickets(environment, repeat=True)
 
     def open_groups() -> int:
         return 0 if scheduler is None else scheduler.open_groups
 
-    def known(group_ids: list[str]) -> set[str]:
-        """For the thread in which tasks are read."""
-        return asyncio.run_coroutine_threadsafe(link.known(group_ids), loop).result()
-
     scheduler = Scheduler(
         parts,
-        lacking(tickets(environment, repeat=True), known, stored),
+        lacking(own, _known(link), stored) if book is None else book.curriculum.tickets(own),
         RemoteSink(link, open_groups),
         wanted=None if steps is None else max(0, steps - stored),
         stop_on_failures=False,
+        counted=link.count_dropped,
     )
     return scheduler
 

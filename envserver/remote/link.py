@@ -13,13 +13,17 @@ import random
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import httpx
+import msgspec
 import structlog
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ..errors import ConfigError, ConflictError, EnvserverError, InputError
+from ..records import Split
+from ..rollouts.estimates import Estimate, Scored
 from .gate import HeldGate
 from .messages import (
     KEY_HEADER,
@@ -30,6 +34,8 @@ from .messages import (
     Pause,
     Refused,
     Registration,
+    ScoredGroup,
+    ScoredGroups,
     Welcome,
 )
 from .posts import Posts
@@ -50,6 +56,26 @@ _PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504, 507})
 _HOLD_SECONDS: Final = 3600.0
 _KNOWN: Final = TypeAdapter(dict[str, list[str]])
 _SAME_VERSION: Final = "Do both run the same version of envserver?"
+
+
+class _Estimate(msgspec.Struct):
+    task_id: str
+    attempts: int
+    weight: float
+    mean_reward: float | None
+    policy_version: int
+
+    def as_estimate(self) -> Estimate:
+        solved = self.weight * (self.mean_reward or 0.0)
+        return Estimate(self.attempts, self.weight, solved, self.policy_version)
+
+
+class _Estimates(msgspec.Struct):
+    estimates: list[_Estimate]
+    next: int | None
+
+
+_ESTIMATES: Final = msgspec.json.Decoder(_Estimates)
 
 
 class Unreachable(EnvserverError):
@@ -196,6 +222,31 @@ class Link:
         body = GroupIds(group_ids=group_ids).model_dump()
         answer = await self._patiently(lambda: self._send("POST", "/known", json=body))
         return set(_KNOWN.validate_json(answer.content)["known"])
+
+    async def count_dropped(self, scored: Scored) -> None:
+        """Returns when the server counts a group that was scored and dropped."""
+        group = ScoredGroup(
+            group_id=scored.group_id,
+            task_id=scored.task_id,
+            attempts=scored.attempts,
+            rewards=scored.rewards,
+            policy_version=scored.policy_version,
+        )
+        body = ScoredGroups(groups=[group]).model_dump()
+        await self._patiently(lambda: self._send("POST", "/scored", json=body))
+
+    async def estimates(self, env: str, split: Split, most: int) -> dict[str, Estimate]:
+        """By task, up to `most` estimates that the server has."""
+        found: dict[str, Estimate] = {}
+        query: dict[str, str | int] = {"environment": env, "split": split, "limit": 1024}
+        after: int | None = 0
+        while after is not None and len(found) < most:
+            query["after"] = after
+            ask = partial(self._request, "GET", "/v1/tasks/estimates", params=dict(query))
+            page = _ESTIMATES.decode((await self._patiently(ask)).content)
+            found.update((one.task_id, one.as_estimate()) for one in page.estimates)
+            after = page.next
+        return found
 
     def hurry(self) -> None:
         """Something is to be said now, not when the server has answered."""

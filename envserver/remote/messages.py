@@ -18,6 +18,7 @@ NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,127}$"
 LONGEST_POLL_SECONDS: Final = 60.0
 MOST_IDS: Final = 4096
 _MOST: Final = 2**31 - 1
+_KEPT: Final = r"^[^\x00]*$"
 
 Count = Annotated[int, Field(ge=0, le=_MOST)]
 Counts = Annotated[dict[Annotated[str, Field(max_length=128)], Count], Field(max_length=64)]
@@ -59,6 +60,8 @@ class Welcome(_Message):
     """The seed of its stream: no other environment of this server has the same stream."""
     stored: int
     """Groups of this stream that the server has."""
+    again: int = 0
+    """Those of them whose tasks came again."""
     silent_after_seconds: float
     """Who says nothing for longer does not count until it is heard again."""
 
@@ -116,6 +119,21 @@ class Heartbeat(_Message):
     """Id of the pause that it holds: no call of its is at the engine (or may be, with "keep")."""
     seen: News | None = None
     wait_seconds: float = Field(default=0.0, ge=0, le=LONGEST_POLL_SECONDS)
+
+
+class ScoredGroup(_Message):
+    """A group that was scored and dropped: it counts in the estimate of its task."""
+
+    group_id: str = Field(min_length=1, max_length=512, pattern=_KEPT)
+    task_id: str = Field(min_length=1, max_length=512, pattern=_KEPT)
+    attempts: int = Field(ge=1, le=_MOST)
+    rewards: float = Field(ge=0, le=_MOST, allow_inf_nan=False)
+    """Of all attempts together."""
+    policy_version: int = Field(ge=-1, le=_MOST)
+
+
+class ScoredGroups(_Message):
+    groups: list[ScoredGroup] = Field(max_length=MOST_IDS)
 
 
 class GroupIds(_Message):

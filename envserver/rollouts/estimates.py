@@ -20,6 +20,7 @@ success.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -29,6 +30,8 @@ from ..records import Group, Split
 
 DISCOUNT: Final = 0.98
 """For each policy version: half of the weight is left after 34."""
+LONGEST_TASK_ID: Final = 512
+"""Characters; tasks with longer names have no estimates."""
 _LEAST_WEIGHT: Final = 1e-300
 """Of less there is no mean."""
 
@@ -100,9 +103,10 @@ def scored(
     rewards: Sequence[float],
     policy_version: int = -1,
 ) -> Scored | None:
-    """What these rewards say; what lies outside [0, 1] counts as the nearer end. None: there are
-    none."""
-    if not rewards:
+    """What these rewards say; what lies outside [0, 1] counts as the nearer end, what is no number
+    not at all. None: there are none, or the task has no name that can be kept."""
+    rewards = [reward for reward in rewards if not math.isnan(reward)]
+    if not rewards or not task_id or len(task_id) > LONGEST_TASK_ID or "\x00" in task_id:
         return None
     return Scored(
         group_id=group_id,

@@ -74,6 +74,7 @@ RULES: Final = (
     Rule("POST", "/v1/environments/{env_id}/heartbeat", ENVIRONMENT),
     Rule("POST", "/v1/environments/{env_id}/groups", ENVIRONMENT),
     Rule("POST", "/v1/environments/{env_id}/known", ENVIRONMENT),
+    Rule("POST", "/v1/environments/{env_id}/scored", ENVIRONMENT),
     Rule("DELETE", "/v1/environments/{env_id}", ENVIRONMENT),
     Rule("POST", "/v1/environments/{env_id}/drain", NOBODY_ELSE),
     # The Atropos wire

@@ -15,6 +15,7 @@ import structlog
 from msgspec import structs
 
 from ...errors import StoreError
+from ...rollouts.estimates import scored
 from ...store import GroupPut, Store
 from .batching import Waiting
 from .encoded import EncodedGroups
@@ -146,9 +147,11 @@ def _as_put(group: PostedGroup, group_id: str, state: WireState) -> GroupPut:
     env_id = group.env_id
     lengths = group.lengths
     known = env_id is not None and state.knows(env_id)
+    env = state.environments[env_id].real_name if known and env_id is not None else "atropos"
+    task_id = group.task_id
     return GroupPut(
         group_id=group_id,
-        env=state.environments[env_id].real_name if known and env_id is not None else "atropos",
+        env=env,
         format="atropos",
         body=group.body,
         size=len(lengths),
@@ -156,4 +159,5 @@ def _as_put(group: PostedGroup, group_id: str, state: WireState) -> GroupPut:
         max_length=max(lengths),
         env_id=env_id if env_id is not None and -_INT64 <= env_id < _INT64 else None,
         state="buffered" if _is_part(group, state) else "queued",
+        scored=scored(group_id, env, "train", task_id, group.scores) if task_id else None,
     )

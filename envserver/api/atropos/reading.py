@@ -12,7 +12,8 @@ the same values in the same order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
@@ -42,11 +43,14 @@ class PostedGroup:
         body: JSON with the 14 keys of the wire.
         lengths: tokens of each sequence.
         env_id: as posted.
+        task_id: of its task, where `group_overrides` names one; then there are its `scores`.
     """
 
     body: bytes
     lengths: list[int]
     env_id: int | None
+    task_id: str | None = None
+    scores: Sequence[float] = ()
 
 
 def read_group(raw: bytes) -> PostedGroup:
@@ -79,7 +83,14 @@ def _posted(group: ScoredData) -> PostedGroup:
         body = orjson.dumps(vars(group))
     except TypeError:  # a number of more than 64 bits
         body = _GROUP.dump_json(group)
-    return PostedGroup(body, [len(row) for row in group.tokens], group.env_id)
+    return _with_task(PostedGroup(body, [len(row) for row in group.tokens], group.env_id), group)
+
+
+def _with_task(posted: PostedGroup, group: ScoredData) -> PostedGroup:
+    task_id = (group.group_overrides or {}).get("task_id")
+    if not isinstance(task_id, str):
+        return posted
+    return replace(posted, task_id=task_id, scores=group.scores)
 
 
 class _Columns(msgspec.Struct):
@@ -150,7 +161,7 @@ def _group_quickly(columns: _Columns) -> PostedGroup:
         body = orjson.dumps(fields)
     except TypeError as error:  # a number of more than 64 bits
         raise _Unsure from error
-    return PostedGroup(body, lengths or [], group.env_id)
+    return _with_task(PostedGroup(body, lengths or [], group.env_id), group)
 
 
 def _with_one_token(columns: _Columns, rows: int) -> bytes:

@@ -16,7 +16,7 @@ import orjson
 
 from ...errors import InputError
 from ...records import Group, Sequence, Split, Trajectory, unpack
-from ...rollouts.stream import group_id
+from ...rollouts.stream import again_prefix, group_id
 from ...tokens.invariants import LOGPROB_ROUNDING
 
 _PLACE: Final = re.compile(r"`(\$[^`]*)`")
@@ -88,7 +88,11 @@ def check_names(group: Group, stream: Stream) -> None:
             _refuse(f"$.{name}", f"is not {value!r}, as this environment registered")
     if not 0 <= group.index < 2**62:
         _refuse("$.index", "is no position in a stream")
-    if group.group_id != group_id(stream.prefix, group.index, group.task_id):
+    own, again = (
+        group_id(prefix, group.index, group.task_id)
+        for prefix in (stream.prefix, again_prefix(stream.prefix))
+    )
+    if group.group_id not in (own, again):
         _refuse("$.group_id", "is not that of this position and task in the stream")
     if not math.isfinite(group.created_at):
         _refuse("$.created_at", "is no time")

@@ -30,10 +30,12 @@ from ...remote.messages import (
     Pause,
     Refused,
     Registration,
+    ScoredGroup,
     Welcome,
 )
+from ...rollouts.estimates import Scored
 from ...rollouts.mixing import Share
-from ...rollouts.stream import stream_prefix
+from ...rollouts.stream import again_prefix, stream_prefix
 from ...store import Store
 from ...store.demand import Demand
 from ...store.groups import EncodedPut
@@ -187,6 +189,7 @@ class RemoteEnvironments:
             key=key,
             seed=one.seed,
             stored=await self._store.count_with_prefix(one.prefix),
+            again=await self._store.count_with_prefix(again_prefix(one.prefix)),
             silent_after_seconds=self._presence.silent_after_seconds,
         )
 
@@ -318,6 +321,21 @@ class RemoteEnvironments:
         one = self.known_as(env_id, key)
         self._presence.hear(one.id)
         return await self._store.existing(group_ids)
+
+    async def count_dropped(self, env_id: str, key: str, groups: Sequence[ScoredGroup]) -> None:
+        """Counts groups that it scored and dropped in the estimates of their tasks; twice is fine.
+
+        Raises:
+            InputError: one is not of its stream, or has more reward than attempts.
+        """
+        one, stream = self._heard(env_id, key)
+        news = []
+        for number, group in enumerate(groups):
+            if not group.group_id.startswith(stream.prefix) or group.rewards > group.attempts:
+                raise InputError("No group of this stream.", place=f"groups[{number}]")
+            facts = group.model_dump()
+            news.append(Scored(env=one.env, split=one.split, **facts))
+        await self._store.count_dropped(news)
 
     async def goodbye(self, env_id: str, key: str) -> None:
         """It does not count any more, until it registers again; twice is fine."""

@@ -4,6 +4,7 @@ POST   /v1/environments                   registers: an id, the session's key, t
 POST   /v1/environments/{id}/heartbeat    how it is; answered when there is news, or in time
 POST   /v1/environments/{id}/groups       a finished group, or several; durable on 200
 POST   /v1/environments/{id}/known        which groups the server has already
+POST   /v1/environments/{id}/scored       groups that were scored and dropped
 DELETE /v1/environments/{id}              goodbye
 POST   /v1/environments/{id}/drain        tells it to finish and leave (for people)
 GET    /v1/environments                   all of them, for people
@@ -30,6 +31,7 @@ from ...remote.messages import (
     Heartbeat,
     News,
     Registration,
+    ScoredGroups,
     Welcome,
 )
 from ...remote.several import GROUPS_MSGPACK
@@ -40,6 +42,7 @@ from .registered import RemoteEnvironments
 _REGISTRATION: Final = TypeAdapter(Registration)
 _HEARTBEAT: Final = TypeAdapter(Heartbeat)
 _IDS: Final = TypeAdapter(GroupIds)
+_SCORED: Final = TypeAdapter(ScoredGroups)
 _MOST: Final = 2**31 - 1
 _PLACE: Final = "/v1/environments"
 _GROUP_BODY: Final = {
@@ -133,6 +136,21 @@ def environment_routes(environments: RemoteEnvironments, most_bytes: int) -> API
         wanted = await read_body(request, _IDS)
         found = await environments.known_groups(env_id, _key(request), wanted.group_ids)
         return _json({"known": sorted(found)})
+
+    @router.post(
+        _PLACE + "/{env_id}/scored",
+        openapi_extra=request_body(ScoredGroups),
+        responses=answers(None, 404, status=204, body=True, what="They count."),
+        status_code=204,
+    )
+    async def scored(env_id: str, request: Request) -> Response:
+        """Groups that were scored and dropped, for their rewards or their age: they count in the
+        estimates of their tasks. Twice is fine.
+        """
+        environments.known_as(env_id, _key(request))
+        told = await read_body(request, _SCORED)
+        await environments.count_dropped(env_id, _key(request), told.groups)
+        return Response(status_code=204)
 
     @router.delete(
         _PLACE + "/{env_id}",
