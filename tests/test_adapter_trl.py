@@ -106,7 +106,7 @@ def test_both_trainers_take_exact_rollouts_and_bring_their_weights_to_the_engine
             assert abs(sum(line["advantage"] for line in group)) < ROUNDING
     assert all(line["prompt"][-1]["role"] == "user" for line in taken)
     assert all(line["completion"][0]["role"] == "assistant" for line in taken)
-    assert [one["name"] for one in held] == ["step-3"] or not held  # nothing was learned for sure
+    assert [one["name"] for one in held] == ["step-3"]
     assert status["groups"]["leased"] == 0  # what was taken is acknowledged, the rest given back
     assert status["groups"]["acked"] > 0
 

@@ -65,7 +65,7 @@ class EnvserverRolloutWorker:
         environments: only groups of these; none named: of all.
         max_staleness: versions that a group may be behind when it is leased; None: any.
         scaling: of advantages.
-        queue_size: samples that wait for the trainer.
+        queue_size: samples that wait for the trainer; the more, the older they get.
         token: the server's access token; unset: the environment variable ENVSERVER_TOKEN.
     """
 
@@ -81,7 +81,7 @@ class EnvserverRolloutWorker:
         environments: Sequence[str] = (),
         max_staleness: int | None = None,
         scaling: Scaling = "std",
-        queue_size: int = 1024,
+        queue_size: int = 64,
         token: str | None = None,
     ) -> None:
         if weights is not None and model is None:
