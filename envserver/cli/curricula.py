@@ -10,6 +10,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -20,7 +21,9 @@ from ..rollouts.estimates import UNTRIED, Estimate, Scored, scored_of, updated
 from ..rollouts.events import Event, GroupDelivered, GroupDropped
 from ..rollouts.stream import Ticket, again_prefix, id_prefix, tickets
 from ..rollouts.task_stream import Known, TaskStream
-from ..store import Store
+
+if TYPE_CHECKING:  # a command without a store does not wait for SQLAlchemy
+    from ..store import Store
 
 _log = structlog.get_logger("envserver.curriculum")
 
