@@ -10,9 +10,9 @@
 What holds: exactly one sequence for each prompt, in their order, with the ids and logprobs that the
 engine sampled; groups are made whole, also those that lie on two ranks; before each generation the
 engine has the trainer's weights (a row of the last batch is scored by both), and the policy version
-is the trainer's step. A rollout that was
-lost by no fault of the model is a row without any trained token and without a reward, which TRL
-leaves out of the group's mean. Read from TRL 1.16.0 (`GRPOTrainer._generate`).
+is the trainer's step. A rollout that was cut off counts with its reward and teaches nothing; one
+that was lost by no fault of the model is a row without any trained token and without a reward,
+which TRL leaves out of the group's mean. Read from TRL 1.16.0 (`GRPOTrainer._generate`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from clients.http import SyncEnvClient
 from clients.weights import WeightPush
 from envserver import EnvserverError, Trajectory
 
-from .completions import Completion, completions_of
+from .completions import Completion
 from .trl_prompts import TaskName, task_of
 from .trl_weights import Versions, check_of, saver
-
-
-class RolloutsLost(EnvserverError):
-    """None of the rollouts of a batch came to an end, by no fault of the model."""
-
-    kind = "rollouts_lost"
+from .whole_groups import (
+    RolloutsLost,
+    is_trainable,
+    loss_mask,
+    main_completion,
+    masked_logprobs,
+)
 
 
 def environment_reward(completions: list[Any], **columns: Any) -> list[float | None]:
@@ -207,16 +208,16 @@ def rows_of(trajectories: Sequence[Trajectory | None]) -> list[Row]:
 
 
 def _row(trajectory: Trajectory) -> Row | None:
-    completions = completions_of(trajectory)
-    if not completions:
+    if not is_trainable(trajectory):
         return None
-    # TRL takes one sequence: of an agent that forked its history the one with most to learn from.
-    chosen = max(completions, key=lambda one: sum(one.mask))
+    # TRL takes one sequence, also of an agent that forked its history.
+    chosen = main_completion(trajectory)
+    mask = loss_mask(trajectory, chosen)
     return Row(
         prompt_ids=chosen.prompt_ids,
         completion_ids=chosen.completion_ids,
-        logprobs=chosen.logprobs,
-        env_mask=chosen.mask,
+        logprobs=masked_logprobs(chosen, mask),
+        env_mask=mask,
         env_reward=trajectory.score.reward,
         env_truncated=trajectory.truncated,
         env_version=_oldest(chosen),

@@ -55,6 +55,7 @@ class Recorded:
             "rewards": columns["env_reward"],
             "versions": columns["env_version"],
             "masks": columns["env_mask"],
+            "truncated": columns["env_truncated"],
             "texts": trainer.processing_class.batch_decode(columns["completion_ids"]),
             "farthest": max(
                 farthest(
