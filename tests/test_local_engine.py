@@ -55,7 +55,7 @@ def engine(learn_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     command = ("-m", "envserver.models.local", "--model", model, "--served-model-name", "tiny")
     options = ("--port", 0, "--max-batch-size", 4, "--enable-lora", "--threads", 1)
     with running(*command, *options, folder=folder, program=learn_python) as process:
-        base_url = process.wait_for(r"http://127\.0\.0\.1:\d+/v1", 120).group()
+        base_url = process.wait_for(r"http://127\.0\.0\.1:\d+/v1", 300).group()
         yield Local(process, base_url, model)
         with httpx.stream(
             "POST", f"{base_url}/completions", json=endless(stream=True), timeout=60

@@ -7,8 +7,8 @@ is one kind of step, and nobody's past is computed twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from .kv_cache import Place, SlotCache
 from .prefixes import Prefixes
 from .rows import Ranked, Row
 from .sampling import Settings, adjusted, chosen, ranked
+
+F = TypeVar("F", bound=Callable[..., Any])
+_untraced: Callable[[F], F] = torch.inference_mode()
 
 _PASS_TOKENS = 2048
 """Tokens of prompts, with their padding, that go through the model in one pass."""
@@ -57,7 +60,7 @@ class Generator:
         """Of keys and values."""
         return self._cache.bytes_held
 
-    @torch.inference_mode()
+    @_untraced
     def join(self, rows: Sequence[Row]) -> None:
         """Takes rows in; ones that have sampled something already go on where they were."""
         first = len(self.rows)
@@ -76,7 +79,7 @@ class Generator:
         self._pending = torch.cat([self._pending, torch.tensor(last, device=self._device)])
         self._settings = None
 
-    @torch.inference_mode()
+    @_untraced
     def leave(self, row: Row, *, keep: bool = True) -> None:
         """Lets a row go; the last slot's row takes its place.
 
@@ -97,7 +100,7 @@ class Generator:
         self._pending = self._pending[:last]
         self._settings = None
 
-    @torch.inference_mode()
+    @_untraced
     def step(self) -> None:
         """Each row gets one token, with its logprob by the model itself (temperature 1, nothing
         left out), and the likeliest ones where it asked for them.
@@ -129,7 +132,7 @@ class Generator:
         self._lengths, self._pending = self._lengths[:0], self._pending[:0]
         self._settings = None
 
-    @torch.inference_mode()
+    @_untraced
     def score(self, row: Row) -> list[Ranked]:
         """For each token of the row's prompt but the first: itself, then the likeliest."""
         count = row.sampling.prompt_logprobs or 0

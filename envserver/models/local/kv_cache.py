@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 _LENGTH_STEP = 128
 _SLOT_STEP = 8
@@ -32,104 +31,95 @@ class Place:
         self.length = length
 
 
-class SlotCache(Cache):
-    """The cache of a model with `layers` layers."""
+class SlotCache:
+    """The cache of a model with `layers` layers, as transformers' attention asks for one."""
 
     def __init__(self, layers: int) -> None:
         self.place: Place | None = None
-        self.slots = 0
-        self.length = 0
-        super().__init__(layers=[_Layer(self) for _ in range(layers)])
-
-    def make_room(self, slots: int, length: int) -> None:
-        """There are at least so many slots of at least so many places afterwards."""
-        if slots > self.slots:
-            self.slots = -(-max(slots, 2 * self.slots) // _SLOT_STEP) * _SLOT_STEP
-        if length > self.length:
-            # A longest answer grows for long: half as much again spares it most of the copies.
-            wanted = max(length, self.length * 3 // 2)
-            self.length = -(-wanted // _LENGTH_STEP) * _LENGTH_STEP
-        for layer in self.layers:
-            layer.resize(self.slots, self.length)
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """The first `length` places of one slot, into another."""
-        for layer in self.layers:
-            for block in (layer.keys, layer.values):
-                if block is not None:
-                    block[target, :, :length] = block[source, :, :length]
-
-    def taken(self, slot: int, length: int) -> list[torch.Tensor]:
-        """A copy of the first `length` places of a slot: one [2, heads, length, size] a layer."""
-        return [
-            torch.stack([layer.keys[slot, :, :length], layer.values[slot, :, :length]])
-            for layer in self.layers
-        ]
-
-    def put(self, slot: int, taken: list[torch.Tensor], length: int) -> None:
-        """The first `length` places of what was taken, into a slot."""
-        for layer, block in zip(self.layers, taken, strict=True):
-            layer.hold(block[0])
-            layer.keys[slot, :, :length] = block[0, :, :length]
-            layer.values[slot, :, :length] = block[1, :, :length]
+        self._slots = self._length = 0
+        self._blocks: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * layers
+        """Per layer keys and values, each [slots, heads, length, size]; None until it is used."""
 
     @property
     def bytes_held(self) -> int:
         """Of memory."""
-        blocks = [block for layer in self.layers for block in (layer.keys, layer.values)]
-        return sum(block.nbytes for block in blocks if block is not None)
+        return sum(part.nbytes for block in self._blocks if block for part in block)
 
-
-class _Layer(CacheLayerMixin):
-    def __init__(self, owner: SlotCache) -> None:
-        super().__init__()
-        self._owner = owner
-        self.is_sliding = False
-
-    def resize(self, slots: int, length: int) -> None:
-        if self.keys is None or (self.keys.shape[0] == slots and self.keys.shape[2] == length):
+    def make_room(self, slots: int, length: int) -> None:
+        """There are at least so many slots of at least so many places afterwards."""
+        if slots <= self._slots and length <= self._length:
             return
-        self.keys, self.values = (
-            _resized(block, slots, length) for block in (self.keys, self.values)
-        )
+        if slots > self._slots:
+            self._slots = _up(max(slots, 2 * self._slots), _SLOT_STEP)
+        if length > self._length:
+            # A longest answer grows for long: half as much again spares it most of the copies.
+            self._length = _up(max(length, self._length * 3 // 2), _LENGTH_STEP)
+        for layer, block in enumerate(self._blocks):
+            if block is not None:
+                keys, values = block
+                self._blocks[layer] = self._grown(keys), self._grown(values)
 
-    def hold(self, like: torch.Tensor) -> None:
-        """Makes the blocks for states like [..., heads, length, size], if there are none yet."""
-        if self.keys is None:
-            shape = (self._owner.slots, like.shape[-3], self._owner.length, like.shape[-1])
-            # Zeros, not whatever was there: what is masked is multiplied by 0, and may be no NaN.
-            self.keys = torch.zeros(shape, dtype=like.dtype, device=like.device)
-            self.values = torch.zeros(shape, dtype=like.dtype, device=like.device)
-            self.is_initialized = True
+    def move(self, source: int, target: int, length: int) -> None:
+        """The first `length` places of one slot, into another."""
+        for block in self._blocks:
+            for part in block or ():
+                part[target, :, :length] = part[source, :, :length]
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.hold(key_states)
+    def taken(self, slot: int, length: int) -> list[torch.Tensor]:
+        """A copy of the first `length` places of a slot: [2, heads, length, size] for each layer;
+        empty if nothing was ever put in.
+        """
+        return [
+            torch.stack([part[slot, :, :length] for part in block])
+            for block in self._blocks
+            if block is not None
+        ]
+
+    def put(self, slot: int, taken: list[torch.Tensor], length: int) -> None:
+        """The first `length` places of what was taken, into a slot."""
+        for layer, old in enumerate(taken):
+            keys, values = self._block(layer, old[0], old[1])
+            keys[slot, :, :length] = old[0, :, :length]
+            values[slot, :, :length] = old[1, :, :length]
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        place = self._owner.place
+        """Puts in the states [rows, heads, queries, size] of a pass; all that its rows look at."""
+        place = self.place
         assert place is not None
-        self.hold(key_states)
-        self.keys[place.rows, :, place.positions] = key_states.transpose(1, 2)
-        self.values[place.rows, :, place.positions] = value_states.transpose(1, 2)
-        return (
-            self.keys[place.slots, :, : place.length],
-            self.values[place.slots, :, : place.length],
-        )
+        keys, values = self._block(layer_idx, key_states, value_states)
+        keys[place.rows, :, place.positions] = key_states.transpose(1, 2)
+        values[place.rows, :, place.positions] = value_states.transpose(1, 2)
+        return keys[place.slots, :, : place.length], values[place.slots, :, : place.length]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._owner.length, 0
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """See transformers' Cache; positions are always told, so that nothing hangs on it."""
+        return 0 if self.place is None else self.place.length
 
-    def get_seq_length(self) -> int:
-        return 0 if self._owner.place is None else self._owner.place.length
+    def _block(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's block, made for states like these ([..., heads, length, size]) if need be."""
+        block = self._blocks[layer]
+        if block is None:
+            block = self._blocks[layer] = self._empty(keys), self._empty(values)
+        return block
 
-    def get_max_length(self) -> int:
-        return -1
+    def _empty(self, like: torch.Tensor) -> torch.Tensor:
+        # Zeros, not whatever was there: what is masked is multiplied by 0, and may be no NaN.
+        return like.new_zeros((self._slots, like.shape[-3], self._length, like.shape[-1]))
+
+    def _grown(self, part: torch.Tensor) -> torch.Tensor:
+        grown = self._empty(part)
+        grown[: part.shape[0], :, : part.shape[2]] = part
+        return grown
 
 
-def _resized(block: torch.Tensor, slots: int, length: int) -> torch.Tensor:
-    grown = block.new_zeros((slots, block.shape[1], length, block.shape[3]))
-    slots, length = min(slots, block.shape[0]), min(length, block.shape[2])
-    grown[:slots, :, :length] = block[:slots, :, :length]
-    return grown
+def _up(value: int, step: int) -> int:
+    return -(-value // step) * step

@@ -156,7 +156,8 @@ class Control:
                 "Adapters cannot be loaded: the engine was started without --enable-lora.",
                 status=404,
             )
-        return await _body(request, LoraBody)
+        body: LoraBody = await _body(request, LoraBody)
+        return body
 
     def _model(self, name: str, root: str | None, parent: str | None) -> Json:
         return {

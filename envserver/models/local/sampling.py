@@ -29,6 +29,7 @@ class Settings:
         temperature = torch.tensor([one.temperature for one in asked], device=device)
         self.greedy = temperature == 0
         self.all_greedy = all(one.temperature == 0 for one in asked)
+        self.some_greedy = any(one.temperature == 0 for one in asked)
         self.temperature = temperature.masked_fill(self.greedy, 1.0)[:, None]
         self.filters = any(one.filters for one in asked)
         self.top_p = torch.tensor([one.top_p for one in asked], device=device)[:, None]
@@ -95,10 +96,12 @@ def chosen(logits: torch.Tensor, settings: Settings, places: np.ndarray) -> torc
     if settings.filters:
         scaled = filtered(scaled, settings.top_k, settings.top_p, settings.min_p)
     # Double: in single precision what is summed up last would lose the least likely tokens.
-    sums = torch.softmax(scaled, dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    sums = torch.softmax(scaled, dim=-1).cumsum(dim=-1, dtype=torch.float64)
     picks = torch.from_numpy(uniforms(settings.seeds, places)).to(sums.device)[:, None]
     sampled = torch.searchsorted(sums, picks * sums[:, -1:], right=True)[:, 0]
     sampled.clamp_(max=logits.shape[-1] - 1)
+    if not settings.some_greedy:
+        return sampled
     return torch.where(settings.greedy, logits.argmax(dim=-1), sampled)
 
 
