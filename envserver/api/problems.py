@@ -7,19 +7,19 @@ trace and answered 500 in the same shape, never with its text.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 import structlog
-from fastapi import FastAPI
-from fastapi.exception_handlers import request_validation_exception_handler
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ..errors import EnvserverError
 from .bodies import Refused, refusal
+
+if TYPE_CHECKING:  # what serves agents alone, and no trainers, does not wait for FastAPI
+    from fastapi import FastAPI
 
 log = structlog.get_logger(__name__)
 
@@ -29,6 +29,8 @@ _NATIVE: Final = ("/v1", "/healthz", "/readyz")
 
 def install(app: FastAPI) -> None:
     """Makes `app` answer errors so."""
+    from fastapi.exceptions import RequestValidationError
+
     app.add_exception_handler(EnvserverError, _on_ours)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_invalid)
@@ -106,6 +108,9 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
     """A query or path whose values have another form than asked for."""
+    from fastapi.exception_handlers import request_validation_exception_handler
+    from fastapi.exceptions import RequestValidationError
+
     assert isinstance(error, RequestValidationError)
     if not is_native(request.url.path):
         return await request_validation_exception_handler(request, error)
