@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import itertools
 import re
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
@@ -55,11 +56,11 @@ class Learn(BaseModel):
     """Stop when the mean reward of the last ten steps is at least this."""
     shuffle_rewards: bool = False
     """Deal out rewards by chance: a control, which must learn nothing."""
-    groups: int = Field(default=8, ge=1)
+    groups: int = Field(default=12, ge=1)
     """Groups in a batch."""
     group_size: int = Field(default=8, ge=2)
     """Rollouts in a group."""
-    learning_rate: float = Field(default=1e-3, gt=0)
+    learning_rate: float = Field(default=3e-4, gt=0)
     """Of the trainer."""
 
 
@@ -182,6 +183,7 @@ def _picture(rewards: Sequence[float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; the trainer's exit status, 1 when something could not be started."""
     console = Console()
+    signal.signal(signal.SIGTERM, _end)
     try:
         return learn(from_flags(Learn, arguments, program="python -m clients.learn"), console)
     except EnvserverError as error:
@@ -189,6 +191,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    """SIGTERM ends everything on its way out, as Ctrl-C does."""
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

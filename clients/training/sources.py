@@ -7,6 +7,7 @@ checkpoint has what was learned from it.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Final, Protocol
@@ -22,6 +23,7 @@ from .settings import Settings
 log = logging.getLogger(__name__)
 
 _LEASE_SECONDS: Final = 600.0
+_WAIT_SECONDS: Final = 5.0
 _PATIENT: Final = Retries(tries=40, longest_pause_seconds=5.0)
 """A server that is started again has three minutes."""
 
@@ -75,7 +77,12 @@ class NativeSource:
             log.warning("lease %s is not acknowledged again: %s", saved.lease_id, error)
 
     def batches(self) -> Iterator[Batch]:
-        return self._client.batches(idle_seconds=self._idle_seconds)
+        last = time.monotonic()
+        while time.monotonic() - last < self._idle_seconds:
+            # Short questions: a trainer that is told to end has not long to wait for the answer.
+            if batch := self._client.lease(wait_seconds=_WAIT_SECONDS):
+                yield batch
+                last = time.monotonic()
 
     def done(self, batch: Batch, checkpoint: str | None) -> None:
         self._client.ack(batch, checkpoint=checkpoint)

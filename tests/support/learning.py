@@ -1,0 +1,79 @@
+"""`python -m clients.learn` as a process, and what its files say."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from support.commands import Running, running, until
+
+ROOT = Path(__file__).parent.parent.parent
+_MAKING = ("envserver/models/tiny", "environments/math", "envserver/models/sim")
+
+
+def tiny_model(python: Path) -> Path:
+    """The tiny model, made once per state of what makes it, and kept with the Python."""
+    sources = sorted(path for folder in _MAKING for path in (ROOT / folder).rglob("*.py"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
+    folder = python.parent.parent / f"tiny-{digest}"
+    if not (folder / "config.json").exists():
+        words = [python, "-m", "envserver", "models", "make-tiny", folder, "--threads", "1"]
+        made = subprocess.run(words, capture_output=True, text=True, check=False, env=variables())
+        assert made.returncode == 0, made.stderr[-3000:]
+    return folder
+
+
+def variables() -> dict[str, str]:
+    """One thread each; nothing is asked for on the network."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+class Learning:
+    """A run of `clients.learn` that writes into `output`."""
+
+    def __init__(self, output: Path, process: Running) -> None:
+        self.output = output
+        self.process = process
+
+    def lines(self) -> list[dict[str, Any]]:
+        """metrics.jsonl, whole lines."""
+        path = self.output / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
+
+    def rewards(self) -> list[float]:
+        """The mean reward of each step."""
+        return [line["reward_mean"] for line in self.lines()]
+
+    def wait_for_step(self, step: int, seconds: float) -> None:
+        """Until so many steps are written down."""
+        until(
+            lambda: any(line["step"] >= step for line in self.lines()),
+            seconds,
+            lambda: f"step {step}: {self.process.output()[-3000:]}",
+            alive=self.process.process,
+        )
+
+    def kill(self, name: str) -> None:
+        """kill -9 of the engine, the server or the trainer."""
+        os.kill(json.loads((self.output / "processes.json").read_text())[name], signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def learning(python: Path, model: Path, output: Path, *words: object) -> Iterator[Learning]:
+    """Starts one; it is ended on the way out, with all that it started."""
+    output.mkdir(parents=True)
+    given = ["-m", "clients.learn", "--model", model, "--output", output, *words]
+    with running(*given, folder=output, program=python) as process:
+        yield Learning(output, process)
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
