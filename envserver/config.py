@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from .curriculum_config import SECTION, CurriculumConfig
+from .delivery_config import DeliveryConfig
 from .records import Split
 
 StorePlace = Annotated[str, Field(min_length=1)]
@@ -285,7 +286,7 @@ class SandboxConfig(Section):
     """Image for the wall `docker`, where no other is named; it needs python3, bash and git."""
 
 
-class RolloutsConfig(Section):
+class RolloutsConfig(DeliveryConfig):
     """Which rollouts run when."""
 
     max_concurrent: int = Field(default=64, ge=1)
@@ -311,25 +312,12 @@ class RolloutsConfig(Section):
     """Policy versions that the first token of a rollout in flight may be behind; unset: any."""
     stale_rollouts: Literal["cancel", "finish"] = "cancel"
     """What becomes of older ones when a version is published: cancelled, or left to their end."""
-    max_staleness_at_delivery: int | None = Field(default=None, ge=0)
-    """`serve`: policy versions that the first token of a group may be behind when a trainer gets
-    it; unset: any. No group is begun that would be older by then."""
-    stale_groups: Literal["drop", "deliver"] = "drop"
-    """What becomes of older groups, finished or waiting: dropped and counted, or delivered."""
-    silent_run_seconds: float | None = Field(default=3600.0, gt=0)
-    """`serve`: a broadcast run that leases nothing for so long, while others do, is closed, so that
-    its queue does not hold them up; it goes on when it registers again. Unset: never."""
     stop_after_failed_groups: int = Field(default=8, ge=1)
     """Groups that fail in a row before `process` stops with an error (`serve` waits instead)."""
     stop_after_dropped_groups: int = Field(default=200, ge=1)
     """Groups in a row that were filtered or failed before `process` stops with an error."""
     scorer_processes: int = Field(default=1, ge=1)
     """Processes that score."""
-    max_queued_groups: int = Field(default=256, ge=0)
-    """`serve`: groups waiting for a trainer before new rollouts wait too; 0: while no run is
-    registered, nothing is made but what is ordered."""
-    max_batches_offpolicy: int = Field(default=3, ge=1)
-    """`serve`: batches (of the registered trainer) waiting before new rollouts wait too."""
 
     @model_validator(mode="after")
     def _grace_needs_a_least_size(self) -> RolloutsConfig:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any
 
 from starlette.types import ASGIApp
 
@@ -79,3 +80,14 @@ async def front(
         finally:
             watching.cancel()
             await door.close()
+
+
+@contextlib.asynccontextmanager
+async def beside(name: str, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs `work`, which has no end, beside whatever the caller does."""
+    task = asyncio.create_task(work, name=name)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -4,9 +4,8 @@ counts of them.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ import structlog
 from ..api.health import Health, engine_probe
 from ..api.joined.beside import SharingSink
 from ..api.joined.registered import RemoteEnvironments
-from ..config import MixSettings, RolloutsConfig
+from ..config import MixSettings
 from ..errors import Stale, Straggler
 from ..rollouts.auditor import Auditor
 from ..rollouts.events import Event, GroupDelivered, GroupDropped, Observer
@@ -32,7 +31,7 @@ from ..store.demand import Demand, Staleness
 from ..store.shelf import StoreShelf
 from ..tokens.flags import chosen
 from .curricula import curriculum_of_store, stream_of
-from .front import Front
+from .front import Front, beside
 from .metrics import CurriculumNumbers, Deliveries, EngineNumbers, PartsNumbers, RolloutNumbers
 from .mixing import Member, Several
 from .progress import Tally
@@ -112,7 +111,7 @@ async def hosted(members: Members, door: Front) -> AsyncIterator[Hosted]:
         parts = await stack.enter_async_context(_machineries(members, room, observe, door.health))
         await stack.enter_async_context(auditor)
         demand = _demand(members, door.store)
-        most_staleness = _most_staleness(settings.rollouts)
+        most_staleness = settings.rollouts.most_staleness
         elsewhere = RemoteEnvironments(
             door.store,
             demand,
@@ -138,25 +137,14 @@ async def hosted(members: Members, door: Front) -> AsyncIterator[Hosted]:
             CurriculumNumbers(curricula),
         ):
             door.metrics.add(source.families)
-        await stack.enter_async_context(_beside("stale-groups", host.staleness.run()))
-        await stack.enter_async_context(_beside("silent-runs", demand.close_silent_runs()))
+        await stack.enter_async_context(beside("stale-groups", host.staleness.run()))
+        await stack.enter_async_context(beside("silent-runs", demand.close_silent_runs()))
         yield host
 
 
 def loaded_parts(members: Members) -> list[str]:
     """The parts that must be loaded for each environment, as health names them."""
     return [f"{part}:{one.environment.name}" for one in members for part in ("workers", "scorers")]
-
-
-@contextlib.asynccontextmanager
-async def _beside(name: str, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs `work`, which has no end, beside whatever the caller does."""
-    task = asyncio.create_task(work, name=name)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _curriculum(
@@ -240,7 +228,7 @@ def _demand(members: Members, store: Store) -> Demand:
     bounds = Bounds(
         most_groups=rollouts.max_queued_groups,
         most_batches=rollouts.max_batches_offpolicy,
-        max_staleness=_most_staleness(rollouts),
+        max_staleness=rollouts.most_staleness,
     )
     return Demand(
         store,
@@ -248,11 +236,6 @@ def _demand(members: Members, store: Store) -> Demand:
         smallest_group=min(sizes),
         silent_run_seconds=rollouts.silent_run_seconds,
     )
-
-
-def _most_staleness(rollouts: RolloutsConfig) -> int | None:
-    """Of a group at its delivery; None: any."""
-    return rollouts.max_staleness_at_delivery if rollouts.stale_groups == "drop" else None
 
 
 async def _schedulers(

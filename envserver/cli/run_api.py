@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from typing import Any
 
 from ..api.app import create_api
+from ..api.joined.registered import RemoteEnvironments
 from ..config import (
     LogFormat,
     LogLevel,
@@ -20,8 +22,12 @@ from ..config import (
     StorePlace,
     TelemetryConfig,
 )
+from ..delivery_config import DeliveryConfig
 from ..proxy.gate import Gate
-from .front import front
+from ..rollouts.room import Bounds
+from ..store import Store
+from ..store.demand import Demand, Staleness
+from .front import beside, front
 from .help import show_help
 from .logs import configure_logs
 from .loop import run_loop
@@ -46,6 +52,7 @@ class RunApiSettings(Section):
     """How a log line looks; auto: console on a terminal, else json."""
     telemetry: TelemetryConfig = TelemetryConfig()
     retention: RetentionConfig = RetentionConfig()
+    rollouts: DeliveryConfig = DeliveryConfig()
 
 
 def run(argv: list[str]) -> int:
@@ -70,18 +77,15 @@ async def run_api(settings: RunApiSettings) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    version = -1
-
-    def publish(published: int) -> None:
-        nonlocal version
-        version = published
-
     async with front(settings.server, settings.telemetry, settings.store, ()) as door:
-        door.metrics.add(Deliveries(door.store, lambda: version).families)
+        delivery = _Delivery(door.store, settings)
+        door.metrics.add(Deliveries(door.store, lambda: delivery.version).families)
         api = create_api(
             door.store,
             settings=settings.server,
-            on_policy_version=publish,
+            status=delivery.status,
+            on_policy_version=delivery.publish,
+            environments=delivery.elsewhere,
             gate=Gate(),  # of no engine here: environments on other machines pause with it
             metrics=door.metrics,
             health=door.health,
@@ -89,6 +93,46 @@ async def run_api(settings: RunApiSettings) -> int:
         )
         await door.open(api)
         print(f"Trainers and environments: {door.url}", file=sys.stderr, flush=True)
-        await stop.wait()
+        async with (
+            beside("stale-groups", delivery.staleness.run()),
+            beside("silent-runs", delivery.demand.close_silent_runs()),
+        ):
+            await stop.wait()
         door.health.drain()
     return 0
+
+
+class _Delivery:
+    """Which groups go to trainers, and what environments on other machines may make of them."""
+
+    def __init__(self, store: Store, settings: RunApiSettings) -> None:
+        rules = settings.rollouts
+        self.version = -1
+        self.staleness = Staleness(store, rules.most_staleness)
+        self.demand = Demand(
+            store,
+            Bounds(
+                most_groups=rules.max_queued_groups,
+                most_batches=rules.max_batches_offpolicy,
+                max_staleness=rules.most_staleness,
+            ),
+            silent_run_seconds=rules.silent_run_seconds,
+        )
+        self.elsewhere = RemoteEnvironments(
+            store,
+            self.demand,
+            silent_after_seconds=settings.server.silent_after_seconds,
+            stretches=rules.most_staleness is None,
+        )
+
+    def publish(self, version: int) -> None:
+        """The engines of all environments serve this version from now on."""
+        self.version = version
+        self.staleness.publish(version)
+
+    def status(self) -> dict[str, Any]:
+        """What `/v1/status` says beside what the store says."""
+        return {
+            "stale_groups": self.staleness.dropped,
+            "closed_silent_runs": dict(self.demand.closed_runs),
+        }
