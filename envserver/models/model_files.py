@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import msgspec
 import orjson
 
@@ -137,6 +136,7 @@ def _fetch(name: str) -> ModelFiles:
     if "/" not in name or not _REPOSITORY.fullmatch(name):
         return ModelFiles(reason=f"{name} is no folder on this machine.")
     try:
+        import httpx
         from huggingface_hub import snapshot_download
     except ImportError:
         return ModelFiles(reason=f"{name} is neither on this machine nor in its cache.")
