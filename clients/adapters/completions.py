@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from envserver import Trajectory
-from envserver.records import Sequence
+from envserver import Sequence, Trajectory
 
 
 @dataclass(frozen=True)
