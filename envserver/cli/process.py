@@ -269,8 +269,10 @@ def suggestions(reference: str, settings: Settings, path: Path, *, exact: bool) 
     if settings.model != SIMULATED:
         if exact:
             urls = quote(",".join(settings.openai.base_urls))
-            yield f"{envserver} verify {quote(os.fspath(path))} --openai.base_url {urls}"
-            yield f"{envserver} serve {environment} --openai.base_url {urls}   # for a trainer"
+            engine = f"--model {quote(settings.model)}" if settings.model else ""
+            engine = engine or f"--openai.base_url {urls}"
+            yield f"{envserver} verify {quote(os.fspath(path))} {engine}"
+            yield f"{envserver} serve {environment} {engine}   # for a trainer"
         return
     replaced = "" if settings.env.data_path_to_save_groups else " --overwrite"
     url = OpenAIConfig().base_urls[0]
