@@ -52,7 +52,7 @@ def judge(run: Learning) -> None:
 def test_a_model_learns_and_goes_on_after_its_trainer_was_killed(
     learn_python: Path, model: Path, tmp_path: Path, tell: Tell
 ) -> None:
-    words = ("--steps", 24, "--minutes", 30, "--groups", 8)
+    words = ("--steps", 24, "--minutes", 30)
     with learning(learn_python, model, tmp_path / "run", *words) as run:
         run.wait_for_step(6, 600)
         run.kill("trainer")
