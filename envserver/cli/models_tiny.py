@@ -46,7 +46,7 @@ class TinySettings(Section):
     """Where the model goes; may also stand first, without its name."""
     seed: int = 0
     """Of the experts, the first weights and the order of training."""
-    steps: int = Field(default=450, ge=2)
+    steps: int = Field(default=500, ge=2)
     """Of the optimizer; fewer make a model that knows less."""
     groups: int = Field(default=124, ge=1)
     """Groups of twelve expert rollouts in each of the two kinds of tasks."""

@@ -22,8 +22,6 @@ Report = Callable[[int, float], None]
 """Told after each step: how many are done, and the loss."""
 
 _NO_LOSS = -100
-_SLOW = 0.15
-"""Of the largest learning rate: what the second part begins with."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +32,12 @@ class Plan:
         steps: optimizer steps in all.
         right: share of them with rewarded conversations only.
         batch_tokens: about so many a step.
-        learning_rate: the largest.
+        learning_rate: the largest; it rises in the first steps and falls to a twentieth.
         threads: of torch: another number adds up in another order, which gives other weights.
     """
 
     steps: int = 500
-    right: float = 0.7
+    right: float = 0.75
     batch_tokens: int = 1600
     learning_rate: float = 3e-3
     threads: int = 2
@@ -75,7 +73,7 @@ def supervise(
     model.train()
     for step, batch in enumerate(phases):
         for group in optimizer.param_groups:
-            group["lr"] = plan.learning_rate * _rate(step, first, plan.steps)
+            group["lr"] = plan.learning_rate * _rate(step, plan.steps)
         loss = _loss(model, batch)
         optimizer.zero_grad()
         loss.backward()
@@ -112,12 +110,10 @@ def _batches(kinds: list[list[Row]], steps: int, plan: Plan, name: str) -> list[
     return batches
 
 
-def _rate(step: int, first: int, steps: int) -> float:
-    """Of the largest learning rate: a half circle down, then a slow end that forgets nothing."""
-    if step >= first:
-        return _SLOW * (1 - 0.8 * (step - first) / max(1, steps - first))
+def _rate(step: int, steps: int) -> float:
+    """Of the largest learning rate."""
     warm = min(1.0, (step + 1) / 20)
-    return warm * max(_SLOW, 0.5 * (1 + math.cos(math.pi * step / first)))
+    return warm * max(0.05, 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
 def _loss(model: Any, batch: list[Row]) -> Any:
