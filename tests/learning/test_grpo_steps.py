@@ -15,7 +15,7 @@ from clients.training.curves import draw
 from clients.training.examples import Example
 from clients.training.learner import Learner, StepRules
 from clients.training.loss import LossRules
-from clients.training.metrics import JsonLines, Metrics, read_lines
+from clients.training.metrics import JsonLines, Metrics, TensorBoard, read_lines
 from clients.training.padding import padded
 from clients.training.policy import Policy
 
@@ -116,10 +116,12 @@ def test_lora_leaves_the_model_and_is_its_own_reference(model: Path, tmp_path: P
 
 def test_metrics_of_steps_that_are_made_again_are_taken_out(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
-    with Metrics([JsonLines(path, 0)], window=2, earlier=[]) as metrics:
+    board = TensorBoard(tmp_path / "board", 0)
+    with Metrics([JsonLines(path, 0), board], window=2, earlier=[]) as metrics:
         for step, reward in enumerate([0.0, 0.5, 1.0], start=1):
             metrics.write({"step": step, "reward_mean": reward})
         assert metrics.recent == 0.75
+    assert any(one.stat().st_size > 200 for one in (tmp_path / "board").iterdir())
     with path.open("a") as file:
         file.write('{"step": 4, "rew')
     lines = JsonLines(path, 2)
