@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ...errors import ConfigError
+from .. import vllm_extension
 from .spec import Spec
 
 Kind = Literal["vllm", "local"]
@@ -103,6 +104,7 @@ def _local(spec: Spec, port: int) -> list[str]:
 def _vllm(spec: Spec, vllm: Vllm, port: int) -> list[str]:
     words = [vllm.python, "-m", "vllm.entrypoints.openai.api_server", *_common(spec, port)]
     words += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    words += vllm_extension.ARGUMENTS
     if _numbers(vllm.version) >= _SCALE_OUT_SINCE:
         words.append("--enable-scale-out")
     if spec.load_in_4bit:
@@ -122,10 +124,12 @@ def _common(spec: Spec, port: int) -> list[str]:
 
 def _vllm_environ(vllm: Vllm) -> dict[str, str]:
     """Weights can be changed while it runs, and it tells nobody that it does."""
-    chosen = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    chosen = {"VLLM_NO_USAGE_STATS": "1"}
     if vllm.cpu:
         chosen["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    return {name: os.environ.get(name, value) for name, value in chosen.items()}
+    ours = {name: os.environ.get(name, value) for name, value in chosen.items()}
+    before = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    return ours | vllm_extension.extended(before)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
