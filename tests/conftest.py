@@ -10,7 +10,9 @@ first: one of it is enough, and takes longest.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +26,9 @@ from support.vllm_server import VllmServer, running_vllm
 ROOT = Path(__file__).parent.parent
 # These import torch: test_learning_parts.py runs them with the Python that has it.
 collect_ignore = [] if importlib.util.find_spec("torch") else ["learning"]
+# Clients over HTTP read a whole bundle of certificates when they are made, 35 ms of CPU each time,
+# here and in every process that the tests start: one certificate, of nobody, will do.
+os.environ.setdefault("SSL_CERT_FILE", str(ROOT / "tests" / "support" / "one_authority.pem"))
 _TOLD: list[str] = []
 _FIRST = ("vllm", "tests/test_hostile.py")
 
@@ -44,6 +49,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _turn(_group(item.nodeid)))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: Python's collector of cycles need not look at it after each test."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -79,9 +79,17 @@ class Running:
 
 @contextlib.contextmanager
 def running(
-    *words: object, folder: Path, program: Path = ENVSERVER, **popen: Any
+    *words: object,
+    folder: Path,
+    program: Path = ENVSERVER,
+    finish_seconds: float = 20,
+    **popen: Any,
 ) -> Iterator[Running]:
-    """A command in the background; ended by its id on the way out."""
+    """A command in the background; ended by its id on the way out.
+
+    Args:
+        finish_seconds: for what it has open then; after that it is told to stop at once.
+    """
     log = folder / f"output-{time.monotonic_ns()}.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -96,12 +104,17 @@ def running(
         yield Running(process, log)
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(10)
+            _end(process, finish_seconds)
+
+
+def _end(process: subprocess.Popen[bytes], finish_seconds: float) -> None:
+    for seconds in (finish_seconds, 10):
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+            return
+    process.kill()
+    process.wait(10)
 
 
 def until(
