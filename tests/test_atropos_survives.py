@@ -25,6 +25,8 @@ from support.commands import free_port
 from envserver.errors import StoreFull
 
 KILLS = 3
+POSTS = 12
+"""That are accepted in each life."""
 
 
 def test_accepted_groups_are_delivered_once_and_nobody_registers_again(tmp_path: Path) -> None:
@@ -57,7 +59,7 @@ def test_accepted_groups_are_delivered_once_and_nobody_registers_again(tmp_path:
                 assert httpx.get(f"{url}/batch").json() == {"batch": None}
                 assert httpx.post(f"{url}/register-env", json=ENVIRONMENT).json()["env_id"] == 0
                 poster.start()
-            until = len(accepted) + 30
+            until = len(accepted) + POSTS
             while len(accepted) < until:
                 fetched += fetch(url)
             server.kill()

@@ -61,7 +61,7 @@ def torture(
     assert min(verdict.accepted, verdict.acknowledged, verdict.sampled_runs) > faults / 2
 
 
-@pytest.mark.parametrize("faults", [12, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("faults", [8, pytest.param(500, marks=pytest.mark.slow)])
 def test_on_sqlite_two_trainers_share_every_group_exactly_once(
     faults: int, tmp_path: Path, tell: Callable[[str], None]
 ) -> None:
@@ -71,7 +71,7 @@ def test_on_sqlite_two_trainers_share_every_group_exactly_once(
             torture(made, faults, tell, finish_seconds=60 + faults)
 
 
-@pytest.mark.parametrize("faults", [12, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("faults", [8, pytest.param(500, marks=pytest.mark.slow)])
 def test_on_postgresql_each_of_two_trainers_gets_every_group_exactly_once(
     faults: int, tmp_path: Path, postgres: Postgres, tell: Callable[[str], None]
 ) -> None:

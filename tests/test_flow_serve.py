@@ -24,7 +24,7 @@ MATH = (
 @contextlib.contextmanager
 def serving(folder: Path, *words: object) -> Iterator[tuple[Running, str]]:
     port = free_port()
-    with running(*MATH, "--port", port, *words, folder=folder) as server:
+    with running(*MATH, "--port", port, *words, folder=folder, finish_seconds=1) as server:
         server.wait_for("Trainers: ")
         yield server, f"http://127.0.0.1:{port}"
 
@@ -77,7 +77,7 @@ def test_what_a_trainer_gets_is_never_older_than_it_may_be_and_what_is_is_counte
 
 
 def test_rollouts_in_flight_that_became_too_old_end_and_are_counted(tmp_path: Path) -> None:
-    words = ("--rollouts.max_staleness", 0, "--sim.seconds_per_token", 0.2)
+    words = ("--rollouts.max_staleness", 0, "--sim.seconds_per_token", 0.1)
     with (
         serving(tmp_path, *words) as (server, url),
         SyncEnvClient(url, run="trainer", batch_size=2) as client,

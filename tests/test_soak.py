@@ -93,7 +93,7 @@ def report(looks: list[Look], groups: int, seconds: float) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("minutes", [0.5, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("minutes", [0.3, pytest.param(10, marks=pytest.mark.slow)])
 async def test_nothing_grows_under_full_load(
     minutes: float, tmp_path: Path, tell: Callable[[str], None], request: pytest.FixtureRequest
 ) -> None:

@@ -143,7 +143,7 @@ class Bench:
         self._same_sums_tokens = same_sums_tokens
 
     async def run(
-        self, proof: Proof, seeds: Iterable[int], *, at_once: int, rows_at_once: int = 16
+        self, proof: Proof, seeds: Iterable[int], *, at_once: int, rows_at_once: int = 32
     ) -> list[Call]:
         """Rollouts of agents with these seeds, all that they leave checked and added to `proof`.
 
