@@ -14,6 +14,9 @@ import yaml
 from support.commands import envserver, running, until
 from support.scripted_vllm import scripted_vllm
 
+from envserver.cli.settings import load_settings
+from envserver.config import Settings
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
@@ -110,6 +113,20 @@ def test_names(tmp_path: Path, model: Path) -> None:
         assert said in done.stderr
     place.write_text(yaml.safe_dump({"models": [{**entry, "temprature": 1}]}))
     assert "Did you mean 'temperature'?" in envserver("models", "list", folder=tmp_path).stderr
+
+
+def test_sampling_of_a_model_is_weaker_than_what_is_said(tmp_path: Path, model: Path) -> None:
+    place = tmp_path / "models.yaml"
+    entry = {"name": "small", "path": str(model), "temperature": 0.3, "max_tokens": 17}
+    place.write_text(yaml.safe_dump({"models": [entry]}))
+
+    def sampling(*words: str) -> tuple[float, int]:
+        line = ["--model", "small", "--engine.models_file", str(place), *words]
+        chosen = load_settings(line, settings_class=Settings, environ={}, folder=tmp_path).sampling
+        return chosen.temperature, chosen.max_tokens
+
+    assert sampling() == (0.3, 17)
+    assert sampling("--sampling.temperature", "1") == (1.0, 17)
 
 
 def test_shipped_catalogue_can_be_read() -> None:
