@@ -32,10 +32,11 @@ def draw(files: Sequence[Path], picture: Path, *, title: str = "") -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(2, 2, figsize=(9, 5.5), dpi=80, layout="constrained")
-    for file in files:
+    for number, file in enumerate(files):
         lines = list(read_lines(file))
         for panel, (key, label) in zip(axes.flat, _PANELS, strict=True):
-            _curve(panel, lines, key, file.parent.name if len(files) > 1 else None)
+            name = file.parent.name if len(files) > 1 else None
+            _curve(panel, lines, key, name, f"C{number}")
             panel.set_title(label, fontsize=10)
     for panel in axes.flat:
         panel.set_xlabel("step", fontsize=8)
@@ -51,13 +52,13 @@ def draw(files: Sequence[Path], picture: Path, *, title: str = "") -> None:
     unfinished.replace(picture)
 
 
-def _curve(panel: Any, lines: Sequence[Line], key: str, name: str | None) -> None:
+def _curve(panel: Any, lines: Sequence[Line], key: str, name: str | None, color: str) -> None:
     found = [(line["step"], value) for line in lines if (value := _value(line, key)) is not None]
     if not found:
         return
     steps, values = np.array(found, np.float64).T
-    (faint,) = panel.plot(steps, values, alpha=0.3, linewidth=1)
-    panel.plot(steps, _smoothed(values), color=faint.get_color(), linewidth=2, label=name)
+    panel.plot(steps, values, color=color, alpha=0.3, linewidth=1)
+    panel.plot(steps, _smoothed(values), color=color, linewidth=2, label=name)
 
 
 def _value(line: Line, key: str) -> float | None:
