@@ -22,7 +22,6 @@ import structlog
 
 from ...errors import ConflictError, InputError, NotFoundError, StoreFull, UsageError
 from ...proxy.gate import InFlight
-from ...records import Split
 from ...remote.messages import (
     Accepted,
     Heartbeat,
@@ -40,6 +39,7 @@ from ...store import Store
 from ...store.demand import Demand
 from ...store.groups import EncodedPut
 from ..presence import Presence
+from .known import Known, Now
 from .received import Stream
 from .several import read_one, read_several
 from .sharing import Holder, Local, SharedRoom
@@ -58,55 +58,6 @@ class WrongKey(UsageError):
     """The key is not that of the session: another process has registered under its name."""
 
     kind, status = "wrong_key", 401
-
-
-class Known(msgspec.Struct, kw_only=True):
-    """What is kept of a registration.
-
-    Args:
-        key_hash, instance_hash: SHA-256, in hex.
-        asked_seed, seed: as it was set there, and as it was given.
-        gone: it said goodbye.
-    """
-
-    id: str
-    name: str
-    key_hash: str
-    instance_hash: str
-    env: str
-    split: Split
-    asked_seed: int
-    seed: int
-    group_size: int
-    weight: float
-    minimum_share: float
-    scoring: dict[str, Any]
-    version: str
-    host: str
-    registered_at: float
-    gone: bool = False
-
-    @property
-    def prefix(self) -> str:
-        """With which the ids of its groups begin."""
-        return stream_prefix(self.env, self.split, self.seed)
-
-
-class _Now:
-    """How one of them is, since this server or its session began."""
-
-    def __init__(self) -> None:
-        self.beat = Heartbeat()
-        self.room = 0
-        self.open = 0
-        self.counted: int | None = None
-        self.drain = False
-        self.stored = 0
-
-    @property
-    def held(self) -> int:
-        """Groups that it has open, or may open without asking again."""
-        return max(self.room, self.open)
 
 
 class RemoteEnvironments:
@@ -131,7 +82,7 @@ class RemoteEnvironments:
         self._presence = Presence(silent_after_seconds)
         self._local: list[Local] = []
         self._known: dict[str, Known] = {}
-        self._now: dict[str, _Now] = {}
+        self._now: dict[str, Now] = {}
         self._version = -1
         self._pause: Pause | None = None
         self._lock = asyncio.Lock()
@@ -180,7 +131,7 @@ class RemoteEnvironments:
                 registered_at=time.time(),
             )
             await self._save(self._known | {one.id: one})
-            self._now[one.id] = _Now()
+            self._now[one.id] = Now()
             self._presence.hear(one.id)
         log.info("environment_registered", name=one.name, env=one.env, seed=one.seed, host=one.host)
         self.wake()
@@ -458,11 +409,11 @@ class RemoteEnvironments:
     def _is_present(self, one: Known) -> bool:
         return not one.gone and not self._presence.is_silent(one.id)
 
-    def _present(self) -> list[tuple[Known, _Now]]:
+    def _present(self) -> list[tuple[Known, Now]]:
         return [(one, self._now_of(one)) for one in self._known.values() if self._is_present(one)]
 
-    def _now_of(self, one: Known) -> _Now:
-        return self._now.setdefault(one.id, _Now())
+    def _now_of(self, one: Known) -> Now:
+        return self._now.setdefault(one.id, Now())
 
     def _news(self, one: Known) -> News:
         now = self._now_of(one)
@@ -507,7 +458,7 @@ class RemoteEnvironments:
         self._known = dict(known)
 
 
-def _holder(one: Known, now: _Now, held: int) -> Holder:
+def _holder(one: Known, now: Now, held: int) -> Holder:
     return Holder(
         share=Share(one.name, one.weight, one.minimum_share),
         env=one.env,
