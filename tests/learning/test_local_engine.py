@@ -16,11 +16,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from envserver.errors import InputError
+from envserver.errors import ConfigError, InputError
 from envserver.models.local import weights
 from envserver.models.local.adapters import Adapters
+from envserver.models.local.attention import NAME
+from envserver.models.local.checking import check
 from envserver.models.local.generation import Generator
 from envserver.models.local.loading import Loaded, load
 from envserver.models.local.options import Options
@@ -219,7 +221,7 @@ def test_weights_are_replaced_exactly(folder: Path, tmp_path: Path, tied: bool) 
     for model, name in ((old, "old"), (new, "new")):
         model.save_pretrained(tmp_path / name)
     served = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "old", dtype=torch.float32, attn_implementation="envserver_slots"
+        tmp_path / "old", dtype=torch.float32, attn_implementation=NAME
     ).eval()
     batch = Generator(served, Adapters(served))
     batch.join([row(PROMPTS[1])])
@@ -327,6 +329,35 @@ async def until(true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
+SIZES = {
+    **dict.fromkeys(("vocab_size", "max_position_embeddings"), 500),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "n_embd", "moe_intermediate_size"), 64),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "n_layer", "num_experts"), 4),
+    "n_head": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+}
+FAMILIES = ("llama", "mistral", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "gpt2")
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "mamba", "bloom"])
+def test_what_is_not_computed_as_by_transformers_is_refused(family: str) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SIZES)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
+    if family in FAMILIES:
+        assert check(Generator(model, Adapters(model))) < TOLERANCE
+    else:
+        with pytest.raises(ConfigError, match="local engine"):
+            check(Generator(model, Adapters(model)))
+
+
 def test_rows_join_in_order_while_there_is_room() -> None:
     scheduler = Scheduler(most_rows=3, most_tokens=60)
     rows = [row([1] * length) for length in (9, 9, 9, 39, 9)]
@@ -343,5 +374,10 @@ def test_rows_join_in_order_while_there_is_room() -> None:
     scheduler.admitted()
     rows[4].ids.extend([1] * 40)
     assert scheduler.displaced() == [again] and scheduler.waiting[0] is again
+    scheduler.paused = "wait"
+    assert scheduler.admitted() == []
+    again.ids.append(1)
+    scheduler.remove(rows[4])
+    assert scheduler.steps and scheduler.admitted() == [again]
     scheduler.paused = "keep"
     assert not scheduler.steps and not scheduler.admitted()

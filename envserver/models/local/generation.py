@@ -249,7 +249,9 @@ def _windows(config: Any) -> dict[str, int | None]:
     Raises:
         ConfigError: some layers are no attention over all or the last tokens.
     """
-    window = getattr(config, "sliding_window", None)
+    # One that is only in the model's file, and nothing of its architecture, is not used by it.
+    declared = hasattr(type(config), "sliding_window")
+    window = config.sliding_window if declared else None
     kinds = set(getattr(config, "layer_types", None) or ())
     known = {"full_attention": None, "sliding_attention": window}
     if foreign := kinds - known.keys():

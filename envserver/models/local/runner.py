@@ -98,6 +98,7 @@ class Runner:
     def resume(self) -> None:
         """Goes on. To be run between steps."""
         self.scheduler.paused = None
+        self._tell_idle()
 
     def set_version(self, version: str) -> None:
         """What is sampled from now on is of `version`. To be run between steps."""
@@ -159,10 +160,8 @@ class Runner:
     def _leave(self, row: Row) -> None:
         if self.scheduler.remove(row):
             self.generator.leave(row)
-        if not self.scheduler.running:
-            for future in self._idle:
-                future.set_result(None)
-            self._idle.clear()
+        if not self.scheduler.steps:
+            self._tell_idle()
 
     def _submit(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -180,7 +179,7 @@ class Runner:
         self.scheduler.paused = mode
         if mode == "abort":
             self.abort_all()
-        if mode == "wait" and self.scheduler.running:
+        if mode == "wait" and self.scheduler.steps:
             self._idle.append(done)
         else:
             done.set_result(None)
@@ -192,10 +191,14 @@ class Runner:
         for row in failed:
             row.finish, row.error = "error", f"{type(error).__name__}: {error}"
             self.scheduler.remove(row)
+        if not self.scheduler.steps:
+            self._tell_idle()
+        self._tell(failed)
+
+    def _tell_idle(self) -> None:
         for future in self._idle:
             future.set_result(None)
         self._idle.clear()
-        self._tell(failed)
 
     def _end(self) -> None:
         self._ended = True

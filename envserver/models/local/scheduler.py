@@ -33,7 +33,7 @@ class Scheduler:
         """Whether there is something to do now."""
         if self.paused == "keep":
             return False
-        return bool(self.running or (self.waiting and self.paused is None))
+        return bool(self.running) or self._next() is not None
 
     @property
     def share(self) -> float:
@@ -48,8 +48,8 @@ class Scheduler:
     def admitted(self) -> list[Row]:
         """The rows that run from now on."""
         joining: list[Row] = []
-        while self.paused is None and self.waiting and self._fits(self.waiting[0]):
-            row = self.waiting.popleft()
+        while (row := self._next()) is not None and self._fits(row):
+            self.waiting.popleft()
             self.running.append(row)
             joining.append(row)
         return joining
@@ -74,6 +74,13 @@ class Scheduler:
         if row in self.waiting:
             self.waiting.remove(row)
         return False
+
+    def _next(self) -> Row | None:
+        """The row that is first in line; one that had begun ends before a pause that waits."""
+        row = self.waiting[0] if self.waiting else None
+        if self.paused is None or (self.paused == "wait" and row is not None and row.ids):
+            return row
+        return None
 
     def _fits(self, row: Row) -> bool:
         if len(self.running) >= self._most_rows:

@@ -13,6 +13,7 @@ from ...errors import EnvserverError
 from ..sim.server import QuietServer, listening_socket
 from .adapters import Adapters
 from .asking import Asking
+from .checking import check
 from .generation import Generator
 from .loading import Loaded, load
 from .options import Options
@@ -44,6 +45,7 @@ def run(options: Options) -> int:
 async def _serve(options: Options, loaded: Loaded) -> None:
     adapters = Adapters(loaded.model)
     generator = Generator(loaded.model, adapters)
+    check(generator)
     scheduler = Scheduler(options.max_batch_size, _most_places(options, loaded))
     with listening_socket(options.host, options.port) as listener:
         async with Runner(generator, scheduler, loaded.text, FIRST_VERSION) as runner:
