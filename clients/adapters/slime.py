@@ -21,7 +21,6 @@ from typing import Any, Final
 
 from clients.http import EnvClient
 from envserver import ConfigError, Trajectory
-from envserver.records import text_of
 
 from .completions import Completion, completions_of
 from .whole_groups import Wish, complete_groups, masked_logprobs, named, reward_of
@@ -58,9 +57,8 @@ def samples_of(trajectory: Trajectory, sample: Any) -> list[Any]:
 
 def _filled(sample: Any, trajectory: Trajectory, row: Completion, *, siblings: bool) -> Any:
     statuses = type(sample).Status
-    answers = [one for one in trajectory.messages if one.get("role") == "assistant"]
     sample.tokens = row.prompt_ids + row.completion_ids
-    sample.response = text_of(answers[-1]) if answers else ""
+    sample.response = _last_words(trajectory)
     sample.response_length = len(row.completion_ids)
     sample.loss_mask = row.mask
     sample.rollout_log_probs = masked_logprobs(row, row.mask)
@@ -72,3 +70,11 @@ def _filled(sample: Any, trajectory: Trajectory, row: Completion, *, siblings: b
     if siblings and getattr(sample, "rollout_id", None) is None:
         sample.rollout_id = sample.index
     return sample
+
+
+def _last_words(trajectory: Trajectory) -> str:
+    """The text of the last answer, for slime's logs: what is trained is `tokens`."""
+    said = (
+        one.get("content") for one in reversed(trajectory.messages) if one["role"] == "assistant"
+    )
+    return next((text for text in said if isinstance(text, str)), "")
