@@ -23,7 +23,7 @@ MATH = (
 def serving(folder: Path, *words: object) -> Iterator[tuple[Running, str]]:
     port = free_port()
     with running(*MATH, "--port", port, *words, folder=folder) as server:
-        server.wait_for("Trainers: ")
+        server.wait_for("Trainers: ", 150)
         yield server, f"http://127.0.0.1:{port}"
 
 
@@ -36,14 +36,13 @@ def made_of(url: str) -> int:
     return int(httpx.get(f"{url}/v1/status").json()["groups"]["dropped"])
 
 
-def test_each_named_task_gets_its_rollouts_in_order_and_the_same_when_asked_again(
-    tmp_path: Path,
-) -> None:
-    with serving(tmp_path) as (_, url), SyncEnvClient(url, run=None) as client:
-        known = client.tasks("math", limit=5)
-        assert len({task.task_id for task in known}) == 5
+def test_named_tasks_get_their_rollouts_in_order_once_also_over_a_kill(tmp_path: Path) -> None:
+    words = ("--sim.seconds_per_token", 0.005, "--rollouts.max_concurrent", 4)
+    with serving(tmp_path, *words) as (server, url), SyncEnvClient(url, run=None) as client:
+        known = client.tasks("math", limit=20)
+        assert len({task.task_id for task in known}) == 20
         assert all("answer" not in task.public for task in known)
-        assert client.tasks("math", after=3, limit=2) == known[3:]
+        assert client.tasks("math", after=3, limit=2) == known[3:5]
         named = [known[index].task_id for index in (3, 0, 3)]
         made = client.rollouts("math", named, group_size=2, key="step-1")
         assert [[one.task_id if one else "" for one in group] for group in made] == [
@@ -52,36 +51,26 @@ def test_each_named_task_gets_its_rollouts_in_order_and_the_same_when_asked_agai
         rows = [one.sequences[0] for group in made for one in group if one is not None]
         assert len(rows) == 6 and all(row.mask.any() for row in rows)
         assert ids(client.rollouts("math", named, group_size=2, key="step-1")) == ids(made)
-        others = ids(client.rollouts("math", named, group_size=2))
-        assert not {one for group in others for one in group} & {
-            one for group in ids(made) for one in group
-        }
-        status = httpx.get(f"{url}/v1/status").json()
-        assert status["groups"]["queued"] == 0  # nothing but what was ordered, and it is no run's
+        other = ids(client.rollouts("math", named[:1], group_size=2))
+        assert not set(other[0]) & set(ids(made)[0])
         with pytest.raises(NotFoundError, match="nowhere"):
             client.rollouts("nowhere", named)
         with pytest.raises(NotFoundError, match="no task missing"):
             client.rollouts("math", ["missing"])
-        with SyncEnvClient(url, run="other", delivery="broadcast") as other:
-            assert not {one.group_id for one in other.list_groups() if one.state == "queued"}
+        assert not [one for one in client.list_groups() if one.state != "dropped"]  # no run's
+        # An order outlives whoever asked, and what it had made outlives the server.
+        slow = [task.task_id for task in known]
+        body = {"environment": "math", "task_ids": slow, "group_size": 2, "wait_seconds": 0.1}
+        answer = httpx.post(f"{url}/v1/rollouts", json=body, headers={"idempotency-key": "slow"})
+        assert answer.status_code == 202 and answer.json()["groups"] == 20
+        before = made_of(url)
+        until(lambda: made_of(url) >= before + 2, 150, server.output, alive=server.process)
+        server.kill()
     with serving(tmp_path) as (_, url), SyncEnvClient(url, run=None) as client:
         assert ids(client.rollouts("math", named, group_size=2, key="step-1")) == ids(made)
-
-
-def test_an_order_outlives_the_one_who_asked_and_the_server(tmp_path: Path) -> None:
-    body = {"environment": "math", "group_size": 2, "wait_seconds": 0.3}
-    key = {"idempotency-key": "slow"}
-    words = ("--sim.seconds_per_token", 0.05, "--rollouts.max_concurrent", 2)
-    with serving(tmp_path, *words) as (server, url), SyncEnvClient(url, run=None) as client:
-        named = [task.task_id for task in client.tasks("math", limit=8)]
-        answer = httpx.post(f"{url}/v1/rollouts", json={**body, "task_ids": named}, headers=key)
-        assert answer.status_code == 202
-        assert answer.json()["groups"] == 8
-        until(lambda: made_of(url) >= 2, 150, server.output, alive=server.process)
-        server.process.kill()
-    with serving(tmp_path) as (_, url), SyncEnvClient(url, run=None) as client:
-        before = {one.group_id for one in client.list_groups()}
-        made = client.rollouts("math", named, group_size=2, key="slow")
-        assert all(one is not None for group in made for one in group)
-        assert before <= {one.group_id for one in client.list_groups()}
-        assert len(client.list_groups()) == 8
+        kept = {one.group_id for one in client.list_groups()}
+        assert len(kept) >= before + 2
+        finished = client.rollouts("math", slow, group_size=2, key="slow")
+        assert all(one is not None for group in finished for one in group)
+        after = {one.group_id for one in client.list_groups()}
+        assert kept <= after and len(after) == before + 20
