@@ -120,7 +120,7 @@ def test_the_reward_of_trls_grpo_trainer_rises_over_100_steps(
     model = tiny_model(learn_python)
     words = ("--env", "math", "--env.data_set", "arithmetic", "--env.mode", "single")
     words += ("--env.system_prompt", "", "--env.max_turns", 1, "--sampling.max_tokens", 24)
-    asked = ("--environment", "math", "--grpo", 100, "--batch", 64, "--group", 8, "--rate", 1e-3)
+    asked = ("--environment", "math", "--grpo", 100, "--batch", 96, "--group", 8, "--rate", 3e-4)
     with (
         house(learn_python, model, tmp_path, *words) as urls,
         trainers(learn_python, model, tmp_path, urls, *asked) as process,
