@@ -58,7 +58,9 @@ def torture(
     tell(report(made, done, verdict))
     assert verdict.faults == []
     assert done.total() == faults
-    assert min(verdict.accepted, verdict.acknowledged, verdict.sampled_runs) > faults / 2
+    # Something was at stake; how much the engine sampled meanwhile depends on the machine's load.
+    assert min(verdict.accepted, verdict.acknowledged) > faults / 2
+    assert verdict.sampled_runs > faults / 10
 
 
 @pytest.mark.parametrize("faults", [8, pytest.param(500, marks=pytest.mark.slow)])

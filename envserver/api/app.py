@@ -147,7 +147,6 @@ def create_api(
     if settings.tokens_file is None:
         app.add_middleware(KnownNames, names=settings.allowed_hosts)
     if metrics is not None:
-        metrics.add(JoinedNumbers(joined).families)
         app.add_middleware(CountedRequests, requests=metrics.requests)
     return app
 
