@@ -47,7 +47,7 @@ def env(*flags: str, **arguments: Any) -> Config:
 
 
 def message(*flags: str, **arguments: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises((ConfigError, NotFoundError)) as caught:
         load(*flags, **arguments)
     return str(caught.value)
 
