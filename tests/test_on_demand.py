@@ -59,11 +59,11 @@ def test_named_tasks_get_their_rollouts_in_order_once_also_over_a_kill(tmp_path:
             client.rollouts("math", ["missing"])
         assert not [one for one in client.list_groups() if one.state != "dropped"]  # no run's
         # An order outlives whoever asked, and what it had made outlives the server.
+        before = made_of(url)
         slow = [task.task_id for task in known]
         body = {"environment": "math", "task_ids": slow, "group_size": 2, "wait_seconds": 0.1}
         answer = httpx.post(f"{url}/v1/rollouts", json=body, headers={"idempotency-key": "slow"})
         assert answer.status_code == 202 and answer.json()["groups"] == 20
-        before = made_of(url)
         until(lambda: made_of(url) >= before + 2, 150, server.output, alive=server.process)
         server.kill()
     with serving(tmp_path) as (_, url), SyncEnvClient(url, run=None) as client:
