@@ -217,14 +217,15 @@ async def test_time_is_kept_while_the_store_works(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def slow_commits(seconds: float) -> Any:
-    """Every commit of SQLite's takes so long, in the thread that works for the connection."""
+    """Every commit of SQLite's takes so long, in the thread that writes."""
 
     def slow(statement: str) -> None:
         if statement == "COMMIT":
             time.sleep(seconds)
 
     def set_up(connection: Any, record: object) -> None:
-        connection.driver_connection._conn.set_trace_callback(slow)
+        if isinstance(connection, sqlite3.Connection):  # only what writes is a plain one
+            connection.set_trace_callback(slow)
 
     event.listen(Engine, "connect", set_up)
     try:

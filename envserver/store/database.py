@@ -1,9 +1,9 @@
 """Opens the database: where it is, who may have it, which version its tables have.
 
-In: a path or a URL. Out: two SQLAlchemy engines on the same database, one with the single
-connection that writes, one that reads. While they are open no other process can open the store:
-SQLite's file has a lock file beside it whose lock ends with the process however it ends, PostgreSQL
-an advisory lock that ends with the connection that writes.
+In: a path or a URL. Out: the single connection that writes, and an SQLAlchemy engine that reads.
+While they are open no other process can open the store: SQLite's file has a lock file beside it
+whose lock ends with the process however it ends, PostgreSQL an advisory lock that ends with the
+connection that writes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,27 @@ from pathlib import Path
 from typing import Any, Final
 
 import structlog
-from sqlalchemy import URL, AsyncAdaptedQueuePool, event, insert, inspect, make_url, select, text
+from sqlalchemy import (
+    URL,
+    AsyncAdaptedQueuePool,
+    QueuePool,
+    create_engine,
+    event,
+    insert,
+    inspect,
+    make_url,
+    select,
+    text,
+)
 from sqlalchemy.exc import ArgumentError
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from ..errors import ConfigError
 from .failures import already_open, typed_failures
 from .files import Files, locked_file, make_folder
 from .migrations import migrate
 from .schema import SCHEMA_VERSION, metadata, schema_version
+from .writing import LoopWriting, ThreadWriting, Writing
 
 log = structlog.get_logger(__name__)
 
@@ -70,7 +82,7 @@ class Database:
     """
 
     name: str
-    writer: AsyncEngine
+    writer: Writing
     reader: AsyncEngine
     files: Files | None = None
     sessions: int = 0
@@ -113,7 +125,7 @@ async def open_database(where: str | Path) -> AsyncIterator[Database]:
         with typed_failures():
             if url.get_backend_name() == "postgresql":
                 # Its first connection takes the lock, before anything is read.
-                await (await database.writer.connect()).close()
+                await database.writer.connect()
             await _prepare_tables(database)
             database.check_files()
         yield database
@@ -161,17 +173,25 @@ def _sqlite_url(path: str) -> URL:
 
 def _sqlite(url: URL, files: Files) -> Database:
     # The class is named because the default for SQLite differs between versions of the library.
-    shared: dict[str, Any] = {
-        "poolclass": AsyncAdaptedQueuePool,
-        "max_overflow": 0,
-        "hide_parameters": True,
-    }
-    # No reset: every transaction is ended before its connection goes back.
-    writer = create_async_engine(url, pool_size=1, pool_reset_on_return=None, **shared)
-    reader = create_async_engine(url, pool_size=_READERS, isolation_level="AUTOCOMMIT", **shared)
-    database = Database(url.database or "", writer, reader, files)
+    shared: dict[str, Any] = {"max_overflow": 0, "hide_parameters": True}
+    writer = create_engine(
+        url.set(drivername="sqlite+pysqlite"),
+        poolclass=QueuePool,
+        pool_size=1,
+        # Every transaction is ended before its connection goes back.
+        pool_reset_on_return=None,
+        **shared,
+    )
+    reader = create_async_engine(
+        url,
+        poolclass=AsyncAdaptedQueuePool,
+        pool_size=_READERS,
+        isolation_level="AUTOCOMMIT",
+        **shared,
+    )
+    database = Database(url.database or "", ThreadWriting(writer), reader, files)
 
-    @event.listens_for(writer.sync_engine, "connect")
+    @event.listens_for(writer, "connect")
     def set_up_writer(connection: Any, record: object) -> None:
         database.sessions += 1
         files.begin()
@@ -190,7 +210,7 @@ def _sqlite(url: URL, files: Files) -> Database:
     def set_up_reader(connection: Any, record: object) -> None:
         _pragmas(connection, f"busy_timeout={_BUSY_TIMEOUT_MS}", "query_only=ON")
 
-    @event.listens_for(writer.sync_engine, "begin")
+    @event.listens_for(writer, "begin")
     def begin(connection: Any) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
@@ -214,7 +234,7 @@ def _postgresql(url: URL) -> Database:
     writer = create_async_engine(url, pool_size=1, **shared)
     reader = create_async_engine(url, pool_size=_READERS, isolation_level="AUTOCOMMIT", **shared)
     name = url.render_as_string(hide_password=True)
-    database = Database(name, writer, reader)
+    database = Database(name, LoopWriting(writer), reader)
 
     @event.listens_for(writer.sync_engine, "connect")
     def lock(connection: Any, record: object) -> None:
@@ -260,17 +280,22 @@ async def _prepare_tables(database: Database) -> None:
             f"{database.name} is a database of another program (it has a table {min(foreign)}).",
             hint="Name another --store.",
         )
-    async with database.writer.begin() as connection:
-        await connection.run_sync(metadata.create_all)
-        await connection.execute(insert(schema_version).values(version=SCHEMA_VERSION))
+    await database.writer.transact(_create_tables)
+
+
+async def _create_tables(connection: AsyncConnection) -> None:
+    await connection.run_sync(metadata.create_all)
+    await connection.execute(insert(schema_version).values(version=SCHEMA_VERSION))
 
 
 async def _bring_up_to_date(database: Database) -> None:
-    async with database.writer.begin() as connection:
+    async def change(connection: AsyncConnection) -> None:
         # Read again inside the transaction: it is what will be changed.
         version = await connection.scalar(select(schema_version.c.version))
         log.info("store_migrates", store=database.name, version=version, to=SCHEMA_VERSION)
         await migrate(connection, _check_version(database.name, version))
+
+    await database.writer.transact(change)
 
 
 def _check_version(name: str, version: int | None) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -32,7 +32,7 @@ from .clock import ForwardClock, SteadyClock
 from .database import Database, open_database
 from .failures import is_unreachable, typed, typed_failures
 from .groups import EncodedPut, encode_puts
-from .holder import look, take
+from .holder import Held, look, take
 from .lookups import Lookups
 from .reach import Reach, Unanswered
 from .rows import (
@@ -44,7 +44,7 @@ from .rows import (
     Run,
 )
 from .states import GroupState, RunState
-from .transaction import Transaction, load_memory
+from .transaction import Memory, Transaction, load_memory
 from .watching import Watching
 from .writer import Writer
 
@@ -80,14 +80,22 @@ async def open_store(
         # which a full disk would refuse.
         is_file = database.files is not None
         with typed_failures():
-            async with (database.reader if is_file else database.writer).begin() as connection:
-                held = await (look if is_file else take)(connection)
-                memory = await load_memory(connection, trust_written=True)
+            if is_file:
+                async with database.reader.begin() as connection:
+                    held, memory = await _known(look, connection)
+            else:
+                held, memory = await database.writer.transact(partial(_known, take))
         time_now = ForwardClock(clock or SteadyClock(), held.last_time)
         writer = Writer(database, memory, time_now, held.holder)
         with ThreadPoolExecutor(_THREADS, "store") as threads:
             async with _running(writer):
                 yield Store(database, writer, threads, time_now)
+
+
+async def _known(
+    find: Callable[[AsyncConnection], Awaitable[Held]], connection: AsyncConnection
+) -> tuple[Held, Memory]:
+    return await find(connection), await load_memory(connection, trust_written=True)
 
 
 @asynccontextmanager

@@ -221,40 +221,42 @@ class Writer:
 
     async def _write_down(self) -> None:
         """The next who opens the store does not begin before now, and need not count."""
+
+        async def write(connection: AsyncConnection) -> None:
+            await self._require_held(connection)
+            await save_time(connection, self._clock())
+            if not (self._memory_is_written or self._memory_is_stale):
+                await write_memory(connection, self.memory)
+
         try:
-            async with self._database.writer.begin() as connection:
-                await self._require_held(connection)
-                await save_time(connection, self._clock())
-                if not (self._memory_is_written or self._memory_is_stale):
-                    await write_memory(connection, self.memory)
+            await self._database.writer.transact(write)
         except (SQLAlchemyError, OSError, ConflictError) as error:
             log.warning("not_written_down", error=str(typed(error)))
 
-    async def _transact(self, works: Iterable[_Put | Operation[Any]]) -> list[Any]:
-        self._database.check_files()
-        async with self._database.writer.begin() as connection:
+    async def _transact(self, works: Sequence[_Put | Operation[Any]]) -> list[Any]:
+        async def work(connection: AsyncConnection) -> tuple[Transaction, list[Any]]:
             await self._know_again(connection)
             if self._memory_is_written:
                 await forget_written(connection)
             tx = Transaction(connection, self.memory.copy(), self._clock(), self.discount)
-            outcomes: list[Any] = []
-            for is_put, side_by_side in groupby(works, key=lambda work: isinstance(work, _Put)):
-                if is_put:
-                    outcomes += await _put_together(tx, cast("Iterable[_Put]", side_by_side))
-                else:
-                    for operation in cast("Iterable[Operation[Any]]", side_by_side):
-                        outcomes.append(await _outcome(tx, operation))
-            is_time_due = tx.now >= self._time_saved + _SAVE_TIME_SECONDS
-            if is_time_due:
+            outcomes = await _outcomes(tx, works)
+            if self._is_time_due(tx):
                 await save_time(connection, tx.now)
+            return tx, outcomes
+
+        self._database.check_files()
+        tx, outcomes = await self._database.writer.transact(work)
         self._database.check_files()
         self.memory = tx.memory
         self._memory_is_written = False
         self.changes.announce(self.memory.changes)
         self.activity.announce(self.memory.activity)
-        if is_time_due:
+        if self._is_time_due(tx):
             self._time_saved = tx.now
         return outcomes
+
+    def _is_time_due(self, tx: Transaction) -> bool:
+        return tx.now >= self._time_saved + _SAVE_TIME_SECONDS
 
     async def _know_again(self, connection: AsyncConnection) -> None:
         """Reads what is remembered from the database, where that may have changed behind us."""
@@ -269,6 +271,17 @@ class Writer:
             self.memory = loaded
             self._memory_is_stale = False
             self._session = self._database.sessions
+
+
+async def _outcomes(tx: Transaction, works: Sequence[_Put | Operation[Any]]) -> list[Any]:
+    outcomes: list[Any] = []
+    for is_put, side_by_side in groupby(works, key=lambda work: isinstance(work, _Put)):
+        if is_put:
+            outcomes += await _put_together(tx, cast("Iterable[_Put]", side_by_side))
+        else:
+            for operation in cast("Iterable[Operation[Any]]", side_by_side):
+                outcomes.append(await _outcome(tx, operation))
+    return outcomes
 
 
 async def _put_together(tx: Transaction, puts: Iterable[_Put]) -> list[list[bool]]:

@@ -1,0 +1,121 @@
+"""How a transaction that writes is run: on SQLite as a whole in one thread, else on the event loop.
+
+In: work, a coroutine function of a connection. Out: its result, once what it wrote is durable. The
+work is the same for both: SQLAlchemy Core queries, awaited. An asynchronous driver for SQLite
+changes threads for every statement, which costs more than the statements do; so there a plain
+connection answers at once, and the whole transaction changes threads once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar, cast
+
+from sqlalchemy import Connection, CursorResult, Dialect, Engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+T = TypeVar("T")
+Work = Callable[[AsyncConnection], Coroutine[Any, Any, T]]
+
+
+class Writing(Protocol):
+    """The one connection that writes. One transaction at a time."""
+
+    async def transact(self, work: Work[T]) -> T:
+        """Runs `work` in a transaction; durable on return, undone where it raises.
+
+        Cancelled, it may be either, but is over.
+        """
+        ...
+
+    async def connect(self) -> None:
+        """Connects, where it is not connected."""
+        ...
+
+    async def dispose(self) -> None:
+        """Ends the connection."""
+        ...
+
+
+class LoopWriting:
+    """With an asynchronous driver, on the event loop."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def transact(self, work: Work[T]) -> T:
+        async with self._engine.begin() as connection:
+            return await work(connection)
+
+    async def connect(self) -> None:
+        await (await self._engine.connect()).close()
+
+    async def dispose(self) -> None:
+        await self._engine.dispose()
+
+
+class ThreadWriting:
+    """With a plain driver, in a thread of its own. Work may wait for its connection only."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._thread = ThreadPoolExecutor(1, "store-writer")
+
+    async def transact(self, work: Work[T]) -> T:
+        return await self._in_thread(lambda: self._transact(work))
+
+    async def connect(self) -> None:
+        await self._in_thread(lambda: self._engine.connect().close())
+
+    async def dispose(self) -> None:
+        await self._in_thread(self._engine.dispose)
+        self._thread.shutdown()
+
+    def _transact(self, work: Work[T]) -> T:
+        with self._engine.begin() as connection:
+            return _driven(work(cast(AsyncConnection, _AtOnce(connection))))
+
+    async def _in_thread(self, do: Callable[[], T]) -> T:
+        running = asyncio.get_running_loop().run_in_executor(self._thread, do)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            # A thread cannot be cancelled: who goes on must find the connection free.
+            await asyncio.wait([running])
+            running.exception()  # nobody else asks for it
+            raise
+
+
+class _AtOnce:
+    """The part of an AsyncConnection that work uses, over a plain one."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    @property
+    def dialect(self) -> Dialect:
+        return self._connection.dialect
+
+    async def execute(self, *what: Any) -> CursorResult[Any]:
+        return self._connection.execute(*what)
+
+    async def scalar(self, *what: Any) -> Any:
+        return self._connection.scalar(*what)
+
+    async def scalars(self, *what: Any) -> Any:
+        return self._connection.scalars(*what)
+
+    async def run_sync(self, do: Callable[[Connection], T]) -> T:
+        return do(self._connection)
+
+
+def _driven(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Its result, without an event loop."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return cast(T, done.value)
+    coroutine.close()
+    raise RuntimeError("What writes waited for something else than its connection.")
