@@ -23,7 +23,7 @@ UPGRADE ?=
 PYTEST_FLAGS ?=
 BIN := .venv/bin
 # What learns: the versions that the tests ran with.
-LEARN := transformers==5.19.0 trl==1.16.0 peft==0.21.2 accelerate datasets matplotlib tensorboard trackio \
+LEARN := transformers==5.19.0 trl==1.16.0 peft==0.21.2 accelerate datasets matplotlib tensorboard trackio requests \
   pytest pytest-asyncio hypothesis asyncpg
 
 # The first of these that is Python 3.11 or newer.
