@@ -32,7 +32,7 @@ work on a laptop. The same settings give the same weights on one machine."""
 
 FACTS = "make_tiny.json"
 """In the model's folder: the settings that it was made with."""
-GROUP_SIZE = 12
+GROUP_SIZE = 8
 _USAGE = "envserver models make-tiny DIR"
 _LAST_WORDS = 2000
 _MODES = ("single", "tools")
@@ -49,11 +49,11 @@ class TinySettings(Section):
     steps: int = Field(default=500, ge=2)
     """Of the optimizer; fewer make a model that knows less."""
     groups: int = Field(default=124, ge=1)
-    """Groups of twelve expert rollouts in each of the two kinds of tasks."""
-    solve_probability: float = Field(default=0.2, gt=0, le=1)
+    """Groups of eight expert rollouts in each of the two kinds of tasks."""
+    solve_probability: float = Field(default=0.25, gt=0, le=1)
     """Share of the rollouts that the expert does right, and about that of the model in the end."""
-    threads: int = Field(default=2, ge=1)
-    """Of torch; another number gives other weights."""
+    threads: int = Field(default=1, ge=1)
+    """Of torch; another number gives other weights, and more help only where nothing else runs."""
     overwrite: bool = False
     """Replace a tiny model that is there."""
 
@@ -186,7 +186,8 @@ async def _trained(
     finally:
         # What was cancelled ends with its step, before its folder is removed.
         given_up.set()
-        await asyncio.wait([training])
+        with contextlib.suppress(_GivenUp):
+            await training
 
 
 def _train(

@@ -40,7 +40,7 @@ class Plan:
     right: float = 0.75
     batch_tokens: int = 1600
     learning_rate: float = 3e-3
-    threads: int = 2
+    threads: int = 1
     seed: int = 0
 
 
