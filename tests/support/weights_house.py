@@ -7,7 +7,7 @@ delivered: whether the weights of the version that it carries give its logprob.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def prove(
     base_url: str,
     maker: VersionMaker,
     make_push: Callable[[SyncEnvClient], WeightPush],
-    versions: Iterable[int],
+    versions: Collection[int],
     words: Sequence[object] = (),
 ) -> Proof:
     """Publishes `versions` while agents sample, and leases until tokens of each have come.
@@ -98,7 +98,7 @@ def prove(
     Args:
         words: more settings of the server.
     """
-    proof, port = Proof(), free_port()
+    proof, port, made = Proof(), free_port(), set(versions)
     engine = ("--openai.base_url", base_url, "--port", port)
     with running(*_SERVE, *engine, *words, folder=folder) as server:
         server.wait_for("Trainers: ", 300)
@@ -111,7 +111,8 @@ def prove(
                     batch = client.lease(wait_seconds=60)
                     assert batch is not None, server.output()[-3000:]
                     for row in batch.rows:
-                        if (row.versions[row.mask.astype(bool)] >= 0).all():
+                        # Before the first publish the engine may have any weights.
+                        if set(row.versions[row.mask.astype(bool)].tolist()) <= made:
                             proof.add(row, maker)
                     client.ack(batch)
     return proof
