@@ -38,7 +38,7 @@ BRIEF = SandboxLimits(
     input_kb=64,
 )
 
-AMPLE = SandboxLimits(wall_seconds=30, cpu_seconds=30)
+AMPLE = SandboxLimits(wall_seconds=90, cpu_seconds=30)
 
 Told = dict[str, str | int]
 """What a program knows of the host: each is a variable of that name."""
