@@ -24,8 +24,8 @@ from .inside import Setup, live
 
 INTERRUPT_SECONDS = 1.0
 """For code that was interrupted to end by itself."""
-DYING_SECONDS = 0.02
-"""A process that ends closes its socket a moment before it is dead."""
+DYING_SECONDS = 0.5
+"""A process that ends closes its socket a moment before it is dead: how long that moment may be."""
 FRAME_SECONDS = 2.0
 """For a frame that has begun to arrive whole."""
 
@@ -220,9 +220,9 @@ class _Process:
 
     def end(self) -> str:
         """Kills what is left of it; how it had ended, in words."""
-        if not _has_ended(self.pid):
-            time.sleep(DYING_SECONDS)
-        had_ended = _has_ended(self.pid)
+        give_up_at = time.monotonic() + DYING_SECONDS
+        while not (had_ended := _has_ended(self.pid)) and time.monotonic() < give_up_at:
+            time.sleep(0.01)
         self.kill()
         status = self.bury()
         if not had_ended:
