@@ -35,7 +35,7 @@ COMMANDS = {
     "verify": Command("verify_command", "check delivered tokens against the engine again", False),
     "score": Command("score_command", "score given answers, without any model"),
     "check": Command("check_command", "check that an environment's rewards cannot be cheated"),
-    "models": Command("models_command", "look at an engine, or serve the simulated one", False),
+    "models": Command("models_command", "start a model, make a tiny one, look at an engine", False),
     "token": Command("token_command", "make, list and revoke access tokens", False),
     "doctor": Command(
         "doctor_command", "show what this machine can do, sandboxes above all", False

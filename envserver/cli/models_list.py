@@ -52,18 +52,15 @@ def run(argv: list[str]) -> int:
 
 
 def _table(entries: list[ModelEntry]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("name", "files", "backend", "dtype", "sampling", "served as"):
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for column in ("name", "files", "by", "dtype", "tokens", "temp"):
         table.add_column(column, overflow="fold")
     for entry in entries:
-        sampling = " ".join(f"{name}={value:g}" for name, value in entry.sampling.items())
+        sampling = [
+            "" if (value := entry.sampling.get(name)) is None else f"{value:g}"
+            for name in ("max_tokens", "temperature")
+        ]
         dtype = f"{entry.dtype}{', 4 bit' if entry.load_in_4bit else ''}"
-        table.add_row(
-            entry.name,
-            entry.files,
-            entry.backend,
-            dtype,
-            sampling,
-            entry.served_name or entry.name,
-        )
+        served = f" as {entry.served_name}" if entry.served_name else ""
+        table.add_row(entry.name + served, entry.files, entry.backend, dtype, *sampling)
     return table
