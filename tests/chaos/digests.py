@@ -6,12 +6,15 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
+import zstandard
 from numpy.typing import NDArray
 
 from envserver import Group, unpack
 
+_ZSTD = b"\x28\xb5\x2f\xfd"
 Rows = Iterable[tuple[Any, Any]]
 
 
@@ -29,6 +32,13 @@ def id_and_digest_of_group(body: bytes) -> tuple[str, str]:
     group = unpack(body, Group)
     rows = [row for trajectory in group.trajectories for row in trajectory.sequences]
     return group.group_id, digest_of_rows((row.tokens, row.mask) for row in rows)
+
+
+def ids_and_digests_of_groups(body: bytes) -> list[tuple[str, str]]:
+    """Of several groups in one request, each packed, and compressed or not."""
+    bodies = msgspec.msgpack.decode(body, type=list[bytes])
+    packed = [zstandard.decompress(b) if b.startswith(_ZSTD) else b for b in bodies]
+    return [id_and_digest_of_group(one) for one in packed]
 
 
 def digest_of_post(body: bytes) -> str:

@@ -9,13 +9,16 @@ import contextlib
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import aiohttp
+import orjson
 from aiohttp import web
 from support.beside import beside
 
-from .digests import digest_of_post, id_and_digest_of_group
+from envserver.remote.several import GROUPS_MSGPACK
+
+from .digests import digest_of_post, id_and_digest_of_group, ids_and_digests_of_groups
 
 Trouble = Literal["lose the request", "lose the answer", "send it twice"]
 TROUBLES: Final[tuple[Trouble, ...]] = ("lose the request", "lose the answer", "send it twice")
@@ -68,7 +71,7 @@ class FaultyRelay:
             self.seen[trouble] += 1
         if trouble == "lose the request":
             return _hang_up(request)
-        group = self._group_of(request.path, body)
+        groups = self._groups_of(request, body)
         try:
             if trouble == "send it twice":
                 await self._ask(request, body)
@@ -77,8 +80,9 @@ class FaultyRelay:
             return _hang_up(request)  # the server is away: so it looks to the client, too
         if trouble == "lose the answer":
             return _hang_up(request)
-        if status == 200 and group is not None:
-            self.joined.add(group)
+        if status == 200 and groups:
+            refused = {one["index"] for one in _refused(answer)}
+            self.joined.update(g for i, g in enumerate(groups) if i not in refused)
         if status == 200 and request.path == "/scored_data":
             self.posted.add(digest_of_post(body))
         return web.Response(status=status, headers=headers, body=answer)
@@ -93,15 +97,24 @@ class FaultyRelay:
             told = {n: v for n, v in answer.headers.items() if n.lower() not in _HOP}
             return answer.status, told, await answer.read()
 
-    def _group_of(self, path: str, body: bytes) -> str | None:
-        """The id of the group that a joiner sends."""
+    def _groups_of(self, request: web.Request, body: bytes) -> list[str]:
+        """The ids of the groups that a joiner sends."""
+        path = request.path
         if path == "/scored_data":
             self.sent[POSTS].add(digest_of_post(body))
         if not (path.startswith("/v1/environments/") and path.endswith("/groups")):
-            return None
-        group_id, digest = id_and_digest_of_group(body)
-        self.sent[group_id].add(digest)
-        return group_id
+            return []
+        is_list = request.content_type == GROUPS_MSGPACK
+        found = ids_and_digests_of_groups(body) if is_list else [id_and_digest_of_group(body)]
+        for group_id, digest in found:
+            self.sent[group_id].add(digest)
+        return [group_id for group_id, _ in found]
+
+
+def _refused(answer: bytes) -> list[dict[str, Any]]:
+    """Of the answer to several groups, those that were not stored."""
+    refused: list[dict[str, Any]] = orjson.loads(answer).get("refused") or []
+    return refused
 
 
 def _hang_up(request: web.Request) -> web.StreamResponse:
