@@ -265,7 +265,7 @@ async def test_who_gets_no_room_in_time_is_tried_again(tmp_path: Path) -> None:
     settings = {"sandbox": {"concurrent": 2}, "rollouts": {"scorer_processes": 1}}
     async with house("Zoo", **settings) as parts:
         first, second = tmp_path / "first", tmp_path / "second"
-        holding = asyncio.create_task(run(parts, "hold", str(first), seconds=3.0))
+        holding = asyncio.create_task(run(parts, "hold", str(first), seconds=10.0))
         await until(first.exists)
         with pytest.raises(SandboxUnavailable):
             await run(parts, "hold", str(second), seconds=1.0)
