@@ -76,16 +76,18 @@ def babbler(learn_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def test_both_trainers_take_exact_rollouts_and_bring_their_weights_to_the_engine(
+LETTER_WORDS = ("--env", LETTERS, "--env.group_size", 4, "--sampling.max_tokens", 24)
+
+
+def test_the_grpo_trainer_takes_exact_rollouts_and_brings_its_weights_to_the_engine(
     learn_python: Path, babbler: Path, tmp_path: Path
 ) -> None:
-    words = ("--env", LETTERS, "--env.group_size", 4, "--sampling.max_tokens", 24)
-    asked = ("--environment", "letters", "--grpo", 2, "--asynchronous", 3)
-    with house(learn_python, babbler, tmp_path, *words) as urls:
-        with trainers(learn_python, babbler, tmp_path, urls, *asked) as process:
-            assert process.end(900) == 0, process.output()[-5000:]
-        status = httpx.get(f"{urls[0]}/v1/status").json()
-        held = httpx.get(f"{urls[0]}/v1/runs/trl-async/checkpoints").json()["checkpoints"]
+    asked = ("--environment", "letters", "--grpo", 2)
+    with (
+        house(learn_python, babbler, tmp_path, *LETTER_WORDS) as urls,
+        trainers(learn_python, babbler, tmp_path, urls, *asked) as process,
+    ):
+        assert process.end(900) == 0, process.output()[-5000:]
     made = lines(tmp_path / "out/grpo.jsonl")
     assert [line["step"] for line in made] == [0, 1]
     for line in made:
@@ -96,6 +98,18 @@ def test_both_trainers_take_exact_rollouts_and_bring_their_weights_to_the_engine
         assert not all(line["truncated"])
         for mask, truncated in zip(line["masks"], line["truncated"], strict=True):
             assert not any(mask) if truncated else 0 in mask and mask[0] == mask[-1] == 1
+
+
+@pytest.mark.slow
+def test_the_asynchronous_trainer_leases_rollouts_and_brings_its_weights_to_the_engine(
+    learn_python: Path, babbler: Path, tmp_path: Path
+) -> None:
+    asked = ("--environment", "letters", "--asynchronous", 3)
+    with house(learn_python, babbler, tmp_path, *LETTER_WORDS) as urls:
+        with trainers(learn_python, babbler, tmp_path, urls, *asked) as process:
+            assert process.end(900) == 0, process.output()[-5000:]
+        status = httpx.get(f"{urls[0]}/v1/status").json()
+        held = httpx.get(f"{urls[0]}/v1/runs/trl-async/checkpoints").json()["checkpoints"]
     taken = lines(tmp_path / "out/async.jsonl")
     assert len(taken) >= 3 * 8
     assert all(0 <= line["trainer_version"] - line["version"] <= 4 for line in taken)

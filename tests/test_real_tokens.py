@@ -33,13 +33,14 @@ def report(title: str, proof: Proof, tell: Tell, record_property: Record) -> Non
         record_property(f"{title}: {name}", value)
 
 
-async def test_five_hundred_rollouts_without_drift(
-    vllm_server: VllmServer, tell: Tell, record_property: Record
+@pytest.mark.parametrize("count", [250, pytest.param(500, marks=pytest.mark.slow)])
+async def test_hundreds_of_rollouts_without_drift(
+    vllm_server: VllmServer, count: int, tell: Tell, record_property: Record
 ) -> None:
     proof = Proof()
     async with bench(vllm_server) as agents:
-        await agents.run(proof, range(500), at_once=32)
-    report("500 rollouts on a real vLLM, by tokens", proof, tell, record_property)
+        await agents.run(proof, range(count), at_once=32)
+    report(f"{count} rollouts on a real vLLM, by tokens", proof, tell, record_property)
     assert proof.drifted == 0
     assert proof.furthest < ROUNDING
     assert not proof.refused

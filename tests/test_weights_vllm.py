@@ -83,7 +83,7 @@ def test_each_token_is_of_the_adapter_that_it_names(
     assert len(names) <= 5
 
 
-@pytest.mark.parametrize("in_flight", ["drain", "keep"])
+@pytest.mark.parametrize("in_flight", [pytest.param("drain", marks=pytest.mark.slow), "keep"])
 def test_each_token_is_of_the_weights_that_it_names(
     tied: VllmServer,
     vllm_python: Path,
