@@ -62,6 +62,8 @@ class Learn(BaseModel):
     """Rollouts in a group."""
     learning_rate: float = Field(default=3e-4, gt=0)
     """Of the trainer."""
+    lora_rank: int = Field(default=0, ge=0)
+    """A LoRA of this rank learns in place of all weights (with a higher --learning-rate); 0: none."""
 
 
 def learn(settings: Learn, console: Console) -> int:
@@ -96,10 +98,14 @@ def _tiny_model(folder: Path, console: Console) -> Path:
 
 
 def _engine(settings: Learn, model: Path, address: str) -> list[str]:
-    """The engine begins with the last weights that the trainer gave it, also after a crash."""
-    words = [sys.executable, "-m", "envserver.models.local", "--served-model-name", "policy"]
-    words += ["--port", _port(address), "--threads", "1"]
-    return [*words, "--model", str(_newest(settings.output / "weights") or model)]
+    """The engine begins with the last weights that the trainer gave it, also after a crash;
+    adapters it is given anew."""
+    words = [sys.executable, "-m", "envserver.models.local", "--port", _port(address)]
+    words += ["--threads", "1"]
+    if settings.lora_rank:
+        return [*words, "--model", str(model), "--served-model-name", "base", "--enable-lora"]
+    newest = _newest(settings.output / "weights") or model
+    return [*words, "--model", str(newest), "--served-model-name", "policy"]
 
 
 def _newest(folder: Path) -> Path | None:
@@ -115,7 +121,8 @@ def _server(settings: Learn, model: Path, engine: str, address: str) -> list[str
     words = [sys.executable, "-m", "envserver", "serve"]
     words += ["--config", str(_CONFIGS / f"serve_{settings.task}.yaml")]
     words += ["--env.seed", str(settings.seed), "--env.group_size", str(settings.group_size)]
-    words += ["--openai.base_url", f"{engine}/v1", "--openai.model_name", "policy"]
+    name = "policy@{version}" if settings.lora_rank else "policy"
+    words += ["--openai.base_url", f"{engine}/v1", "--openai.model_name", name]
     words += ["--tokens.tokenizer", str(model), "--port", _port(address)]
     return [*words, "--store", str(settings.output / "store.db")]
 
@@ -134,6 +141,7 @@ def _trainer(settings: Learn, model: Path, engine: str, server: str) -> list[str
         "groups": settings.groups,
         "group-size": settings.group_size,
         "learning-rate": settings.learning_rate,
+        "lora-rank": settings.lora_rank,
         "threads": 1,
     }
     words = [sys.executable, "-m", "clients.grpo"]

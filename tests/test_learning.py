@@ -88,6 +88,15 @@ def test_the_wire_of_atropos_teaches_as_well(
 
 
 @pytest.mark.slow
+def test_a_lora_learns_as_well(learn_python: Path, model: Path, tmp_path: Path, tell: Tell) -> None:
+    words = ("--lora-rank", 16, "--learning-rate", 2e-3, *TEN_MINUTES)
+    with learning(learn_python, model, tmp_path / "run", *words) as run:
+        assert run.process.end(1500) == 0, run.process.output()[-3000:]
+    _has_learned(run, tell, "arithmetic, LoRA")
+    judge(run)
+
+
+@pytest.mark.slow
 def test_rewards_dealt_out_by_chance_teach_nothing(
     learn_python: Path, model: Path, tmp_path: Path, tell: Tell
 ) -> None:
