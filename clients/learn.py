@@ -63,7 +63,8 @@ class Learn(BaseModel):
     learning_rate: float = Field(default=3e-4, gt=0)
     """Of the trainer."""
     lora_rank: int = Field(default=0, ge=0)
-    """A LoRA of this rank learns in place of all weights (with a higher --learning-rate); 0: none."""
+    """A LoRA of this rank learns in place of all weights, for which --learning-rate should be
+    higher; 0: none."""
 
 
 def learn(settings: Learn, console: Console) -> int:
