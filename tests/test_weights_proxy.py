@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -30,13 +31,20 @@ def named(home: House) -> tuple[Attempt, openai.AsyncOpenAI]:
 
 
 def names_weights(home: House, monkeypatch: pytest.MonkeyPatch, *versions: str) -> None:
-    """The engine says of its answers, one after the other, that these sampled them."""
+    """The engine says of its answers, one after the other, that these sampled them; two names with
+    a blank between them: the first token, and the others."""
     told, answer = iter(versions), home.fake.answer
 
     def with_version(body: Any) -> Any:
         made = answer(body)
-        size = len(made["choices"][0]["token_ids"])
-        made["choices"][0]["weight_versions"] = [{"version": next(told), "start": 0, "end": size}]
+        choice, names = made["choices"][0], next(told).split()
+        edges = (
+            [0, 1, len(choice["token_ids"])] if len(names) == 2 else [0, len(choice["token_ids"])]
+        )
+        choice["weight_versions"] = [
+            {"version": name, "start": start, "end": end}
+            for name, (start, end) in zip(names, pairwise(edges), strict=True)
+        ]
         return made
 
     monkeypatch.setattr(home.fake, "answer", with_version)
@@ -109,3 +117,21 @@ async def test_tokens_of_an_engine_that_lost_its_weights_are_not_delivered(
         await chat(client, streamed=False)
     assert [call.flags for call in attempt.calls] == [[], [], ["weights_lost"], []]
     assert DEFAULT.of("weights_lost") == "drop"
+
+
+async def test_what_was_sampled_before_the_first_version_is_of_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first weights come while calls are at the engine, and go on with them."""
+    async with house() as home:
+        change = "default version-0"
+        names_weights(home, monkeypatch, change, change, "version-0 default", change)
+        attempt, client = home.open()
+        for _ in range(3):
+            await chat(client, streamed=False)
+        home.proxy.publish_version(0)
+        await chat(client, streamed=False)
+    size = len(attempt.calls[0].completion_ids)
+    assert attempt.calls[0].versions == [VersionSpan(-1, 0, 1), VersionSpan(0, 1, size)]
+    flags = [call.flags for call in attempt.calls]
+    assert flags == [["mixed_versions"], ["mixed_versions"], ["weights_lost"], ["weights_lost"]]

@@ -96,7 +96,8 @@ def _call(
     finish = broken or choice.finish_reason or ""
     size = 0 if ids is None else len(ids)
     counts = given.follows_policy and not given.is_named
-    told = _told_versions(choice.weight_versions, size) if counts else None
+    spans = choice.weight_versions if counts else None
+    told = _told_versions(spans, size, begun_before_any=given.first_version < 0)
     versions = told or _bracketed(size, given)
     flags = [
         *shared,
@@ -193,19 +194,27 @@ def _bracketed(size: int, given: Circumstances) -> list[VersionSpan]:
     return [VersionSpan(version, 0, size)] if size else []
 
 
-def _told_versions(spans: list[Any] | None, size: int) -> list[VersionSpan] | None:
-    """The engine's spans where they have numbers and cover [0, size); else None."""
+def _told_versions(
+    spans: list[Any] | None, size: int, *, begun_before_any: bool
+) -> list[VersionSpan] | None:
+    """The engine's spans where they have numbers and cover [0, size); else None.
+
+    Args:
+        begun_before_any: the first version may have come while the call was at the engine: what
+            was sampled before it has none, and is of -1.
+    """
     told: list[VersionSpan] = []
     at = 0
     for span in spans or ():
         if not isinstance(span, dict):
             return None
         number, start, end = _number(span.get("version")), span.get("start"), span.get("end")
-        if number < 0 or start != at or type(end) is not int or end < at:
+        is_known = number >= 0 or (begun_before_any and all(one.version < 0 for one in told))
+        if not is_known or start != at or type(end) is not int or end < at:
             return None
         told.append(VersionSpan(number, at, end))
         at = end
-    return told if told and at == size else None
+    return told if told and told[-1].version >= 0 and at == size else None
 
 
 def _number(version: Any) -> int:
