@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import itertools
 import json
 import os
 import secrets
@@ -25,20 +24,16 @@ from typing import Any, BinaryIO, NoReturn
 import msgspec
 
 from ..config import SandboxConfig
-from ..environment import Environment
 from ..errors import EnvserverError, InputError, NotFoundError, StoreError, StoreFull
-from ..records import Task
-from ..registry import absolute, find
+from ..registry import absolute
 from ..rollouts.scorer_process import Row
 from ..rollouts.scoring import ScoredRow, ScorerPool
-from ..sandbox.watched import WatchedSandboxes
 from .sandboxing import sandboxes_of
+from .task_finder import TaskFinder, environment_of
 
 MAX_LINE_BYTES = 4 << 20
 MAX_ROWS_IN_FLIGHT = 512
 MAX_BYTES_IN_FLIGHT = 64 << 20
-MAX_TASKS_SEARCHED = 100_000
-"""Tasks of the environment among which a task id is looked up."""
 
 Progress = Callable[[int, float], None]
 """Gets the rows done, and the share of the input that they are, in [0, 1]."""
@@ -100,10 +95,10 @@ async def run_score(
                 target.write(_output_row(line.number, scored))
             progress(summary.rows, min(1.0, line.end / size))
 
-        environment = _environment(reference, env_config)
+        environment = environment_of(reference, env_config)
         async with sandboxes_of(environment, sandbox or SandboxConfig()) as service:
             address = service.address if service is not None else None
-            finder = _TaskFinder(reference, env_config, address)
+            finder = TaskFinder(reference, env_config, address)
             async with ScorerPool(
                 reference, env_config, processes, sandbox_address=address
             ) as scorers:
@@ -127,7 +122,7 @@ class _Line(msgspec.Struct, frozen=True):
 class _Scoring:
     """Rows in flight: many at once, out in the order in which they came."""
 
-    def __init__(self, scorers: ScorerPool, finder: _TaskFinder) -> None:
+    def __init__(self, scorers: ScorerPool, finder: TaskFinder) -> None:
         self._scorers = scorers
         self._finder = finder
 
@@ -184,67 +179,6 @@ class _Scoring:
             messages=messages,
             finish_reason=finish_reason,
         )
-
-
-class _TaskFinder:
-    """Finds tasks by id, reading the environment's tasks only as far as is needed."""
-
-    def __init__(
-        self, env_reference: str, env_config: dict[str, Any], sandbox_address: str | None
-    ) -> None:
-        self._reference = env_reference
-        self._config = env_config
-        self._sandbox_address = sandbox_address
-        self._lock = asyncio.Lock()
-        self._seen: dict[str, Task] = {}
-        self._tasks: Iterator[Task] | None = None
-        self._split = ""
-
-    async def find(self, task_id: str) -> Task:
-        """The task with this id.
-
-        Raises:
-            NotFoundError: the split in the settings has none, or not among its first tasks.
-        """
-        async with self._lock:
-            if task_id not in self._seen:
-                await self._search(task_id)
-        if task_id not in self._seen:
-            raise NotFoundError(
-                f"There is no task {task_id[:100]!r} in the split {self._split}.",
-                hint=f"{len(self._seen)} tasks were searched.",
-            )
-        return self._seen[task_id]
-
-    async def _search(self, task_id: str) -> None:
-        try:
-            await asyncio.to_thread(self._read_until, task_id)
-        except EnvserverError:
-            raise
-        except Exception as error:
-            raise InputError(
-                f"The tasks cannot be read: {type(error).__name__}: {error}"
-            ) from error
-
-    def _read_until(self, task_id: str) -> None:
-        if self._tasks is None:
-            self._tasks = self._all_tasks()
-        for task in itertools.islice(self._tasks, MAX_TASKS_SEARCHED - len(self._seen)):
-            self._seen.setdefault(task.id, task)
-            if task.id == task_id:
-                return
-
-    def _all_tasks(self) -> Iterator[Task]:
-        environment = _environment(self._reference, self._config)
-        if self._sandbox_address is not None:
-            environment.sandboxes = WatchedSandboxes(self._sandbox_address)
-        self._split = environment.config.split
-        return iter(environment.tasks(environment.config.split))
-
-
-def _environment(reference: str, config: dict[str, Any]) -> Environment:
-    environment_class = find(reference)
-    return environment_class(environment_class.Config.model_validate(config))
 
 
 def _lines(source: BinaryIO) -> Iterator[_Line]:

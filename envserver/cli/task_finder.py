@@ -1,0 +1,83 @@
+"""Finds a task of an environment again by its id: its tasks are the same for the same settings.
+
+In: the environment, its settings (split and seed among them), ids. Out: tasks with their hidden
+part. The environment's tasks are read only as far as is needed, each of them once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from ..environment import Environment
+from ..errors import EnvserverError, InputError, NotFoundError
+from ..records import Task
+from ..registry import find
+from ..sandbox.watched import WatchedSandboxes
+
+MAX_TASKS_SEARCHED = 100_000
+"""Tasks of the environment among which a task id is looked up."""
+
+
+class TaskFinder:
+    """Finds tasks by id, reading the environment's tasks only as far as is needed."""
+
+    def __init__(
+        self, env_reference: str, env_config: dict[str, Any], sandbox_address: str | None
+    ) -> None:
+        self._reference = env_reference
+        self._config = env_config
+        self._sandbox_address = sandbox_address
+        self._lock = asyncio.Lock()
+        self._seen: dict[str, Task] = {}
+        self._tasks: Iterator[Task] | None = None
+        self._split = ""
+
+    async def find(self, task_id: str) -> Task:
+        """The task with this id.
+
+        Raises:
+            NotFoundError: the split in the settings has none, or not among its first tasks.
+        """
+        async with self._lock:
+            if task_id not in self._seen:
+                await self._search(task_id)
+        if task_id not in self._seen:
+            raise NotFoundError(
+                f"There is no task {task_id[:100]!r} in the split {self._split}.",
+                hint=f"{len(self._seen)} tasks were searched.",
+            )
+        return self._seen[task_id]
+
+    async def _search(self, task_id: str) -> None:
+        try:
+            await asyncio.to_thread(self._read_until, task_id)
+        except EnvserverError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"The tasks cannot be read: {type(error).__name__}: {error}"
+            ) from error
+
+    def _read_until(self, task_id: str) -> None:
+        if self._tasks is None:
+            self._tasks = self._all_tasks()
+        for task in itertools.islice(self._tasks, MAX_TASKS_SEARCHED - len(self._seen)):
+            self._seen.setdefault(task.id, task)
+            if task.id == task_id:
+                return
+
+    def _all_tasks(self) -> Iterator[Task]:
+        environment = environment_of(self._reference, self._config)
+        if self._sandbox_address is not None:
+            environment.sandboxes = WatchedSandboxes(self._sandbox_address)
+        self._split = environment.config.split
+        return iter(environment.tasks(environment.config.split))
+
+
+def environment_of(reference: str, config: dict[str, Any]) -> Environment:
+    """A fresh instance of the environment with these settings."""
+    environment_class = find(reference)
+    return environment_class(environment_class.Config.model_validate(config))
