@@ -186,4 +186,9 @@ class Tracker:
 
 
 def _numbers(line: Line) -> dict[str, float]:
-    return {name: value for name, value in line.items() if isinstance(value, (int, float))}
+    """All but the step, which trackers take by itself."""
+    return {
+        name: value
+        for name, value in line.items()
+        if isinstance(value, (int, float)) and name != "step"
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from clients.training.curves import draw
 from clients.training.examples import Example
 from clients.training.learner import Learner, StepRules
 from clients.training.loss import LossRules
-from clients.training.metrics import JsonLines, Metrics, TensorBoard, read_lines
+from clients.training.metrics import JsonLines, Metrics, TensorBoard, Tracker, read_lines
 from clients.training.padding import padded
 from clients.training.policy import Policy
 
@@ -132,3 +133,21 @@ def test_metrics_of_steps_that_are_made_again_are_taken_out(tmp_path: Path) -> N
     assert len([json.loads(text) for text in path.read_text().splitlines()]) == 3
     draw([path], tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_trackio_gets_each_step_once_also_of_a_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for step in (1, 2):
+        tracker = Tracker("trackio", project="envserver", name="run", settings={"seed": 0})
+        tracker.write({"step": step, "reward_mean": step / 4, "group_ids": ["g"]})
+        tracker.close()
+    kept = sqlite3.connect(tmp_path / "envserver.db")
+    rows = kept.execute("SELECT step, metrics FROM metrics ORDER BY step").fetchall()
+    kept.close()
+    assert [(step, json.loads(data)) for step, data in rows] == [
+        (1, {"reward_mean": 0.25}),
+        (2, {"reward_mean": 0.5}),
+    ]
