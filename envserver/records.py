@@ -192,9 +192,7 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class TracedCall(msgspec.Struct, frozen=True, array_like=True):
-    """A call in a trace: what is new in it, so that a trace grows as what was said does.
-
-    Made and read by `tokens.trace`.
+    """A call in a trace (`tokens.trace`): what is new in it, so that it grows as what was said does.
 
     Args:
         tokens_of: position in the trace of an earlier call, -1 for none.
@@ -211,6 +209,15 @@ class TracedCall(msgspec.Struct, frozen=True, array_like=True):
     kept_messages: int
     tools_of: int
     new: Call
+
+
+class ServiceCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an agent asked a service, and its answer (None where `refused` says why)."""
+
+    name: str
+    arguments: dict[str, Any]
+    answer: Any = None
+    refused: str = ""
 
 
 class Sequence(msgspec.Struct, kw_only=True):
@@ -375,8 +382,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """A finished and scored rollout. `metrics` are what the agent logged; fields as in Result.
 
     `sequences` are of trained agents alone. `others`: the conversations of all agents but the one
-    whose `messages` and `tools` these are, also of those that are not trained. `calls` are all that
-    was recorded, where that is kept (`tokens.keep_calls`).
+    whose `messages` and `tools` these are, also of those that are not trained. `calls` and
+    `service_calls` are all that was recorded, where that is kept (`tokens.keep_calls`).
     """
 
     rollout_id: str
@@ -398,6 +405,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     calls: list[TracedCall] = msgspec.field(default_factory=list)
     actions: list[dict[str, Any]] = msgspec.field(default_factory=list)
     others: list[Conversation] = msgspec.field(default_factory=list)
+    service_calls: list[ServiceCall] = msgspec.field(default_factory=list)
 
 
 class Group(msgspec.Struct, kw_only=True):
@@ -417,6 +425,7 @@ class Group(msgspec.Struct, kw_only=True):
         rendering: how their prompts came to be: the engine's server and mode, whether calls were
             continued by tokens (or why not), the think policy, digests of template and tokenizer.
         services: what its environment's services say of what they showed it (`Services.shown`).
+        env_config: the environment's settings, where calls are kept.
     """
 
     group_id: str
@@ -435,6 +444,7 @@ class Group(msgspec.Struct, kw_only=True):
     services: dict[str, Any] = msgspec.field(default_factory=dict)
     asked: int = 0
     lost: dict[str, int] = msgspec.field(default_factory=dict)
+    env_config: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 _CODES = {"i4": 1, "f4": 2, "u1": 3}

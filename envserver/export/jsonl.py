@@ -25,6 +25,7 @@ from ..errors import ConfigError, Failure, InputError, StoreError, StoreFull
 from ..records import Group, SandboxUsage, Split, Tokens, Trajectory
 from ..rollouts.estimates import Scored, scored
 from ..rollouts.events import Event, GroupDropped, RolloutFailed
+from ..rollouts.kept_calls import kept_calls
 
 log = structlog.get_logger()
 
@@ -45,6 +46,7 @@ def group_line(
 
     Keys: those of an Atropos scored data group (row i of each list is one training sequence), and
     `envserver`: where the group comes from and what is known of each rollout (`rows`: its rows).
+    Calls that were kept (`tokens.keep_calls`) stand there, too, and what replaying them needs.
     """
     line: dict[str, Any] = group_to_atropos(
         group, include_messages=include_messages, score_range=score_range
@@ -67,6 +69,8 @@ def group_line(
         "asked": group.asked,
         "lost": group.lost,
     }
+    if group.env_config:
+        line["envserver"]["env_config"] = group.env_config
     return orjson.dumps(
         line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY, default=str
     )
@@ -110,6 +114,8 @@ def _rollouts(trajectories: list[Trajectory], include_actions: bool) -> list[dic
         )
         if include_actions:
             facts[-1]["actions"] = trajectory.actions
+        if trajectory.calls:
+            facts[-1] |= kept_calls(trajectory)
         row += rows
     return facts
 

@@ -32,7 +32,7 @@ from ..errors import (
     SandboxUnavailable,
     ServiceError,
 )
-from ..records import Call, PublicTask
+from ..records import Call, PublicTask, ServiceCall
 from ..telemetry.tracing import NO_SPAN, Span
 from ..tokens.history import History
 from .asgi import Interrupts
@@ -79,6 +79,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
         group_id: of the rollouts that are compared with this one; "": of none.
         sampling: `temperature`, `top_p` (both forced) and `max_tokens` (a cap).
         agents: by name, where there are several; the first is the main one.
+        keep_services: record what services are asked and answer.
     """
 
     rollout_id: str
@@ -93,6 +94,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     sampling: dict[str, Any]
     group_id: str = ""
     agents: dict[str, Seat] = msgspec.field(default_factory=dict)
+    keep_services: bool = False
 
     def agent(self, name: str | None) -> str | None:
         """Who asks that calls itself `name`: who says nothing is the main one.
@@ -135,6 +137,7 @@ class Attempt:
             where all is well.
         service_failure: how a service of the environment failed it, None where none did.
         service_calls: how often it asked one.
+        asked_services: what it asked them, where that is kept.
         flags: words that services put on its trajectory.
         output, metrics, steps, posted, failure: what the worker posted.
         late_calls: model calls that came after the end.
@@ -153,6 +156,7 @@ class Attempt:
     sandbox_failure: Failure | None = None
     service_failure: Failure | None = None
     service_calls: int = 0
+    asked_services: list[ServiceCall] = field(default_factory=list)
     flags: set[str] = field(default_factory=set)
     output: Any = None
     metrics: dict[str, float] = field(default_factory=dict)

@@ -17,6 +17,7 @@ import structlog
 
 from ..environment import Caller, Service, Services
 from ..errors import LimitReached, NotFoundError, ServiceError, UsageError
+from ..records import ServiceCall
 from .asgi import Interrupted, Interrupts, Receive, Scope, Send, parse_object, read_body, send_bytes
 from .attempts import Attempt, ended
 
@@ -79,6 +80,10 @@ class ServiceDesk:
         except ServiceError as error:
             attempt.service_failed(error)
             raise
+        except UsageError as error:
+            _keep(attempt, name, arguments, refused=error.message)
+            raise
+        _keep(attempt, name, arguments, body)
         await send_bytes(send, 200, body, b"application/json")
 
     async def _within(
@@ -124,6 +129,16 @@ async def _asked(attempt: Attempt, name: str, service: Service, arguments: dict[
     if len(body) > _MOST_ANSWER_BYTES:
         raise ServiceError(f"The answer of {name!r} is over {_MOST_ANSWER_BYTES} bytes.")
     return body
+
+
+def _keep(
+    attempt: Attempt, name: str, arguments: dict[str, Any], body: bytes = b"null", refused: str = ""
+) -> None:
+    if attempt.spec.keep_services and not attempt.sealed:
+        answer = orjson.loads(body)
+        attempt.asked_services.append(
+            ServiceCall(name=name, arguments=arguments, answer=answer, refused=refused)
+        )
 
 
 def _flag(attempt: Attempt, word: str) -> None:

@@ -27,7 +27,16 @@ from ..errors import (
 )
 from ..proxy.attempts import Attempt, AttemptSpec
 from ..proxy.server import Proxy
-from ..records import Call, Conversation, Result, SandboxUsage, Sequence, TracedCall, Usage
+from ..records import (
+    Call,
+    Conversation,
+    Result,
+    SandboxUsage,
+    Sequence,
+    ServiceCall,
+    TracedCall,
+    Usage,
+)
 from ..telemetry.tracing import current, within
 from ..tokens.builder import all_flags, build, find_parents
 from ..tokens.flags import Actions
@@ -54,6 +63,7 @@ class Finished(msgspec.Struct, kw_only=True):
     calls: list[TracedCall]
     others: list[Conversation]
     attempt: Attempt
+    service_calls: list[ServiceCall] = msgspec.field(default_factory=list)
 
 
 async def run_attempt(
@@ -122,6 +132,7 @@ async def run_attempt(
         flags=_flags(attempt, trained, sequences),
         calls=pack_calls(calls, find_parents(calls)) if keep_calls else [],
         others=other_conversations(calls, last),
+        service_calls=attempt.asked_services,
         attempt=attempt,
     )
 

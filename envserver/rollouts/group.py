@@ -357,6 +357,7 @@ def attempt_spec(
         sampling=machinery.sampling.model_dump(),
         group_id=rollout_id.rpartition("-r")[0],
         agents=machinery.agents,
+        keep_services=machinery.keep_calls,
     )
 
 
@@ -399,6 +400,7 @@ def trajectory_of(
         calls=finished.calls,
         actions=result.actions,
         others=finished.others if machinery.environment.config.include_messages else [],
+        service_calls=finished.service_calls,
         flags=[*finished.flags, *_LATE[: finished.attempt.late_calls]],
     )
 
@@ -438,12 +440,20 @@ def _judged(
         seed=ticket.seed,
         asked=rules.size,
         lost=dict(failures.lost),
+        env_config=_kept_config(machinery),
     )
     drop = judge_group(group, rules, machinery.freshness.version)
     if drop is None:
         return group
     is_whole = judge_losses(group.lost, rules) is None
     return msgspec.structs.replace(drop, scored=scored_of(group) if is_whole else None)
+
+
+def _kept_config(machinery: Machinery) -> dict[str, Any]:
+    if not machinery.keep_calls:
+        return {}
+    others = {"agents", "total_steps", "data_path_to_save_groups"}  # secrets, and what is no matter
+    return machinery.environment.config.model_dump(mode="json", exclude=others)
 
 
 def _rendering(machinery: Machinery) -> dict[str, Any]:
