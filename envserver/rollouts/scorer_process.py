@@ -25,6 +25,7 @@ from ..errors import Outcome as Fate
 from ..records import Result, Score, Task
 from ..registry import find
 from ..sandbox.watched import WatchedSandboxes
+from .rubric import with_rubric
 
 TRACEBACK_CHARACTERS = 4000
 
@@ -56,13 +57,22 @@ _loaded: Environment | Failure | None = None
 _sandboxes: WatchedSandboxes | None = None
 
 
-def load(env_reference: str, env_config: dict[str, Any], sandbox_address: str | None) -> None:
-    """Runs first in each process. A failure is kept, and told to whoever asks for a score."""
+def load(
+    env_reference: str,
+    env_config: dict[str, Any],
+    sandbox_address: str | None,
+    rubric: str | None = None,
+) -> None:
+    """Runs first in each process. A failure is kept, and told to whoever asks for a score.
+
+    Args:
+        rubric: what scores instead of the environment (see `rubric`).
+    """
     global _loaded, _sandboxes
-    outcome = _guarded(lambda: _make_environment(env_reference, env_config))
+    if sandbox_address is not None:
+        _sandboxes = WatchedSandboxes(sandbox_address)
+    outcome = _guarded(lambda: _make_scorer(env_reference, env_config, rubric))
     _loaded = outcome.failure or outcome.value
-    if sandbox_address is not None and isinstance(_loaded, Environment):
-        _loaded.sandboxes = _sandboxes = WatchedSandboxes(sandbox_address)
 
 
 def answer(request: bytes) -> Outcome:
@@ -146,6 +156,13 @@ def _failure_of(error: BaseException) -> Failure:
         message=f"The scorer raised {type(error).__name__}: {str(error)[:500]}",
         detail={"traceback": trace},
     )
+
+
+def _make_scorer(env_reference: str, env_config: dict[str, Any], rubric: str | None) -> Environment:
+    environment = _make_environment(env_reference, env_config)
+    if _sandboxes is not None:
+        environment.sandboxes = _sandboxes
+    return environment if rubric is None else with_rubric(environment, rubric)
 
 
 def _make_environment(env_reference: str, env_config: dict[str, Any]) -> Environment:

@@ -53,6 +53,7 @@ class ScorerPool:
         env_config: the fields of the environment's Config.
         processes: scorers that work side by side.
         sandbox_address: where the environment's `sandboxes` are made; unset: it has none.
+        rubric: what scores instead of the environment (see `rubric`); its file should be absolute.
     """
 
     def __init__(
@@ -62,8 +63,9 @@ class ScorerPool:
         processes: int,
         *,
         sandbox_address: str | None = None,
+        rubric: str | None = None,
     ) -> None:
-        arguments = (env_reference, env_config, sandbox_address)
+        arguments = (env_reference, env_config, sandbox_address, rubric)
         self._scorers = [_Scorer(arguments) for _ in range(processes)]
         self._free: asyncio.LifoQueue[_Scorer] = asyncio.LifoQueue()
         self._timeout_seconds = START_TIMEOUT_SECONDS
@@ -148,7 +150,7 @@ class ScorerPool:
 class _Scorer:
     """One process. A pool of one each: what happens to a scorer cannot touch its neighbours."""
 
-    def __init__(self, arguments: tuple[str, dict[str, Any], str | None]) -> None:
+    def __init__(self, arguments: tuple[str, dict[str, Any], str | None, str | None]) -> None:
         self._arguments = arguments
         self._pool: ProcessPool | None = None
 
