@@ -46,10 +46,10 @@ def read_mix(
     Raises:
         ConfigError, NotFoundError: as for `load_settings`; or they cannot be mixed.
     """
-    entries, place = _entries(argv, settings_class, aliases or {})
+    entries, place = entries_of(argv, settings_class, aliases or {})
     if entries is None:
         return None
-    words = _without_environment(argv)
+    words = without_environment(argv)
     members = []
     for number, entry in enumerate(entries):
         line = _line(words, entry, f"{place}[{number}]", settings_class, aliases)
@@ -80,7 +80,7 @@ def _line(
     return CommandLine(settings, entry.name, find(entry.name))
 
 
-def _entries(
+def entries_of(
     argv: Sequence[str], settings_class: type[M], aliases: Mapping[str, str]
 ) -> tuple[list[MixEntry] | None, str]:
     """What is to be mixed (None: nothing), and where that is said.
@@ -140,7 +140,7 @@ def _validated(listed: Any, origin: str) -> list[MixEntry]:
     return entries
 
 
-def _without_environment(argv: Sequence[str]) -> list[str]:
+def without_environment(argv: Sequence[str]) -> list[str]:
     kept: list[str] = []
     words = list(argv)
     while words:
