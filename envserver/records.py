@@ -192,7 +192,7 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class TracedCall(msgspec.Struct, frozen=True, array_like=True):
-    """A call in a trace (`tokens.trace`): what is new in it, so that it grows as what was said does.
+    """A call in a trace (`tokens.trace`): what is new in it, so it grows as what was said does.
 
     Args:
         tokens_of: position in the trace of an earlier call, -1 for none.
