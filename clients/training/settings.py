@@ -7,7 +7,7 @@ the fields.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -20,6 +20,8 @@ from .advantages import Scaling
 from .examples import Denominator
 
 S = TypeVar("S", bound=BaseModel)
+Values = dict[str, Any]
+"""By name of the setting."""
 
 
 class Settings(BaseModel):
@@ -128,11 +130,18 @@ class Settings(BaseModel):
     """Name of the project there."""
 
 
-def from_flags(kind: type[S], arguments: Sequence[str] | None, *, program: str) -> S:
+def from_flags(
+    kind: type[S],
+    arguments: Sequence[str] | None,
+    *,
+    program: str,
+    chosen: Callable[[Values, Values], Values] | None = None,
+) -> S:
     """Settings from a command line, which may name a YAML file with `--config`.
 
     Args:
         arguments: words of the command line; None: this process's.
+        chosen: of a file with several sections: what holds, given its content and the flags.
 
     Raises:
         ConfigError: the file or a value is wrong. A wrong flag ends the program with its usage.
@@ -149,15 +158,15 @@ def from_flags(kind: type[S], arguments: Sequence[str] | None, *, program: str) 
         else:
             parser.add_argument(flag, metavar=name.rpartition("_")[2].upper(), **how)
     given = vars(parser.parse_args(arguments))
-    file = given.pop("config")
+    file = _from_file(given.pop("config"))
     try:
-        return kind.model_validate({**_from_file(file), **given})
+        return kind.model_validate({**(chosen(file, given) if chosen else file), **given})
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
         raise ConfigError("; ".join(problems), hint=f"{program} --help") from error
 
 
-def _from_file(path: Path | None) -> dict[str, Any]:
+def _from_file(path: Path | None) -> Values:
     if path is None:
         return {}
     try:
