@@ -1,0 +1,119 @@
+"""README.md of an adapter or a model, as the hub reads it: a YAML header, then facts.
+
+What holds: nothing of this machine is in it (folders, user names); the same training gives the same
+card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+@dataclass(frozen=True)
+class About:
+    """What a card tells.
+
+    Args:
+        method: sft or dpo.
+        name: of what was made.
+        base: hub id, or name, of the model that it began with.
+        tool: that it was trained for; None: no single one.
+        settings: of the training.
+        counts: what became of the rows.
+        results: numbers of the last lines of metrics.
+        data: sha256 of the rows.
+        versions: of the libraries.
+    """
+
+    method: str
+    name: str
+    base: str
+    tool: str | None
+    settings: Mapping[str, Any]
+    counts: Mapping[str, int]
+    results: Mapping[str, float]
+    data: str
+    versions: Mapping[str, str]
+
+
+_METHODS = {
+    "sft": "Supervised fine-tuning; the loss counts the assistant's tokens only.",
+    "dpo": "Direct preference optimization; only the assistant's tokens count.",
+}
+
+
+def card_of(about: About) -> str:
+    """The text of README.md."""
+    return f"---\n{_header(about)}---\n\n{_body(about)}"
+
+
+def base_name(model: str, given: str | None) -> str:
+    """How a card calls the model that a training began with: never by a path."""
+    return given or (Path(model).resolve().name if Path(model).exists() else model)
+
+
+def _header(about: About) -> str:
+    lora = bool(about.settings["lora"])
+    header: dict[str, Any] = {
+        "base_model": about.base,
+        "library_name": "peft" if lora else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["trl", about.method, "envserver", *(["lora"] if lora else [])],
+    }
+    if about.settings.get("license"):
+        header["license"] = about.settings["license"]
+    if lora:
+        header["base_model_relation"] = "adapter"
+    return yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
+
+
+def _body(about: About) -> str:
+    what = "LoRA adapter for" if about.settings["lora"] else "fine-tuned from"
+    tool = f" It was trained for the tool `{about.tool}`." if about.tool else ""
+    parts = [
+        f"# {about.name}\n\nA {what} {about.base}. {_METHODS[about.method]}{tool}\n",
+        "## Data\n\n" + _table({**about.counts, "sha256": about.data}),
+        "## Training\n\n" + _table(about.settings),
+        "## Last numbers\n\n" + _table(about.results) if about.results else "",
+        "## Use\n\n" + _use(about),
+        "## Libraries\n\n" + _table(about.versions),
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _table(facts: Mapping[str, Any]) -> str:
+    lines = [f"| {name.replace('_', ' ')} | {_cell(value)} |" for name, value in facts.items()]
+    return "\n".join(["| | |", "|---|---|", *lines]) + "\n"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
+    return str(value).replace("|", "\\|")
+
+
+def _use(about: About) -> str:
+    if about.settings["lora"]:
+        lines = [
+            "from peft import PeftModel",
+            "from transformers import AutoModelForCausalLM",
+            "",
+            f'base = AutoModelForCausalLM.from_pretrained("{about.base}")',
+            'model = PeftModel.from_pretrained(base, "THIS FOLDER")',
+        ]
+    else:
+        lines = [
+            "from transformers import AutoModelForCausalLM",
+            "",
+            'model = AutoModelForCausalLM.from_pretrained("THIS FOLDER")',
+        ]
+    code = "\n".join(lines)
+    upload = "Upload it as it is: `hf upload NAME THIS_FOLDER`."
+    return f"```python\n{code}\n```\n\n{upload}\n"

@@ -1,0 +1,195 @@
+"""Rows -> what a trainer reads, on disk: no file has to fit into memory.
+
+In: files of rows and an encoder. Out: a data set of `input_ids` and `labels`, or of pairs, and
+`Counts`. What holds: every row that was read is in the data set or in one of the counts; no example
+is longer than the limit, and each has something to train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from envserver import InputError
+
+from .conversation import Conversation, read_pair, read_row
+from .data import rows_of
+from .tokens import Encoded, Encoder
+
+TooLong = Literal["drop", "truncate"]
+Example = dict[str, list[int]]
+
+_BATCH: Final = 256
+SFT_COLUMNS: Final = ("input_ids", "labels")
+PAIR_COLUMNS: Final = ("chosen_ids", "chosen_labels", "rejected_ids", "rejected_labels")
+
+
+@dataclass
+class Counts:
+    """What became of the rows."""
+
+    rows: int = 0
+    """That were read."""
+    examples: int = 0
+    """That are learned from. A conversation whose turns do not continue each other is several."""
+    dropped_too_long: int = 0
+    """Left out: longer than the limit."""
+    truncated: int = 0
+    """Cut off at the limit."""
+    dropped_nothing_to_train: int = 0
+    """Left out: no word of the assistant, or none before the limit."""
+    dropped_not_continued: int = 0
+    """Pairs left out: the chat template makes several rows of one of their conversations."""
+    rendered_otherwise: int = 0
+    """Turns that the chat template shows with another prompt than the one they answer."""
+    tokens: int = 0
+    """Of the examples."""
+    tokens_trained: int = 0
+    """Those that the loss counts."""
+
+    def as_dict(self) -> dict[str, int]:
+        """By name."""
+        return asdict(self)
+
+
+def sft_examples(
+    paths: Sequence[Path],
+    encoder: Encoder,
+    counts: Counts,
+    *,
+    max_length: int,
+    too_long: TooLong,
+    prompts: Literal["auto", "chat", "plain"] = "auto",
+) -> Iterator[Example]:
+    """Examples for supervised training; fills `counts` on the way.
+
+    Raises:
+        InputError: a row is wrong; the message has its place.
+    """
+    plain: dict[str, Callable[[str], bool]] = {
+        "auto": encoder.is_rendered,
+        "chat": lambda prompt: False,
+        "plain": lambda prompt: True,
+    }
+    fit = partial(_fit, counts=counts, max_length=max_length, too_long=too_long)
+    for place, row in rows_of(paths):
+        counts.rows += 1
+        read = read_row(row, place, plain=plain[prompts])
+        if isinstance(read, Conversation):
+            encoded = encoder.conversation(read, place)
+        else:
+            encoded = [encoder.plain(read)]
+        counts.dropped_nothing_to_train += not encoded
+        for one in filter(None, map(fit, encoded)):
+            _count(counts, one)
+            counts.examples += 1
+            yield {"input_ids": one.ids, "labels": one.labels}
+    counts.rendered_otherwise = encoder.rendered_otherwise
+
+
+def pair_examples(
+    paths: Sequence[Path],
+    encoder: Encoder,
+    counts: Counts,
+    *,
+    max_length: int,
+    too_long: TooLong,
+) -> Iterator[Example]:
+    """Examples for preference training; fills `counts` on the way.
+
+    Raises:
+        InputError: a row is wrong; the message has its place.
+    """
+    for place, row in rows_of(paths):
+        counts.rows += 1
+        pair = read_pair(row, place)
+        both = [encoder.conversation(one, place) for one in (pair.chosen, pair.rejected)]
+        if not all(both):
+            counts.dropped_nothing_to_train += 1
+        elif any(len(one) > 1 for one in both):
+            counts.dropped_not_continued += 1
+        elif fitting := _fitting(both[0][0], both[1][0], counts, max_length, too_long):
+            chosen, rejected = fitting
+            _count(counts, chosen, rejected)
+            counts.examples += 1
+            yield {
+                "chosen_ids": chosen.ids,
+                "chosen_labels": chosen.labels,
+                "rejected_ids": rejected.ids,
+                "rejected_labels": rejected.labels,
+            }
+    counts.rendered_otherwise = encoder.rendered_otherwise
+
+
+def _fit(one: Encoded, *, counts: Counts, max_length: int, too_long: TooLong) -> Encoded | None:
+    """The example within the limit; None: it is left out, and counted."""
+    if len(one.ids) > max_length:
+        if too_long == "drop":
+            counts.dropped_too_long += 1
+            return None
+        counts.truncated += 1
+        one = one.cut(max_length)
+    if not any(one.trained):
+        counts.dropped_nothing_to_train += 1
+        return None
+    return one
+
+
+def _fitting(
+    chosen: Encoded, rejected: Encoded, counts: Counts, max_length: int, too_long: TooLong
+) -> tuple[Encoded, Encoded] | None:
+    """Both within the limit, or None; a pair is counted once."""
+    if max(len(chosen.ids), len(rejected.ids)) > max_length:
+        if too_long == "drop":
+            counts.dropped_too_long += 1
+            return None
+        counts.truncated += 1
+        chosen, rejected = chosen.cut(max_length), rejected.cut(max_length)
+    if not (any(chosen.trained) and any(rejected.trained)):
+        counts.dropped_nothing_to_train += 1
+        return None
+    return chosen, rejected
+
+
+def _count(counts: Counts, *encoded: Encoded) -> None:
+    for one in encoded:
+        counts.tokens += len(one.ids)
+        counts.tokens_trained += sum(one.trained)
+
+
+def written(examples: Iterable[Example], columns: Sequence[str], path: Path) -> Any:
+    """The examples as a `datasets.Dataset` that lies in a file.
+
+    Args:
+        path: of the file, made anew.
+
+    Raises:
+        InputError: there is no example.
+    """
+    import pyarrow as pa
+    from datasets import Dataset
+
+    schema = pa.schema([(name, pa.list_(pa.int32())) for name in columns])
+    count = 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
+        for batch in _batches(examples):
+            stream.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))
+            count += len(batch)
+    if not count:
+        raise InputError("There is nothing to learn from: no row is left.")
+    return Dataset.from_file(str(path))
+
+
+def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
+    batch: list[Example] = []
+    for one in examples:
+        batch.append(one)
+        if len(batch) == _BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
