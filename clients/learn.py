@@ -68,7 +68,7 @@ class Learn(BaseModel):
 
 
 def learn(settings: Learn, console: Console) -> int:
-    """Runs until the trainer ends; its exit status.
+    """Runs until the trainer ends; its exit status, or 130 after Ctrl-C.
 
     Raises:
         EnvserverError: something did not start, or died too often.
@@ -84,7 +84,11 @@ def learn(settings: Learn, console: Console) -> int:
             f"Engine {engine}, server {server}, logs in {settings.output}.", soft_wrap=True
         )
         children.start("trainer", lambda: _trainer(settings, model, engine, server))
-        status = children.wait_for("trainer")
+        try:
+            status = children.wait_for("trainer")
+        except KeyboardInterrupt:
+            console.print("Ending; the same command goes on from the last checkpoint.")
+            status = 130
     _show(settings, console)
     return status
 
