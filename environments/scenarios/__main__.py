@@ -1,0 +1,10 @@
+"""`python -m environments.scenarios process ...` is `envserver process --env scenarios ...`."""
+
+from __future__ import annotations
+
+import sys
+
+from envserver import main
+
+if __name__ == "__main__":
+    sys.exit(main(environment="scenarios"))
