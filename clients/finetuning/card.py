@@ -28,6 +28,7 @@ class About:
         results: numbers of the last lines of metrics.
         data: sha256 of the rows.
         versions: of the libraries.
+        license: of what was made; None: not said.
     """
 
     method: str
@@ -39,6 +40,7 @@ class About:
     results: Mapping[str, float]
     data: str
     versions: Mapping[str, str]
+    license: str | None = None
 
 
 _METHODS = {
@@ -65,8 +67,8 @@ def _header(about: About) -> str:
         "pipeline_tag": "text-generation",
         "tags": ["trl", about.method, "envserver", *(["lora"] if lora else [])],
     }
-    if about.settings.get("license"):
-        header["license"] = about.settings["license"]
+    if about.license:
+        header["license"] = about.license
     if lora:
         header["base_model_relation"] = "adapter"
     return yaml.safe_dump(header, sort_keys=False, allow_unicode=True)

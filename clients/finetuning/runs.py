@@ -207,7 +207,11 @@ class Training(Generic[S]):
             "results": self._results(),
             "versions": {name: version(name) for name in _LIBRARIES},
         }
-        about = About(name=self._name, **{key: done[key] for key in _TOLD})
+        about = About(
+            name=self._name,
+            license=self._settings.license,
+            **{key: done[key] for key in _TOLD},
+        )
         (made / "README.md").write_text(card_of(about), encoding="utf-8")
         for path in sorted(made.iterdir()):
             place = self._output / path.name
