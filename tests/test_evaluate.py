@@ -203,6 +203,9 @@ def test_what_is_lost_is_counted(tmp_path: Path) -> None:
         (["--out", "old"], "holds an evaluation"),
         (["--out", "old", "--resume", "--env.seed", "7"], "seed 0 (now 7)"),
         (["--out", "broken", "--resume"], "cannot be read"),
+        (["--out", "other", "--resume"], "names no evaluation"),
+        (["--prices.prompt", "1"], "go together"),
+        (["--truncated", "forgive"], "--truncated"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(
@@ -213,8 +216,10 @@ def test_what_cannot_be_meant_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    settings = '{"environment": "math", "env": {"seed": 0}, "sampling": {}}'
-    for name, text in (("old", settings), ("broken", "[]")):
+    settings = {"environment": "math", "env": {"seed": 0}, "sampling": {}}
+    facts = {"split": "test", "group_size": 4, "seed": 0, "simulated": True}
+    old = orjson.dumps({"name": "math", "evaluated": settings | facts}).decode()
+    for name, text in (("old", old), ("broken", "[]"), ("other", "{}")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text(text)
     assert main(["evaluate", "--env", "math", "--model", "sim", *words]) == 2

@@ -1,8 +1,11 @@
-"""An evaluation: the environment's tasks and its baselines through the machinery of `process`.
+"""An evaluation: environments' tasks and baselines through the machinery of `process`.
 
-In its folder: `groups.jsonl` and `groups-<baseline>.jsonl` (as `process` writes them), `run.json`
-(the settings that decide results: a resumed run must have the same), `report.json`, `report.md`.
-What holds: each task of the stream is tried once per run, whether others failed or not.
+In the folder of each environment: `groups.jsonl` and `groups-<baseline>.jsonl` (as `process` writes
+them), `tasks.jsonl` beside each, `run.json` (the settings that decide results: a resumed run must
+have the same); and the report, which follows from these (`evaluation.folders`). Of one environment
+that is the evaluation's folder, of several one below it for each.
+What holds: each task of a stream is tried once per run, whether others failed or not; one
+environment that fails does not end the others.
 """
 
 from __future__ import annotations
@@ -12,30 +15,31 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import orjson
 from pydantic import ValidationError
 from rich.console import Console
 
-from ..config import Settings
+from ..config import MixSettings, Settings
 from ..environment import Environment
-from ..errors import AllFailed, ConfigError, InputError, StoreError
-from ..evaluation.report import Failures, Report, Rules, difference, report_run
-from ..evaluation.results import TaskFacts, TaskResult, facts_of, read_results, results_of_tasks
-from ..evaluation.tables import markdown_of
-from ..export.unified import write_json
+from ..errors import AllFailed, ConfigError, EnvserverError
+from ..evaluation.folders import Evaluated, RunFile, View, groups_path, tasks_path
+from ..evaluation.report import Report
+from ..evaluation.results import TaskFacts, facts_of, read_tasks
+from ..evaluation.suite import Suite
 from ..rollouts.events import Event, GroupDropped, RolloutFailed
 from ..rollouts.stream import Ticket, tickets
 from .engines import SIMULATED
+from .evaluate_folder import claim, write_report, write_run_file, write_tasks
+from .evaluate_members import Member
 from .process import write_groups
 from .runtime import EngineRoom, engine_room
 
-Show = Callable[[Console, Report, Path], object]
+Show = Callable[[Console, Report | Suite, Path], object]
 
 _BASELINE = re.compile(r"[a-z0-9_]+")
 _NO_MATTER = {"total_steps", "data_path_to_save_groups", "max_token_length"}
@@ -49,28 +53,26 @@ class Choice:
     folder: Path | None = None
     resume: bool = False
     overwrite: bool = False
-    pass_at: float = 1.0
-    failures: Failures = "drop"
     baselines: bool = True
+    view: View = field(default_factory=View)
 
 
 @dataclass
 class _Run:
-    """One run over the tasks: its environment, its file and what became of its groups."""
+    """One run over the tasks: its environment, its files and what became of its groups."""
 
     environment: Environment
-    path: Path
-    tasks: dict[str, TaskFacts] = field(default_factory=dict)
+    groups: Path
+    tasks: Path
+    facts: dict[str, TaskFacts] = field(default_factory=dict)
     failed: dict[str, Counter[str]] = field(default_factory=dict)
     dropped: set[str] = field(default_factory=set)
-    model: str = ""
-    results: list[TaskResult] = field(default_factory=list)
 
     def stream(self) -> Iterator[Ticket]:
         """Each task once."""
         steps = self.environment.config.total_steps
         for ticket in itertools.islice(tickets(self.environment, repeat=False), steps):
-            self.tasks[ticket.group_id] = facts_of(ticket.task)
+            self.facts[ticket.group_id] = facts_of(ticket.group_id, ticket.task)
             yield ticket
 
     def observe(self, event: Event) -> None:
@@ -79,22 +81,38 @@ class _Run:
         elif isinstance(event, GroupDropped):
             self.dropped.add(event.group_id)
 
-    def read(self) -> None:
-        """Reads the results from the file."""
-        size = self.environment.config.group_size
-        found = read_results(self.path, group_size=size)
-        dropped = {group_id: self.failed.get(group_id, Counter()) for group_id in self.dropped}
-        self.model = found.model
-        self.results = results_of_tasks(found.by_group, self.tasks, dropped, group_size=size)
+    def write_tasks(self) -> None:
+        """What the groups do not say; of tasks that were not come to again, what was known."""
+        if not self.groups.exists():
+            return
+        known = {one.group_id: one for one in read_tasks(self.tasks)} if self.tasks.exists() else {}
+        for group_id, one in self.facts.items():
+            dropped = dict(self.failed.get(group_id, {})) if group_id in self.dropped else None
+            known[group_id] = msgspec.structs.replace(one, dropped=dropped)
+        write_tasks(self.tasks, known.values())
+
+
+@dataclass
+class _Part:
+    """One environment: its folder, what is noted there, and its runs by baseline ("": itself)."""
+
+    member: Member[Any]
+    folder: Path
+    evaluated: Evaluated
+    noted: RunFile
+    runs: dict[str, _Run]
+
+
+@dataclass
+class _Course:
+    """How far all came."""
+
+    stopped: bool = False
+    failures: list[EnvserverError] = field(default_factory=list)
 
 
 async def evaluate(
-    reference: str,
-    environment: Environment,
-    settings: Settings,
-    choice: Choice,
-    console: Console,
-    show: Show,
+    members: Sequence[Member[Any]], choice: Choice, console: Console, show: Show
 ) -> int:
     """Runs all, writes the report and shows it; 0, or 130 when it was stopped before its end.
 
@@ -103,60 +121,140 @@ async def evaluate(
             nothing to report.
         ConfigError, InputError, StoreError: as of `write_groups`; or the folder is of another run.
     """
-    at = time.strftime("%Y%m%d-%H%M%S")
-    folder = choice.folder or Path("runs") / "evaluate" / f"{environment.name}-{at}"
-    baselines = baselines_of(environment) if choice.baselines else {}
-    _check_folder(folder, _decisive(environment, settings), choice)
-    runs = {"": _Run(environment, folder / "groups.jsonl")}
-    for name, other in baselines.items():
-        runs[name] = _Run(other, folder / f"groups-{name}.jsonl")
-    done: dict[str, _Run] = {}
-    stopped, failure = False, None
+    folder = choice.folder or _new_folder(members)
+    parts = _claimed(members, folder, choice)
+    settings: Settings = members[0].settings
+    course = _Course()
     async with engine_room(settings, need_engine=True, need_exact=False) as room:
-        for name, run in runs.items():
-            if name:
-                console.print(f"Baseline {name}", highlight=False, markup=False)
-            try:
-                stopped = await _make(run, reference, settings, choice, console, room)
-            except AllFailed as error:
-                failure = error
-            run.read()
-            done[name] = run
-            if stopped or failure is not None:
+        for number, part in enumerate(parts, 1):
+            if len(parts) > 1:
+                _say(console, f"{part.member.name} ({number} of {len(parts)})")
+            failure = await _make_part(part, choice, console, room, course)
+            if failure is not None:
+                course.failures.append(failure)
+                if len(parts) > 1:
+                    _say(console, f"{part.member.name}: {failure.message}")
+            if course.stopped:
                 break
-    if stopped:
-        on = f"Stopped early; the same command with --resume --out {folder} goes on."
-        console.print(on, highlight=False, markup=False, soft_wrap=True)
-    if not any(result.attempts for result in done[""].results):
-        if stopped:
+    if course.stopped:
+        _say(console, f"Stopped early; the same command with --resume --out {folder} goes on.")
+    if not any(_has_groups(part) for part in parts):
+        if course.stopped:
             return 130
-        raise failure or AllFailed("Nothing could be evaluated: no attempt has a score.")
-    complete = not stopped and failure is None
-    report = _report(done, settings, choice, complete=complete)
-    write_json(folder / "report.json", msgspec.to_builtins(report, str_keys=True))
-    _write_text(folder / "report.md", markdown_of(report))
+        raise (course.failures or [_nothing()])[0]
+    report = write_report(folder, choice.view)
+    if not _attempts(report):
+        raise (course.failures or [_nothing()])[0]
     show(console, report, folder)
-    if failure is not None:
-        raise failure
-    return 130 if stopped else 0
+    if course.failures:
+        raise course.failures[0]
+    return 130 if course.stopped else 0
+
+
+def _nothing() -> AllFailed:
+    return AllFailed("Nothing could be evaluated: no attempt has a score.")
+
+
+def _has_groups(part: _Part) -> bool:
+    run = part.runs[""]
+    return run.groups.exists() and run.groups.stat().st_size > 0
+
+
+def _attempts(report: Report | Suite) -> int:
+    return report.run.counts.scored if isinstance(report, Report) else report.totals.scored
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _new_folder(members: Sequence[Member[Any]]) -> Path:
+    name = members[0].name if len(members) == 1 else "several"
+    return Path("runs") / "evaluate" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _claimed(members: Sequence[Member[Any]], folder: Path, choice: Choice) -> list[_Part]:
+    """The parts, all of whose folders are ours from now on.
+
+    Raises:
+        ConfigError, InputError, StoreError: one cannot be made, or a folder is of another run.
+    """
+    if choice.resume and choice.overwrite:
+        raise ConfigError("--resume and --overwrite exclude each other.")
+    if choice.resume and choice.folder is None:
+        raise ConfigError("--resume needs the folder to go on in: --out DIR.")
+    alone = len(members) == 1
+    parts = [_part(member, folder if alone else folder / member.name, choice) for member in members]
+    if not alone:
+        names = RunFile(parts=[member.name for member in members])
+        claim(folder, names, resume=choice.resume, overwrite=choice.overwrite)
+    for part in parts:
+        claim(part.folder, part.noted, resume=choice.resume, overwrite=choice.overwrite)
+        for run in part.runs.values() if choice.overwrite else ():
+            run.tasks.unlink(missing_ok=True)
+    return parts
+
+
+def _part(member: Member[Any], folder: Path, choice: Choice) -> _Part:
+    environment = member.make_environment()
+    baselines = baselines_of(environment) if choice.baselines else {}
+    runs = {
+        name: _Run(one, groups_path(folder, name), tasks_path(folder, name))
+        for name, one in {"": environment, **baselines}.items()
+    }
+    evaluated = _evaluated(environment, member.settings, list(baselines))
+    return _Part(member, folder, evaluated, RunFile(name=member.name, evaluated=evaluated), runs)
+
+
+def _evaluated(environment: Environment, settings: MixSettings, baselines: list[str]) -> Evaluated:
+    """What is run; the settings without secrets."""
+    config = environment.config
+    return Evaluated(
+        environment=environment.name,
+        env=config.model_dump(mode="json", exclude=_NO_MATTER),
+        sampling=settings.sampling.model_dump(mode="json"),
+        split=config.split,
+        group_size=config.group_size,
+        seed=config.seed,
+        simulated=settings.model == SIMULATED,
+        baselines=baselines,
+    )
+
+
+async def _make_part(
+    part: _Part, choice: Choice, console: Console, room: EngineRoom, course: _Course
+) -> EnvserverError | None:
+    """Makes the groups of one environment and its baselines; returns what ended it too early."""
+    failure = None
+    for name, run in part.runs.items():
+        if name:
+            _say(console, f"Baseline {name}")
+        try:
+            course.stopped = await _make(run, part.member, choice, console, room)
+        except EnvserverError as error:
+            failure = error
+        run.write_tasks()
+        if course.stopped or failure is not None:
+            break
+    complete = not course.stopped and failure is None
+    part.noted.evaluated = msgspec.structs.replace(
+        part.evaluated, complete=complete, finished_at=time.time()
+    )
+    write_run_file(part.folder, part.noted)
+    return failure
 
 
 async def _make(
-    run: _Run,
-    reference: str,
-    settings: Settings,
-    choice: Choice,
-    console: Console,
-    room: EngineRoom,
+    run: _Run, member: Member[Any], choice: Choice, console: Console, room: EngineRoom
 ) -> bool:
     """Makes the groups of a run; whether a signal stopped it."""
     run.environment.config.max_token_length = sys.maxsize  # long answers count like others
     written = await write_groups(
-        reference,
+        member.line.reference,
         run.environment,
-        settings,
+        member.settings,
         run.stream(),
-        run.path,
+        run.groups,
         console,
         resume=choice.resume,
         overwrite=choice.overwrite,
@@ -192,97 +290,3 @@ def baselines_of(environment: Environment) -> dict[str, Environment]:
         changed.agents = {key: one for key, one in changed.agents.items() if key in other.agents()}
         found[name] = other
     return found
-
-
-def _decisive(environment: Environment, settings: Settings) -> dict[str, Any]:
-    """The settings that decide results, JSON-like, without secrets."""
-    config = environment.config.model_dump(mode="json", exclude=_NO_MATTER)
-    return {
-        "environment": environment.name,
-        "env": config,
-        "sampling": settings.sampling.model_dump(mode="json"),
-    }
-
-
-def _check_folder(folder: Path, decisive: Mapping[str, Any], choice: Choice) -> None:
-    """Sees that `folder` is new, or of a run with these settings, and writes them there.
-
-    Raises:
-        ConfigError: it is not.
-        InputError: what it says of its settings cannot be read.
-    """
-    if choice.resume and choice.overwrite:
-        raise ConfigError("--resume and --overwrite exclude each other.")
-    if choice.resume and choice.folder is None:
-        raise ConfigError("--resume needs the folder to go on in: --out DIR.")
-    path = folder / "run.json"
-    if path.exists() and not choice.overwrite:
-        if not choice.resume:
-            raise ConfigError(
-                f"{folder} holds an evaluation.",
-                hint="Go on with it by --resume, replace it by --overwrite.",
-            )
-        _check_same(path, decisive)
-        return
-    write_json(path, dict(decisive))
-
-
-def _check_same(path: Path, decisive: Mapping[str, Any]) -> None:
-    try:
-        before = orjson.loads(path.read_bytes())
-        pairs = {
-            name: (before[section].get(name), value)
-            for section in ("env", "sampling")
-            for name, value in decisive[section].items()
-        }
-    except (OSError, orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} cannot be read: {error}.", place=str(path)) from error
-    differing = [f"{name} {old} (now {new})" for name, (old, new) in pairs.items() if old != new]
-    if before.get("environment") != decisive["environment"]:
-        differing.insert(0, f"env {before.get('environment')}")
-    if differing:
-        raise ConfigError(
-            f"{path.parent} is of a run with {', '.join(differing)}.",
-            hint="Resume with the settings of that run, or name another folder.",
-        )
-
-
-def _report(
-    runs: Mapping[str, _Run], settings: Settings, choice: Choice, *, complete: bool
-) -> Report:
-    main = runs[""]
-    config = main.environment.config
-    rules = Rules(
-        group_size=config.group_size,
-        pass_at=choice.pass_at,
-        failures=choice.failures,
-        seed=config.seed,
-    )
-    baselines = {name: run.results for name, run in runs.items() if name}
-    differences = {
-        name: found
-        for name, results in baselines.items()
-        if (found := difference(main.results, results, rules)) is not None
-    }
-    return Report(
-        env=main.environment.name,
-        split=config.split,
-        model=main.model,
-        complete=complete,
-        simulated=settings.model == SIMULATED,
-        created_at=time.time(),
-        rules=rules,
-        settings=_decisive(main.environment, settings),
-        run=report_run(main.results, rules),
-        baselines={name: report_run(results, rules) for name, results in baselines.items()},
-        differences=differences,
-    )
-
-
-def _write_text(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.part")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        raise StoreError(f"{path} cannot be written: {error.strerror}.") from error

@@ -1,32 +1,49 @@
-"""`envserver evaluate`: its settings and what it shows; the work is done in `evaluate.py`."""
+"""`envserver evaluate`: its settings and what it shows; the work is done in `evaluate.py`.
+
+Its words: `evaluate compare A B` holds two evaluations against each other, `evaluate report DIR`
+makes the report of one anew.
+"""
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..config import Settings
-from ..evaluation.report import Failures, Report
-from ..evaluation.tables import notes_of, tables_of
-from .command_line import read_command_line
+from ..config import MixSettings
+from ..evaluation.folders import View
+from ..evaluation.report import Failures, Report, Truncated
+from ..evaluation.suite import Suite
+from ..evaluation.tables import TextTable, notes_of, summary_of, tables_of, warnings_of
 from .evaluate import Choice, evaluate
+from .evaluate_members import read_members
+from .evaluate_prices import PricesConfig, pricing_of
+from .help import show_help
 from .logs import configure_logs
 from .loop import run_loop
 
-SUMMARY = """Measures a model on an environment's tasks: mean reward, pass@k and pass^k with
-intervals, overall and by kind of task, beside the environment's baselines. Tasks are of the split
-`test` unless another is given, `--env.total_steps` of them or all, each once; `--env.group_size`
-attempts each (unset: 1 where sampling.temperature is 0). No group is filtered. Groups, report.json
-and report.md are written to --out."""
+SUMMARY = """Measures a model on the tasks of an environment, of several (--env math,code) or of a
+folder of them (--env DIR): mean reward, pass@k and pass^k with intervals, overall and by kind of
+task, beside the environment's baselines; failures, truncations, tokens and cost. Tasks are of the
+split `test` unless another is given, `--env.total_steps` of them or all, each once;
+`--env.group_size` attempts each (unset: 1 where sampling.temperature is 0). No group is filtered.
+Groups and the report (report.json, report.md, report.html) are written to --out.
+
+Two evaluations held against each other: envserver evaluate compare DIR DIR
+The report of one made anew, without a model: envserver evaluate report DIR
+Tasks of lm-evaluation-harness: envserver lm-eval TASKS"""
 
 DEFAULTS = {"env": {"split": "test"}, "rollouts": {"min_group_size": 1}}
+_WORDS = {"compare": "evaluate_compare", "report": "evaluate_report"}
+_SHOWN_OF_SEVERAL = ("What happened", "What it took")
 
 
-class EvaluateSettings(Settings):
+class EvaluateSettings(MixSettings):
     """Settings with the flags that only `evaluate` has."""
 
     out: Path | None = None
@@ -39,8 +56,12 @@ class EvaluateSettings(Settings):
     """Least reward of an attempt that passes."""
     failures: Failures = "drop"
     """Attempts that were lost by our fault are left out (drop), or count as 0 (zero)."""
+    truncated: Truncated = "score"
+    """Attempts in which the model was cut off count what they scored (score), 0 (zero), or are left
+    out (drop)."""
     no_baselines: bool = False
     """Do not run the environment's baselines."""
+    prices: PricesConfig = PricesConfig()
 
 
 def run(argv: list[str]) -> int:
@@ -50,38 +71,59 @@ def run(argv: list[str]) -> int:
         EnvserverError: it cannot be run, nothing could be evaluated, or it ended by failures (then
             there is a report of what was done before).
     """
-    line = read_command_line(
-        "evaluate", SUMMARY, argv, settings_class=EvaluateSettings, defaults=DEFAULTS
-    )
-    if line is None:
+    if argv and argv[0] in _WORDS:
+        module = importlib.import_module(f".{_WORDS[argv[0]]}", __package__)
+        return int(module.run(argv[1:]))
+    usage = "envserver evaluate --env NAME[,NAME...]|DIR"
+    if show_help(argv, usage=usage, summary=SUMMARY, settings_class=EvaluateSettings):
         return 0
-    settings = line.settings
-    configure_logs(settings.log_level)
-    if settings.sampling.temperature == 0 and "group_size" not in settings.env.model_fields_set:
-        settings.env.group_size = 1
+    members = read_members(argv, settings_class=EvaluateSettings, defaults=DEFAULTS)
+    settings = members[0].settings
+    configure_logs(settings.log_level, settings.log_format)
+    for member in members:
+        own: Any = member.settings
+        if own.sampling.temperature == 0 and "group_size" not in own.env.model_fields_set:
+            own.env.group_size = 1
     choice = Choice(
         folder=settings.out,
         resume=settings.resume,
         overwrite=settings.overwrite,
-        pass_at=settings.pass_at,
-        failures=settings.failures,
         baselines=not settings.no_baselines,
+        view=View(
+            pass_at=settings.pass_at,
+            failures=settings.failures,
+            truncated=settings.truncated,
+            pricing=pricing_of(settings.prices, settings.model, settings.engine.models_file),
+        ),
     )
-    environment = line.make_environment()
-    console = Console(stderr=True)
-    return run_loop(evaluate(line.reference, environment, settings, choice, console, show_report))
+    return run_loop(evaluate(members, choice, Console(stderr=True), show_report))
 
 
-def show_report(console: Console, report: Report, folder: Path) -> None:
+def show_report(console: Console, report: Report | Suite, folder: Path) -> None:
     """The tables of a report, how they are to be read, where they lie."""
-    for text in tables_of(report):
+    if isinstance(report, Suite):
+        tables = [summary_of(report)]
+        for part in report.parts:
+            shown = [one for one in tables_of(part) if one.title in _SHOWN_OF_SEVERAL]
+            tables += [
+                TextTable(f"{part.name}: {one.title}", one.header, one.rows) for one in shown
+            ]
+        notes = warnings_of(report)
+    else:
+        tables, notes = tables_of(report), notes_of(report)
+    show_tables(console, tables, notes)
+    told = f"Report in {folder / 'report.html'}, report.md and report.json"
+    console.print(told, highlight=False, markup=False, soft_wrap=True)
+
+
+def show_tables(console: Console, tables: list[TextTable], notes: list[str]) -> None:
+    """Tables, and sentences below them."""
+    for text in tables:
         table = Table(title=text.title, title_justify="left")
         for number, name in enumerate(text.header):
             table.add_column(Text(name), justify="right" if number else "left", overflow="fold")
         for row in text.rows:
             table.add_row(*map(Text, row))
         console.print(table)
-    for note in notes_of(report):
+    for note in notes:
         console.print(note, highlight=False, markup=False, soft_wrap=True)
-    told = f"Report in {folder / 'report.md'} and report.json"
-    console.print(told, highlight=False, markup=False, soft_wrap=True)

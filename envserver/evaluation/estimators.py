@@ -84,6 +84,26 @@ def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
     return Estimate(value=mean, low=float(low), high=float(high), tasks=len(values))
 
 
+def estimate_of_means(groups: Sequence[Sequence[float]], *, seed: int = 0) -> Estimate:
+    """The mean of the groups' means, each with the same weight; tasks are drawn within each group.
+
+    Raises:
+        ValueError: there is no group, or one without values.
+    """
+    means = [estimate(values, seed=seed).value for values in groups]
+    tasks = sum(map(len, groups))
+    mean = math.fsum(means) / len(means)
+    if all(len(values) == 1 for values in groups):
+        return Estimate(value=mean, low=None, high=None, tasks=tasks)
+    drawn = [
+        _resampled_means(np.asarray(values, dtype=np.float64), seed + number)
+        for number, values in enumerate(groups)
+    ]
+    tail = (1.0 - CONFIDENCE) / 2
+    low, high = np.quantile(np.mean(drawn, axis=0), [tail, 1.0 - tail])
+    return Estimate(value=mean, low=float(low), high=float(high), tasks=tasks)
+
+
 def _resampled_means(values: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
     """float64[RESAMPLES], in slices, so that many tasks need no more memory than few."""
     rng = np.random.default_rng(seed)

@@ -1,7 +1,8 @@
 """From results to a report: how good, how sure, at what cost. Pure.
 
-What holds: every number has a declared denominator (`Rules.failures`: attempts that were lost by
-our fault are left out, or count as 0); an attempt passes with a reward from `Rules.pass_at` on.
+What holds: every number has a declared denominator (`Rules`: whether attempts that were lost by our
+fault count, and those in which the model was cut off); an attempt passes with a reward from
+`Rules.pass_at` on.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from .estimators import Estimate, estimate, pass_at_k, pass_hat_k
+from .prices import Prices
 from .results import Attempt, TaskResult
 
 SCHEMA_VERSION = 1
@@ -23,6 +25,7 @@ MOST_VALUES = 40
 _ROUNDING = 1e-6
 
 Failures = Literal["drop", "zero"]
+Truncated = Literal["score", "zero", "drop"]
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,12 +35,14 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
         group_size: attempts that each task was to have.
         pass_at: the least reward of a success.
         failures: what an attempt counts that was lost by our fault: nothing (drop), or 0 (zero).
+        truncated: what one counts in which the model was cut off: its score, 0, or nothing.
         seed: of the intervals.
     """
 
     group_size: int
     pass_at: float = 1.0
     failures: Failures = "drop"
+    truncated: Truncated = "score"
     seed: int = 0
 
 
@@ -78,22 +83,40 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """Means over scored attempts (`total_tokens`: the sum of all, prompts and completions)."""
+    """What scored attempts took: means over them, and `total_*` of all together.
+
+    Args:
+        cost: mean, in `Prices.currency`; None where no prices are known.
+        cost_of_pass: all that was paid, by the attempts that passed; None where none did.
+    """
 
     turns: float
     prompt_tokens: float
     completion_tokens: float
     seconds: float
     total_tokens: int
+    total_prompt_tokens: int
+    total_completion_tokens: int
+    total_seconds: float
+    cost: float | None = None
+    total_cost: float | None = None
+    cost_of_pass: float | None = None
 
 
 class TaskRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One task: the rewards of its scored attempts, and what is known of it."""
+    """One task: the rewards of its scored attempts, and what is known of it.
+
+    Args:
+        truncated: of each of these attempts, whether the model was cut off.
+        digest: see `TaskResult`.
+    """
 
     task_id: str
     rewards: list[float]
     lost: int
     labels: dict[str, str]
+    truncated: list[bool] = []
+    digest: str = ""
 
 
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,16 +138,38 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     tasks: list[TaskRow]
 
 
+class HarnessFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A task of lm-evaluation-harness, in its own numbers.
+
+    Args:
+        metric, filter: which of its metrics are the rewards here.
+        values: all of them: "metric,filter" -> value, "metric_stderr,filter" -> its error.
+        requests: calls that its tasks made of the model, all of one run of it together.
+    """
+
+    version: str
+    task_version: str
+    metric: str
+    filter: str
+    num_fewshot: int
+    values: dict[str, float]
+    requests: int = 0
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """An evaluation.
 
     Args:
+        env: the environment, or the task of a harness.
+        name: what it is called among others: `env`, where no other has that name.
         complete: whether every run came to its end.
         simulated: whether the model was (then nothing here is a measure of any real one).
         created_at: `time.time()`.
         settings: of the environment and the sampling.
+        prices: by which `Costs` are told.
         baselines: runs that `run` is to be held against, by name.
         differences: mean reward of `run` less that of the baseline, over the tasks of both.
+        harness: what the harness says that measured it; None where we did.
     """
 
     env: str
@@ -138,17 +183,22 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     run: RunReport
     baselines: dict[str, RunReport]
     differences: dict[str, Estimate]
+    name: str = ""
+    prices: Prices | None = None
+    harness: HarnessFacts | None = None
     schema_version: int = SCHEMA_VERSION
 
 
-def report_run(results: Sequence[TaskResult], rules: Rules) -> RunReport:
+def report_run(
+    results: Sequence[TaskResult], rules: Rules, prices: Prices | None = None
+) -> RunReport:
     """The report of one run, from the results of its tasks."""
     attempts = [attempt for result in results for attempt in result.attempts]
     return RunReport(
         overall=measured([rewards_of(result, rules) for result in results], rules),
         by=_by_kind(results, rules),
         counts=_counts(results),
-        costs=_costs(attempts),
+        costs=_costs(attempts, rules, prices),
         components=_means(attempt.components for attempt in attempts),
         metrics=_means(attempt.metrics for attempt in attempts),
         tasks=[
@@ -157,6 +207,8 @@ def report_run(results: Sequence[TaskResult], rules: Rules) -> RunReport:
                 rewards=[attempt.reward for attempt in result.attempts],
                 lost=result.lost,
                 labels=result.labels,
+                truncated=[attempt.truncated for attempt in result.attempts],
+                digest=result.digest,
             )
             for result in results
         ],
@@ -165,7 +217,23 @@ def report_run(results: Sequence[TaskResult], rules: Rules) -> RunReport:
 
 def rewards_of(result: TaskResult, rules: Rules) -> list[float]:
     """What the attempts at a task count."""
-    return [attempt.reward for attempt in result.attempts] + _zeros(result, rules)
+    found = [_counted(one.reward, one.truncated, rules) for one in result.attempts]
+    return [value for value in found if value is not None] + _zeros(result, rules)
+
+
+def counted_rewards(row: TaskRow, rules: Rules) -> list[float]:
+    """The same from a report, by `rules` that need not be the report's own."""
+    cut = row.truncated or [False] * len(row.rewards)
+    found = [_counted(one, was_cut, rules) for one, was_cut in zip(row.rewards, cut, strict=True)]
+    zeros = [0.0] * row.lost if rules.failures == "zero" else []
+    return [value for value in found if value is not None] + zeros
+
+
+def _counted(value: float, truncated: bool, rules: Rules) -> float | None:
+    """What an attempt counts; None: nothing."""
+    if not truncated or rules.truncated == "score":
+        return value
+    return 0.0 if rules.truncated == "zero" else None
 
 
 def _zeros(result: TaskResult, rules: Rules) -> list[float]:
@@ -177,7 +245,7 @@ def measured(values: Sequence[Sequence[float]], rules: Rules) -> Measures | None
     tried = [task for task in values if task]
     if not tried:
         return None
-    passed = [(len(task), sum(_passes(value, rules) for value in task)) for task in tried]
+    passed = [(len(task), sum(passes(value, rules) for value in task)) for task in tried]
     pass_at: dict[int, Estimate] = {}
     pass_hat: dict[int, Estimate] = {}
     for k in range(1, max(map(len, tried)) + 1):
@@ -193,7 +261,8 @@ def measured(values: Sequence[Sequence[float]], rules: Rules) -> Measures | None
     )
 
 
-def _passes(value: float, rules: Rules) -> bool:
+def passes(value: float, rules: Rules) -> bool:
+    """Whether an attempt with this reward is a success."""
     return value >= rules.pass_at - _ROUNDING
 
 
@@ -244,9 +313,10 @@ def _of_metric(results: Sequence[TaskResult], name: str, rules: Rules) -> Measur
     """Of the tasks of which an attempt has this metric."""
     values = []
     for result in results:
-        said = [one.metrics[name] for one in result.attempts if name in one.metrics]
-        if said:
-            values.append(said + _zeros(result, rules))
+        having = [one for one in result.attempts if name in one.metrics]
+        said = [_counted(one.metrics[name], one.truncated, rules) for one in having]
+        if having:
+            values.append([value for value in said if value is not None] + _zeros(result, rules))
     return measured(values, rules)
 
 
@@ -266,18 +336,28 @@ def _counts(results: Sequence[TaskResult]) -> Counts:
     )
 
 
-def _costs(attempts: Sequence[Attempt]) -> Costs | None:
+def _costs(attempts: Sequence[Attempt], rules: Rules, prices: Prices | None) -> Costs | None:
     if not attempts:
         return None
     count = len(attempts)
     prompt = sum(attempt.usage.prompt_tokens for attempt in attempts)
     completion = sum(attempt.usage.completion_tokens for attempt in attempts)
+    seconds = sum(attempt.usage.seconds for attempt in attempts)
+    counted = (_counted(attempt.reward, attempt.truncated, rules) for attempt in attempts)
+    passed = sum(value is not None and passes(value, rules) for value in counted)
+    total = None if prices is None else prices.cost(prompt, completion)
     return Costs(
         turns=sum(attempt.turns for attempt in attempts) / count,
         prompt_tokens=prompt / count,
         completion_tokens=completion / count,
-        seconds=sum(attempt.usage.seconds for attempt in attempts) / count,
+        seconds=seconds / count,
         total_tokens=prompt + completion,
+        total_prompt_tokens=prompt,
+        total_completion_tokens=completion,
+        total_seconds=seconds,
+        cost=None if total is None else total / count,
+        total_cost=total,
+        cost_of_pass=total / passed if total is not None and passed else None,
     )
 
 

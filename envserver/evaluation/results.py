@@ -1,15 +1,17 @@
-"""What a groups file says of each task: its attempts, as far as reports need them.
+"""What files say of each task: its attempts, as far as reports need them.
 
 Tokens and messages are skipped without being built, so large files are read fast.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
+import orjson
 
 from ..errors import InputError
 from ..records import Task
@@ -45,6 +47,7 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
         lost: attempts that ended by our fault and have no score.
         failed: attempts that failed, also where another followed, by kind of failure.
         labels: what the task is, by name (`LABELS`).
+        digest: of what the task asks; "" where it is not known.
     """
 
     task_id: str
@@ -52,22 +55,29 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     lost: int = 0
     failed: dict[str, int] = {}
     labels: dict[str, str] = {}
+    digest: str = ""
 
 
 class _FailureKind(msgspec.Struct):
     kind: str
 
 
-class _Facts(msgspec.Struct):
+class GroupFacts(msgspec.Struct):
+    """Of a group what reports need. Fields as in the file."""
+
     group_id: str
     task_id: str
     model: str
     rollouts: list[Attempt]
     failures: list[_FailureKind]
+    env: str = ""
+    split: str = ""
+    seed: int = 0
+    asked: int | None = None
 
 
 class _Line(msgspec.Struct):
-    envserver: _Facts
+    envserver: GroupFacts
 
 
 class Results(msgspec.Struct):
@@ -87,7 +97,7 @@ def read_results(path: Path, *, group_size: int) -> Results:
         InputError: a line is no group of ours.
     """
     results = Results({})
-    for facts in _facts(path):
+    for facts in read_facts(path):
         results.model = facts.model
         results.by_group[facts.group_id] = TaskResult(
             task_id=facts.task_id,
@@ -98,7 +108,12 @@ def read_results(path: Path, *, group_size: int) -> Results:
     return results
 
 
-def _facts(path: Path) -> Iterator[_Facts]:
+def read_facts(path: Path) -> Iterator[GroupFacts]:
+    """The groups of a file, one at a time.
+
+    Raises:
+        InputError: it cannot be read, or a line is no group of ours.
+    """
     decoder = msgspec.json.Decoder(_Line)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -110,46 +125,72 @@ def _facts(path: Path) -> Iterator[_Facts]:
                 ) from error
 
 
-class TaskFacts(msgspec.Struct, frozen=True):
-    """What reports need to know of a task."""
+class TaskFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What reports need to know of a task that a groups file does not say: a line of `tasks.jsonl`.
 
+    Args:
+        labels, digest: see `TaskResult`.
+        dropped: nothing of its group was kept: the failures of its attempts by kind; None: it was.
+    """
+
+    group_id: str
     task_id: str
     labels: dict[str, str]
+    digest: str = ""
+    dropped: dict[str, int] | None = None
 
 
-def facts_of(task: Task) -> TaskFacts:
+def facts_of(group_id: str, task: Task) -> TaskFacts:
     """By which names and values (of its public part) reports tell `task` apart."""
     said = {name: task.public.get(name) for name in LABELS}
     labels = {name: str(value) for name, value in said.items() if isinstance(value, (str, int))}
-    return TaskFacts(task.id, labels)
+    return TaskFacts(
+        group_id=group_id, task_id=task.id, labels=labels, digest=digest_of(task.public)
+    )
+
+
+def digest_of(asked: object) -> str:
+    """Of JSON-like data, the same for the same data."""
+    text = orjson.dumps(asked, default=str, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def read_tasks(path: Path) -> list[TaskFacts]:
+    """The tasks of an evaluation, in their order.
+
+    Raises:
+        InputError: there is no such file, or a line is none of ours.
+    """
+    decoder = msgspec.json.Decoder(TaskFacts)
+    found = []
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.", place=str(path)) from error
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(decoder.decode(line))
+        except msgspec.DecodeError as error:
+            raise InputError(
+                f"{path}, line {number} is no task: {error}.", place=f"line {number}"
+            ) from error
+    return found
 
 
 def results_of_tasks(
-    results: Mapping[str, TaskResult],
-    tasks: Mapping[str, TaskFacts],
-    dropped: Mapping[str, Mapping[str, int]],
-    *,
-    group_size: int,
+    results: Mapping[str, TaskResult], tasks: Iterable[TaskFacts], *, group_size: int
 ) -> list[TaskResult]:
-    """The results of those `tasks` (by group id) that have any, with their labels, in that order.
+    """The results of those `tasks` that have any, by group id, with what is known of the task.
 
-    Args:
-        dropped: groups of which nothing was kept, by id, with the failures of their attempts by
-            kind: all their attempts are lost.
+    Of a dropped group all attempts are lost.
     """
     found = []
-    for group_id, facts in tasks.items():
-        result = results.get(group_id)
-        if result is not None:
-            found.append(msgspec.structs.replace(result, labels=facts.labels))
-        elif group_id in dropped:
-            found.append(
-                TaskResult(
-                    task_id=facts.task_id,
-                    attempts=[],
-                    lost=group_size,
-                    failed=dict(dropped[group_id]),
-                    labels=facts.labels,
-                )
+    for facts in tasks:
+        result = results.get(facts.group_id)
+        if result is None and facts.dropped is not None:
+            result = TaskResult(
+                task_id=facts.task_id, attempts=[], lost=group_size, failed=facts.dropped
             )
+        if result is not None:
+            found.append(msgspec.structs.replace(result, labels=facts.labels, digest=facts.digest))
     return found

@@ -1,16 +1,22 @@
-"""A report as tables of text, for terminals and for report.md. Pure."""
+"""Reports as tables of text, for terminals, report.md and the page. Pure."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
 from .estimators import Estimate
-from .report import CORRECT, Measures, Report, RunReport
+from .report import CORRECT, Costs, Measures, Report, Rules, RunReport
+from .suite import Suite
 
 _FAILURES = {"drop": "are left out", "zero": "count as 0"}
+_TRUNCATED = {"score": "count what they scored", "drop": "are left out", "zero": "count as 0"}
+_INTERVALS = (
+    "In brackets: intervals of 95 % (bootstrap over tasks; one without width says nothing of other "
+    "tasks)."
+)
 
 
 class TextTable(msgspec.Struct, frozen=True):
@@ -22,40 +28,146 @@ class TextTable(msgspec.Struct, frozen=True):
 
 
 def tables_of(report: Report) -> list[TextTable]:
-    """Results, results by number of attempts, what happened, means."""
-    tables = [_results(report), _by_attempts(report), _events(report), _means(report)]
+    """Results, results by number of attempts, what happened, what it took, means."""
+    tables = [
+        _results(report),
+        _by_attempts(report),
+        _events(report),
+        _took(report),
+        _harness(report),
+        _means(report),
+    ]
     return [table for table in tables if table.rows]
 
 
 def notes_of(report: Report) -> list[str]:
     """How the numbers are to be read, a sentence or two each."""
-    rules, counts = report.rules, report.run.counts
-    notes = [
-        f"Tasks: {counts.tasks}; attempts at each: {rules.group_size}; an attempt passes with a "
-        f"reward of at least {rules.pass_at:g}. In brackets: intervals of 95 % (bootstrap over "
-        "tasks; one without width says nothing of other tasks).",
-        f"Attempts lost by our fault ({counts.lost} of {counts.lost + counts.scored}) "
-        f"{_FAILURES[rules.failures]} (--failures {rules.failures}).",
-    ]
+    notes = [_who_measured(report), *_denominators(report.rules, report)]
+    if report.prices is not None:
+        prices = report.prices
+        notes.append(
+            f"Prices of a million tokens: {prices.prompt:g} {prices.currency} for prompts, "
+            f"{prices.completion:g} for completions ({prices.source}); what failed attempts took "
+            "is not counted."
+        )
+    return [*notes, *warnings_of(report)]
+
+
+def warnings_of(report: Report | Suite) -> list[str]:
+    """Why the numbers may not mean what they seem to."""
+    if isinstance(report, Suite):
+        told = (
+            f"{part.name}: {note}"
+            for part in report.parts
+            for note in warnings_of(part)
+            if not part.simulated or note != _SIMULATED
+        )
+        return [*told, *([_SIMULATED] if report.simulated else [])]
+    found = []
     if not report.complete:
-        notes.append("Not complete: the evaluation did not come to its end.")
+        found.append("Not complete: the evaluation did not come to its end.")
+    if report.run.counts.tasks_lost:
+        lost, tasks = report.run.counts.tasks_lost, report.run.counts.tasks
+        found.append(f"{lost} of {tasks} tasks have no score at all.")
+    costs = report.run.costs
+    if costs is not None and not costs.total_tokens:
+        found.append("Tokens are not known: the engine did not tell them.")
     if report.simulated:
-        notes.append("The model was simulated: these rewards are no measure of any real one.")
-    return notes
+        found.append(_SIMULATED)
+    return found
 
 
-def markdown_of(report: Report) -> str:
+_SIMULATED = "The model was simulated: these rewards are no measure of any real one."
+
+
+def _who_measured(report: Report) -> str:
+    facts, counts = report.harness, report.run.counts
+    if facts is None:
+        return (
+            f"Tasks: {counts.tasks}; attempts at each: {report.rules.group_size}; an attempt "
+            f"passes with a reward of at least {report.rules.pass_at:g}. {_INTERVALS}"
+        )
+    return (
+        f"Measured by lm-evaluation-harness {facts.version}: {counts.tasks} documents, "
+        f"{facts.num_fewshot} examples in each prompt, metric {facts.metric} (filter "
+        f"{facts.filter}). {_INTERVALS}"
+    )
+
+
+def _denominators(rules: Rules, report: Report) -> list[str]:
+    if report.harness is not None:
+        return []
+    counts = report.run.counts
+    return [
+        f"Attempts lost by our fault ({counts.lost} of {counts.lost + counts.scored}) "
+        f"{_FAILURES[rules.failures]} (--failures {rules.failures}); those in which the model was "
+        f"cut off ({counts.truncated} of {counts.scored}) {_TRUNCATED[rules.truncated]} "
+        f"(--truncated {rules.truncated})."
+    ]
+
+
+def summary_of(suite: Suite) -> TextTable:
+    """A row for each part, and their mean."""
+    sizes = {part.rules.group_size for part in suite.parts}
+    k = str(sizes.pop()) if len(sizes) == 1 else "k"
+    header = ["", "tasks", "mean reward", "pass@1", f"pass^{k}", "lost", "cut off"]
+    totals = suite.totals
+    priced = totals.cost is not None
+    rows = [_summary_row(part, priced) for part in suite.parts]
+    rows.append(
+        [
+            "mean",
+            str(totals.tasks),
+            estimate_text(suite.average),
+            estimate_text(suite.average_pass),
+            "",
+            _share(totals.lost, totals.lost + totals.scored),
+            _share(totals.truncated, totals.scored),
+            *([_money(totals.cost)] if priced else []),
+        ]
+    )
+    return TextTable("Results", [*header, *([totals.currency] if priced else [])], rows)
+
+
+def _summary_row(part: Report, priced: bool) -> list[str]:
+    overall, counts, size = part.run.overall, part.run.counts, part.rules.group_size
+    costs = part.run.costs
+    return [
+        part.name,
+        str(counts.tasks),
+        estimate_text(overall.mean_reward if overall else None),
+        estimate_text(overall.pass_at.get(1) if overall else None),
+        estimate_text(overall.pass_hat.get(size) if overall else None),
+        _share(counts.lost, counts.lost + counts.scored),
+        _share(counts.truncated, counts.scored),
+        *([_money(costs.total_cost if costs else None)] if priced else []),
+    ]
+
+
+def markdown_of(report: Report | Suite) -> str:
     """The whole report."""
     at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(report.created_at))
-    lines = [f"# Evaluation of {report.env}", ""]
-    lines += [f"Model {_cell(report.model)}, split {report.split}, {at}.", ""]
-    lines += [f"- {note}" for note in notes_of(report)]
-    for table in tables_of(report):
-        lines += ["", f"## {table.title}", "", *_markdown_table(table)]
+    if isinstance(report, Report):
+        lines = [f"# Evaluation of {cell_text(report.env)}", ""]
+        lines += [f"Model {cell_text(report.model)}, split {report.split}, {at}.", ""]
+        return "\n".join([*lines, *_markdown_part(report, "##")]) + "\n"
+    lines = ["# Evaluation", "", f"Model {cell_text(report.model)}, {at}.", "", f"- {_INTERVALS}"]
+    lines += [f"- {cell_text(note)}" for note in warnings_of(report)]
+    lines += ["", *markdown_table(summary_of(report))]
+    for part in report.parts:
+        lines += ["", f"## {cell_text(part.name)}", ""]
+        lines += [f"Model {cell_text(part.model)}, split {part.split}.", ""]
+        lines += _markdown_part(part, "###")
     return "\n".join(lines) + "\n"
 
 
-def _markdown_table(table: TextTable) -> Iterator[str]:
+def _markdown_part(report: Report, heading: str) -> Iterator[str]:
+    yield from (f"- {cell_text(note)}" for note in notes_of(report))
+    for table in tables_of(report):
+        yield from ("", f"{heading} {table.title}", "", *markdown_table(table))
+
+
+def markdown_table(table: TextTable) -> Iterator[str]:
     yield _row(table.header)
     yield _row(["---", *["---:"] * (len(table.header) - 1)])
     for row in table.rows:
@@ -63,15 +175,15 @@ def _markdown_table(table: TextTable) -> Iterator[str]:
 
 
 def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(map(_cell, cells))} |"
+    return f"| {' | '.join(map(cell_text, cells))} |"
 
 
-def _cell(text: str) -> str:
+def cell_text(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
 def _runs(report: Report) -> dict[str, RunReport]:
-    return {report.env: report.run} | {
+    return {report.name or report.env: report.run} | {
         f"baseline {name}": run for name, run in report.baselines.items()
     }
 
@@ -81,12 +193,14 @@ def _results(report: Report) -> TextTable:
     header = ["", "tasks", "attempts", f"avg@{size}", "pass@1", f"pass@{size}", f"pass^{size}"]
     rows = []
     if report.run.overall is not None:
-        rows.append([report.env, *_measures(report.run.overall, size)])
+        rows.append([report.name or report.env, *_measures(report.run.overall, size)])
     for name, run in report.baselines.items():
         if run.overall is not None:
             rows.append([f"baseline {name}", *_measures(run.overall, size)])
         if (found := report.differences.get(name)) is not None:
-            rows.append([f"above {name}", str(found.tasks), "", _estimate(found, "+"), "", "", ""])
+            rows.append(
+                [f"above {name}", str(found.tasks), "", estimate_text(found, "+"), "", "", ""]
+            )
     for label, values in report.run.by.items():
         rows += [[f"{label} {value}", *_measures(one, size)] for value, one in values.items()]
     if size == 1:  # the last two say the same as pass@1
@@ -98,10 +212,10 @@ def _measures(found: Measures, size: int) -> list[str]:
     return [
         str(found.tasks),
         str(found.rollouts),
-        _estimate(found.mean_reward),
-        _estimate(found.pass_at.get(1)),
-        _estimate(found.pass_at.get(size)),
-        _estimate(found.pass_hat.get(size)),
+        estimate_text(found.mean_reward),
+        estimate_text(found.pass_at.get(1)),
+        estimate_text(found.pass_at.get(size)),
+        estimate_text(found.pass_hat.get(size)),
     ]
 
 
@@ -115,7 +229,7 @@ def _by_attempts(report: Report) -> TextTable:
         row = [str(k)]
         for overall in runs.values():
             tasks = overall.pass_at[k].tasks if k in overall.pass_at else 0
-            row += [_estimate(overall.pass_at.get(k)), _estimate(overall.pass_hat.get(k))]
+            row += [estimate_text(overall.pass_at.get(k)), estimate_text(overall.pass_hat.get(k))]
             row.append(str(tasks))
         rows.append(row)
     return TextTable("By number of attempts", header, rows)
@@ -127,8 +241,12 @@ def _events(report: Report) -> TextTable:
         "tasks": [str(run.counts.tasks) for run in runs],
         "tasks without a score": [str(run.counts.tasks_lost) for run in runs],
         "attempts scored": [str(run.counts.scored) for run in runs],
-        "attempts lost by our fault": [str(run.counts.lost) for run in runs],
-        "attempts cut off": [str(run.counts.truncated) for run in runs],
+        "attempts lost by our fault, of all": [
+            _share(run.counts.lost, run.counts.lost + run.counts.scored) for run in runs
+        ],
+        "attempts cut off, of those scored": [
+            _share(run.counts.truncated, run.counts.scored) for run in runs
+        ],
     }
     for limit in sorted({name for run in runs for name in run.counts.limits}):
         facts[f"ended by limit {limit}"] = [str(run.counts.limits.get(limit, 0)) for run in runs]
@@ -140,6 +258,42 @@ def _events(report: Report) -> TextTable:
     return TextTable("What happened", ["", *_runs(report)], rows)
 
 
+def _took(report: Report) -> TextTable:
+    currency = report.prices.currency if report.prices is not None else ""
+    facts: dict[str, Callable[[Costs], str]] = {
+        "prompt tokens": lambda costs: f"{costs.total_prompt_tokens:,}",
+        "completion tokens": lambda costs: f"{costs.total_completion_tokens:,}",
+        "seconds of attempts": lambda costs: _number(costs.total_seconds),
+    }
+    if currency:
+        facts |= {
+            f"cost ({currency})": lambda costs: _money(costs.total_cost),
+            f"of an attempt ({currency})": lambda costs: _money(costs.cost),
+            f"for one that passes ({currency})": lambda costs: _money(costs.cost_of_pass),
+        }
+    all_costs = [run.costs for run in _runs(report).values()]
+    rows = [
+        [name, *("-" if costs is None else told(costs) for costs in all_costs)]
+        for name, told in facts.items()
+    ]
+    return TextTable("What it took", ["", *_runs(report)], rows)
+
+
+def _harness(report: Report) -> TextTable:
+    values = report.harness.values if report.harness is not None else {}
+    rows = [
+        [name, _number(value), _number(values.get(_error_name(name)))]
+        for name, value in values.items()
+        if "_stderr" not in name
+    ]
+    return TextTable("The harness's own numbers", ["metric, filter", "value", "error"], rows)
+
+
+def _error_name(name: str) -> str:
+    measure, _, filtered = name.partition(",")
+    return f"{measure}_stderr,{filtered}"
+
+
 def _means(report: Report) -> TextTable:
     runs = [_means_of(run) for run in _runs(report).values()]
     names = dict.fromkeys(name for run in runs for name in run)
@@ -149,17 +303,28 @@ def _means(report: Report) -> TextTable:
 
 def _means_of(run: RunReport) -> dict[str, float]:
     costs = msgspec.structs.asdict(run.costs) if run.costs is not None else {}
-    costs.pop("total_tokens", None)
+    costs = {name: value for name, value in costs.items() if name in _PER_ATTEMPT}
     own = {f"component {name}": value for name, value in run.components.items()}
     metrics = {name: value for name, value in run.metrics.items() if not name.startswith(CORRECT)}
     return costs | own | {f"metric {name}": value for name, value in metrics.items()}
+
+
+_PER_ATTEMPT = ("turns", "prompt_tokens", "completion_tokens", "seconds")
+
+
+def _share(part: int, all_of_them: int) -> str:
+    return f"{part} of {all_of_them}" + (f" ({part / all_of_them:.1%})" if part else "")
+
+
+def _money(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.4g}" if value < 1 else f"{value:,.2f}"
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.3f}" if abs(value) < 100 else f"{value:,.0f}"
 
 
-def _estimate(found: Estimate | None, sign: str = "") -> str:
+def estimate_text(found: Estimate | None, sign: str = "") -> str:
     if found is None:
         return "-"
     if found.low is None or found.high is None:

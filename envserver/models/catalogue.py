@@ -45,6 +45,10 @@ class ModelEntry(Section):
     """Tokens of prompt and answer together; unset: what the model can."""
     served_name: str | None = None
     """What requests call it; unset: its name."""
+    prompt_price: float | None = Field(default=None, ge=0)
+    """Of a million prompt tokens, where `evaluate` tells costs."""
+    completion_price: float | None = Field(default=None, ge=0)
+    """Of a million completion tokens."""
     vllm_args: tuple[str, ...] = ()
     """Further words for vLLM's command line."""
     local_args: tuple[str, ...] = ()

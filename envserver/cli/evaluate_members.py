@@ -1,0 +1,168 @@
+"""What `evaluate` is to run: one environment, several, or a folder of them.
+
+In: the command line. Out: `Member`s, each with settings of its own and a name that no other has.
+A folder holds environments (`*.py`, or `NAME/env.py`) and files of settings (`*.yaml`) that name
+one each: of these `env` and `sampling` count, weaker than flags; the rest is the command's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import yaml
+
+from ..config import MixEntry, MixSettings
+from ..environment import Environment
+from ..errors import ConfigError, InputError, UsageError
+from ..registry import builtin_names, entry_point_names, find
+from .command_line import CommandLine
+from .mixing import entries_of, without_environment
+from .settings import load_settings, named_environment
+
+M = TypeVar("M", bound=MixSettings)
+Tree = Mapping[str, Any]
+_NOT_AN_ENVIRONMENT = ("_", "test_", ".")
+_OF_A_FILE = {"environment", "env", "sampling"}
+
+
+@dataclass(frozen=True)
+class Member(Generic[M]):
+    """One environment to be evaluated, with its settings."""
+
+    name: str
+    line: CommandLine[M]
+
+    @property
+    def settings(self) -> M:
+        return self.line.settings
+
+    def make_environment(self) -> Environment:
+        """See `CommandLine`; its errors name the member."""
+        try:
+            return self.line.make_environment()
+        except ConfigError as error:
+            error.message = f"{self.name}: {error.message}"
+            raise
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """An environment, and settings of its own from a place."""
+
+    reference: str
+    place: str = ""
+    tree: Tree = field(default_factory=dict)
+    name: str = ""
+
+
+def read_members(
+    argv: Sequence[str], *, settings_class: type[M], defaults: Tree
+) -> list[Member[M]]:
+    """The environments that a command line names, one at least.
+
+    Raises:
+        UsageError: it names none.
+        ConfigError, NotFoundError: as for `load_settings`; or a folder holds none.
+        InputError: a file of a folder cannot be read.
+    """
+    wanted = _wanted(argv, settings_class)
+    words = without_environment(argv)
+    found = []
+    for one in wanted:
+        settings = load_settings(
+            [*words, "--env", one.reference],
+            settings_class=settings_class,
+            defaults=defaults,
+            over_file=(one.place, dict(one.tree)),
+        )
+        environment_class = find(one.reference)
+        name = one.name or environment_class.name
+        found.append(Member(name, CommandLine(settings, one.reference, environment_class)))
+    return _named_apart(found)
+
+
+def _named_apart(members: Sequence[Member[M]]) -> list[Member[M]]:
+    """The second `math` is `math-2`."""
+    seen: Counter[str] = Counter()
+    found = []
+    for member in members:
+        seen[member.name] += 1
+        number = seen[member.name]
+        name = member.name if number == 1 else f"{member.name}-{number}"
+        found.append(Member(name, member.line))
+    return found
+
+
+def _wanted(argv: Sequence[str], settings_class: type[M]) -> list[_Wanted]:
+    entries, place = entries_of(argv, settings_class, {})
+    if entries is not None:
+        return [
+            one
+            for number, entry in enumerate(entries)
+            for one in _of_entry(entry, f"{place}[{number}]")
+        ]
+    reference = named_environment(argv)
+    if reference is None:
+        raise UsageError(
+            "`envserver evaluate` needs an environment: --env NAME, --env path/to/file.py, "
+            "--env math,code for several, or --env FOLDER.",
+            hint="`envserver list` shows the names.",
+        )
+    return _of_reference(reference)
+
+
+def _of_entry(entry: MixEntry, place: str) -> list[_Wanted]:
+    if not entry.env:
+        return _of_reference(entry.name)
+    return [_Wanted(entry.name, place, {"env": entry.env})]
+
+
+def _of_reference(reference: str) -> list[_Wanted]:
+    known = reference in builtin_names() or reference in entry_point_names()
+    if known or not Path(reference).is_dir():
+        return [_Wanted(reference)]
+    found = [one for path in sorted(Path(reference).iterdir()) for one in _of_path(path)]
+    if not found:
+        raise ConfigError(
+            f"{reference} holds no environment.",
+            hint="It may hold *.py, NAME/env.py, and *.yaml that say `environment: NAME`.",
+        )
+    return found
+
+
+def _of_path(path: Path) -> list[_Wanted]:
+    if path.name.startswith(_NOT_AN_ENVIRONMENT):
+        return []
+    if path.suffix == ".py":
+        return [_Wanted(str(path))]
+    if path.suffix in (".yaml", ".yml"):
+        return [_of_file(path)]
+    if not (path / "env.py").is_file():
+        return []
+    return [_Wanted(path.name if _is_builtin(path) else str(path / "env.py"))]
+
+
+def _is_builtin(folder: Path) -> bool:
+    """Whether it is the package of one: imported as a file it would not find its own parts."""
+    if folder.name not in builtin_names():
+        return False
+    return Path(inspect.getfile(find(folder.name))).parent == folder.resolve()
+
+
+def _of_file(path: Path) -> _Wanted:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"{path} cannot be read: {error}.", place=str(path)) from error
+    reference = tree.get("environment") if isinstance(tree, dict) else None
+    if not isinstance(reference, str):
+        raise InputError(f"{path} names no environment.", hint="Write: environment: math")
+    kept = {name: value for name, value in tree.items() if name in _OF_A_FILE - {"environment"}}
+    if reference.partition(":")[0].endswith(".py") and not Path(reference).is_absolute():
+        reference = str(path.parent / reference)
+    return _Wanted(reference, str(path), kept, path.stem)

@@ -1,0 +1,60 @@
+"""`envserver evaluate report DIR`: the report of an evaluation made anew from its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+from rich.console import Console
+
+from ..config import Section
+from ..evaluation.folders import View
+from ..evaluation.report import Failures, Truncated
+from .evaluate_command import show_report
+from .evaluate_folder import write_report
+from .evaluate_prices import PricesConfig, pricing_of
+from .help import show_help
+from .settings import load_settings
+
+SUMMARY = """Makes the report of an evaluation anew (report.json, report.md, report.html), from the
+groups in its folder and without a model: with the same settings it is the same byte for byte; with
+others it counts the same attempts otherwise."""
+
+
+class ReportSettings(Section):
+    """The settings that `evaluate report` has."""
+
+    folder: Path
+    """Of the evaluation; may be the first word."""
+    pass_at: float = Field(default=1.0, gt=0, le=1)
+    """Least reward of an attempt that passes."""
+    failures: Failures = "drop"
+    """Attempts that were lost by our fault are left out (drop), or count as 0 (zero)."""
+    truncated: Truncated = "score"
+    """Attempts in which the model was cut off count what they scored (score), 0 (zero), or are left
+    out (drop)."""
+    prices: PricesConfig = PricesConfig()
+    models_file: Path = Path("configs/models.yaml")
+    """Where models may have prices."""
+
+
+def run(argv: list[str]) -> int:
+    """The command.
+
+    Raises:
+        EnvserverError: there is no evaluation, or its files cannot be read.
+    """
+    usage = "envserver evaluate report DIR"
+    if show_help(argv, usage=usage, summary=SUMMARY, settings_class=ReportSettings):
+        return 0
+    words = ["--folder", *argv] if argv and not argv[0].startswith("-") else argv
+    settings = load_settings(words, settings_class=ReportSettings)
+    view = View(
+        pass_at=settings.pass_at,
+        failures=settings.failures,
+        truncated=settings.truncated,
+        pricing=pricing_of(settings.prices, None, settings.models_file),
+    )
+    report = write_report(settings.folder, view)
+    show_report(Console(stderr=True), report, settings.folder)
+    return 0

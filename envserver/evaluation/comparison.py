@@ -1,0 +1,260 @@
+"""Two runs over the same tasks held against each other, task by task. Pure.
+
+In: the task rows of two reports. Out: a `Comparison`: mean difference with its interval and test,
+which tasks went from lost to won and back, and which could not be compared at all. What holds:
+tasks are paired by environment and id; both sides are counted by the same rules; a task that counts
+on one side only is named, and takes no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from .estimators import Estimate, estimate
+from .report import Report, Rules, TaskRow, counted_rewards, passes
+from .signs import SignTest, sign_flip_test
+
+_EQUAL = 1e-9
+
+
+class Paired(msgspec.Struct, frozen=True, kw_only=True):
+    """One measure over the tasks of both.
+
+    Args:
+        a, b: its means; `difference`: of b less a.
+        better, worse, equal: tasks at which b is so.
+    """
+
+    tasks: int
+    a: float
+    b: float
+    difference: Estimate
+    test: SignTest
+    better: int
+    worse: int
+    equal: int
+
+
+class Fourfold(msgspec.Struct, frozen=True, kw_only=True):
+    """Tasks by who passed them, where each has one attempt on both sides."""
+
+    both: int
+    only_a: int
+    only_b: int
+    neither: int
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """A task at which the two differ: mean rewards."""
+
+    part: str
+    task_id: str
+    a: float
+    b: float
+
+
+class PartComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """One environment of both, or all of them together.
+
+    Args:
+        reward, passed: mean reward, and the share of attempts that passed; None: no common task.
+        fourfold: None where a task has several attempts.
+        only_a, only_b: ids of tasks that count on one side only.
+        other_tasks: ids that stand for other tasks in a and b; they take no part.
+    """
+
+    name: str
+    reward: Paired | None
+    passed: Paired | None
+    fourfold: Fourfold | None
+    only_a: list[str]
+    only_b: list[str]
+    other_tasks: list[str]
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Two runs.
+
+    Args:
+        a, b: what they are called; `models`: of both.
+        rules: by which both are counted.
+        parts: by environment; `together`: over all their tasks, where there are several.
+        parts_of_a, parts_of_b: environments that only the one has.
+        settings: those of both that differ: name -> the two values.
+        warnings: why the numbers may not mean what they seem to.
+        changes: the tasks at which they differ, the largest loss of b first.
+    """
+
+    a: str
+    b: str
+    models: tuple[str, str]
+    rules: Rules
+    parts: list[PartComparison]
+    together: PartComparison | None
+    parts_of_a: list[str]
+    parts_of_b: list[str]
+    settings: dict[str, tuple[Any, Any]]
+    warnings: list[str]
+    changes: list[Change]
+    schema_version: int = 1
+
+
+Sides = tuple[TaskRow, TaskRow]
+
+
+def compare(
+    a: Mapping[str, Report], b: Mapping[str, Report], rules: Rules, *, names: tuple[str, str]
+) -> Comparison:
+    """Compares two runs.
+
+    Args:
+        a, b: reports by the name of their part.
+        names: what the runs are called.
+    """
+    common = [name for name in a if name in b]
+    pairs: dict[str, list[Sides]] = {}
+    parts = []
+    for name in common:
+        mine = {row.task_id: row for row in a[name].run.tasks if counted_rewards(row, rules)}
+        other = {row.task_id: row for row in b[name].run.tasks if counted_rewards(row, rules)}
+        both = [task_id for task_id in mine if task_id in other]
+        changed = [one for one in both if _differ(mine[one].digest, other[one].digest)]
+        pairs[name] = [(mine[one], other[one]) for one in both if one not in set(changed)]
+        parts.append(
+            _part(
+                name,
+                pairs[name],
+                rules,
+                only_a=[one for one in mine if one not in other],
+                only_b=[one for one in other if one not in mine],
+                other_tasks=changed,
+            )
+        )
+    everything = [pair for found in pairs.values() for pair in found]
+    return Comparison(
+        a=names[0],
+        b=names[1],
+        models=(_models(a.values()), _models(b.values())),
+        rules=rules,
+        parts=parts,
+        together=_part("all", everything, rules) if len(parts) > 1 else None,
+        parts_of_a=[name for name in a if name not in b],
+        parts_of_b=[name for name in b if name not in a],
+        settings=_settings(a, b, common),
+        warnings=[*_warnings(names[0], a.values()), *_warnings(names[1], b.values())],
+        changes=_changes(pairs, rules),
+    )
+
+
+def _part(
+    name: str,
+    pairs: Sequence[Sides],
+    rules: Rules,
+    *,
+    only_a: Sequence[str] = (),
+    only_b: Sequence[str] = (),
+    other_tasks: Sequence[str] = (),
+) -> PartComparison:
+    rewards = [(counted_rewards(one, rules), counted_rewards(two, rules)) for one, two in pairs]
+    passed = [
+        ([float(passes(x, rules)) for x in one], [float(passes(x, rules)) for x in two])
+        for one, two in rewards
+    ]
+    return PartComparison(
+        name=name,
+        reward=_paired([(_mean(one), _mean(two)) for one, two in rewards], rules),
+        passed=_paired([(_mean(one), _mean(two)) for one, two in passed], rules),
+        fourfold=_fourfold(passed),
+        only_a=list(only_a),
+        only_b=list(only_b),
+        other_tasks=list(other_tasks),
+    )
+
+
+def _paired(means: Sequence[tuple[float, float]], rules: Rules) -> Paired | None:
+    if not means:
+        return None
+    differences = [b - a for a, b in means]
+    better = sum(one > _EQUAL for one in differences)
+    worse = sum(one < -_EQUAL for one in differences)
+    return Paired(
+        tasks=len(means),
+        a=_mean([a for a, _ in means]),
+        b=_mean([b for _, b in means]),
+        difference=estimate(differences, seed=rules.seed),
+        test=sign_flip_test(differences, seed=rules.seed),
+        better=better,
+        worse=worse,
+        equal=len(means) - better - worse,
+    )
+
+
+def _fourfold(passed: Sequence[tuple[list[float], list[float]]]) -> Fourfold | None:
+    if not passed or any(len(one) != 1 or len(two) != 1 for one, two in passed):
+        return None
+    found = [(bool(one[0]), bool(two[0])) for one, two in passed]
+    return Fourfold(
+        both=found.count((True, True)),
+        only_a=found.count((True, False)),
+        only_b=found.count((False, True)),
+        neither=found.count((False, False)),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _differ(one: str, other: str) -> bool:
+    return bool(one and other and one != other)
+
+
+def _models(reports: Iterable[Report]) -> str:
+    return ", ".join(dict.fromkeys(report.model for report in reports if report.model))
+
+
+def _settings(
+    a: Mapping[str, Report], b: Mapping[str, Report], common: Sequence[str]
+) -> dict[str, tuple[Any, Any]]:
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in common:
+        one, two = _flat(a[name].settings), _flat(b[name].settings)
+        for key in one:
+            if key in two and one[key] != two[key]:
+                found[key if len(common) == 1 else f"{name}: {key}"] = (one[key], two[key])
+    return found
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        flat |= _flat(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
+    return flat
+
+
+def _warnings(name: str, reports: Iterable[Report]) -> Iterator[str]:
+    given = list(reports)
+    for report in given:
+        if not report.complete:
+            yield f"{name}: {report.name or report.env} did not come to its end."
+    if any(report.simulated for report in given):
+        yield f"{name}: the model was simulated."
+
+
+def _changes(pairs: Mapping[str, Sequence[Sides]], rules: Rules) -> list[Change]:
+    found = [
+        Change(
+            part=part,
+            task_id=one.task_id,
+            a=_mean(counted_rewards(one, rules)),
+            b=_mean(counted_rewards(two, rules)),
+        )
+        for part, rows in pairs.items()
+        for one, two in rows
+    ]
+    differing = [one for one in found if abs(one.b - one.a) > _EQUAL]
+    return sorted(differing, key=lambda one: (one.b - one.a, one.part, one.task_id))

@@ -1,0 +1,176 @@
+"""The folder of an evaluation: what lies there, and the report that follows from it.
+
+`run.json` says what was run, `groups.jsonl` (of a baseline: `groups-NAME.jsonl`) what came out,
+`tasks.jsonl` beside each what else is known of its tasks. A folder of several parts names their
+folders in its `run.json`. What holds: a report is a function of these files and of a `View`; made
+again it is the same, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..errors import InputError
+from ..records import Split
+from .harness import HarnessRun, report_harness
+from .prices import Prices
+from .report import Failures, Report, Rules, Truncated, difference, report_run
+from .results import TaskResult, read_results, read_tasks, results_of_tasks
+from .suite import Suite, suite_of
+
+RUN_FILE = "run.json"
+Pricing = Callable[[str], Prices | None]
+"""The prices of a model by its name."""
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """How a person wants results to be counted: see `Rules`, and `Prices` by the model's name."""
+
+    pass_at: float = 1.0
+    failures: Failures = "drop"
+    truncated: Truncated = "score"
+    pricing: Pricing = lambda model: None
+
+
+class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
+    """An environment that was evaluated.
+
+    Args:
+        env, sampling: the settings that decide results.
+        baselines: names of those that were run beside it.
+        complete: whether all came to their end; `finished_at`: when they ended (`time.time()`).
+        simulated: whether the model was.
+    """
+
+    environment: str
+    env: dict[str, Any]
+    sampling: dict[str, Any]
+    split: Split
+    group_size: int
+    seed: int
+    simulated: bool
+    baselines: list[str] = []
+    complete: bool = False
+    finished_at: float = 0.0
+
+
+class RunFile(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What stands in `run.json`: what was run in this folder, and which folders belong to it.
+
+    Args:
+        name: what this part is called among others.
+        parts: names of the folders below that are parts of this evaluation.
+    """
+
+    name: str = ""
+    evaluated: Evaluated | None = None
+    harness: HarnessRun | None = None
+    parts: list[str] = []
+
+
+def groups_path(folder: Path, baseline: str = "") -> Path:
+    """Where the groups of a run lie."""
+    return folder / f"groups{baseline and f'-{baseline}'}.jsonl"
+
+
+def tasks_path(folder: Path, baseline: str = "") -> Path:
+    """Where more is said of the tasks of a run."""
+    return folder / f"tasks{baseline and f'-{baseline}'}.jsonl"
+
+
+def read_run_file(folder: Path) -> RunFile | None:
+    """What was run in a folder; None: nothing.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    path = folder / RUN_FILE
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunFile)
+    except (OSError, msgspec.DecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}.", place=str(path)) from error
+
+
+def read_folder(folder: Path, view: View) -> list[Report]:
+    """The reports of all parts of the evaluation in a folder, one at least.
+
+    Raises:
+        InputError: it holds no evaluation, or one of its files cannot be read.
+    """
+    found = list(_parts(folder, view))
+    if not found:
+        raise InputError(
+            f"{folder} holds no evaluation.",
+            hint="`envserver evaluate --out DIR` makes one.",
+            place=str(folder),
+        )
+    return found
+
+
+def whole(parts: Sequence[Report]) -> Report | Suite:
+    """What stands in `report.json`: the report of the only part, or one of all."""
+    return parts[0] if len(parts) == 1 else suite_of(parts)
+
+
+def _parts(folder: Path, view: View) -> Iterator[Report]:
+    run = read_run_file(folder)
+    if run is None:
+        return
+    if run.evaluated is not None and (folder / "tasks.jsonl").exists():
+        yield _report(folder, run.name, run.evaluated, view)
+    if run.harness is not None:
+        yield report_harness(folder, run.name, run.harness, view.pricing)
+    for name in run.parts:
+        yield from _parts(folder / name, view)
+
+
+def _report(folder: Path, name: str, run: Evaluated, view: View) -> Report:
+    rules = Rules(
+        group_size=run.group_size,
+        pass_at=view.pass_at,
+        failures=view.failures,
+        truncated=view.truncated,
+        seed=run.seed,
+    )
+    results, model = _results(folder, "", run)
+    prices = view.pricing(model)
+    baselines = {
+        name: _results(folder, name, run)[0]
+        for name in run.baselines
+        if tasks_path(folder, name).exists()
+    }
+    differences = {
+        name: found
+        for name, others in baselines.items()
+        if (found := difference(results, others, rules)) is not None
+    }
+    return Report(
+        env=run.environment,
+        name=name or run.environment,
+        split=run.split,
+        model=model,
+        complete=run.complete,
+        simulated=run.simulated,
+        created_at=run.finished_at,
+        rules=rules,
+        settings={"environment": run.environment, "env": run.env, "sampling": run.sampling},
+        prices=prices,
+        run=report_run(results, rules, prices),
+        baselines={name: report_run(others, rules, prices) for name, others in baselines.items()},
+        differences=differences,
+    )
+
+
+def _results(folder: Path, baseline: str, run: Evaluated) -> tuple[list[TaskResult], str]:
+    tasks = read_tasks(tasks_path(folder, baseline))
+    path = groups_path(folder, baseline)
+    if not path.exists():
+        raise InputError(f"{path} is missing.", place=str(path))
+    found = read_results(path, group_size=run.group_size)
+    return results_of_tasks(found.by_group, tasks, group_size=run.group_size), found.model

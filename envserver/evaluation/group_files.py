@@ -1,0 +1,61 @@
+"""Files of `envserver process` as reports, so that they can be compared like evaluations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from ..errors import InputError
+from .folders import View
+from .report import Report, Rules, report_run
+from .results import GroupFacts, TaskResult, read_facts
+
+
+def report_of_file(path: Path, view: View) -> list[Report]:
+    """A report for each environment in a JSONL file of groups.
+
+    A task that came several times is one task with the attempts of all its groups.
+
+    Raises:
+        InputError: a line is no group of ours, or there is none.
+    """
+    by_env: dict[str, list[GroupFacts]] = {}
+    for facts in read_facts(path):
+        by_env.setdefault(facts.env, []).append(facts)
+    if not by_env:
+        raise InputError(f"{path} holds no group.", place=str(path))
+    return [_report(path, env, groups, view) for env, groups in by_env.items()]
+
+
+def _report(path: Path, env: str, groups: list[GroupFacts], view: View) -> Report:
+    results: dict[str, TaskResult] = {}
+    for facts in groups:
+        before = results.get(facts.task_id, TaskResult(task_id=facts.task_id, attempts=[]))
+        lost = max(0, facts.asked - len(facts.rollouts)) if facts.asked is not None else 0
+        results[facts.task_id] = msgspec.structs.replace(
+            before, attempts=[*before.attempts, *facts.rollouts], lost=before.lost + lost
+        )
+    rules = Rules(
+        group_size=max(len(one.attempts) + one.lost for one in results.values()),
+        pass_at=view.pass_at,
+        failures=view.failures,
+        truncated=view.truncated,
+    )
+    model = ", ".join(dict.fromkeys(one.model for one in groups))
+    prices = view.pricing(model)
+    return Report(
+        env=env,
+        name=env,
+        split=groups[0].split,
+        model=model,
+        complete=True,
+        simulated=False,
+        created_at=path.stat().st_mtime,
+        rules=rules,
+        settings={"environment": env, "env": {"split": groups[0].split, "seed": groups[0].seed}},
+        run=report_run(list(results.values()), rules, prices),
+        baselines={},
+        differences={},
+        prices=prices,
+    )

@@ -1,0 +1,252 @@
+"""Tasks that lm-evaluation-harness ran, as results like those of environments.
+
+In: what it writes with `--log_samples`: `results_*.json` and, for each task, `samples_TASK_*.jsonl`
+with a line for each document and filter. Out: for each task a `HarnessRun`, and from it a `Report`
+in which a document is a task with one attempt. What holds: the mean reward is the harness's own
+value of that metric.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..errors import InputError
+from .prices import Prices
+from .report import HarnessFacts, Report, Rules, report_run
+from .results import Attempt, AttemptUsage, TaskResult
+
+SAMPLES_FILE = "samples.jsonl"
+Json = dict[str, Any]
+
+
+class HarnessRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A task of the harness that was run.
+
+    Args:
+        settings: those that decide results.
+        prompt_tokens, completion_tokens: of all calls, shared out evenly over the documents.
+        pass_at: the least value of the metric at which a document passes.
+    """
+
+    task: str
+    model: str
+    simulated: bool
+    settings: Json
+    facts: HarnessFacts
+    prompt_tokens: int
+    completion_tokens: int
+    seconds: float
+    documents: int
+    finished_at: float
+    pass_at: float = 1.0
+
+
+class _Results(msgspec.Struct):
+    results: dict[str, Json]
+    versions: dict[str, Any] = {}
+    n_shot: dict[str, Any] = msgspec.field(name="n-shot", default_factory=dict)
+    higher_is_better: dict[str, dict[str, bool | None]] = {}
+    lm_eval_version: str = ""
+
+
+class Harvest(msgspec.Struct, frozen=True, kw_only=True):
+    """One task as the harness left it: its numbers, and where its documents lie."""
+
+    task: str
+    facts: HarnessFacts
+    samples: Path
+    documents: int
+
+
+def harvest(folder: Path, *, metric: str | None, requests: int) -> list[Harvest]:
+    """The tasks in a folder that the harness wrote to; of several runs the last.
+
+    Args:
+        metric: which are the rewards: "exact_match" or "exact_match,strict-match"; unset: of each
+            task the first that is the mean of a value from 0 to 1 of each document, more being
+            better.
+        requests: see `HarnessFacts`.
+
+    Raises:
+        InputError: it holds no results, or no task in it has such a metric.
+    """
+    path = _latest(folder, "results_*.json")
+    if path is None:
+        raise InputError(f"{folder} holds no results of lm-evaluation-harness.", place=str(folder))
+    stamp = path.stem.removeprefix("results_")
+    try:
+        told = msgspec.json.decode(path.read_bytes(), type=_Results)
+    except (OSError, msgspec.DecodeError) as error:
+        raise InputError(
+            f"{path} is no result of the harness: {error}.", place=str(path)
+        ) from error
+    found = []
+    for task in told.results:
+        samples = path.with_name(f"samples_{task}_{stamp}.jsonl")
+        if samples.exists():  # groups of tasks have no samples of their own
+            found.append(_harvested(task, told, samples, metric, requests))
+    if not found:
+        raise InputError(f"{path} has no task with samples.", place=str(path))
+    return found
+
+
+def _latest(folder: Path, pattern: str) -> Path | None:
+    return max(folder.rglob(pattern), key=lambda path: path.name, default=None)
+
+
+def _harvested(
+    task: str, told: _Results, samples: Path, metric: str | None, requests: int
+) -> Harvest:
+    values = {
+        name: float(value)
+        for name, value in told.results[task].items()
+        if "," in name and isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+    by_filter: dict[str, list[Json]] = {}
+    for line in _lines(samples):
+        by_filter.setdefault(line.get("filter", "none"), []).append(line)
+    better = told.higher_is_better.get(task, {})
+    for name in values:
+        measure, _, filtered = name.partition(",")
+        lines = by_filter.get(filtered, [])
+        if (
+            _is_wanted(name, metric, better)
+            and lines
+            and all(_value(one, measure) for one in lines)
+        ):
+            facts = HarnessFacts(
+                version=told.lm_eval_version,
+                task_version=str(told.versions.get(task, "")),
+                metric=measure,
+                filter=filtered,
+                num_fewshot=int(told.n_shot.get(task) or 0),
+                values=values,
+                requests=requests,
+            )
+            return Harvest(task=task, facts=facts, samples=samples, documents=len(lines))
+    wanted = "a metric" if metric is None else f"the metric {metric!r}"
+    raise InputError(
+        f"{task} has not {wanted} with a value from 0 to 1 for every document.",
+        hint=f"It has: {', '.join(name for name in values if '_stderr' not in name)}.",
+        place=str(samples),
+    )
+
+
+def _is_wanted(name: str, metric: str | None, better: Mapping[str, bool | None]) -> bool:
+    measure = name.partition(",")[0]
+    if measure.endswith("_stderr"):
+        return False
+    if metric is None:
+        return better.get(measure) is not False
+    return metric in (name, measure)
+
+
+def _is_mean(value: float, measure: str, lines: Sequence[Json]) -> bool:
+    """Whether the harness's value is the mean of values of documents that can be rewards."""
+    found = [_value(line, measure) for line in lines]
+    if not found or not all(found):
+        return False
+    return math.isclose(value, sum(one[0] for one in found) / len(found), abs_tol=1e-6)
+
+
+def _value(line: Json, measure: str) -> list[float]:
+    """The value of one document, [] where it has none from 0 to 1."""
+    value = line.get(measure)
+    return [float(value)] if isinstance(value, (int, float)) and 0 <= value <= 1 else []
+
+
+def _lines(path: Path) -> Iterator[Json]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield msgspec.json.decode(line, type=Json)
+            except msgspec.DecodeError as error:
+                raise InputError(
+                    f"{path}, line {number} is no sample of the harness: {error}.",
+                    place=f"line {number}",
+                ) from error
+
+
+def report_harness(
+    folder: Path, name: str, run: HarnessRun, pricing: Callable[[str], Prices | None]
+) -> Report:
+    """The report of one task, from the samples in its folder.
+
+    Raises:
+        InputError: they cannot be read.
+    """
+    path = folder / SAMPLES_FILE
+    if not path.exists():
+        raise InputError(f"{path} is missing.", place=str(path))
+    rules = Rules(group_size=1, pass_at=run.pass_at)
+    results = _results(list(_lines(path)), run)
+    prices = pricing(run.model)
+    return Report(
+        env=run.task,
+        name=name or run.task,
+        split="test",
+        model=run.model,
+        complete=True,
+        simulated=run.simulated,
+        created_at=run.finished_at,
+        rules=rules,
+        settings=run.settings,
+        run=report_run(results, rules, prices),
+        baselines={},
+        differences={},
+        prices=prices,
+        harness=run.facts,
+    )
+
+
+def _results(lines: Sequence[Json], run: HarnessRun) -> list[TaskResult]:
+    """A document is a task; what other filters say of it are components."""
+    measure, own = run.facts.metric, run.facts.filter
+    others: dict[Any, dict[str, float]] = {}
+    for line in lines:
+        for name in line.get("metrics", ()):
+            key = f"{name},{line.get('filter')}"
+            for value in _value(line, name):
+                others.setdefault(line["doc_id"], {})[_word(key)] = value
+    shares = _shares(run)
+    return [
+        TaskResult(
+            task_id=str(line["doc_id"]),
+            attempts=[
+                Attempt(
+                    reward=_value(line, measure)[0],
+                    components=others.get(line["doc_id"], {}),
+                    turns=1,
+                    usage=next(shares),
+                )
+            ],
+            digest=str(line.get("doc_hash", ""))[:16],
+        )
+        for line in lines
+        if line.get("filter", "none") == own and _value(line, measure)
+    ]
+
+
+def _shares(run: HarnessRun) -> Iterator[AttemptUsage]:
+    """Of each document, such that they sum up to what all took."""
+    count = max(1, run.documents)
+    for number in range(count):
+        yield AttemptUsage(
+            seconds=run.seconds / count,
+            prompt_tokens=_part(run.prompt_tokens, number, count),
+            completion_tokens=_part(run.completion_tokens, number, count),
+        )
+
+
+def _part(total: int, number: int, count: int) -> int:
+    return total * (number + 1) // count - total * number // count
+
+
+def _word(key: str) -> str:
+    return re.sub(r"\s+", " ", key)

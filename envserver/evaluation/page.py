@@ -1,0 +1,219 @@
+"""Reports and comparisons as pages of HTML that need nothing else: no script, no other file.
+
+In: a `Report`, a `Suite` or a `Comparison`. Out: text. What holds: whatever stands in the data
+(names of tasks and models, labels) is escaped.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import jinja2
+import msgspec
+
+from .comparison import Comparison, Paired
+from .comparison_tables import comparison_notes, comparison_tables, verdicts_of
+from .estimators import Estimate
+from .report import Measures, Report, TaskRow
+from .suite import Suite
+from .tables import estimate_text, notes_of, summary_of, tables_of, warnings_of
+
+MOST_TASKS = 500
+"""Of a part, in its list of tasks; report.json has them all."""
+_MOST_ATTEMPTS = 64
+_WIDTH, _HEIGHT = 320.0, 120.0
+
+
+class Bar(msgspec.Struct, frozen=True):
+    """A value with its interval on a line from 0 to 1; places in per cent of the line's length."""
+
+    name: str
+    text: str
+    tasks: int
+    at: float
+    low: float
+    width: float
+    strong: bool = False
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """A line of a chart: `points` as SVG has them."""
+
+    name: str
+    points: str
+    kind: str
+
+
+class TaskLine(msgspec.Struct, frozen=True):
+    """A task and its attempts: (colour class, words) each."""
+
+    task_id: str
+    labels: str
+    mean: str
+    cells: list[tuple[str, str]]
+    more: int
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What the page shows of one report."""
+
+    report: Report
+    bars: list[Bar]
+    curves: list[Curve]
+    tasks: list[TaskLine]
+    more_tasks: int
+
+
+def report_page(found: Report | Suite) -> str:
+    """The page of a report."""
+    parts = found.parts if isinstance(found, Suite) else [found]
+    return _template("report.html").render(
+        title="Evaluation" if isinstance(found, Suite) else f"Evaluation of {found.env}",
+        model=found.model,
+        at=_at(found.created_at),
+        warnings=warnings_of(found),
+        summary=summary_of(found) if isinstance(found, Suite) else None,
+        parts=[_part(one) for one in parts],
+        notes_of=notes_of,
+        tables_of=lambda one: [table for table in tables_of(one) if table.title != "Results"],
+        estimate=estimate_text,
+        size=(_WIDTH, _HEIGHT),
+    )
+
+
+def comparison_page(found: Comparison) -> str:
+    """The page of a comparison."""
+    pairs = [(one.name, one.reward) for one in found.parts]
+    if found.together is not None:
+        pairs.append((found.together.name, found.together.reward))
+    return _template("comparison.html").render(
+        title=f"{found.b} against {found.a}",
+        found=found,
+        bars=[_difference_bar(name, pair) for name, pair in pairs if pair is not None],
+        verdicts=verdicts_of(found),
+        notes=comparison_notes(found),
+        tables=comparison_tables(found),
+    )
+
+
+@functools.cache
+def _template(name: str) -> jinja2.Template:
+    loader = jinja2.PackageLoader(__package__)
+    undefined = jinja2.StrictUndefined
+    return jinja2.Environment(
+        loader=loader, autoescape=True, undefined=undefined, trim_blocks=True, lstrip_blocks=True
+    ).get_template(name)
+
+
+def _at(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+
+
+def _part(report: Report) -> Part:
+    rows = sorted(report.run.tasks, key=_worst_first)
+    return Part(
+        report=report,
+        bars=list(_bars(report)),
+        curves=list(_curves(report.run.overall)),
+        tasks=[_task_line(row) for row in rows[:MOST_TASKS]],
+        more_tasks=max(0, len(rows) - MOST_TASKS),
+    )
+
+
+def _bars(report: Report) -> Iterator[Bar]:
+    if report.run.overall is not None:
+        name = report.name or report.env
+        yield _bar(name, report.run.overall.mean_reward, strong=True)
+    for name, run in report.baselines.items():
+        if run.overall is not None:
+            yield _bar(f"baseline {name}", run.overall.mean_reward)
+    for label, values in report.run.by.items():
+        for value, measures in values.items():
+            yield _bar(f"{label} {value}", measures.mean_reward)
+
+
+def _bar(name: str, found: Estimate, *, strong: bool = False) -> Bar:
+    low = found.value if found.low is None else found.low
+    high = found.value if found.high is None else found.high
+    return Bar(
+        name=name,
+        text=estimate_text(found),
+        tasks=found.tasks,
+        at=_percent(found.value),
+        low=_percent(low),
+        width=_percent(high) - _percent(low),
+        strong=strong,
+    )
+
+
+def _difference_bar(name: str, pair: Paired) -> Bar:
+    """From -1 to 1."""
+
+    def place(value: float) -> float:
+        return (value + 1) / 2
+
+    found = pair.difference
+    shifted = Estimate(
+        value=place(found.value),
+        low=None if found.low is None else place(found.low),
+        high=None if found.high is None else place(found.high),
+        tasks=found.tasks,
+    )
+    bar = _bar(name, shifted, strong=pair.test.p_value < 0.05)
+    return msgspec.structs.replace(bar, text=estimate_text(found, "+"))
+
+
+def _percent(value: float) -> float:
+    return round(100 * min(1.0, max(0.0, value)), 2)
+
+
+def _curves(overall: Measures | None) -> Iterator[Curve]:
+    if overall is None or len(overall.pass_at) < 2:
+        return
+    for name, values, kind in (
+        ("pass@k", overall.pass_at, "some"),
+        ("pass^k", overall.pass_hat, "every"),
+    ):
+        yield Curve(name, _points(values), kind)
+
+
+def _points(values: Mapping[int, Estimate]) -> str:
+    last = max(values)
+    places = (
+        ((k - 1) / (last - 1) * _WIDTH, (1 - found.value) * _HEIGHT) for k, found in values.items()
+    )
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+
+
+def _worst_first(row: TaskRow) -> tuple[float, str]:
+    return (_mean(row.rewards) if row.rewards else -1.0, row.task_id)
+
+
+def _task_line(row: TaskRow) -> TaskLine:
+    cut = row.truncated or [False] * len(row.rewards)
+    cells = [
+        (f"s{_shade(reward)}", f"{reward:.3g}{', cut off' if was_cut else ''}")
+        for reward, was_cut in zip(row.rewards, cut, strict=True)
+    ]
+    cells += [("lost", "lost by our fault")] * row.lost
+    return TaskLine(
+        task_id=row.task_id,
+        labels=", ".join(f"{name} {value}" for name, value in row.labels.items()),
+        mean=f"{_mean(row.rewards):.3f}" if row.rewards else "-",
+        cells=cells[:_MOST_ATTEMPTS],
+        more=max(0, len(cells) - _MOST_ATTEMPTS),
+    )
+
+
+def _shade(reward: float) -> int:
+    """0 to 5; 0 and 5 only of what is wholly wrong or right."""
+    if reward <= 0 or reward >= 1:
+        return 0 if reward <= 0 else 5
+    return 1 + min(3, math.floor(reward * 4))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
