@@ -28,7 +28,7 @@ from ..config import MixSettings, Settings
 from ..environment import Environment
 from ..errors import AllFailed, ConfigError, EnvserverError
 from ..evaluation.folders import Evaluated, RunFile, View, groups_path, tasks_path
-from ..evaluation.report import Report
+from ..evaluation.report import Counted, Report
 from ..evaluation.results import TaskFacts, facts_of, read_tasks
 from ..evaluation.suite import Suite
 from ..rollouts.events import Event, GroupDropped, RolloutFailed
@@ -142,7 +142,7 @@ async def evaluate(
         if course.stopped:
             return 130
         raise (course.failures or [_nothing()])[0]
-    report = write_report(folder, choice.view)
+    report = write_report(folder, View())
     if not _attempts(report):
         raise (course.failures or [_nothing()])[0]
     show(console, report, folder)
@@ -240,6 +240,7 @@ async def _make_part(
     part.noted.evaluated = msgspec.structs.replace(
         part.evaluated, complete=complete, finished_at=time.time()
     )
+    part.noted.counted = choice.view.over(Counted(), room.model)
     write_run_file(part.folder, part.noted)
     return failure
 

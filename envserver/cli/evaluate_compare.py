@@ -24,7 +24,7 @@ from ..evaluation.comparison_tables import (
 from ..evaluation.folders import View, read_folder
 from ..evaluation.group_files import report_of_file
 from ..evaluation.page import comparison_page
-from ..evaluation.report import Failures, Report, Rules, Truncated
+from ..evaluation.report import Failures, Report, Truncated
 from ..export.unified import write_json
 from .evaluate_command import show_tables
 from .evaluate_folder import write_text
@@ -48,11 +48,11 @@ class CompareSettings(Section):
     """The run to be compared (the new one); may be the second word."""
     out: Path | None = None
     """Folder for comparison.json, comparison.md and comparison.html; unset: none is written."""
-    pass_at: float = Field(default=1.0, gt=0, le=1)
-    """Least reward of an attempt that passes."""
-    failures: Failures = "drop"
+    pass_at: float | None = Field(default=None, gt=0, le=1)
+    """Least reward of an attempt that passes; unset: as A was counted. Also the next two."""
+    failures: Failures | None = None
     """Attempts that were lost by our fault are left out (drop), or count as 0 (zero)."""
-    truncated: Truncated = "score"
+    truncated: Truncated | None = None
     """Attempts in which the model was cut off count what they scored (score), 0 (zero), or are left
     out (drop)."""
     seed: int = Field(default=0, ge=0)
@@ -109,13 +109,7 @@ def _compared(settings: CompareSettings) -> Comparison:
             f"{settings.a} has {', '.join(a)}, {settings.b} has {', '.join(b)}: there is nothing "
             "to compare.",
         )
-    rules = Rules(
-        group_size=max(one.rules.group_size for one in (*a.values(), *b.values())),
-        pass_at=settings.pass_at,
-        failures=settings.failures,
-        truncated=settings.truncated,
-        seed=settings.seed,
-    )
+    rules = msgspec.structs.replace(next(iter(a.values())).rules, seed=settings.seed)
     return compare(a, b, rules, names=_names(settings.a, settings.b))
 
 

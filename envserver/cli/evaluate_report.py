@@ -17,8 +17,8 @@ from .help import show_help
 from .settings import load_settings
 
 SUMMARY = """Makes the report of an evaluation anew (report.json, report.md, report.html), from the
-groups in its folder and without a model: with the same settings it is the same byte for byte; with
-others it counts the same attempts otherwise."""
+groups in its folder and without a model: it is the same byte for byte, or counts the same attempts
+otherwise where a setting says so."""
 
 
 class ReportSettings(Section):
@@ -26,11 +26,11 @@ class ReportSettings(Section):
 
     folder: Path
     """Of the evaluation; may be the first word."""
-    pass_at: float = Field(default=1.0, gt=0, le=1)
-    """Least reward of an attempt that passes."""
-    failures: Failures = "drop"
+    pass_at: float | None = Field(default=None, gt=0, le=1)
+    """Least reward of an attempt that passes; unset: as it was. Also the others."""
+    failures: Failures | None = None
     """Attempts that were lost by our fault are left out (drop), or count as 0 (zero)."""
-    truncated: Truncated = "score"
+    truncated: Truncated | None = None
     """Attempts in which the model was cut off count what they scored (score), 0 (zero), or are left
     out (drop)."""
     prices: PricesConfig = PricesConfig()

@@ -18,7 +18,7 @@ from ..errors import InputError
 from ..records import Split
 from .harness import HarnessRun, report_harness
 from .prices import Prices
-from .report import Failures, Report, Rules, Truncated, difference, report_run
+from .report import Counted, Failures, Report, Truncated, difference, report_run
 from .results import TaskResult, read_results, read_tasks, results_of_tasks
 from .suite import Suite, suite_of
 
@@ -28,12 +28,21 @@ Pricing = Callable[[str], Prices | None]
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """How a person wants results to be counted: see `Rules`, and `Prices` by the model's name."""
+    """What a person wants to be counted otherwise than it was; see `Counted`. None: as it was."""
 
-    pass_at: float = 1.0
-    failures: Failures = "drop"
-    truncated: Truncated = "score"
-    pricing: Pricing = lambda model: None
+    pass_at: float | None = None
+    failures: Failures | None = None
+    truncated: Truncated | None = None
+    pricing: Pricing | None = None
+
+    def over(self, before: Counted, model: str) -> Counted:
+        """How the attempts of a model are counted that were counted as `before`."""
+        return Counted(
+            pass_at=self.pass_at or before.pass_at,
+            failures=self.failures or before.failures,
+            truncated=self.truncated or before.truncated,
+            prices=(self.pricing(model) if self.pricing else None) or before.prices,
+        )
 
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,12 +72,14 @@ class RunFile(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     Args:
         name: what this part is called among others.
+        counted: how attempts are counted where nobody says otherwise.
         parts: names of the folders below that are parts of this evaluation.
     """
 
     name: str = ""
     evaluated: Evaluated | None = None
     harness: HarnessRun | None = None
+    counted: Counted = Counted()
     parts: list[str] = []
 
 
@@ -123,23 +134,18 @@ def _parts(folder: Path, view: View) -> Iterator[Report]:
     if run is None:
         return
     if run.evaluated is not None and (folder / "tasks.jsonl").exists():
-        yield _report(folder, run.name, run.evaluated, view)
+        yield _report(folder, run, run.evaluated, view)
     if run.harness is not None:
-        yield report_harness(folder, run.name, run.harness, view.pricing)
+        counted = view.over(run.counted, run.harness.model)
+        yield report_harness(folder, run.name, run.harness, counted)
     for name in run.parts:
         yield from _parts(folder / name, view)
 
 
-def _report(folder: Path, name: str, run: Evaluated, view: View) -> Report:
-    rules = Rules(
-        group_size=run.group_size,
-        pass_at=view.pass_at,
-        failures=view.failures,
-        truncated=view.truncated,
-        seed=run.seed,
-    )
+def _report(folder: Path, noted: RunFile, run: Evaluated, view: View) -> Report:
     results, model = _results(folder, "", run)
-    prices = view.pricing(model)
+    counted = view.over(noted.counted, model)
+    rules, prices = counted.rules(group_size=run.group_size, seed=run.seed), counted.prices
     baselines = {
         name: _results(folder, name, run)[0]
         for name in run.baselines
@@ -152,7 +158,7 @@ def _report(folder: Path, name: str, run: Evaluated, view: View) -> Report:
     }
     return Report(
         env=run.environment,
-        name=name or run.environment,
+        name=noted.name or run.environment,
         split=run.split,
         model=model,
         complete=run.complete,

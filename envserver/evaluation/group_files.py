@@ -8,7 +8,7 @@ import msgspec
 
 from ..errors import InputError
 from .folders import View
-from .report import Report, Rules, report_run
+from .report import Counted, Report, report_run
 from .results import GroupFacts, TaskResult, read_facts
 
 
@@ -36,14 +36,10 @@ def _report(path: Path, env: str, groups: list[GroupFacts], view: View) -> Repor
         results[facts.task_id] = msgspec.structs.replace(
             before, attempts=[*before.attempts, *facts.rollouts], lost=before.lost + lost
         )
-    rules = Rules(
-        group_size=max(len(one.attempts) + one.lost for one in results.values()),
-        pass_at=view.pass_at,
-        failures=view.failures,
-        truncated=view.truncated,
-    )
     model = ", ".join(dict.fromkeys(one.model for one in groups))
-    prices = view.pricing(model)
+    counted = view.over(Counted(), model)
+    size = max(len(one.attempts) + one.lost for one in results.values())
+    rules = counted.rules(group_size=size, seed=0)
     return Report(
         env=env,
         name=env,
@@ -54,8 +50,8 @@ def _report(path: Path, env: str, groups: list[GroupFacts], view: View) -> Repor
         created_at=path.stat().st_mtime,
         rules=rules,
         settings={"environment": env, "env": {"split": groups[0].split, "seed": groups[0].seed}},
-        run=report_run(list(results.values()), rules, prices),
+        run=report_run(list(results.values()), rules, counted.prices),
         baselines={},
         differences={},
-        prices=prices,
+        prices=counted.prices,
     )

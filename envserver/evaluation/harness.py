@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ..errors import InputError
-from .prices import Prices
-from .report import HarnessFacts, Report, Rules, report_run
+from .report import Counted, HarnessFacts, Report, report_run
 from .results import Attempt, AttemptUsage, TaskResult
 
 SAMPLES_FILE = "samples.jsonl"
@@ -31,7 +30,6 @@ class HarnessRun(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         settings: those that decide results.
         prompt_tokens, completion_tokens: of all calls, shared out evenly over the documents.
-        pass_at: the least value of the metric at which a document passes.
     """
 
     task: str
@@ -44,7 +42,6 @@ class HarnessRun(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     documents: int
     finished_at: float
-    pass_at: float = 1.0
 
 
 class _Results(msgspec.Struct):
@@ -173,9 +170,7 @@ def _lines(path: Path) -> Iterator[Json]:
                 ) from error
 
 
-def report_harness(
-    folder: Path, name: str, run: HarnessRun, pricing: Callable[[str], Prices | None]
-) -> Report:
+def report_harness(folder: Path, name: str, run: HarnessRun, counted: Counted) -> Report:
     """The report of one task, from the samples in its folder.
 
     Raises:
@@ -184,9 +179,8 @@ def report_harness(
     path = folder / SAMPLES_FILE
     if not path.exists():
         raise InputError(f"{path} is missing.", place=str(path))
-    rules = Rules(group_size=1, pass_at=run.pass_at)
+    rules = counted.rules(group_size=1, seed=0)
     results = _results(list(_lines(path)), run)
-    prices = pricing(run.model)
     return Report(
         env=run.task,
         name=name or run.task,
@@ -197,10 +191,10 @@ def report_harness(
         created_at=run.finished_at,
         rules=rules,
         settings=run.settings,
-        run=report_run(results, rules, prices),
+        run=report_run(results, rules, counted.prices),
         baselines={},
         differences={},
-        prices=prices,
+        prices=counted.prices,
         harness=run.facts,
     )
 

@@ -46,6 +46,25 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
+class Counted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a person wants attempts to be counted: see `Rules`, and what tokens cost."""
+
+    pass_at: float = 1.0
+    failures: Failures = "drop"
+    truncated: Truncated = "score"
+    prices: Prices | None = None
+
+    def rules(self, *, group_size: int, seed: int) -> Rules:
+        """The rules of a report."""
+        return Rules(
+            group_size=group_size,
+            pass_at=self.pass_at,
+            failures=self.failures,
+            truncated=self.truncated,
+            seed=seed,
+        )
+
+
 class Measures(msgspec.Struct, frozen=True, kw_only=True):
     """How good some tasks were done.
 
