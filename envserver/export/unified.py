@@ -15,11 +15,23 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import orjson
 
 from ..environment import answer_text
 from ..errors import StoreError
-from ..records import Message, Result, Sequence, Trajectory, text_of
+from ..records import (
+    Conversation,
+    Message,
+    Result,
+    Score,
+    Sequence,
+    Trajectory,
+    Usage,
+    text_of,
+)
+from .stored import StoredRollout
 
 SCHEMA_VERSION = 1
 DOMAINS = ("swe", "math", "code", "video", "mhqa", "tau", "router", "gaia")
@@ -134,6 +146,70 @@ def unified(
             "sequences": list(_sequences(trajectory, tokens)),
         },
     }
+
+
+def unified_of(
+    rollout: StoredRollout,
+    *,
+    task_id: str | None = None,
+    tokens: bool = False,
+    source: str = "envserver",
+) -> Json:
+    """A delivered rollout as a unified trajectory, by the same mapping as `unified`.
+
+    Args:
+        task_id: unset: that of its task, with the domain before it.
+        tokens: give the training rows, not the conversations only.
+    """
+    document = unified(
+        _trajectory(rollout),
+        ended_at=rollout.created_at,
+        model=rollout.model,
+        seed=rollout.seed,
+        source=source,
+        tokens=tokens,
+    )
+    if task_id is not None:
+        document["task_id"] = task_id
+    document["metadata"] |= {"group_id": rollout.group_id, "split": rollout.split}
+    return document
+
+
+def _trajectory(rollout: StoredRollout) -> Trajectory:
+    usage = msgspec.convert({**rollout.usage}, Usage, strict=False)
+    none = np.full(0, -1, np.int32)
+    return Trajectory(
+        rollout_id=rollout.rollout_id,
+        attempt=rollout.attempt,
+        task_id=rollout.task_id,
+        env=rollout.domain,
+        sequences=[
+            Sequence(
+                tokens=row.tokens,
+                mask=row.mask,
+                logprobs=row.logprobs,
+                calls=none,
+                versions=none,
+                path=[],
+                agent=row.agent,
+                flags=row.flags,
+            )
+            for row in rollout.rows
+        ],
+        messages=rollout.messages,
+        tools=rollout.tools,
+        output=rollout.output,
+        score=Score(reward=rollout.reward, components=rollout.components, metrics=rollout.metrics),
+        finish_reason=rollout.finish_reason,
+        truncated=rollout.truncated,
+        limit=rollout.limit,
+        turns=rollout.turns,
+        usage=usage,
+        flags=rollout.flags,
+        metrics=rollout.agent_metrics,
+        actions=rollout.actions or [],
+        others=[msgspec.convert(other, Conversation) for other in rollout.others],
+    )
 
 
 def actions_of(messages: list[Message]) -> list[Json]:

@@ -1,0 +1,349 @@
+"""Groups as they were delivered, for everything that works offline.
+
+In: sources, each a JSONL file of `envserver process` (plain, .gz, .zst), a folder or glob of them,
+`-` (standard input), a store (SQLite file or URL) or the address of a running server. Out:
+`StoredGroup`s in the order of the sources, one in memory at a time. What holds: `line` is what
+`process` writes of the group, wherever it came from; row i of a rollout has as many mask values and
+logprobs as tokens; a logprob is 0 where nothing was sampled. Nothing is leased, consumed or
+changed. A group of another program in Atropos's form has a rollout for each of its rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..errors import InputError
+from ..records import Logprobs, Mask, Message, Tokens
+
+Json = dict[str, Any]
+OnBad = Callable[[InputError], None]
+
+_NOT_TRAINED = -100
+_LARGEST_ID = 2**31 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class StoredRow:
+    """One training row of T tokens.
+
+    Args:
+        tokens: int32[T].
+        mask: uint8[T], 1 where the token is trained.
+        logprobs: float32[T], of the sampled token where the mask is 1, else 0.
+        agent: which of several agents it is of.
+        versions: runs of [policy version, start, end); -1 is context or unknown.
+    """
+
+    tokens: Tokens
+    mask: Mask
+    logprobs: Logprobs
+    agent: str | None
+    flags: list[str]
+    versions: list[list[int]]
+
+
+@dataclass(frozen=True, eq=False)
+class StoredRollout:
+    """One rollout with its score. Fields as in `records.Result` and `records.Group`, and:
+
+    Args:
+        reward: in [0, 1]; None where it is not known.
+        agent_metrics: what the agent logged; `metrics` are the score's.
+        messages: empty where they were not written.
+        actions: None where they were not written.
+        others: of several agents the conversations that `messages` lacks.
+        usage: seconds and tokens, as in `records.Usage`.
+        rows: empty where only text is known.
+    """
+
+    env: str
+    task_id: str
+    group_id: str
+    index: int
+    split: str
+    seed: int
+    model: str
+    policy_version: int
+    created_at: float
+    rollout_id: str
+    attempt: int
+    reward: float | None
+    components: dict[str, float]
+    metrics: dict[str, float]
+    agent_metrics: dict[str, float]
+    output: Any
+    finish_reason: str | None
+    truncated: bool
+    limit: str | None
+    turns: int
+    flags: list[str]
+    tools: list[Json]
+    messages: list[Message]
+    actions: list[Json] | None
+    others: list[Json]
+    usage: Json
+    rows: list[StoredRow]
+
+    @property
+    def domain(self) -> str:
+        """The environment's name in the form of a domain: `my-env` is `my_env`."""
+        return domain_of(self.env)
+
+    @property
+    def length(self) -> int:
+        """Tokens of its longest row."""
+        return max((len(row.tokens) for row in self.rows), default=0)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that are trained, over all rows."""
+        return sum(int(np.count_nonzero(row.mask)) for row in self.rows)
+
+    @property
+    def failed(self) -> bool:
+        """It has no reward, or one of 0."""
+        return not self.reward
+
+
+@dataclass(frozen=True, eq=False)
+class StoredGroup:
+    """One group.
+
+    Args:
+        line: the JSON of its line: the keys of Atropos, and "envserver".
+        place: where it was read: "file.jsonl, line 7" or "group g-1 of http://...".
+        failures: of rollouts that are missing or were tried again.
+        asked: rollouts that were begun for it, 0: not known.
+        lost: those that are missing, by kind of failure.
+    """
+
+    line: Json
+    place: str
+    rollouts: list[StoredRollout]
+    failures: list[Json]
+    asked: int
+    lost: dict[str, int]
+
+
+def read_groups(sources: Sequence[str], on_bad: OnBad | None = None) -> Iterator[StoredGroup]:
+    """The groups of `sources`, read as they are asked for.
+
+    A last line that a killed writer left unfinished is passed over with a warning.
+
+    Args:
+        on_bad: told of each line or body that is no group, which is then passed over; unset: the
+            first one ends the reading.
+
+    Raises:
+        NotFoundError: there is no such file, or no server answers.
+        InputError: something is no group; its place is named.
+        ConfigError, StoreError: a store cannot be read.
+    """
+    from .stored_sources import open_source
+
+    for source in sources:
+        for raw in open_source(source):
+            try:
+                yield group_of(raw.decoded(), raw.place)
+            except InputError as error:
+                if on_bad is None:
+                    raise
+                on_bad(error)
+
+
+def group_of(line: Any, place: str) -> StoredGroup:
+    """The JSON of one line as a group.
+
+    Raises:
+        InputError: it is no group.
+    """
+    try:
+        facts = msgspec.convert(line, _Line)
+        if facts.envserver is None:
+            line = _adopted(line, facts, place)
+            facts = msgspec.convert(line, _Line)
+        assert facts.envserver is not None
+        return _group(line, facts, facts.envserver, place)
+    except (msgspec.ValidationError, ValueError, OverflowError) as error:
+        raise InputError(
+            f"{place} is no group: {error}.",
+            hint="Files of `envserver process` hold groups, one a line; --skip_bad passes it over.",
+            place=place,
+        ) from error
+
+
+def domain_of(env: str) -> str:
+    """An environment's name as a domain of unified trajectories."""
+    name = re.sub(r"[^a-z0-9]+", "_", env.lower()).strip("_")
+    return name if name[:1].isalpha() else f"env_{name}".rstrip("_")
+
+
+class _Rollout(msgspec.Struct):
+    rollout_id: str
+    rows: list[int]
+    attempt: int = 0
+    reward: float | None = None
+    components: dict[str, float] | None = None
+    metrics: dict[str, float] | None = None
+    agent_metrics: dict[str, float] | None = None
+    output: Any = None
+    finish_reason: str | None = None
+    truncated: bool = False
+    limit: str | None = None
+    turns: int = 0
+    flags: list[str] = []
+    tools: list[Json] = []
+    actions: list[Json] | None = None
+    others: list[Json] = []
+    usage: Json = {}
+    versions: list[list[list[int]]] = []
+    agents: list[str | None] = []
+    row_flags: list[list[str]] = []
+
+
+class _Facts(msgspec.Struct):
+    group_id: str
+    env: str
+    task_id: str
+    rollouts: list[_Rollout]
+    index: int = 0
+    split: str = "train"
+    seed: int = 0
+    model: str = ""
+    policy_version: int = -1
+    created_at: float = 0.0
+    failures: list[Json] = []
+    asked: int = 0
+    lost: dict[str, int] = {}
+
+
+class _Line(msgspec.Struct):
+    """Columns are looked at as arrays, which is where their numbers are checked."""
+
+    tokens: list[list[Any]]
+    masks: list[list[Any]]
+    scores: list[float]
+    inference_logprobs: list[list[Any]] | None = None
+    messages: list[list[Message]] | None = None
+    envserver: _Facts | None = None
+
+
+def _adopted(line: Json, facts: _Line, place: str) -> Json:
+    """A group that only has Atropos's keys, with a rollout for each row and what can be known."""
+    name = str(line.get("env_id") or "atropos")
+    group_id = re.sub(r"[^A-Za-z0-9_.-]+", "-", place.rpartition("/")[2])
+    rollouts = [
+        {"rollout_id": f"{group_id}-{row}", "rows": [row], "reward": score, "turns": 1}
+        for row, score in enumerate(facts.scores)
+    ]
+    known = {"group_id": group_id, "env": name, "task_id": group_id, "split": "train", "seed": 0}
+    return {**line, "envserver": {**known, "index": 0, "rollouts": rollouts}}
+
+
+def _group(line: Json, columns: _Line, facts: _Facts, place: str) -> StoredGroup:
+    _check_columns(columns, facts)
+    rollouts = [_stored(columns, facts, rollout) for rollout in facts.rollouts]
+    return StoredGroup(line, place, rollouts, facts.failures, facts.asked, facts.lost)
+
+
+def _check_columns(columns: _Line, facts: _Facts) -> None:
+    """
+    Raises:
+        ValueError: rows and rollouts do not belong together.
+    """
+    number = len(columns.tokens)
+    lists = (columns.masks, columns.scores, columns.inference_logprobs, columns.messages)
+    if any(one is not None and len(one) != number for one in lists):
+        raise ValueError("its lists differ in their rows")
+    owned = [row for rollout in facts.rollouts for row in rollout.rows]
+    if sorted(owned) != list(range(number)):
+        raise ValueError(f"its rollouts' rows are not its {number} rows, each once")
+
+
+def _stored(columns: _Line, facts: _Facts, told: _Rollout) -> StoredRollout:
+    messages = columns.messages[told.rows[0]] if columns.messages and told.rows else []
+    return StoredRollout(
+        env=facts.env,
+        task_id=facts.task_id,
+        group_id=facts.group_id,
+        index=facts.index,
+        split=facts.split,
+        seed=facts.seed,
+        model=facts.model,
+        policy_version=facts.policy_version,
+        created_at=facts.created_at,
+        rollout_id=told.rollout_id,
+        attempt=told.attempt,
+        reward=told.reward,
+        components=told.components or {},
+        metrics=told.metrics or {},
+        agent_metrics=told.agent_metrics or {},
+        output=told.output,
+        finish_reason=told.finish_reason,
+        truncated=told.truncated,
+        limit=told.limit,
+        turns=told.turns,
+        flags=told.flags,
+        tools=told.tools,
+        messages=messages,
+        actions=told.actions,
+        others=told.others,
+        usage=told.usage,
+        rows=[
+            _row(columns, row, told, number)
+            for number, row in enumerate(told.rows)
+            if columns.tokens[row]
+        ],
+    )
+
+
+def _row(columns: _Line, row: int, told: _Rollout, number: int) -> StoredRow:
+    """
+    Raises:
+        ValueError: its arrays do not belong together, or hold what is no number.
+    """
+    tokens = _integers(columns.tokens[row], row, "tokens")
+    masks = _integers(columns.masks[row], row, "masks")
+    if len(masks) != len(tokens):
+        raise ValueError(f"its row {row} has {len(tokens)} tokens and {len(masks)} masks")
+    trained = masks != _NOT_TRAINED
+    logprobs = np.zeros(len(tokens), np.float32)
+    if columns.inference_logprobs is not None:
+        said = _numbers(columns.inference_logprobs[row], row)
+        if len(said) != len(tokens):
+            raise ValueError(f"its row {row} has {len(tokens)} tokens and {len(said)} logprobs")
+        logprobs = np.where(trained, said, np.float32(0.0)).astype(np.float32)
+    return StoredRow(
+        tokens=tokens.astype(np.int32),
+        mask=trained.astype(np.uint8),
+        logprobs=logprobs,
+        agent=told.agents[number] if number < len(told.agents) else None,
+        flags=told.row_flags[number] if number < len(told.row_flags) else told.flags,
+        versions=told.versions[number] if number < len(told.versions) else [],
+    )
+
+
+def _integers(values: list[Any], row: int, name: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+    try:
+        numbers = np.asarray(values)
+    except (ValueError, OverflowError):
+        numbers = np.empty(0, np.object_)
+    if len(values) and (numbers.dtype.kind != "i" or numbers.ndim != 1):
+        raise ValueError(f"the {name} of its row {row} are no whole numbers")
+    if len(values) and (int(numbers.max()) > _LARGEST_ID or int(numbers.min()) < _NOT_TRAINED):
+        raise ValueError(f"the {name} of its row {row} hold what is no token id")
+    return numbers.astype(np.int64)
+
+
+def _numbers(values: list[Any], row: int) -> Logprobs:
+    """A missing one (null) is 0."""
+    try:
+        return np.array([0.0 if value is None else value for value in values], np.float32)
+    except (TypeError, ValueError):
+        raise ValueError(f"the logprobs of its row {row} are no numbers") from None

@@ -1,0 +1,72 @@
+"""The groups of a running server, looked at: neither leased nor consumed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, Final
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from ..api.leasing import GROUP_MSGPACK, TravellingGroup
+from ..errors import ConflictError, InputError, NotFoundError
+from .stored_bodies import line_of
+from .stored_sources import Raw
+
+_PAGE: Final = 256
+_SECONDS: Final = 60.0
+_NOT_DELIVERED: Final = ("buffered", "dropped")
+
+
+def of_server(url: str) -> Iterator[Raw]:
+    """The groups that were delivered, or wait to be; the token of ENVSERVER_TOKEN is sent.
+
+    Raises:
+        NotFoundError: no server answers, or it is none of ours.
+        ConflictError: it refuses.
+    """
+    token = os.environ.get("ENVSERVER_TOKEN")
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    with httpx.Client(base_url=url, timeout=_SECONDS, headers=headers) as http:
+        after: int | None = 0
+        while after is not None:
+            page = _get(http, url, f"/v1/groups?after={after}&limit={_PAGE}").json()
+            for group in page["groups"]:
+                if group["state"] not in _NOT_DELIVERED:
+                    yield _raw(http, url, str(group["group_id"]))
+            after = page["next"]
+
+
+def _raw(http: httpx.Client, url: str, group_id: str) -> Raw:
+    place = f"group {group_id} of {url}"
+
+    def decoded() -> Any:
+        answer = _get(http, url, f"/v1/groups/{quote(group_id, safe='')}", GROUP_MSGPACK)
+        try:
+            whole = msgspec.msgpack.decode(answer.content, type=TravellingGroup)
+        except msgspec.DecodeError as error:
+            raise InputError(f"{place} is none: {error}.", place=place) from error
+        return line_of(whole.body, whole.format, whole.env, place)
+
+    return Raw(place, decoded)
+
+
+def _get(
+    http: httpx.Client, url: str, path: str, accept: str = "application/json"
+) -> httpx.Response:
+    try:
+        answer = http.get(path, headers={"accept": accept})
+    except httpx.TransportError as error:
+        why = error or type(error).__name__
+        raise NotFoundError(f"No server answers at {url}: {why}.") from error
+    if answer.status_code == httpx.codes.NOT_FOUND:
+        hint = "Is it an envserver of this version?"
+        raise NotFoundError(f"{url} has no {path}.", hint=hint)
+    if not answer.is_success:
+        raise ConflictError(
+            f"{url} answered {path} with HTTP {answer.status_code}: {answer.text[:300]}",
+            hint="ENVSERVER_TOKEN holds the token." if answer.status_code in (401, 403) else "",
+        )
+    return answer

@@ -1,0 +1,157 @@
+"""Where stored groups are read: files, folders, standard input, a store, a server.
+
+In: one source as a word. Out: `Raw`s, each a group as it lies there and its place; decoding them is
+the reader's, so that a bad one can be passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import gzip
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+import structlog
+
+from ..errors import InputError, NotFoundError
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+log = structlog.get_logger()
+
+ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+"""Of the files that are read in a folder."""
+SERVERS = ("http://", "https://")
+DATABASES = ("postgresql://", "postgres://", "sqlite://")
+_SQLITE = b"SQLite format 3\0"
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A group that was not looked at yet; `decoded` raises InputError where it is no JSON."""
+
+    place: str
+    decoded: Callable[[], Any]
+
+
+def open_source(source: str) -> Iterator[Raw]:
+    """The groups of one source.
+
+    Raises:
+        NotFoundError: there is no such thing.
+        InputError: a compressed file is damaged.
+        ConfigError, StoreError: a store cannot be read.
+    """
+    if source.startswith(SERVERS):
+        from .stored_server import of_server
+
+        return of_server(source)
+    if source.startswith(DATABASES) or _is_sqlite(Path(source)):
+        from .stored_database import of_database
+
+        return of_database(source)
+    if source == "-":
+        return _lines(sys.stdin.buffer, "standard input")
+    return (raw for path in files_of(source) for raw in _of_file(path))
+
+
+def files_of(source: str) -> list[Path]:
+    """The JSONL files that a path, a folder or a glob names, sorted; no `.failures.jsonl`.
+
+    Raises:
+        NotFoundError: there are none.
+    """
+    path = Path(source)
+    if path.is_file() or path.is_fifo():
+        return [path]
+    if path.is_dir():
+        found = [one for one in sorted(path.rglob("*")) if one.name.endswith(ENDINGS)]
+        found = [one for one in found if not one.name.startswith(".")]
+    else:
+        found = [Path(one) for one in sorted(glob.glob(source, recursive=True))]  # noqa: PTH207
+    files = [one for one in found if one.is_file() and ".failures.jsonl" not in one.name]
+    if not files:
+        what = "no .jsonl file in it" if path.is_dir() else "no such file, folder or store"
+        raise NotFoundError(f"{source}: there is {what}.")
+    return files
+
+
+def size_of(sources: list[str]) -> int | None:
+    """Bytes of all `sources` as they lie on disk; None where one has no size."""
+    if any(one == "-" or one.startswith((*SERVERS, *DATABASES)) for one in sources):
+        return None
+    if any(_is_sqlite(Path(one)) for one in sources):
+        return None
+    return sum(path.stat().st_size for one in sources for path in files_of(one))
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """A file to read from, inflated where its name says that it is compressed.
+
+    Raises:
+        InputError: it is damaged.
+        NotFoundError: it cannot be opened.
+    """
+    try:
+        file: Any = path.open("rb")
+    except OSError as error:
+        raise NotFoundError(f"{path} cannot be opened: {error.strerror}.") from error
+    with file:
+        if path.name.endswith(".gz"):
+            file = gzip.GzipFile(fileobj=file)
+        elif path.name.endswith(".zst"):
+            file = zstd.ZstdFile(file)
+        try:
+            yield file
+        except (EOFError, zlib.error, zstd.ZstdError, gzip.BadGzipFile) as error:
+            raise InputError(f"{path} is damaged or cut off: {error}.", place=str(path)) from error
+
+
+def _of_file(path: Path) -> Iterator[Raw]:
+    with opened(path) as file:
+        yield from _lines(file, str(path))
+
+
+def _lines(file: IO[bytes], name: str) -> Iterator[Raw]:
+    for number, line in enumerate(file, 1):
+        place = f"{name}, line {number}"
+        if not line.endswith(b"\n") and not _is_json(line):
+            log.warning("stored.torn_line", place=place, size=len(line))
+            return
+        if line.strip():
+            yield Raw(place, lambda line=line, place=place: _decoded(line, place))  # type: ignore[misc]
+
+
+def _decoded(line: bytes, place: str) -> Any:
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise InputError(f"{place} is no JSON: {error}.", place=place) from error
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return False
+    return True
+
+
+def _is_sqlite(path: Path) -> bool:
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(len(_SQLITE)) == _SQLITE
+    except OSError:
+        return False
