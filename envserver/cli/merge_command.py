@@ -1,0 +1,165 @@
+"""`envserver merge`: its settings, its bar, and what it says at the end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from pydantic import Field
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from ..config import Section
+from ..errors import ConfigError, UsageError
+from .help import show_help
+from .loop import Terminated
+from .settings import load_settings
+
+SUMMARY = """Makes a model of others' weights: base + alpha * (rl - sft), or base + alpha * the sum
+of weight * (model - base), for several alphas in one pass, a few megabytes in memory. Other methods
+(ties, dare_ties, slerp, ...) by mergekit, where it is installed."""
+
+ARITHMETIC = "arithmetic"
+_USAGE = "envserver merge --base DIR --sft DIR --rl DIR --alpha 0.5,1.0 --out DIR"
+
+
+class MergeSettings(Section):
+    """The settings that `merge` has."""
+
+    base: Path
+    """Folder of the model that gets something added; its config, tokenizer and dtypes stay."""
+    rl: Path | None = None
+    """Folder of a model after reinforcement learning: a model or a LoRA adapter."""
+    sft: Path | None = None
+    """Folder of what it was before, alike."""
+    add: list[str] = Field(default=[])
+    """DIR=WEIGHT: add WEIGHT * (DIR - base); may be repeated, and WEIGHT negative."""
+    alpha: list[float] = Field(default=[])
+    """What is added is multiplied by each: a model in OUT/alpha-A; unset: by 1, in OUT itself."""
+    out: Path
+    """Where the models go; whole or not at all."""
+    method: str = ARITHMETIC
+    """arithmetic, or one of mergekit's: ties, dare_ties, dare_linear, della, slerp, linear, ..."""
+    density: float | None = Field(default=None, gt=0, le=1)
+    """With a method of mergekit's: the part of each difference that is kept."""
+    parameters: dict[str, Any] = Field(default={})
+    """With a method of mergekit's: further parameters, such as {"normalize": true}."""
+    allow_config_differences: bool = False
+    """Merge models whose configs differ; the base's is kept."""
+    allow_tokenizer_differences: bool = False
+    """Merge models whose tokenizers differ; the base's is kept."""
+    allow_missing_tensors: bool = False
+    """What a model lacks is left as the base has it; what only it has is left out."""
+    allow_not_finite: bool = False
+    """Write infinities and NaNs, too."""
+    overwrite: bool = False
+    """Replace merged models that are there."""
+
+
+def run(argv: list[str]) -> int:
+    """The command; prints the folder of each model.
+
+    Raises:
+        UsageError: the caller's fault; nothing was written.
+        StoreError: the output cannot be written.
+        KeyboardInterrupt: it was stopped; nothing was written.
+    """
+    if show_help(argv, usage=_USAGE, summary=SUMMARY, settings_class=MergeSettings):
+        return 0
+    settings = load_settings(argv, settings_class=MergeSettings)
+    console = Console(stderr=True)
+    with _ended_by_sigterm():
+        try:
+            places, notes = _merged(settings, console)
+        except KeyboardInterrupt:
+            console.print("Stopped: nothing was written.", highlight=False)
+            raise
+    for note in notes:
+        console.print(f"Note: {note}.", highlight=False, markup=False, soft_wrap=True)
+    for place in places:
+        print(place)
+    return 0
+
+
+def _merged(settings: MergeSettings, console: Console) -> tuple[list[Path], list[str]]:
+    from ..export.merging.checks import Allowed
+    from ..export.merging.mergekit import Method, merge_with
+    from ..export.merging.recipe import Recipe, Vector, parse_parts
+
+    vectors = parse_parts(settings.add)
+    if (settings.rl is None) != (settings.sft is None):
+        raise UsageError("--rl and --sft belong together: what is added is rl - sft.")
+    if settings.rl is not None:
+        vectors = (Vector(settings.rl, settings.sft), *vectors)
+    recipe = Recipe(settings.base, vectors, tuple(settings.alpha) or (1.0,))
+    allowed = Allowed(
+        config=settings.allow_config_differences,
+        tokenizer=settings.allow_tokenizer_differences,
+        missing=settings.allow_missing_tensors,
+    )
+    if settings.method != ARITHMETIC:
+        method = Method(settings.method, settings.density, settings.parameters)
+        notes = merge_with(
+            method, recipe, settings.out, allowed=allowed, overwrite=settings.overwrite
+        )
+        return [settings.out], notes
+    if settings.density is not None or settings.parameters:
+        raise ConfigError("--density and --parameters are for mergekit's methods: name a --method.")
+    return _with_arithmetic(settings, recipe, allowed, console)
+
+
+def _with_arithmetic(
+    settings: MergeSettings, recipe: Any, allowed: Any, console: Console
+) -> tuple[list[Path], list[str]]:
+    from ..export.merging import merge
+
+    names = [f"alpha-{alpha!r}" for alpha in settings.alpha]
+    places = [settings.out / name for name in names] or [settings.out]
+    with _bar(console) as bar:
+        task = bar.add_task("merging", total=None)
+        merged = merge(
+            recipe,
+            places,
+            allowed=allowed,
+            allow_not_finite=settings.allow_not_finite,
+            overwrite=settings.overwrite,
+            begin=lambda total: bar.update(task, total=total),
+            report=lambda done: bar.advance(task, done),
+        )
+    return merged.folders, merged.notes
+
+
+def _bar(console: Console) -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends it as Ctrl-C does: what is half written goes."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,231 @@
+"""Whether models can be added: the same tensors, the same architecture, the same tokens.
+
+In: the base and the others, opened. Out: for each model under which name it has each tensor of the
+base, and notes of what differs without harm. Everything that forbids the merge is told at once.
+
+A tied output layer (`config.tie_word_embeddings`) may be stored or not: where the base stores
+`lm_head.weight` and another model does not, that model's is its embedding; where only the other one
+stores it, it has to equal its embedding, else the merge would lose it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from ...errors import InputError
+from .tensors import Model, Tensor
+from .vocabulary import differences, has_tokenizer, same_template
+
+Names = Mapping[str, str | None]
+"""Tensor of the base -> its name in another model; None: that one has none."""
+
+_SHOWN: Final = 5
+_HEADS: Final = ("lm_head.weight", "embed_out.weight")
+_EMBEDDINGS: Final = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "embed_in.weight",
+)
+_MEANINGLESS: Final = frozenset(
+    (
+        *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "auto_map"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "unsloth_version", "unsloth_fixed"),
+        *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        *("initializer_range", "output_attentions", "output_hidden_states", "return_dict"),
+        *("gradient_checkpointing", "_attn_implementation_autoset"),
+    )
+)
+"""In configs: what says nothing of what the weights mean."""
+_ROWS_AT_A_TIME: Final = 4096
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Differences that forbid a merge, unless they are allowed."""
+
+    config: bool = False
+    tokenizer: bool = False
+    missing: bool = False
+
+
+@dataclass
+class _Found:
+    """Why not, and what else there is to say."""
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, lines: Sequence[str], allowed: bool) -> None:
+        (self.notes if allowed else self.problems).extend(lines)
+
+
+def check(
+    base: Model, others: Sequence[Model], allowed: Allowed
+) -> tuple[dict[Path, Names], list[str]]:
+    """For each other model, by folder, how its tensors are called; and notes.
+
+    Raises:
+        InputError: they cannot be added; the message has all reasons.
+    """
+    found = _Found()
+    _check_alone(base, found)
+    names = {}
+    for other in others:
+        _check_alone(other, found)
+        names[other.folder] = _check_tensors(base, other, allowed, found)
+        _check_config(base, other, allowed, found)
+        _check_tokenizer(base, other, allowed, found)
+    if found.problems:
+        raise InputError(
+            "These models cannot be added:\n" + "\n".join(f"- {one}" for one in found.problems),
+            hint="Only models of one architecture and vocabulary have weights that mean the same.",
+            problems=found.problems,
+        )
+    return names, list(dict.fromkeys(found.notes))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A model's config.json; empty where there is none (an adapter's folder).
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}.") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _check_alone(model: Model, found: _Found) -> None:
+    """Whether it can be added to anything."""
+    config = read_config(model.described_by)
+    if "quantization_config" in config:
+        found.problems.append(
+            f"{model.folder.name} is quantised: merge the full weights and quantise the result."
+        )
+    head, embedding = _one_of(model, _HEADS), _one_of(model, _EMBEDDINGS)
+    if _is_tied(config) and head and embedding and not _equal(model, head, embedding):
+        found.problems.append(
+            f"{model.folder.name} says that its output layer is tied to its embedding, but stores "
+            f"another {head.name}: set tie_word_embeddings to false in its config.json, or save it "
+            "anew."
+        )
+
+
+def _check_tensors(base: Model, other: Model, allowed: Allowed, found: _Found) -> Names:
+    name = other.folder.name
+    names: dict[str, str | None] = {}
+    missing, shapes, dtypes = [], [], set()
+    tied = _is_tied(read_config(base.described_by))
+    for tensor in base.tensors.values():
+        theirs = None if tied and tensor.name.endswith(_HEADS) else other.tensors.get(tensor.name)
+        theirs = theirs or _tied(other, tensor)
+        names[tensor.name] = theirs.name if theirs else None
+        if theirs is None:
+            missing.append(str(tensor))
+        elif theirs.shape != tensor.shape:
+            shapes.append(f"{tensor.name}: {list(tensor.shape)} and {list(theirs.shape)}")
+        elif theirs.is_float != tensor.is_float or (
+            not tensor.is_float and theirs.dtype != tensor.dtype
+        ):
+            shapes.append(f"{tensor.name}: {tensor.dtype} and {theirs.dtype}")
+        elif theirs.dtype != tensor.dtype:
+            dtypes.add(f"{theirs.dtype} to {tensor.dtype}")
+    extra = [str(one) for one in other.tensors.values() if _is_extra(base, other, one)]
+    found.add(_listed(f"{name} lacks tensors of the base", missing), allowed.missing)
+    found.add(_listed(f"{name} has tensors that the base has not", extra), allowed.missing)
+    found.problems += _listed(f"{name} has tensors of other shapes (base's first)", shapes)
+    if dtypes:
+        found.notes.append(f"{name} is read from {', '.join(sorted(dtypes))} of the base")
+    return names
+
+
+def _tied(other: Model, tensor: Tensor) -> Tensor | None:
+    """What a model that does not store its output layer uses in its place."""
+    if not tensor.name.endswith(_HEADS):
+        return None
+    tied = read_config(other.described_by).get("tie_word_embeddings", True)
+    return _one_of(other, _EMBEDDINGS) if tied else other.tensors.get(tensor.name)
+
+
+def _is_extra(base: Model, other: Model, tensor: Tensor) -> bool:
+    if tensor.name in base.tensors:
+        return False
+    embedding = _one_of(other, _EMBEDDINGS)
+    if tensor.name.endswith(_HEADS) and embedding is not None:
+        return not _equal(other, tensor, embedding)
+    return True
+
+
+def _check_config(base: Model, other: Model, allowed: Allowed, found: _Found) -> None:
+    one, two = (_flat(read_config(model.described_by)) for model in (base, other))
+    # What only one of them says may be a default that another version of transformers wrote.
+    differing = [
+        f"{key}: {json.dumps(one[key])} and {json.dumps(two[key])}"
+        for key in sorted(one.keys() & two.keys())
+        if key.split(".")[-1] not in _MEANINGLESS and one[key] != two[key]
+    ]
+    kinds = [line for line in differing if line.startswith(("model_type:", "architectures:"))]
+    others = [line for line in differing if line not in kinds]
+    found.problems += _listed(f"{other.folder.name} is another architecture", kinds)
+    hint = "" if allowed.config else " (--allow_config_differences takes the base's)"
+    words = f"the config of {other.folder.name} differs from the base's{hint}"
+    found.add(_listed(words, others), allowed.config)
+
+
+def _check_tokenizer(base: Model, other: Model, allowed: Allowed, found: _Found) -> None:
+    name = other.folder.name
+    differing = differences(base.folder, other.folder)
+    hint = "" if allowed.tokenizer else " (--allow_tokenizer_differences takes the base's)"
+    words = f"the tokenizer of {name} differs from the base's{hint}"
+    found.add(_listed(words, differing, most=len(differing)), allowed.tokenizer)
+    if not differing and not (has_tokenizer(base.folder) and has_tokenizer(other.folder)):
+        found.notes.append(f"the tokenizers of {name} and the base could not be compared")
+    if not same_template(base.folder, other.folder):
+        found.notes.append(f"{name} has another chat template; the base's is kept")
+
+
+def _is_tied(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("tie_word_embeddings", False))
+
+
+def _one_of(model: Model, endings: Sequence[str]) -> Tensor | None:
+    ends = tuple(endings)
+    return next((one for name, one in model.tensors.items() if name.endswith(ends)), None)
+
+
+def _equal(model: Model, one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    for begin in range(0, one.rows, _ROWS_AT_A_TIME):
+        end = min(one.rows, begin + _ROWS_AT_A_TIME)
+        if model.raw(one.name, begin, end) != model.raw(other.name, begin, end):
+            return False
+    return True
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _listed(what: str, lines: Sequence[str], most: int = _SHOWN) -> list[str]:
+    if not lines:
+        return []
+    more = len(lines) - most
+    shown = "; ".join(lines[:most]) + (f"; and {more} more" if more > 0 else "")
+    return [f"{what}: {shown}"]

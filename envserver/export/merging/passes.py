@@ -1,0 +1,245 @@
+"""The one pass: every tensor of all models is read once, piece by piece, for all alphas.
+
+In: a recipe. Out: a folder for each alpha, with the base's files, their layout and dtypes. What
+holds: beside headers and LoRA factors, `PIECE` numbers a model and a few arrays of that length are
+in memory at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from ...errors import InputError
+from .adapters import Adapted, is_adapter, read_adapter_config
+from .card import Made, facts_of, write_card
+from .checks import Allowed, Names, check
+from .dtypes import Floats, all_finite, encoded
+from .recipe import Recipe
+from .tensors import File, Model, Tensor, Weights
+from .writing import Report, WeightsWriter, appearing, check_places, copy_rest, write_index
+
+PIECE: Final = 1 << 20
+"""Numbers of a tensor that are merged at a time; a longer row is one piece."""
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What was made.
+
+    Args:
+        folders: one for each alpha, in the recipe's order.
+        notes: what differs between the inputs without harm.
+    """
+
+    folders: list[Path]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class _Term:
+    """A vector of the recipe, opened; `minus` None is the base."""
+
+    plus: Model
+    minus: Model | None
+    weight: float
+
+
+def merge(
+    recipe: Recipe,
+    places: Sequence[Path],
+    *,
+    allowed: Allowed | None = None,
+    allow_not_finite: bool = False,
+    overwrite: bool = False,
+    report: Report = lambda done: None,
+    begin: Report = lambda total: None,
+) -> Merged:
+    """Writes a model for each alpha.
+
+    Args:
+        places: their folders, one for each of `recipe.alphas`; made here, whole or not at all.
+        allowed: differences between the inputs that are no errors.
+        allow_not_finite: write infinities and NaNs, too.
+        overwrite: replace models that were merged before.
+        begin, report: get the bytes of the base's weights: first all, then those done.
+
+    Raises:
+        NotFoundError: an input is missing.
+        InputError: an input is broken, they do not fit together, or a merged value is not finite.
+        ConflictError: there is something at one of `places`.
+        StoreError: the output cannot be written.
+    """
+    with ExitStack() as stack:
+        base = stack.enter_context(_opened_base(recipe.base))
+        opened, notes = _open_others(recipe, base, stack)
+        names, more = check(base, list(opened.values()), allowed or Allowed())
+        notes += more
+        size = sum(tensor.size for tensor in base.tensors.values())
+        check_places(places, size * len(places), overwrite=overwrite)
+        begin(size)
+        terms = [
+            _Term(opened[one.plus], opened[one.minus] if one.minus else None, one.weight)
+            for one in recipe.vectors
+        ]
+        work = _Pass(base, terms, recipe.alphas, names, allow_not_finite, report)
+        with appearing(places) as folders:
+            digests = work.run(folders)
+            facts = facts_of(recipe, {recipe.base: base, **opened}, notes)
+            for folder, alpha, files in zip(folders, recipe.alphas, digests, strict=True):
+                write_index_if_several(folder, base.parts)
+                copied = copy_rest(base.folder, folder)
+                write_card(folder, facts, Made(recipe.formula(f"{alpha:g}"), alpha, files, copied))
+    return Merged(list(places), notes)
+
+
+def write_index_if_several(folder: Path, parts: Sequence[File]) -> None:
+    if len(parts) > 1:
+        write_index(folder, parts)
+
+
+class _Pass:
+    """All pieces of all tensors, once."""
+
+    def __init__(
+        self,
+        base: Weights,
+        terms: Sequence[_Term],
+        alphas: Sequence[float],
+        names: Mapping[Path, Names],
+        allow_not_finite: bool,
+        report: Report,
+    ) -> None:
+        self._base = base
+        self._terms = terms
+        self._alphas = alphas
+        self._names = names
+        self._allow_not_finite = allow_not_finite
+        self._report = report
+
+    def run(self, folders: Sequence[Path]) -> list[dict[str, str]]:
+        """Writes the weights of each alpha; for each the sha256 of its files."""
+        digests: list[dict[str, str]] = [{} for _ in folders]
+        for part in self._base.parts:
+            with ExitStack() as stack:
+                writers = [WeightsWriter(folder / part.path.name, part) for folder in folders]
+                for writer in writers:
+                    stack.callback(writer.give_up)
+                for tensor in part.tensors:
+                    self._write(tensor, writers)
+                for writer, files in zip(writers, digests, strict=True):
+                    files[part.path.name] = writer.close()
+        return digests
+
+    def _write(self, tensor: Tensor, writers: Sequence[WeightsWriter]) -> None:
+        row_bytes = tensor.size // max(tensor.rows, 1)
+        for begin, end in _pieces(tensor):
+            if tensor.is_float:
+                self._write_merged(tensor, begin, end, writers)
+            else:
+                data = self._common(tensor, begin, end)
+                for writer in writers:
+                    writer.write(data)
+            self._report((end - begin) * row_bytes)
+
+    def _write_merged(
+        self, tensor: Tensor, begin: int, end: int, writers: Sequence[WeightsWriter]
+    ) -> None:
+        base = self._base.values(tensor.name, begin, end)
+        vectors = [self._vector(term, tensor, base, begin, end) for term in self._terms]
+        for alpha, writer in zip(self._alphas, writers, strict=True):
+            stored = encoded(_sum(base, self._terms, vectors, alpha), tensor.dtype)
+            if not self._allow_not_finite and not all_finite(stored, tensor.dtype):
+                raise InputError(
+                    f"{tensor.name} has values that are no finite {tensor.dtype}, with alpha "
+                    f"{alpha:g}.",
+                    hint="Take a smaller alpha, or look for NaNs in the inputs; "
+                    "--allow_not_finite writes them.",
+                )
+            writer.write(stored)
+
+    def _vector(
+        self, term: _Term, tensor: Tensor, base: Floats, begin: int, end: int
+    ) -> Floats | None:
+        """`plus - minus`; None where one of them lacks the tensor."""
+        plus = self._values(term.plus, tensor, begin, end)
+        minus = base if term.minus is None else self._values(term.minus, tensor, begin, end)
+        if plus is None or minus is None:
+            return None
+        wide = base.dtype if base.dtype == np.float64 else np.result_type(plus, minus)
+        difference: Floats = plus.astype(wide, copy=False) - minus.astype(wide, copy=False)
+        return difference
+
+    def _values(self, model: Model, tensor: Tensor, begin: int, end: int) -> Floats | None:
+        name = self._names[model.folder][tensor.name]
+        return None if name is None else model.values(name, begin, end)
+
+    def _common(self, tensor: Tensor, begin: int, end: int) -> bytes:
+        """What is no float, and has to be the same in all models."""
+        data = self._base.raw(tensor.name, begin, end)
+        for model in [one for term in self._terms for one in (term.plus, term.minus) if one]:
+            name = self._names[model.folder][tensor.name]
+            if name is not None and model.raw(name, begin, end) != data:
+                raise InputError(
+                    f"{tensor} holds other numbers in {model.folder.name} than in the base.",
+                    hint="Only floats can be added: merge weights that are not quantised.",
+                )
+        return data
+
+
+def _sum(
+    base: Floats, terms: Sequence[_Term], vectors: Sequence[Floats | None], alpha: float
+) -> Floats:
+    total = base
+    for term, vector in zip(terms, vectors, strict=True):
+        if vector is not None:
+            with np.errstate(over="ignore", invalid="ignore"):
+                total = total + vector * vector.dtype.type(alpha * term.weight)
+    return total
+
+
+def _pieces(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    """Rows from, to."""
+    if not tensor.size:
+        return
+    step = max(1, PIECE // tensor.row_size)
+    for begin in range(0, tensor.rows, step):
+        yield begin, min(tensor.rows, begin + step)
+
+
+def _opened_base(folder: Path) -> Weights:
+    if is_adapter(folder):
+        raise InputError(
+            f"{folder} is an adapter: the base has to be a whole model.",
+            hint="Name the model that it was trained on.",
+        )
+    return Weights(folder)
+
+
+def _open_others(
+    recipe: Recipe, base: Weights, stack: ExitStack
+) -> tuple[dict[Path, Model], list[str]]:
+    """Every folder of the recipe but the base, once, and notes of what adapters are merged into."""
+    notes: list[str] = []
+    open_weights = functools.cache(lambda folder: stack.enter_context(Weights(folder)))
+    opened: dict[Path, Model] = {}
+    for folder in dict.fromkeys(
+        folder for one in recipe.vectors for folder in (one.plus, one.minus) if folder
+    ):
+        if not is_adapter(folder):
+            opened[folder] = open_weights(folder)
+            continue
+        said = str(read_adapter_config(folder).get("base_model_name_or_path") or "")
+        below = Path(said)
+        own = said and below.is_dir() and not below.samefile(base.folder)
+        opened[folder] = Adapted(folder, open_weights(below) if own else base)
+        notes.append(
+            f"{folder.name} is an adapter, merged into {(below if own else base.folder).name}"
+        )
+    return opened, notes

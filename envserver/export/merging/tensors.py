@@ -1,0 +1,253 @@
+"""Weights in safetensors files, read in pieces.
+
+In: a folder with `model.safetensors`, or with shards and `model.safetensors.index.json`. Out: what
+each tensor is and where it lies, and its numbers, so many rows at a time. What holds: headers are
+checked against the files before anything is read (sizes, ranges, overlaps; a hostile one cannot
+make us read elsewhere); nothing is kept in memory but the headers.
+
+The format, from the README of huggingface/safetensors: eight bytes with the length of a JSON
+header, the header (`name -> {dtype, shape, data_offsets}`, and strings under `__metadata__`), then
+the numbers without gaps, row by row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Protocol, Self
+
+from ...errors import InputError, NotFoundError
+from .dtypes import FLOATS, SIZES, Floats, decoded
+
+INDEX: Final = "model.safetensors.index.json"
+WHOLE: Final = "model.safetensors"
+LONGEST_HEADER: Final = 100_000_000
+"""Bytes; the format's own limit."""
+_LENGTH: Final = 8
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where a tensor lies.
+
+    Args:
+        start: of its first byte in the file.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+
+    @property
+    def rows(self) -> int:
+        """Its length along the first axis; 1 for a single number."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_size(self) -> int:
+        """Numbers in a row."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.rows * self.row_size * SIZES[self.dtype]
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype in FLOATS
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.dtype} {list(self.shape)})"
+
+
+class Model(Protocol):
+    """A model whose weights can be read in pieces."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def described_by(self) -> Path:
+        """The folder with its config.json."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
+    def values(self, name: str, begin: int, end: int) -> Floats:
+        """Rows `begin` to `end` of a tensor of floats, as one flat array."""
+
+    def raw(self, name: str, begin: int, end: int) -> bytes:
+        """The bytes of rows of any tensor, as they are stored."""
+
+    def files(self) -> Sequence[Path]:
+        """What holds its weights."""
+
+
+@dataclass(frozen=True)
+class File:
+    """One safetensors file: its tensors in the order in which they lie."""
+
+    path: Path
+    tensors: tuple[Tensor, ...]
+    metadata: Mapping[str, str]
+
+
+class Weights:
+    """The weights of a folder; a context manager, which closes its files.
+
+    Raises:
+        NotFoundError: there is no such folder, or no safetensors file in it.
+        InputError: a file, or the index of shards, is broken.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = self.described_by = folder
+        self.parts = [read_header(path) for path in _weight_files(folder)]
+        self.tensors: dict[str, Tensor] = {}
+        for part in self.parts:
+            for tensor in part.tensors:
+                if tensor.name in self.tensors:
+                    raise InputError(f"{part.path}: {tensor.name} is in another shard, too.")
+                self.tensors[tensor.name] = tensor
+        _check_index(folder, self.tensors)
+        self._stack = ExitStack()
+        self._open: dict[Path, BinaryIO] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+        self._open.clear()
+
+    def files(self) -> list[Path]:
+        """See `Model`."""
+        return [part.path for part in self.parts]
+
+    def values(self, name: str, begin: int, end: int) -> Floats:
+        """See `Model`."""
+        return decoded(self.raw(name, begin, end), self.tensors[name].dtype)
+
+    def raw(self, name: str, begin: int, end: int) -> bytes:
+        """See `Model`."""
+        tensor = self.tensors[name]
+        row = tensor.row_size * SIZES[tensor.dtype]
+        file = self._opened(tensor.file)
+        file.seek(tensor.start + begin * row)
+        data = file.read((end - begin) * row)
+        if len(data) != (end - begin) * row:
+            raise InputError(f"{tensor.file} was made shorter while it was read.")
+        return data
+
+    def _opened(self, path: Path) -> BinaryIO:
+        if path not in self._open:
+            # Pieces are large: a buffer would only copy them once more.
+            self._open[path] = self._stack.enter_context(path.open("rb", buffering=0))
+        return self._open[path]
+
+
+def read_header(path: Path) -> File:
+    """What a safetensors file holds.
+
+    Raises:
+        InputError: it is none, or broken; the message says in which way.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH), "little")
+            if size < _LENGTH or length > min(size - _LENGTH, LONGEST_HEADER):
+                raise _broken(
+                    path, "its header is longer than the file: it was cut off, or is none"
+                )
+            header = json.loads(file.read(length))
+    except (ValueError, RecursionError) as error:
+        raise _broken(path, f"its header is no JSON ({error})") from error
+    except OSError as error:
+        raise NotFoundError(f"{path} cannot be read: {error.strerror or error}.") from error
+    if not isinstance(header, dict):
+        raise _broken(path, "its header is no object")
+    metadata = header.pop("__metadata__", None) or {}
+    begin = _LENGTH + length
+    tensors = [_tensor(path, name, said, begin, size) for name, said in header.items()]
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.size))
+    for before, after in itertools.pairwise(tensors):
+        if before.start + before.size > after.start:
+            raise _broken(path, f"{before.name} and {after.name} overlap")
+    texts = {str(key): str(value) for key, value in metadata.items()}
+    return File(path, tuple(tensors), texts)
+
+
+def _tensor(path: Path, name: str, said: Any, begin: int, size: int) -> Tensor:
+    try:
+        dtype, shape = str(said["dtype"]), tuple(said["shape"])
+        start, stop = said["data_offsets"]
+        whole = all(type(one) is int and one >= 0 for one in (*shape, start, stop))
+    except (TypeError, KeyError, ValueError) as error:
+        raise _broken(path, f"{name} has no dtype, shape and data_offsets") from error
+    if dtype not in SIZES:
+        raise _broken(path, f"{name} is of dtype {dtype}, which is not known here")
+    if not whole or begin + stop > size or stop - start != math.prod(shape) * SIZES[dtype]:
+        raise _broken(path, f"the place of {name} does not fit its shape, or the file is cut off")
+    return Tensor(name, dtype, shape, path, begin + start)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """
+    Raises:
+        NotFoundError: there are none.
+        InputError: the index names what is no file beside it.
+    """
+    if not folder.is_dir():
+        raise NotFoundError(
+            f"There is no folder {folder}.",
+            hint="A model on the hub is fetched by `hf download NAME --local-dir DIR`.",
+        )
+    if (folder / INDEX).is_file():
+        names = sorted(set(read_index(folder).values()))
+        for name in names:
+            if Path(name).name != name or not (folder / name).is_file():
+                raise InputError(f"{folder / INDEX}: there is no file {name!r} beside it.")
+        return [folder / name for name in names]
+    if (folder / WHOLE).is_file():
+        return [folder / WHOLE]
+    others = [path.name for pattern in ("*.bin", "*.pt*") for path in folder.glob(pattern)]
+    hint = "It holds a PyTorch pickle: load it and save it anew with save_pretrained."
+    raise NotFoundError(
+        f"{folder} holds neither {WHOLE} nor {INDEX}.",
+        hint=hint if others else "Name a model's folder, as save_pretrained writes it.",
+    )
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Tensor -> file of a model in shards.
+
+    Raises:
+        InputError: the index is broken.
+    """
+    path = folder / INDEX
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} has no readable weight_map: {error!r}.") from error
+
+
+def _check_index(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    if not (folder / INDEX).is_file():
+        return
+    for name, file in read_index(folder).items():
+        if name not in tensors or tensors[name].file.name != file:
+            raise InputError(f"{folder / INDEX}: {name} is not in {file}.")
+
+
+def _broken(path: Path, what: str) -> InputError:
+    return InputError(f"{path} is no whole safetensors file: {what}.", place=str(path))

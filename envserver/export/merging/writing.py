@@ -1,0 +1,199 @@
+"""Merged weights on disk: safetensors files written in pieces, folders that appear when whole.
+
+In: what each file will hold, then the numbers in that order. Out: files with the layout of the
+base's. What holds: a folder has its name only when all of it is on disk; what is given up leaves
+nothing but the folders that were there before.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from ...errors import ConflictError, StoreError, StoreFull
+from .tensors import INDEX, File
+
+RECIPE: Final = "merge.json"
+"""In each folder of ours: the recipe, for programs."""
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ALIGNMENT: Final = 8
+
+
+class WeightsWriter:
+    """One safetensors file; `write` takes its tensors' bytes in their order.
+
+    Args:
+        like: whose names, dtypes, shapes, order and metadata it has.
+    """
+
+    def __init__(self, path: Path, like: File) -> None:
+        self.path = path
+        self._digest = hashlib.sha256()
+        self._missing = sum(tensor.size for tensor in like.tensors)
+        self._file = path.open("wb", buffering=0)
+        self._put(_header(like))
+
+    def write(self, data: Any) -> None:
+        """The next bytes (anything with a buffer)."""
+        view = memoryview(data).cast("B")
+        self._missing -= len(view)
+        self._put(view)
+
+    def close(self) -> str:
+        """Puts the file on disk; the sha256 of it.
+
+        Raises:
+            ValueError: bytes are missing, or are too many.
+        """
+        if self._missing:
+            raise ValueError(f"{self.path.name} lacks {self._missing} bytes")
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self._digest.hexdigest()
+
+    def give_up(self) -> None:
+        self._file.close()
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._digest.update(data)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+
+def _header(like: File) -> bytes:
+    header: dict[str, Any] = {"__metadata__": dict(like.metadata)} if like.metadata else {}
+    start = 0
+    for tensor in like.tensors:
+        offsets = [start, start + tensor.size]
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": offsets,
+        }
+        start += tensor.size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_index(folder: Path, files: Sequence[File]) -> None:
+    """The index of shards, where there are several."""
+    tensors = [tensor for file in files for tensor in file.tensors]
+    index = {
+        "metadata": {"total_size": sum(tensor.size for tensor in tensors)},
+        "weight_map": {tensor.name: tensor.file.name for tensor in tensors},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def check_places(places: Sequence[Path], size: int, *, overwrite: bool) -> None:
+    """Whether all of `places` are free and the disk has `size` bytes.
+
+    Raises:
+        ConflictError: there is something.
+        StoreFull: there is not enough room; nothing was written.
+        StoreError: the folder above cannot be made.
+    """
+    for place in places:
+        taken = place.is_file() or (place.is_dir() and any(place.iterdir()))
+        ours = (place / RECIPE).is_file()
+        if taken and not (overwrite and ours):
+            hint = "Replace it by --overwrite." if ours else "It is no merged model: name another."
+            raise ConflictError(f"{place} exists.", hint=hint)
+    above = places[0].absolute().parent
+    try:
+        above.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"{above} cannot be made: {error.strerror}.") from error
+    free = shutil.disk_usage(above).free
+    if free < size:
+        raise StoreFull(
+            f"{above} has room for {free / 1e9:.1f} GB; the models take {size / 1e9:.1f} GB.",
+            hint="Nothing was written: make room, or merge fewer alphas at a time.",
+        )
+
+
+@contextmanager
+def appearing(places: Sequence[Path]) -> Iterator[list[Path]]:
+    """Folders to write in, which become `places` at the end; after an error nothing of them stays.
+
+    Raises:
+        StoreFull: the disk became full.
+        StoreError: it cannot be written.
+    """
+    above = places[0].absolute().parent
+    try:
+        with tempfile.TemporaryDirectory(prefix=".merging-", dir=above) as name:
+            unfinished = [Path(name) / str(number) for number in range(len(places))]
+            for folder in unfinished:
+                folder.mkdir()
+            yield unfinished
+            for folder, place in zip(unfinished, places, strict=True):
+                _rename(folder, place)
+    except OSError as error:
+        full = error.errno in _FULL
+        raise (StoreFull if full else StoreError)(
+            f"No merged model could be made in {above}: {error.strerror or error}.",
+            hint="Make room, then merge again." if full else "Nothing half written was left.",
+        ) from error
+
+
+def _rename(folder: Path, place: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        _sync(path)
+    if place.is_dir():
+        old = folder.with_name(f"{folder.name}-old")
+        place.rename(old)
+    folder.rename(place)
+    _sync(place.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+_COPIED: Final = (
+    "*.json",
+    "*.jinja",
+    "*.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.py",
+    "LICENSE*",
+    "NOTICE*",
+)
+_OURS: Final = ("*.index.json", RECIPE, "make_tiny.json", "trainer_state.json", "adapter_*.json")
+_TEMPLATES: Final = "additional_chat_templates"
+
+
+def copy_rest(base: Path, folder: Path) -> list[str]:
+    """Config, tokenizer, chat template, generation config: all of a model but its weights.
+
+    Returns:
+        Names of the files.
+    """
+    copied = []
+    for path in sorted({path for pattern in _COPIED for path in base.glob(pattern)}):
+        if path.is_file() and not any(path.match(pattern) for pattern in _OURS):
+            shutil.copyfile(path, folder / path.name)
+            copied.append(path.name)
+    if (base / _TEMPLATES).is_dir():
+        shutil.copytree(base / _TEMPLATES, folder / _TEMPLATES)
+    return copied
+
+
+Report = Callable[[int], None]
+"""Called with so many bytes more that are done."""

@@ -1,0 +1,116 @@
+"""Merged weights against torch's own arithmetic, transformers' loading and peft's merging."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from envserver.export.merging import Recipe, Vector, merge
+
+torch.set_num_threads(1)
+ALPHAS = (0.5, 1.0, -0.3)
+
+
+def model(seed: int, dtype: torch.dtype = torch.float32, *, tied: bool = False) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    made = LlamaForCausalLM(config)
+    for weight in made.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    return made.to(dtype)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tied"),
+    [
+        (torch.float32, False),
+        (torch.float16, True),
+        (torch.bfloat16, True),
+        (torch.bfloat16, False),
+        (torch.float64, False),
+    ],
+)
+def test_equals_torch_to_the_last_bit_and_loads(
+    tmp_path: Path, dtype: torch.dtype, tied: bool
+) -> None:
+    folders = []
+    for seed, name in enumerate(("base", "sft", "rl")):
+        shards = {"max_shard_size": "20KB"} if name != "rl" else {}
+        model(seed, dtype, tied=tied).save_pretrained(tmp_path / name, **shards)
+        folders.append(tmp_path / name)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    base, sft, rl = ({k: v.to(wide) for k, v in weights(one).items()} for one in folders)
+    recipe = Recipe(folders[0], (Vector(folders[2], folders[1]),), ALPHAS)
+    made = merge(recipe, [tmp_path / f"alpha-{alpha}" for alpha in ALPHAS])
+    for alpha, folder in zip(ALPHAS, made.folders, strict=True):
+        merged = weights(folder)
+        assert merged.keys() == base.keys()
+        for name, value in merged.items():
+            assert torch.equal(value, (base[name] + alpha * (rl[name] - sft[name])).to(dtype))
+    loaded = AutoModelForCausalLM.from_pretrained(made.folders[0], dtype=dtype)
+    merged = weights(made.folders[0])
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in merged.items())
+    assert torch.isfinite(loaded(torch.tensor([[1, 2, 3]])).logits).all()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lora_alpha": 16},
+        {"lora_alpha": 16, "use_rslora": True},
+        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.mlp.up_proj": 32}},
+        {"modules_to_save": ["lm_head"]},
+        {"target_modules": ["embed_tokens", "q_proj"]},
+    ],
+    ids=["plain", "rslora", "patterns", "saved", "embedding"],
+)
+def test_an_adapter_is_what_peft_makes_of_it(tmp_path: Path, settings: dict[str, object]) -> None:
+    model(0).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    everything = {"target_modules": ["q_proj", "o_proj", "up_proj"], "r": 4, **settings}
+    adapted = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **everything))
+    torch.manual_seed(7)
+    for weight in (one for one in adapted.parameters() if one.requires_grad):
+        torch.nn.init.normal_(weight, std=0.1)
+    adapted.save_pretrained(tmp_path / "lora")
+    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    PeftModel.from_pretrained(fresh, tmp_path / "lora").merge_and_unload().save_pretrained(
+        tmp_path / "expected"
+    )
+    merge(Recipe(tmp_path / "base", (Vector(tmp_path / "lora"),)), [tmp_path / "made"])
+    expected, before = weights(tmp_path / "expected"), weights(tmp_path / "base")
+    assert any(not torch.equal(expected[name], before[name]) for name in expected)
+    for name, value in weights(tmp_path / "made").items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_an_adapter_of_another_base_is_merged_into_that_one(tmp_path: Path) -> None:
+    for seed, name in enumerate(("base", "other")):
+        model(seed).save_pretrained(tmp_path / name)
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "other")
+    adapted = get_peft_model(other, LoraConfig(r=4, target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "lora")  # lora_B is 0 at first: it is what it was
+    config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "other")
+    merge(Recipe(tmp_path / "base", (Vector(tmp_path / "lora"),)), [tmp_path / "made"])
+    made, wanted = weights(tmp_path / "made"), weights(tmp_path / "other")
+    for name, value in made.items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6)
