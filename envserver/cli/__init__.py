@@ -17,16 +17,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Command:
-    """A command: the module that has its `run`, and what it does in one line."""
+    """A command: the module that has its `run`, and what it does in one line.
+
+    Args:
+        has_environment: it takes `--env`.
+        has_debugger: `--debug` means more to it than tracebacks.
+    """
 
     module: str
     summary: str
     has_environment: bool = True
+    has_debugger: bool = False
 
 
 COMMANDS = {
     "process": Command("process", "make scored rollouts and write them to a JSONL file"),
     "evaluate": Command("evaluate_command", "measure a model: pass@k, pass^k, beside baselines"),
+    "lm-eval": Command("lm_eval_command", "run tasks of lm-evaluation-harness on a model", False),
     "serve": Command("serve", "run an environment and serve its groups to trainers over HTTP"),
     "sft-gen": Command("sft_command", "write the best rollouts as rows for supervised training"),
     "run-api": Command("run_api", "serve trainers and others' environments, run none", False),
@@ -34,6 +41,10 @@ COMMANDS = {
     "run": Command("run_command", "ask an environment's agent one question, keep what it did"),
     "verify": Command("verify_command", "check delivered tokens against the engine again", False),
     "score": Command("score_command", "score given answers, without any model"),
+    "rescore": Command("rescore_command", "score stored rollouts again, or by another rubric"),
+    "replay": Command("replay_command", "run one recorded rollout again", False, True),
+    "scenarios": Command("scenarios_command", "run models in a scenario, keep traces", False),
+    "merge": Command("merge_command", "make a model of others': base + alpha * (rl - sft)", False),
     "check": Command("check_command", "check that an environment's rewards cannot be cheated"),
     "models": Command("models_command", "start a model, make a tiny one, look at an engine", False),
     "token": Command("token_command", "make, list and revoke access tokens", False),
@@ -84,6 +95,8 @@ def _main(argv: Sequence[str] | None, environment: str | None) -> int:
         return 2
     if environment is not None:
         rest = ["--env", environment, *rest]
+    if debug and commands[name].has_debugger:
+        rest.append("--debug")
     return _run(commands[name], rest, debug)
 
 
