@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 from structlog.contextvars import bind_contextvars
 
-from ..config import RolloutsConfig, SamplingConfig
+from ..config import EnvironmentConfig, RolloutsConfig, SamplingConfig
 from ..environment import Environment, Isolation
 from ..errors import ConfigError, Failure, RolloutError, SandboxError, ScorerError, Straggler
 from ..models.engine import Engine
@@ -453,7 +453,8 @@ def _kept_config(machinery: Machinery) -> dict[str, Any]:
     if not machinery.keep_calls:
         return {}
     others = {"agents", "total_steps", "data_path_to_save_groups"}  # secrets, and what is no matter
-    return machinery.environment.config.model_dump(mode="json", exclude=others)
+    config: EnvironmentConfig = machinery.environment.config
+    return config.model_dump(mode="json", exclude=others)
 
 
 def _rendering(machinery: Machinery) -> dict[str, Any]:

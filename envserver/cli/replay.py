@@ -1,0 +1,276 @@
+"""The work of `envserver replay`: one recorded rollout, run again and held against its record.
+
+The environment's `rollout` runs as it did, in a worker or in this process under the debugger; the
+engine is a player of the record (`rollouts.replaying`), which ends it at the first difference.
+Programs in sandboxes run again; services answer from the record where that has what they said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import orjson
+
+from ..config import Settings
+from ..environment import Environment
+from ..errors import InputError, NotFoundError, RolloutError
+from ..export.stored import StoredRollout, read_groups
+from ..models.measured import MeasuredEngine
+from ..proxy.attempts import line_of
+from ..proxy.source import Source
+from ..records import Score, ServiceCall, Task
+from ..rollouts.attempt import Finished
+from ..rollouts.events import Event
+from ..rollouts.group import Machinery, run_once, score_once
+from ..rollouts.kept_calls import calls_in, service_calls_in
+from ..rollouts.replaying import (
+    Difference,
+    Exchange,
+    Player,
+    RecordedServices,
+    agents_of,
+    recorded_calls,
+    told_calls,
+)
+from ..rollouts.stream import Ticket
+from ..telemetry.tracing import NO_TRACER
+from ..tokens.flags import chosen
+from ..workers.debugging import DebugPool
+from .runtime import EngineRoom, machinery
+from .task_finder import TaskFinder
+
+_NAMES_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Record:
+    """A rollout as it was delivered.
+
+    Args:
+        place: of its group in the source.
+        facts: what the group's line says under "envserver".
+        sampling: the settings that all rollouts of the group shared.
+        kept: its calls were kept (`tokens.keep_calls`), so nothing has to be read off the
+            conversation.
+    """
+
+    place: str
+    facts: dict[str, Any]
+    sampling: dict[str, Any]
+    rollout: StoredRollout
+    told: dict[str, Any]
+    exchanges: list[Exchange]
+    services: list[ServiceCall]
+    kept: bool
+
+    @property
+    def exact(self) -> bool:
+        answers = [call for one in self.exchanges for call in one.answers]
+        return self.kept and all(call.exact for call in answers)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something of the result, then and now."""
+
+    name: str
+    then: Any
+    now: Any
+
+    @property
+    def same(self) -> bool:
+        if isinstance(self.then, float) and isinstance(self.now, float | int):
+            return abs(self.then - self.now) < 1e-9
+        return bool(self.then == self.now)
+
+
+@dataclass
+class Replayed:
+    """What came of it.
+
+    Args:
+        played: calls that were answered; `left`: those that the agent did not ask for this time.
+        difference: the first one in what the agent did, None where there is none.
+        failure: why there is no result.
+        facts: of the result and the score; those that are `same`, too.
+    """
+
+    played: int
+    left: int
+    difference: Difference | None = None
+    failure: str = ""
+    facts: list[Fact] = field(default_factory=list)
+
+    @property
+    def same(self) -> bool:
+        done = not (self.difference or self.failure or self.left)
+        return done and all(fact.same for fact in self.facts)
+
+
+def read_record(sources: Sequence[str], rollout_id: str) -> Record:
+    """The rollout of that id in `sources`.
+
+    Raises:
+        NotFoundError: there is none.
+        InputError: it cannot be replayed: its record lacks its calls.
+    """
+    seen: list[str] = []
+    for group in read_groups(sources):
+        for rollout, told in zip(group.rollouts, group.line["envserver"]["rollouts"], strict=True):
+            if rollout.rollout_id == rollout_id:
+                sampling = group.line.get("generation_params") or {}
+                return _record(group.place, group.line["envserver"], sampling, rollout, told)
+            if len(seen) < _NAMES_SHOWN:
+                seen.append(rollout.rollout_id)
+    raise NotFoundError(
+        f"There is no rollout {rollout_id!r} in {', '.join(sources)}.",
+        hint=f"There are: {', '.join(seen)} ..." if seen else "There are no rollouts at all.",
+    )
+
+
+def _record(
+    place: str,
+    facts: dict[str, Any],
+    sampling: dict[str, Any],
+    rollout: StoredRollout,
+    told: dict[str, Any],
+) -> Record:
+    agents = agents_of(told, facts)
+    kept = bool(told.get("calls"))
+    try:
+        if kept:
+            exchanges = recorded_calls(calls_in(told), rollout.rollout_id, agents)
+        else:
+            exchanges = _told(rollout, agents)
+        services = service_calls_in(told)
+    except InputError as error:
+        raise InputError(
+            f"{place}, rollout {rollout.rollout_id}: {error.message}", hint=error.hint, place=place
+        ) from error
+    return Record(place, facts, sampling, rollout, told, exchanges, services, kept)
+
+
+def _told(rollout: StoredRollout, agents: list[str]) -> list[Exchange]:
+    """The calls that the conversations tell of: the main agent's, and those of the others."""
+    others = rollout.others
+    counted = [other for other in others if other.get("trained")] or others
+    turns = rollout.turns - sum(other.get("turns") or 0 for other in counted)
+    named = {other.get("agent") for other in others}
+    main = next((agent for agent in agents if agent not in named), None)
+    if rollout.turns and not rollout.messages:
+        raise InputError(
+            "Its conversation was not written.", hint="See --env.include_messages of `process`."
+        )
+    line = line_of(rollout.rollout_id, main)
+    exchanges = told_calls(rollout.messages, turns, line)
+    for other in others:
+        agent = other.get("agent")
+        line = line_of(rollout.rollout_id, agent if agent in agents else None)
+        exchanges += told_calls(other.get("messages") or [], other.get("turns") or 0, line)
+    return exchanges
+
+
+async def replay(
+    record: Record,
+    settings: Settings,
+    environment: Environment,
+    reference: str,
+    *,
+    live_services: bool,
+    debug: bool,
+) -> Replayed:
+    """Runs the rollout of `record` again.
+
+    Args:
+        live_services: ask the environment's services anew, not the record.
+        debug: in this process, stopped by the debugger where the agent begins.
+
+    Raises:
+        NotFoundError: the environment has not its task any more.
+        EnvserverError: it cannot be run here.
+    """
+    model = str(record.facts.get("model") or "replay")
+    player = Player(record.exchanges, model=model, exact=record.exact)
+    if not live_services:
+        recorded = RecordedServices(record.services, player)
+        environment.services = lambda: contextlib.nullcontext(recorded)  # type: ignore[method-assign]
+    engine = MeasuredEngine(player)
+    async with (
+        engine,
+        machinery(
+            settings,
+            environment,
+            reference,
+            observer=_nobody,
+            need_engine=True,
+            actions=chosen(settings.tokens.train, settings.tokens.mask, settings.tokens.drop),
+            need_exact=False,
+            drop_zero_variance=False,
+            room=EngineRoom(engine, Source(engine), model, None, NO_TRACER),
+        ) as parts,
+    ):
+        task = await _task(record, environment, reference)
+        if debug:
+            parts = msgspec.structs.replace(parts, pool=DebugPool())
+        return await _played(record, parts, task, player)
+
+
+async def _task(record: Record, environment: Environment, reference: str) -> Task:
+    facts = record.facts
+    config = environment.config.model_dump(mode="json")
+    config |= {"split": facts["split"], "seed": facts["seed"]}
+    address = getattr(getattr(environment, "sandboxes", None), "address", None)
+    return await TaskFinder(reference, config, address).find(facts["task_id"])
+
+
+async def _played(record: Record, parts: Machinery, task: Task, player: Player) -> Replayed:
+    facts, rollout = record.facts, record.rollout
+    ticket = Ticket(
+        group_id=facts["group_id"],
+        index=facts["index"],
+        env=facts["env"],
+        split=facts["split"],
+        seed=facts["seed"],
+        task=task,
+    )
+    try:
+        finished = await run_once(parts, ticket, rollout.rollout_id, rollout.attempt)
+    except RolloutError as error:
+        return Replayed(player.played, player.left, player.difference, str(error))
+    if player.difference is not None:
+        return Replayed(player.played, player.left, player.difference)
+    try:
+        score = await score_once(parts, task, finished.result)
+    except RolloutError as error:
+        return Replayed(player.played, player.left, None, f"It cannot be scored: {error}")
+    return Replayed(player.played, player.left, facts=list(_facts(record, finished, score)))
+
+
+def _facts(record: Record, finished: Finished, score: Score) -> Iterator[Fact]:
+    then, result = record.rollout, finished.result
+    yield Fact("output", then.output, _plain(result.output))
+    yield Fact("limit", then.limit, result.limit)
+    yield Fact("turns", then.turns, result.turns)
+    if record.kept:
+        yield Fact("finish_reason", then.finish_reason, result.finish_reason)
+        if then.messages:
+            yield Fact("messages", then.messages, _plain(result.messages))
+    if record.exact:
+        now = [[row.tokens.tolist(), row.mask.tolist()] for row in finished.sequences]
+        rows = [[row.tokens.tolist(), [int(one) for one in row.mask]] for row in then.rows]
+        yield Fact("training rows", rows, now)
+    before = record.told.get("rescored_from") or record.told
+    yield Fact("reward", before.get("reward"), score.reward)
+    yield Fact("components", before.get("components") or {}, score.components)
+
+
+def _plain(value: Any) -> Any:
+    return orjson.loads(orjson.dumps(value, default=str))
+
+
+def _nobody(event: Event) -> None:
+    """Nobody is told of groups: there are none."""

@@ -1,0 +1,137 @@
+"""`envserver rescore`: its settings and what it shows; the work is done in `rescore.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+
+from ..config import EnvironmentSettings, SandboxConfig
+from ..errors import InputError, UsageError
+from .command_line import read_command_line
+from .logs import configure_logs
+from .loop import run_loop
+from .progress import counted
+from .rescore import LEFT_OUT, Tally, rescore
+
+SUMMARY = """Scores stored rollouts again, by the environment or another rubric; no model is asked.
+`envserver rescore FILE... --env NAME --out FILE`: the same lines with new scores, the old ones as
+`rescored_from`, and how they differ. What fails by no fault of the model is left out and counted,
+never a 0. Exit status 1 where something failed, or nothing was scored."""
+
+
+class RescoreSettings(EnvironmentSettings):
+    """The settings that `rescore` has."""
+
+    source: list[str] = Field(default_factory=list)
+    """Files of `process` (plain, .gz, .zst), folders of them, a store, or a running server; may
+    stand first, without the flag."""
+    rubric: str | None = None
+    """Class that scores instead of the environment: path/to/file.py:Class."""
+    out: Path
+    """JSONL file for the groups with their new scores."""
+    resume: bool = False
+    """Go on with a file that exists: what stands in it is not scored again."""
+    overwrite: bool = False
+    """Replace a file that exists."""
+    skip_bad: bool = False
+    """Pass over lines that are no groups, and count them."""
+    without_messages: bool = False
+    """Score rollouts that were written without their conversations by their output alone."""
+    processes: int = Field(default=2, ge=1)
+    """Rollouts that are scored at a time, each in a process."""
+    sandbox: SandboxConfig = SandboxConfig()
+
+
+def run(argv: list[str]) -> int:
+    """The command.
+
+    Raises:
+        UsageError: there is no such file, environment or rubric, or the output exists.
+        StoreError: the output cannot be written.
+    """
+    words = with_flag(argv, "--source")
+    line = read_command_line("rescore", SUMMARY, words, settings_class=RescoreSettings)
+    if line is None:
+        return 0
+    settings = line.settings
+    if not settings.source:
+        raise UsageError("`envserver rescore` needs a source.", hint="Name a file of `process`.")
+    configure_logs(settings.log_level, settings.log_format)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    bad: list[InputError] = []
+    with _line_of(console) as told:
+        shown = told.add_task("", facts="")
+
+        def tell(tally: Tally) -> None:
+            told.update(shown, facts=_so_far(tally))
+
+        tally = run_loop(
+            rescore(
+                settings.source,
+                line.reference,
+                settings.env.model_dump(mode="json"),
+                settings.out,
+                rubric=settings.rubric,
+                resume=settings.resume,
+                overwrite=settings.overwrite,
+                processes=settings.processes,
+                sandbox=settings.sandbox,
+                without_messages=settings.without_messages,
+                on_bad=bad.append if settings.skip_bad else None,
+                told=tell,
+            )
+        )
+    _show(console, tally, bad, settings.out)
+    return 0 if tally.groups and not tally.left_out["failed"] else 1
+
+
+def with_flag(argv: list[str], flag: str) -> list[str]:
+    """`argv` whose bare words at the start have `flag`; `--env NAME` may be put before them."""
+    at = 2 if argv[:1] == ["--env"] else 0
+    words = list(argv[:at])
+    while at < len(argv) and not argv[at].startswith("--"):
+        words += [flag, argv[at]]
+        at += 1
+    return [*words, *argv[at:]]
+
+
+def _line_of(console: Console) -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.fields[facts]}"))
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _so_far(tally: Tally) -> str:
+    left_out = tally.left_out.total()
+    return f"{counted(tally.groups, 'group')}, {tally.changed} changed, {left_out} left out"
+
+
+def _show(console: Console, tally: Tally, bad: list[InputError], out: Path) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 1))
+    for name in ("", "old", "new", "change"):
+        table.add_column(name, justify="left" if not name else "right")
+    if count := tally.compared:
+        old, new = tally.old / count, tally.new / count
+        table.add_row("mean reward", f"{old:.4f}", f"{new:.4f}", f"{new - old:+.4f}")
+    for one in tally.examples:
+        name = f"{one.rollout_id} ({one.task_id})"
+        table.add_row(name, f"{one.old:g}", f"{one.new:g}", f"{one.new - one.old:+.4g}")
+    console.print(table)
+    lines = [
+        f"{counted(tally.groups, 'group')} with {counted(tally.rollouts, 'rollout')}"
+        + (f", {tally.already} of them from before" if tally.already else "")
+        + f": {tally.changed} of {tally.compared} rewards changed ({tally.up} up, "
+        f"{tally.down} down)."
+    ]
+    if tally.unscorable:
+        lines.append(f"Left out, without a reward: {counted(tally.unscorable, 'rollout')}.")
+    for reason, number in tally.left_out.items():
+        lines.append(f"Left out: {number} {LEFT_OUT[reason]}. First: {tally.first[reason]}")
+    if bad:
+        lines.append(f"Passed over: {counted(len(bad), 'bad line')}. First: {bad[0]}")
+    lines.append(f"Groups in {out}")
+    for text in lines:
+        console.print(text, markup=False)

@@ -1,0 +1,341 @@
+"""A recorded rollout as an engine: each call of its agent is answered with what it was answered.
+
+In: what was recorded of one rollout (`recorded_calls`, `told_calls`). Out: a `Player`, an Engine
+that compares what an agent asks now with what it asked then. The first difference is kept
+(`Player.difference`) and ends the rollout: from then on nothing is answered any more.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..environment import Caller, Service, Services
+from ..errors import EngineRefused, InputError, ServiceError
+from ..models.engine import ReplicaHealth
+from ..proxy.attempts import line_of
+from ..records import Call, Message, ServiceCall
+
+Json = dict[str, Any]
+
+_CONTEXT_LINES = 2
+_LONGEST_LINE = 400
+
+
+@dataclass
+class Exchange:
+    """One request of an agent and its answers.
+
+    Args:
+        line: under which name the engine knows the agent (see `proxy.attempts.line_of`).
+        messages, tools: what it sent; None: not known, so not compared.
+        answers: one for each choice.
+        played: it has been asked for.
+    """
+
+    line: str
+    messages: list[Message] | None
+    tools: list[Json] | None
+    answers: list[Call]
+    played: bool = False
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where an agent left its record.
+
+    Args:
+        call: number of the call, from 1, among those that were played.
+        what: in a sentence.
+        diff: lines of a unified diff, then and now; empty where there is nothing to compare.
+    """
+
+    call: int
+    what: str
+    diff: list[str] = field(default_factory=list)
+
+
+def recorded_calls(calls: Sequence[Call], rollout_id: str, agents: Sequence[str]) -> list[Exchange]:
+    """What a record of all calls holds, in the order in which they were answered.
+
+    Args:
+        agents: names that the environment declares.
+    """
+    exchanges: list[Exchange] = []
+    for call in calls:
+        line = line_of(rollout_id, call.agent if call.agent in agents else None)
+        if call.delivered == "none":
+            continue  # nobody had this answer
+        if call.choice:
+            exchanges[-1].answers.append(call)
+            continue
+        asked = call.messages if call.dialect != "completions" else None
+        exchanges.append(Exchange(line, asked, call.tools, [call]))
+    return exchanges
+
+
+def told_calls(messages: Sequence[Message], turns: int, line: str) -> list[Exchange]:
+    """The calls that a conversation tells of, where they were not kept: its last `turns` messages
+    of the assistant are their answers.
+
+    Raises:
+        InputError: it tells of fewer; its agent did not only append to it.
+    """
+    places = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
+    if len(places) < turns:
+        raise InputError(
+            f"Of {turns} calls the record has {len(places)}: the agent did not only append to its "
+            "conversation.",
+            hint="Rollouts that are made with --tokens.keep_calls true can always be replayed.",
+        )
+    sampled = places[len(places) - turns :] if turns else []
+    return [
+        Exchange(line, list(messages[:at]), None, [_answer(messages[at], number)])
+        for number, at in enumerate(sampled)
+    ]
+
+
+def _answer(message: Message, number: int) -> Call:
+    import numpy as np
+
+    none = np.empty(0, np.int32)
+    return Call(
+        index=number,
+        model="",
+        prompt_ids=none,
+        completion_ids=none,
+        logprobs=np.empty(0, np.float32),
+        versions=[],
+        exact=False,
+        finish_reason="tool_calls" if message.get("tool_calls") else "stop",
+        message=message,
+        messages=[],
+    )
+
+
+class Player:
+    """An Engine that plays `exchanges`.
+
+    Args:
+        model: its name.
+        exact: whether the record has the ids and logprobs of every call.
+    """
+
+    kind = "replay"
+
+    def __init__(self, exchanges: Sequence[Exchange], *, model: str, exact: bool) -> None:
+        self.exact = exact
+        self.difference: Difference | None = None
+        self.played = 0
+        self._exchanges = list(exchanges)
+        self._model = model
+
+    @property
+    def left(self) -> int:
+        """Calls of the record that were not asked for."""
+        return sum(not exchange.played for exchange in self._exchanges)
+
+    def differ(self, what: str, diff: Sequence[str] = ()) -> Difference:
+        """Notes a difference; the first one counts."""
+        if self.difference is None:
+            self.difference = Difference(self.played + 1, what, list(diff))
+        return self.difference
+
+    async def __aenter__(self) -> Player:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        return None
+
+    async def model_name(self) -> str:
+        """See Engine."""
+        return self._model
+
+    async def health(self) -> list[ReplicaHealth]:
+        """See Engine."""
+        return self.replicas()
+
+    def replicas(self) -> list[ReplicaHealth]:
+        """See Engine."""
+        return [ReplicaHealth("the record", healthy=True)]
+
+    async def get(self, path: str) -> Json:
+        """See Engine: /v1/models."""
+        return {"object": "list", "data": [{"id": self._model, "object": "model"}]}
+
+    async def post(self, path: str, body: Json, *, rollout_id: str, timeout_seconds: float) -> Json:
+        """See Engine.
+
+        Raises:
+            EngineRefused: this is not what was asked then.
+        """
+        exchange = self._next(body, rollout_id)
+        is_chat = path.endswith("/chat/completions")
+        first = exchange.answers[0]
+        answer = {
+            "id": f"replay-{self.played}",
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": int(first.started_at),
+            "model": first.served_model or self._model,
+            "choices": [_choice(call, is_chat) for call in exchange.answers],
+            "usage": _usage(exchange.answers),
+        }
+        if self.exact and is_chat:
+            answer["prompt_token_ids"] = first.prompt_ids.tolist()
+        return answer
+
+    @asynccontextmanager
+    async def stream(
+        self, path: str, body: Json, *, rollout_id: str, timeout_seconds: float
+    ) -> AsyncIterator[AsyncIterator[Json]]:
+        """See Engine. Each answer comes in one piece."""
+        answer = await self.post(path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds)
+        yield _chunks(answer)
+
+    def _next(self, body: Json, line: str) -> Exchange:
+        """The exchange that `body` asks for: of several at once each finds its own."""
+        if self.difference is not None:
+            raise _over(self.difference)
+        waiting = [one for one in self._exchanges if not one.played and one.line == line]
+        if not waiting:
+            who = line.rpartition("/")[2] if "/" in line else "the agent"
+            raise _over(self.differ(f"The record ends here, and {who} asks on.", _said(body)))
+        found = next((one for one in waiting if not _differs(one, body)), None)
+        if found is None:
+            raise _over(self.differ(*_told_difference(waiting[0], body)))
+        found.played = True
+        self.played += 1
+        return found
+
+
+class RecordedServices(Services):
+    """Services that answer as they did then; whatever is asked beyond that is a difference."""
+
+    def __init__(self, asked: Sequence[ServiceCall], player: Player) -> None:
+        super().__init__({})
+        self._left = list(asked)
+        self._player = player
+
+    def get(self, name: str, default: Any = None) -> Service:
+        """Every name is one: what is not in the record is told of as a difference."""
+        return functools.partial(self._answer, name)
+
+    async def _answer(self, name: str, arguments: Json, caller: Caller) -> Any:
+        for at, one in enumerate(self._left):
+            if one.name == name and one.arguments == arguments:
+                del self._left[at]
+                if one.refused:
+                    raise InputError(one.refused)
+                return one.answer
+        then = next((one.arguments for one in self._left if one.name == name), None)
+        what = f"The service {name!r} was not asked this then."
+        diff = _diff(_lines(then) if then is not None else [], _lines(arguments))
+        raise ServiceError(self._player.differ(what, diff).what)
+
+
+def _choice(call: Call, is_chat: bool) -> Json:
+    message = {"role": "assistant", **call.message}
+    said = {"message": message} if is_chat else {"text": message.get("content") or ""}
+    choice: Json = {
+        "index": call.choice,
+        **said,
+        "finish_reason": call.finish_reason,
+        "stop_reason": call.stop_reason,
+        "logprobs": None,
+    }
+    if call.exact:
+        logprobs = call.logprobs.tolist()
+        names = [f"token_id:{token}" for token in call.completion_ids.tolist()]
+        entries = [
+            {"token": name, "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for name, logprob in zip(names, logprobs, strict=True)
+        ]
+        texts = {"tokens": names, "token_logprobs": logprobs, "top_logprobs": None}
+        choice["logprobs"] = {"content": entries} if is_chat else {**texts, "text_offset": []}
+        choice["token_ids"] = call.completion_ids.tolist()
+        if not is_chat:
+            choice["prompt_token_ids"] = call.prompt_ids.tolist()
+    return choice
+
+
+def _usage(answers: Sequence[Call]) -> Json:
+    prompt = len(answers[0].prompt_ids)
+    completion = sum(len(call.completion_ids) for call in answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+
+
+async def _chunks(answer: Json) -> AsyncIterator[Json]:
+    shared = {key: answer[key] for key in ("id", "created", "model")}
+    shared["object"] = "chat.completion.chunk"
+    ids = {key: answer[key] for key in ("prompt_token_ids",) if key in answer}
+    for choice in answer["choices"]:
+        told = {key: value for key, value in choice.items() if key != "message"}
+        if "message" in choice:
+            told["delta"] = choice["message"]
+        yield {**shared, **ids, "choices": [told]}
+    yield {**shared, "choices": [], "usage": answer["usage"]}
+
+
+def _differs(exchange: Exchange, body: Json) -> bool:
+    if exchange.messages is not None and exchange.messages != body.get("messages"):
+        return True
+    return exchange.tools is not None and exchange.tools != (body.get("tools") or [])
+
+
+def _told_difference(exchange: Exchange, body: Json) -> tuple[str, list[str]]:
+    then, now = exchange.messages or [], body.get("messages") or []
+    if exchange.messages is None or then == now:
+        diff = _diff(_lines(exchange.tools), _lines(body.get("tools") or []))
+        return "The agent offers other tools than it did then.", diff
+    pairs = zip(then, now, strict=False)
+    at = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(then), len(now)))
+    what = (
+        f"The agent sends {len(now)} messages, then it were {len(then)}; message {at + 1} is the "
+        "first that differs."
+    )
+    return what, _diff(_spoken(then[at:]), _spoken(now[at:]))
+
+
+def _said(body: Json) -> list[str]:
+    return [f"+{line}" for line in _spoken((body.get("messages") or [])[-1:])]
+
+
+def _spoken(messages: Sequence[Message]) -> list[str]:
+    """Messages as lines for people; every part of them is in it."""
+    lines: list[str] = []
+    for message in messages:
+        lines.append(f"[{message.get('role')}]")
+        content = message.get("content")
+        lines += content.splitlines() if isinstance(content, str) else _lines(content)
+        rest = {key: value for key, value in message.items() if key not in ("role", "content")}
+        lines += _lines(rest) if rest else []
+    return lines
+
+
+def _lines(value: Any) -> list[str]:
+    return json.dumps(value, ensure_ascii=False, indent=2, sort_keys=True).splitlines()
+
+
+def _diff(then: Sequence[str], now: Sequence[str]) -> list[str]:
+    lines: Iterator[str] = difflib.unified_diff(
+        then, now, "then", "now", n=_CONTEXT_LINES, lineterm=""
+    )
+    return [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]} ..." for line in lines]
+
+
+def _over(difference: Difference) -> EngineRefused:
+    return EngineRefused(f"The replay differs from its record. {difference.what}", status=400)
+
+
+def agents_of(rollout: Mapping[str, Any], group: Mapping[str, Any]) -> list[str]:
+    """The names of the agents that the environment declared, as the group's line tells them."""
+    return list((group.get("rendering") or {}).get("agents") or {})
