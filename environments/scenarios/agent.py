@@ -6,6 +6,7 @@ the model has ended; what it started is gone by then, and what a check brings is
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import re
 import time
@@ -48,6 +49,8 @@ SPEC = SandboxSpec(
 """The most that a workspace may use."""
 CHARACTERS_PER_TOKEN = 3.5
 """Where no tokenizer is known."""
+_SHARE_OF_TIME = 0.9
+"""Of a run, for the model; the rest is for the checks."""
 _MOST_CHECKED_BYTES = 1 << 20
 
 SYSTEM = """\
@@ -85,19 +88,23 @@ async def work(
             {"role": "user", "content": public["prompt"]},
         ]
         try:
-            await run_protocol(
-                run.chat,
-                tools,
-                messages,
-                max_steps=run.max_turns,
-                max_retries=max_retries,
-                window=window,
-                record=done,
-                seed=public["seed"],
-            )
+            # Cut off from outside it would leave no trace.
+            async with asyncio.timeout(run.seconds_left * _SHARE_OF_TIME):
+                await run_protocol(
+                    run.chat,
+                    tools,
+                    messages,
+                    max_steps=run.max_turns,
+                    max_retries=max_retries,
+                    window=window,
+                    record=done,
+                    seed=public["seed"],
+                )
             checks = [await _check(sandbox, one, done.answer) for one in _checks(public)]
         except LimitReached as limit:
             done.note("error", f"limit: {limit.message}")
+        except TimeoutError:
+            done.note("error", "limit: The time of this run is used up.")
     for step in done.steps:
         run.log_action(step.get("tool") or step["type"], step.get("args"), step["text"])
     run.log_metric("tool_errors", done.tool_errors)

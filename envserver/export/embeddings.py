@@ -1,0 +1,145 @@
+"""Embeddings of the steps of traces, by models of sentence-transformers, kept by what they say.
+
+In: a trace; out: the same with an `embedding` (a list of floats) in each step that has text, and
+`metadata.embedder_id`. An embedding belongs to its text and its model: it is kept in a file named
+by the sha256 of both, so that nothing is computed twice, by whatever run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError, EnvserverError, NotFoundError, StoreError
+
+Vector = NDArray[np.float32]
+Json = dict[str, Any]
+
+BATCH = 32
+DIGITS = 7
+"""Significant digits that are written: float32 has no more."""
+
+
+class Embedder:
+    """A model of texts; loaded when the first text is not in the cache.
+
+    Args:
+        model: name on the hub, or folder.
+        cache: folder of the vectors; None: nothing is kept.
+        device: "cpu", "cuda"; unset: as sentence-transformers chooses.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        cache: Path | None = None,
+        batch: int = BATCH,
+        device: str | None = None,
+    ) -> None:
+        self.model = model
+        self._cache = cache
+        self._batch = batch
+        self._device = device
+        self._encoder: Any = None
+        self._lock = threading.Lock()
+        self.computed = 0
+        """Texts that the model was asked for."""
+
+    def embed(self, texts: Sequence[str]) -> list[Vector]:
+        """float32[D] of each text, in their order; equal texts are computed once.
+
+        Raises:
+            ConfigError: the library is not installed.
+            NotFoundError: there is no such model.
+            StoreError: the cache cannot be written.
+        """
+        with self._lock:
+            found: dict[str, Vector] = {}
+            for text in dict.fromkeys(texts):
+                if (kept := self._kept(text)) is not None:
+                    found[text] = kept
+            new = [text for text in dict.fromkeys(texts) if text not in found]
+            for text, vector in zip(new, self._encoded(new) if new else [], strict=True):
+                found[text] = vector
+                self._keep(text, vector)
+        return [found[text] for text in texts]
+
+    def _encoded(self, texts: Sequence[str]) -> list[Vector]:
+        if self._encoder is None:
+            self._encoder = _load(self.model, self._device)
+        self.computed += len(texts)
+        vectors = self._encoder.encode(
+            list(texts), batch_size=self._batch, show_progress_bar=False, convert_to_numpy=True
+        )
+        return [np.asarray(vector, np.float32) for vector in vectors]
+
+    def _place(self, text: str) -> Path | None:
+        if self._cache is None:
+            return None
+        told = f"{self.model}\0{text}".encode("utf-8", "surrogatepass")
+        name = hashlib.sha256(told).hexdigest()
+        return self._cache / name[:2] / f"{name}.npy"
+
+    def _kept(self, text: str) -> Vector | None:
+        """The vector in the cache; what is torn or no vector is computed anew."""
+        place = self._place(text)
+        if place is None:
+            return None
+        try:
+            vector = np.load(place, allow_pickle=False)
+        except (OSError, ValueError, EOFError):
+            return None
+        whole = vector.ndim == 1 and vector.dtype == np.float32 and bool(np.isfinite(vector).all())
+        return vector if whole else None
+
+    def _keep(self, text: str, vector: Vector) -> None:
+        place = self._place(text)
+        if place is None:
+            return
+        beside = place.with_name(f".{place.name}.{os.getpid()}")
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with beside.open("wb") as file:
+                np.save(file, vector)
+            beside.replace(place)
+        except OSError as error:
+            beside.unlink(missing_ok=True)
+            raise StoreError(f"{place} cannot be written: {error.strerror or error}.") from error
+
+
+def embed_steps(trace: Json, embedder: Embedder) -> Json:
+    """`trace` with an `embedding` in each step whose text is not blank. Raises as `embed`."""
+    steps = [dict(step) for step in trace["steps"]]
+    said = [step for step in steps if str(step.get("text") or "").strip()]
+    for step, vector in zip(said, embedder.embed([step["text"] for step in said]), strict=True):
+        step["embedding"] = [float(f"{number:.{DIGITS}g}") for number in vector.tolist()]
+    metadata = {**(trace.get("metadata") or {}), "embedder_id": embedder.model}
+    return {**trace, "steps": steps, "metadata": metadata}
+
+
+def _load(model: str, device: str | None) -> Any:
+    try:
+        library = importlib.import_module("sentence_transformers")
+    except ImportError as error:
+        raise ConfigError(
+            "Embeddings need sentence-transformers.", hint="pip install 'envserver[embeddings]'"
+        ) from error
+    try:
+        return library.SentenceTransformer(model, device=device)
+    except EnvserverError:
+        raise
+    except (OSError, ValueError) as error:
+        words = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise NotFoundError(
+            f"The embedding model {model!r} cannot be loaded: {words}",
+            hint="Name a folder, or a model on the hub such as BAAI/bge-small-en-v1.5.",
+        ) from error
