@@ -43,12 +43,14 @@ class Options:
     Args:
         tokens: training rows too, where a format has both.
         label: of traces, "auto": `solved` and `failed`.
+        margin: least difference of the rewards of a pair.
         title: of what is exported, for people.
         jsonl: lines of JSONL, where a format else writes a file for each rollout.
     """
 
     tokens: bool = False
     label: str = "auto"
+    margin: float = 0.0
     title: str = ""
     jsonl: bool = False
 
@@ -89,11 +91,12 @@ class HasWriter(Protocol):
 
 
 FORMATS = {
-    "atropos": ".atropos:Atropos",
+    "atropos": ".atropos_format:Atropos",
     "messages": ".messages:Messages",
-    "unified": ".unified_files:Unified",
+    "unified": ".unified_format:Unified",
     "dpo": ".dpo:Dpo",
     "traces": ".traces_format:Traces",
+    "parquet": ".parquet:Parquet",
 }
 """By name, `module:factory`; a factory takes Options."""
 

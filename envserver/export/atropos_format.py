@@ -1,0 +1,49 @@
+"""`--to atropos`: the groups with the rollouts that are kept, as the lines of `process`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .formats import Options, Row
+from .stored import StoredGroup, StoredRollout
+
+_OF_ROWS = (
+    *("tokens", "masks", "scores", "messages", "inference_logprobs", "ref_logprobs", "overrides"),
+    *("advantages", "images", "distill_token_ids", "distill_logprobs"),
+)
+"""Keys of a line that hold one entry a row."""
+
+
+class Atropos:
+    """Lines that everything which reads files of `process` reads."""
+
+    name = "atropos"
+    suffix = ".jsonl"
+
+    def __init__(self, options: Options) -> None:
+        del options
+
+    def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
+        if len(kept) == len(group.rollouts):
+            yield group.line
+        else:
+            yield kept_line(group, {rollout.rollout_id for rollout in kept})
+
+
+def kept_line(group: StoredGroup, rollout_ids: set[str]) -> dict[str, Any]:
+    """The line of `group` with these rollouts alone, their rows numbered anew.
+
+    Advantages came from the whole group: they are taken out.
+    """
+    line = group.line
+    rows: list[int] = []
+    told = []
+    for rollout in line["envserver"]["rollouts"]:
+        if rollout["rollout_id"] in rollout_ids:
+            begin = len(rows)
+            rows += rollout["rows"]
+            told.append({**rollout, "rows": list(range(begin, len(rows)))})
+    columns = {key: [line[key][row] for row in rows] for key in _OF_ROWS if line.get(key)}
+    envserver = {**line["envserver"], "rollouts": told}
+    return {**line, **columns, "advantages": None, "envserver": envserver}

@@ -1,0 +1,57 @@
+"""`--to dpo`: pairs of a better and a worse rollout of one task, in TRL's conversational form.
+
+What holds of a pair: `prompt + chosen` and `prompt + rejected` are the two conversations; the
+prompt ends before the model first speaks, and both begin with the same; the rewards differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import Any
+
+from ..records import Message
+from .formats import Options, Row
+from .messages import is_conversation
+from .stored import StoredGroup, StoredRollout
+
+
+class Dpo:
+    """Of each group the best against the worst, the second best against the second worst, ...: each
+    rollout is in one pair at most. Pairs need a difference of `Options.margin` at least.
+    """
+
+    name = "dpo"
+    suffix = ".jsonl"
+
+    def __init__(self, options: Options) -> None:
+        self._margin = options.margin
+
+    def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
+        usable = [one for one in kept if one.reward is not None and is_conversation(one)]
+        ranked = sorted(usable, key=lambda one: -(one.reward or 0.0))
+        for better, worse in zip(ranked, reversed(ranked), strict=True):
+            difference = (better.reward or 0.0) - (worse.reward or 0.0)
+            if difference <= 0 or difference < self._margin:
+                return
+            prompt = prompt_of(better.messages)
+            if prompt and prompt == prompt_of(worse.messages):
+                yield _pair(better, worse, prompt)
+
+
+def prompt_of(messages: list[Message]) -> list[Message]:
+    """What stands before the model's first word."""
+    return list(takewhile(lambda message: message.get("role") != "assistant", messages))
+
+
+def _pair(better: StoredRollout, worse: StoredRollout, prompt: list[Message]) -> Row:
+    pair: dict[str, Any] = {
+        "prompt": prompt,
+        "chosen": better.messages[len(prompt) :],
+        "rejected": worse.messages[len(prompt) :],
+        "env": better.env,
+        "task_id": better.task_id,
+        "chosen_reward": better.reward,
+        "rejected_reward": worse.reward,
+    }
+    return {**pair, "tools": better.tools} if better.tools else pair
