@@ -1,0 +1,309 @@
+"""Delivered rollouts as Parquet: one row for each training row, typed columns, streamed.
+
+In: rollouts as they are read back. Out: tables of `schema()`, written in row groups that are cut by
+bytes, so memory holds one row group whatever the size of the run. What holds: nothing is rounded or
+left out. What has the same shape everywhere is typed; what each environment shapes for itself is
+JSON text in a column that ends in `_json`. A rollout without training rows has one, of no tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+import orjson
+
+from ..errors import ConfigError, InputError, StoreError
+from ..records import Message, text_of
+from .formats import Options, Row, Written
+from .stored import StoredGroup, StoredRollout, StoredRow
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Json = dict[str, Any]
+
+ROW_GROUP_BYTES: Final = 32 * 2**20
+"""Of tokens and texts, before compression: what memory holds and what a reader gets at once."""
+_BYTES_A_TOKEN: Final = 9
+_BYTES_BESIDE: Final = 1024
+
+_PLAIN: Final = (
+    *("rollout_id", "group_id", "env", "domain", "task_id", "split", "model", "finish_reason"),
+    *("limit", "reward", "turns", "truncated", "index", "attempt", "seed", "policy_version"),
+    *("created_at", "flags", "length", "sampled"),
+)
+"""Columns that are a rollout's own fields."""
+_AS_JSON: Final = (
+    *("components", "metrics", "agent_metrics", "output", "tools", "actions", "others", "usage"),
+)
+"""Fields that become a column NAME_json."""
+_TEXTS: Final = ("role", "content", "reasoning_content", "name", "tool_call_id")
+
+
+class Parquet:
+    """The format "parquet"."""
+
+    name, suffix = "parquet", ".parquet"
+
+    def __init__(self, options: Options) -> None:
+        _pyarrow("pyarrow.parquet")
+
+    def rows(self, group: StoredGroup, kept: Iterable[StoredRollout]) -> Iterator[Row]:
+        """One for each training row."""
+        for rollout in kept:
+            yield from rows_of(rollout, group.line.get("generation_params"))
+
+    def writer(self) -> ParquetShards:
+        """What writes them."""
+        return ParquetShards()
+
+
+class ParquetShards:
+    """Writes `part-00000.parquet`, ...: files of at most as many rows as are wanted.
+
+    Where no row comes there is one file, of no rows.
+
+    Args:
+        row_group_bytes: see ROW_GROUP_BYTES.
+    """
+
+    def __init__(self, *, row_group_bytes: int = ROW_GROUP_BYTES) -> None:
+        self._row_group_bytes = row_group_bytes
+        self._written: list[Written] = []
+
+    def open(self, folder: Path, shard_rows: int) -> None:
+        """Begins the first file. Raises StoreError: it cannot be written."""
+        self._folder, self._shard_rows = folder, max(1, shard_rows)
+        self._begin()
+
+    def put(self, row: Row) -> None:
+        """Takes one row of `rows_of`. Raises like `open`."""
+        assert isinstance(row, dict)
+        if self._rows == self._shard_rows:
+            self._end()
+            self._begin()
+        self._waiting.append(row)
+        self._rows += 1
+        self._bytes += _size(row)
+        if self._bytes >= self._row_group_bytes:
+            self._flush()
+
+    def close(self) -> list[Written]:
+        """Ends the last file. Raises like `open`."""
+        self._end()
+        return self._written
+
+    def _begin(self) -> None:
+        parquet = _pyarrow("pyarrow.parquet")
+        self._path = self._folder / f"part-{len(self._written):05d}{Parquet.suffix}"
+        self._waiting: list[Json] = []
+        self._bytes = self._rows = 0
+        self._file: Any = self._tried(
+            lambda: parquet.ParquetWriter(self._path, schema(), compression="zstd")
+        )
+
+    def _end(self) -> None:
+        self._flush()
+        self._tried(self._file.close)
+        self._written.append(Written(self._path.name, self._rows))
+
+    def _flush(self) -> None:
+        if self._waiting:
+            table = table_of(self._waiting)
+            self._tried(lambda: self._file.write_table(table, row_group_size=len(table)))
+            self._waiting, self._bytes = [], 0
+
+    def _tried(self, write: Callable[[], Any]) -> Any:
+        try:
+            return write()
+        except OSError as error:
+            words = error.strerror or error
+            raise StoreError(f"{self._path} cannot be written: {words}.") from error
+
+
+def rows_of(rollout: StoredRollout, generation_params: Json | None = None) -> list[Json]:
+    """One row for each of its training rows: what the columns of `schema()` are made of.
+
+    Args:
+        generation_params: of its group.
+    """
+    messages = [_typed(message) for message in rollout.messages]
+    exact = all(map(_says_all, messages, rollout.messages))
+    shared = {name: getattr(rollout, name) for name in _PLAIN}
+    shared |= {f"{name}_json": _json(getattr(rollout, name)) for name in _AS_JSON}
+    shared["generation_params_json"] = _json(generation_params)
+    shared["messages"] = messages
+    shared["messages_json"] = None if exact else _json(rollout.messages)
+    shared["rows"] = len(rollout.rows)
+    if not rollout.rows:
+        return [shared | _without_tokens()]
+    return [shared | _tokens(number, row) for number, row in enumerate(rollout.rows)]
+
+
+def messages_in(row: Json) -> list[Message]:
+    """The conversation of a row that was read back; keys without a value are left out."""
+    if row["messages_json"] is not None:
+        return list(orjson.loads(row["messages_json"]))
+    return [_without_nulls(message) for message in row["messages"]]
+
+
+def table_of(rows: Sequence[Json]) -> pa.Table:
+    """`rows` (of `rows_of`) as a table of `schema()`.
+
+    Raises:
+        InputError: a value is none of its column's type (a number over 64 bits).
+    """
+    pa = _pyarrow("pyarrow")
+    columns = []
+    for field in schema():
+        try:
+            columns.append(_column(pa, field, [row[field.name] for row in rows]))
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+            first, last = rows[0]["rollout_id"], rows[-1]["rollout_id"]
+            raise InputError(
+                f"A {field.name} of the rollouts {first} to {last} is no {field.type}: {error}."
+            ) from error
+    return pa.Table.from_arrays(columns, schema=schema())
+
+
+@functools.cache
+def schema() -> pa.Schema:
+    """The columns. Those of one rollout stand in each of its rows; `row` counts them from 0."""
+    pa = _pyarrow("pyarrow")
+    text, number, real = pa.string(), pa.int64(), pa.float64()
+    function = pa.struct([("name", text), ("arguments", text)])
+    call = pa.struct([("id", text), ("type", text), ("function", function)])
+    message = pa.struct([*((name, text) for name in _TEXTS), ("tool_calls", pa.list_(call))])
+    span = pa.struct([("version", number), ("start", number), ("end", number)])
+    return pa.schema(
+        [
+            *((name, text) for name in ("rollout_id", "group_id", "env", "domain", "task_id")),
+            *((name, text) for name in ("split", "model", "finish_reason", "limit")),
+            ("reward", real),
+            ("turns", number),
+            ("truncated", pa.bool_()),
+            *((name, number) for name in ("index", "attempt", "seed", "policy_version")),
+            ("created_at", real),
+            ("flags", pa.list_(text)),
+            ("length", number),
+            ("sampled", number),
+            ("messages", pa.list_(message)),
+            ("messages_json", text),
+            *((f"{name}_json", text) for name in (*_AS_JSON, "generation_params")),
+            ("rows", number),
+            ("row", number),
+            ("agent", text),
+            ("row_flags", pa.list_(text)),
+            ("versions", pa.list_(span)),
+            ("tokens", pa.list_(pa.int32())),
+            ("mask", pa.list_(pa.bool_())),
+            ("logprobs", pa.list_(pa.float32())),
+        ]
+    )
+
+
+def _tokens(number: int, row: StoredRow) -> Json:
+    return {
+        "row": number,
+        "agent": row.agent,
+        "row_flags": row.flags,
+        "versions": [
+            {"version": version, "start": start, "end": end} for version, start, end in row.versions
+        ],
+        "tokens": np.asarray(row.tokens, np.int32),
+        "mask": np.asarray(row.mask, np.bool_),
+        "logprobs": np.asarray(row.logprobs, np.float32),
+    }
+
+
+def _without_tokens() -> Json:
+    columns = {"tokens": np.int32, "mask": np.bool_, "logprobs": np.float32}
+    empty = {name: np.empty(0, dtype) for name, dtype in columns.items()}
+    return {"row": 0, "agent": None, "row_flags": [], "versions": [], **empty}
+
+
+def _typed(message: Message) -> Json:
+    """What the columns can say of `message`; of content in parts the text."""
+    found = {name: _text(message.get(name)) for name in _TEXTS if name != "content"}
+    content = message.get("content")
+    found["content"] = _text(text_of(message)) if isinstance(content, list) else _text(content)
+    calls = message.get("tool_calls")
+    typed = [_typed_call(call) for call in calls] if isinstance(calls, list) else None
+    return {**found, "tool_calls": typed}
+
+
+def _typed_call(call: Any) -> Json:
+    call = call if isinstance(call, dict) else {}
+    function = call.get("function")
+    function = function if isinstance(function, dict) else {}
+    arguments = function.get("arguments")
+    return {
+        "id": _text(call.get("id")),
+        "type": _text(call.get("type")),
+        "function": {
+            "name": _text(function.get("name")),
+            "arguments": _json(arguments) if isinstance(arguments, dict) else _text(arguments),
+        },
+    }
+
+
+def _says_all(typed: Json, message: Message) -> bool:
+    return bool(_without_nulls(typed) == _without_nulls(message))
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [_without_nulls(one) for one in value]
+    return value
+
+
+def _text(value: Any) -> str | None:
+    """`value` if it is text; half of a surrogate pair, which no UTF-8 says, becomes "?"."""
+    if not isinstance(value, str):
+        return None
+    return value if value.isascii() else value.encode("utf-8", "replace").decode()
+
+
+def _json(value: Any) -> str | None:
+    """None stays None."""
+    if value is None:
+        return None
+    try:
+        return orjson.dumps(value, default=msgspec.to_builtins).decode()
+    except (TypeError, orjson.JSONEncodeError):  # integers over 64 bits, halves of surrogate pairs
+        return json.dumps(value, default=msgspec.to_builtins)
+
+
+def _size(row: Json) -> int:
+    texts = sum(len(value) for name, value in row.items() if isinstance(value, str))
+    said = sum(len(message["content"] or "") for message in row["messages"])
+    return _BYTES_BESIDE + texts + said + _BYTES_A_TOKEN * len(row["tokens"])
+
+
+def _column(pa: Any, field: Any, values: list[Any]) -> Any:
+    if field.name not in ("tokens", "mask", "logprobs"):
+        plain = [_text(value) for value in values] if pa.types.is_string(field.type) else values
+        return pa.array(plain, field.type)
+    offsets = np.zeros(len(values) + 1, np.int32)
+    np.cumsum([len(value) for value in values], out=offsets[1:])
+    flat = pa.array(np.concatenate(values), field.type.value_type)
+    return pa.ListArray.from_arrays(pa.array(offsets), flat, type=field.type)
+
+
+def _pyarrow(name: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            "Parquet needs pyarrow, which is not installed.", hint="pip install 'envserver[data]'"
+        ) from error
