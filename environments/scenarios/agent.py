@@ -111,7 +111,7 @@ async def work(
     written = trace(
         done,
         scenario=public["scenario"],
-        model=public["model"]["name"],
+        model=public["model"]["name"] or run.model,
         hf_id=public["model"]["hf_id"],
         backend=public["model"]["backend"],
         label=public["label"],

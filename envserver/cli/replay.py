@@ -44,6 +44,9 @@ from .runtime import EngineRoom, machinery
 from .task_finder import TaskFinder
 
 _NAMES_SHOWN = 8
+_ROUNDING = 1e-9
+_CLOCKS = {"timestamp", "run_id", "ts", "started_at", "ended_at", "seconds", "elapsed_seconds"}
+"""Keys under which results hold what a clock said: no two runs have that in common."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Fact:
-    """Something of the result, then and now."""
+    """Something of the result, then and now; JSON-like."""
 
     name: str
     then: Any
@@ -83,9 +86,13 @@ class Fact:
 
     @property
     def same(self) -> bool:
-        if isinstance(self.then, float) and isinstance(self.now, float | int):
-            return abs(self.then - self.now) < 1e-9
-        return bool(self.then == self.now)
+        """Nothing differs but what a clock said."""
+        return not self.places
+
+    @property
+    def places(self) -> list[str]:
+        """Where it differs, as JSON paths."""
+        return list(_differing(self.then, self.now, "$"))
 
 
 @dataclass
@@ -266,6 +273,21 @@ def _facts(record: Record, finished: Finished, score: Score) -> Iterator[Fact]:
     before = record.told.get("rescored_from") or record.told
     yield Fact("reward", before.get("reward"), score.reward)
     yield Fact("components", before.get("components") or {}, score.components)
+
+
+def _differing(then: Any, now: Any, place: str) -> Iterator[str]:
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in {**then, **now}:
+            if key not in _CLOCKS:
+                yield from _differing(then.get(key), now.get(key), f"{place}.{key}")
+    elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
+        for at, (a, b) in enumerate(zip(then, now, strict=True)):
+            yield from _differing(a, b, f"{place}[{at}]")
+    elif isinstance(then, float) and isinstance(now, float | int):
+        if abs(then - now) >= _ROUNDING:
+            yield place
+    elif then != now:
+        yield place
 
 
 def _plain(value: Any) -> Any:

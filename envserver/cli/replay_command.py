@@ -146,8 +146,8 @@ def _show(console: Console, record: Record, done: Replayed) -> None:
     for name in ("", "then", "now"):
         table.add_column(name, overflow="fold")
     for fact in done.facts:
-        now = "the same" if fact.same else _short(fact.now)
-        table.add_row(fact.name, _short(fact.then), now)
+        now = "the same" if fact.same else f"differs at {', '.join(fact.places[:3])}: "
+        table.add_row(fact.name, _short(fact.then), now + _short(fact.now) * (not fact.same))
     console.print(table)
     if done.same:
         say(f"The same: {counted(done.played, 'call')}, the result and the score.")

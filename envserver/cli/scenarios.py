@@ -1,0 +1,264 @@
+"""The work of `envserver scenarios`: many runs of several models in one scenario, each a trace.
+
+Models come one after the other, the runs of one side by side. A run whose trace is there and whole
+is not made again. One that fails by no fault of the model is tried again, then counted: it has no
+trace, and the same command makes it later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..config import Settings
+from ..environment import Environment
+from ..errors import ConfigError, Failure, RolloutError
+from ..export.trace_files import check_same_run, whole_trace, write_index, write_trace
+from ..models.catalogue import find_model, read_catalogue
+from ..records import Task
+from ..rollouts.events import Event
+from ..rollouts.group import Machinery
+from ..rollouts.single import run_single
+from ..tokens.flags import chosen
+from .engines import SIMULATED
+from .runtime import machinery
+
+Json = dict[str, Any]
+Embed = Callable[[Json], Json]
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A model that runs are made of.
+
+    Args:
+        settings: with its engine.
+        model: what its traces say of it: name, hf_id, backend.
+    """
+
+    settings: Settings
+    model: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        return self.model["name"]
+
+
+@dataclass
+class Runs:
+    """What came of it. `failed`: why runs have no trace, in words."""
+
+    wanted: int = 0
+    already: int = 0
+    made: int = 0
+    completed: int = 0
+    rewards: list[float] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    @property
+    def done(self) -> int:
+        return self.already + self.made + len(self.failed)
+
+
+def runners(names: Sequence[str], settings: Settings) -> list[Runner]:
+    """The models that `names` mean: of the catalogue, folders, `NAME=URL` or a URL, "sim".
+
+    Raises:
+        NotFoundError: one means nothing.
+        ConfigError: two have the same name.
+    """
+    found = [_runner(name, settings) for name in names]
+    twice = {one.name for one in found if sum(one.name == other.name for other in found) > 1}
+    if twice:
+        raise ConfigError(
+            f"Two models are called {min(twice)!r}.", hint="Name one of them: NAME=http://..."
+        )
+    return found
+
+
+def _runner(said: str, settings: Settings) -> Runner:
+    if said == SIMULATED:
+        return _made(settings, {"model": SIMULATED}, SIMULATED, "", SIMULATED)
+    name, _, url = said.partition("=")
+    if said.startswith(("http://", "https://")):
+        name, url = said.split("://", 1)[1].rstrip("/").removesuffix("/v1"), said
+    if url:
+        openai = type(settings.openai).model_validate(
+            settings.openai.model_dump() | {"base_url": url}
+        )
+        return _made(settings, {"model": None, "openai": openai}, name, "", openai.server_type)
+    place = settings.engine.models_file
+    entry = find_model(said, read_catalogue(place), place)
+    usual = type(settings.sampling)()
+    said_of = settings.sampling.model_dump()
+    sampling = {
+        key: value for key, value in entry.sampling.items() if said_of[key] == getattr(usual, key)
+    }
+    update = {"model": said, "sampling": settings.sampling.model_copy(update=sampling)}
+    return _made(
+        settings, update, entry.name, entry.files, settings.engine.backend or entry.backend
+    )
+
+
+def _made(settings: Settings, update: Json, name: str, files: str, backend: str) -> Runner:
+    model = {"name": name, "hf_id": files, "backend": backend}
+    return Runner(settings.model_copy(update=update), model)
+
+
+async def run_scenarios(
+    models: Sequence[Runner],
+    environment: Environment,
+    reference: str,
+    scenario: Path,
+    labels: Sequence[str],
+    out: Path,
+    *,
+    n: int,
+    seed: int,
+    overwrite: bool = False,
+    embed: Embed | None = None,
+    told: Callable[[Runs], None] = lambda runs: None,
+) -> Runs:
+    """Makes `n` runs of each model and label; their traces are below `out`.
+
+    Args:
+        environment, reference: that of scenarios.
+        seed: of run N it is `seed` + N; runs are counted from 1.
+        overwrite: make runs again whose traces are there.
+        embed: adds to each trace.
+        told: called after each run.
+
+    Raises:
+        InputError: the scenario is not whole, or has no prompt for a label.
+        ConflictError: a trace there is of another scenario, prompt or seed.
+        EngineError: a model's engine does not answer.
+        StoreError: a trace cannot be written.
+    """
+    runs = Runs()
+    todo: list[tuple[Runner, list[Task]]] = []
+    wanted: list[Task] = []
+    for runner in models:
+        tasks = list(_tasks(runner, environment, scenario, labels, n, seed))
+        wanted += tasks
+        missing = [task for task in tasks if overwrite or not _is_there(task, out)]
+        runs.wanted += len(tasks)
+        runs.already += len(tasks) - len(missing)
+        todo.append((runner, missing))
+    told(runs)
+    for runner, tasks in todo:
+        if tasks:
+            await _run_model(runner, environment, reference, tasks, out, runs, embed, told)
+    facts = {
+        "scenario": wanted[0].public["scenario"],
+        "models": [runner.name for runner in models],
+        "labels": list(labels),
+        "n": n,
+        "seed": seed,
+    }
+    paths = [out / task.public["path"] for task in wanted]
+    await asyncio.to_thread(write_index, out, facts, paths)
+    return runs
+
+
+def _tasks(
+    runner: Runner,
+    environment: Environment,
+    scenario: Path,
+    labels: Sequence[str],
+    n: int,
+    seed: int,
+) -> Iterator[Task]:
+    for label in labels:
+        for number in range(1, n + 1):
+            yield environment.task_from_row(
+                {
+                    "scenario": str(scenario),
+                    "label": label,
+                    "number": number,
+                    "seed": seed + number,
+                    "model": runner.model,
+                }
+            )
+
+
+def _is_there(task: Task, out: Path) -> bool:
+    path = out / task.public["path"]
+    trace = whole_trace(path)
+    if trace is None:
+        return False
+    wanted = {key: task.public[key] for key in ("scenario", "label", "prompt", "seed")}
+    check_same_run(trace, wanted, path)
+    return True
+
+
+async def _run_model(
+    runner: Runner,
+    environment: Environment,
+    reference: str,
+    tasks: Sequence[Task],
+    out: Path,
+    runs: Runs,
+    embed: Embed | None,
+    told: Callable[[Runs], None],
+) -> None:
+    settings = runner.settings
+    async with (
+        machinery(
+            settings,
+            environment,
+            reference,
+            observer=_nobody,
+            need_engine=True,
+            actions=chosen(settings.tokens.train, settings.tokens.mask, settings.tokens.drop),
+            need_exact=False,
+            drop_zero_variance=False,
+        ) as parts,
+        asyncio.TaskGroup() as group,
+    ):
+        for task in tasks:
+            group.create_task(_run(parts, runner, task, out, runs, embed, told))
+
+
+async def _run(
+    parts: Machinery,
+    runner: Runner,
+    task: Task,
+    out: Path,
+    runs: Runs,
+    embed: Embed | None,
+    told: Callable[[Runs], None],
+) -> None:
+    try:
+        trajectory = await run_single(parts, task, scored=True, failed=_tried_again)
+    except RolloutError as error:
+        runs.failed.append(f"{task.public['path']}: {error}")
+        told(runs)
+        return
+    output = trajectory.output if isinstance(trajectory.output, dict) else {}
+    trace: Json = output.get("trace") or {}
+    if not trace:
+        ending = trajectory.limit or "its agent"
+        runs.failed.append(f"{task.public['path']}: it was ended by {ending} without a trace")
+        told(runs)
+        return
+    if not trace["model"]["hf_id"]:
+        trace["model"]["hf_id"] = parts.model
+    if embed is not None:
+        trace = await asyncio.to_thread(embed, trace)
+    await asyncio.to_thread(write_trace, out / task.public["path"], trace)
+    runs.made += 1
+    runs.completed += bool(trace["outcome"]["completed"])
+    if trajectory.score.reward is not None:
+        runs.rewards.append(trajectory.score.reward)
+    told(runs)
+
+
+def _tried_again(failure: Failure) -> None:
+    """What is tried again is told only when it fails for good."""
+
+
+def _nobody(event: Event) -> None:
+    """Nobody is told of groups: there are none."""
