@@ -1,0 +1,58 @@
+"""Whether the completions of a data set are right: the environment that rewards them says so.
+
+The environment is found by its name, as everywhere: nothing here knows what mathematics or a plan
+is. In: a file of {"task": row, "response": text}. Out: of each line in its order why it is wrong,
+None where it has the full reward.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..config import SandboxConfig
+from ..errors import ConfigError
+from ..registry import find
+from .loop import run_loop
+from .score import run_score
+
+FULL = 0.999
+"""Rewards from here on are full ones (floats)."""
+
+
+def scored_right(
+    name: str, candidates: Path, *, processes: int, sandbox: SandboxConfig
+) -> Iterator[str | None]:
+    """What the environment `name` says of the lines of `candidates`.
+
+    Raises:
+        NotFoundError: there is no such environment.
+        ConfigError: it cannot score: a library is missing, or no sandbox can be had.
+        StoreError: the scores cannot be written (beside `candidates`, for the time being).
+    """
+    scores = candidates.with_name("scores.jsonl")
+    config = find(name).Config().model_dump(mode="json")
+    run_loop(run_score(name, config, candidates, scores, processes=processes, sandbox=sandbox))
+    try:
+        with scores.open("rb") as file:
+            for line in file:
+                yield _fault(json.loads(line))
+    finally:
+        scores.unlink()
+
+
+def _fault(scored: dict[str, object]) -> str | None:
+    """
+    Raises:
+        ConfigError: it is ours: the environment cannot score here.
+    """
+    error, reward = scored["error"], scored["reward"]
+    if isinstance(error, str):
+        kind, _, message = error.partition(": ")
+        if kind == "config":
+            raise ConfigError(message, hint="Or --verify false: rows are then kept unverified.")
+        return f"not verified: {kind}"
+    if not isinstance(reward, (int, float)):
+        return "not verified: no score"
+    return None if reward >= FULL else "wrong by its own check"

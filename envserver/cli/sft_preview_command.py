@@ -1,0 +1,117 @@
+"""`envserver sft preview SOURCE...`: the first rows of each tool, on the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import Field
+from rich.console import Console
+
+from .file_words import named_sources
+from .help import show_help
+from .settings import load_settings
+from .sft_build_command import RowSettings
+
+SUMMARY = """Shows the first rows of each tool that `sft build` would make of unified trajectories,
+and which tools have no template. Nothing is written."""
+
+ALIASES = {"json": "as_json", "unified_glob": "sources"}
+
+
+class PreviewSettings(RowSettings):
+    """The settings that `sft preview` has."""
+
+    tool: str | None = None
+    """Only rows of this tool; unset: of each."""
+    n: int = Field(default=1, ge=1)
+    """Rows of each tool."""
+    trajectories: int = Field(default=1000, ge=1)
+    """Read no more trajectories than these."""
+    width: int = Field(default=1000, ge=20)
+    """Characters of an instruction and of an output that are shown."""
+    as_json: bool = False
+    """Print the rows as JSONL, whole, in the order of the trajectories, and nothing else."""
+
+
+def run(argv: list[str]) -> int:
+    """The command; `argv` begins with its own word. 1: there is no row.
+
+    Raises:
+        UsageError: a setting or a source is wrong.
+    """
+    from ..export.sft_building.spool import as_line
+
+    usage = "envserver sft preview SOURCE..."
+    if show_help(
+        argv[1:], usage=usage, summary=SUMMARY, settings_class=PreviewSettings, aliases=ALIASES
+    ):
+        return 0
+    settings = load_settings(
+        named_sources(argv[1:]), settings_class=PreviewSettings, aliases=ALIASES
+    )
+    rows, tools, made = _rows(settings)
+    if settings.as_json:
+        sys.stdout.write("".join(as_line(row).decode() for row in rows))
+        return 0 if rows else 1
+    console = Console()
+    for row in rows:
+        _show(console, row, settings.width)
+    bare = [f"{tool} ({count})" for tool, count in tools.most_common() if tool not in made]
+    said = ", ".join(f"{tool} ({count})" for tool, count in made.most_common())
+    _say(console, f"Rows: {said or 'none'}.")
+    if bare:
+        _say(console, f"Actions that became none: {', '.join(bare)}.")
+    return 0 if rows else 1
+
+
+def _rows(settings: PreviewSettings) -> tuple[list[dict[str, Any]], Counter[str], Counter[str]]:
+    """The rows that are shown; of all that was read, the actions and the rows by tool."""
+    from itertools import islice
+
+    from ..export.documents import objects
+    from ..export.sft_building.per_tool import Choice, reward_of, rows_of
+    from ..export.sft_building.templates import Shown, read_templates
+
+    templates = read_templates(settings.templates)
+    choice = Choice(
+        form=settings.form, shown=Shown(settings.context, settings.notes, settings.characters)
+    )
+    shown: list[dict[str, Any]] = []
+    tools: Counter[str] = Counter()
+    made: Counter[str] = Counter()
+    for document in islice(objects(settings.sources), settings.trajectories):
+        reward = reward_of(document.value)
+        if settings.min_reward is not None and (reward is None or reward < settings.min_reward):
+            continue
+        tools.update(_tools(document.value.get("actions")))
+        for row in rows_of(document.value, templates, choice):
+            made[row["tool"]] += 1
+            if made[row["tool"]] <= settings.n and settings.tool in (None, row["tool"]):
+                shown.append(row)
+    return shown, tools, made
+
+
+def _tools(actions: Any) -> Iterable[str]:
+    found = actions if isinstance(actions, list) else []
+    return [str(action.get("tool")) for action in found if isinstance(action, dict)]
+
+
+def _show(console: Console, row: dict[str, Any], width: int) -> None:
+    if "messages" in row:
+        asked, said = (message["content"] for message in row["messages"])
+        place = f"{row['task_id']}, step {row['step']}"
+    else:
+        asked, said = row["instruction"], row["output"]
+        place = f"{row['meta']['task_id']}, step {row['meta']['step']}"
+    console.rule(f"{row['tool']}: {place}".replace("[", "\\["), align="left")
+    for name, text in (("instruction", asked), ("output", said)):
+        cut = text if len(text) <= width else f"{text[:width]} ... ({len(text)} characters)"
+        console.print(f"{name}:", style="bold")
+        _say(console, cut)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,17 @@
+"""Data for supervised fine-tuning: per tool from unified trajectories, or from whole data sets.
+
+    trajectories  files of unified trajectories -> trajectories, in the order of their paths
+    templates     a YAML file -> what a trajectory's action becomes: an instruction and an output
+    per_tool      trajectories -> a folder with train.jsonl and val.jsonl for each tool
+    data_rows     a file or a data set of the hub -> rows
+    router, math_rows, code_rows   a row -> an example, or why it is dropped
+    prepare       rows -> train.jsonl, validation.jsonl, test.jsonl and summary.json
+    splits        which rows are trained on: pure, and the same for the same seed
+    spool         rows that wait on disk for their turn: a few bytes of memory each
+    folder        a folder that appears whole or not at all
+    upload        a finished folder -> another folder, a bucket, or the hub
+
+Formats and orders are those of the public repositories ojo1996/VideoMultiAgents_HOEY
+(scripts/build_sft_datasets.py) and ALikesToCode/CourseGPT-Pro-DSAI-Lab-Group-6
+(prepare_vertex_tuning_dataset.py).
+"""

@@ -1,0 +1,99 @@
+"""What a data set's row becomes: an example to be trained on, or the reason why it is dropped.
+
+Two forms: `messages`, a conversation that a model's own chat template is applied to when it is
+trained; `prompt`, {"prompt", "completion"}, of which only the completion is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...errors import ConfigError
+
+Json = dict[str, Any]
+Message = dict[str, str]
+Form = Literal["messages", "prompt"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row to be trained on.
+
+    Args:
+        prompt: text, or a conversation.
+        completion: what the model is to say.
+        row: what the environment knows the task by, when completions are verified.
+        facts: names that the summary counts, by the histogram they belong to.
+    """
+
+    prompt: str | list[Message]
+    completion: str
+    row: Json
+    facts: dict[str, list[str]]
+
+    def as_row(self, form: Form, template: Template | None = None) -> Json:
+        """The line of the file.
+
+        Args:
+            template: a conversation -> text before its completion, and with it.
+        """
+        if form == "messages":
+            return {"messages": self._messages()}
+        if isinstance(self.prompt, str):
+            return {"prompt": self.prompt, "completion": self.completion}
+        if template is None:
+            said = [{"role": "assistant", "content": self.completion}]
+            return {"prompt": self.prompt, "completion": said}
+        before, whole = template(self.prompt, self.completion)
+        return {"prompt": before, "completion": whole.removeprefix(before)}
+
+    def _messages(self) -> list[Message]:
+        asked = self.prompt
+        if isinstance(asked, str):
+            asked = [{"role": "user", "content": asked}]
+        return [*asked, {"role": "assistant", "content": self.completion}]
+
+
+Template = Callable[[list[Message], str], tuple[str, str]]
+
+
+def template_of(tokenizer: str) -> Template:
+    """The chat template of a tokenizer: renders a conversation before and with its completion.
+
+    Args:
+        tokenizer: a folder, or a name on the hub.
+
+    Raises:
+        ConfigError: transformers is not installed, there is no such tokenizer, or it has no
+            template, or one whose conversation does not go on from its prompt.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(
+            f"A tokenizer's chat template needs transformers, which cannot be imported: {error}.",
+            hint="pip install 'envserver[local]', or leave --tokenizer out: "
+            "the template is then applied when the model is trained.",
+        ) from error
+    try:
+        loaded = AutoTokenizer.from_pretrained(tokenizer)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"There is no tokenizer {tokenizer!r}: {str(error)[:300]}") from error
+    if not getattr(loaded, "chat_template", None):
+        raise ConfigError(f"The tokenizer {tokenizer!r} has no chat template.")
+
+    def render(asked: list[Message], said: str) -> tuple[str, str]:
+        before = loaded.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        answered = [*asked, {"role": "assistant", "content": said}]
+        whole = loaded.apply_chat_template(answered, tokenize=False)
+        if not whole.startswith(before):
+            raise ConfigError(
+                f"The chat template of {tokenizer!r} shows a conversation otherwise once it is "
+                "answered.",
+                hint="Leave --tokenizer out: clients.sft applies the template turn by turn.",
+            )
+        return before, whole
+
+    return render

@@ -1,0 +1,102 @@
+"""A folder of data that appears whole or not at all.
+
+It is written beside its place, synced, and renamed. A folder that an earlier run of the same
+command made is replaced, at the end; any other that holds something is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError, StoreError, StoreFull
+
+
+@contextlib.contextmanager
+def new_folder(place: Path, *, mark: str) -> Iterator[Path]:
+    """A folder to write into, which is `place` when the block ends well, and else is gone.
+
+    Args:
+        mark: a file that every such folder has (`SUMMARY.json`): what has it may be replaced.
+
+    Raises:
+        ConfigError: `place` is a file, or a folder that holds something else.
+        StoreError: it cannot be written.
+    """
+    _refuse(place, mark)
+    place = place.absolute()
+    beside = place.with_name(f".{place.name}.{os.getpid()}")
+    with storing(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        beside.mkdir()
+    try:
+        yield beside
+        with storing(place):
+            _put(beside, place)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def storing(place: Path) -> Iterator[None]:
+    """Errors of the file system become ours.
+
+    Raises:
+        StoreFull: there is no room.
+        StoreError: anything else.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in (28, 122):  # no space, no quota
+            raise StoreFull(f"{place} cannot be written: {reason}.") from error
+        raise StoreError(f"{place} cannot be written: {reason}.") from error
+
+
+def write_lines(path: Path, lines: Iterable[bytes]) -> str:
+    """Writes a file to disk, folders above it included; the sha256 of its bytes, in hexadecimal."""
+    digest = hashlib.sha256()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        for line in lines:
+            digest.update(line)
+            file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def write_summary(path: Path, summary: dict[str, Any]) -> None:
+    """Writes JSON for people: two spaces, keys in their order, no newline at the end."""
+    write_lines(path, [json.dumps(summary, indent=2).encode()])
+
+
+def _refuse(place: Path, mark: str) -> None:
+    if place.is_dir():
+        if any(place.iterdir()) and not (place / mark).is_file():
+            raise ConfigError(
+                f"{place} holds other files: it has no {mark}.", hint="Name a new or empty folder."
+            )
+    elif place.exists() or place.is_symlink():
+        raise ConfigError(f"{place} is no folder.")
+
+
+def _put(beside: Path, place: Path) -> None:
+    """Renames; what stood there before is gone only when the new one stands."""
+    old = place.with_name(f".{place.name}.{os.getpid()}.old")
+    if place.exists():
+        place.rename(old)
+    beside.rename(place)
+    shutil.rmtree(old, ignore_errors=True)
+    folder = os.open(place.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

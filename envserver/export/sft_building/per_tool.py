@@ -1,0 +1,223 @@
+"""Rows for each tool from unified trajectories: OUT/TOOL/train.jsonl, val.jsonl, and SUMMARY.json.
+
+In: files of trajectories, and templates. Out: of each action whose tool has a template one row,
+{"tool", "instruction", "output", "meta": {"task_id", "domain", "step"}}, or the same as
+conversations. Rows stand in the order that `splits` gives; memory is a few bytes a row.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ...errors import InputError
+from ..documents import Document, objects
+from .folder import new_folder, storing, write_lines, write_summary
+from .splits import Held, split_tools, split_tools_by_group
+from .spool import Spool
+from .templates import Shown, Templates, instruction_of, response_of
+
+Json = dict[str, Any]
+Form = Literal["rows", "messages"]
+Told = Callable[[int, int], None]
+"""Gets the trajectories and the bytes that were read so far."""
+
+SUMMARY = "SUMMARY.json"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which rows there are, and how they are split.
+
+    Args:
+        seed: of the shuffle.
+        val_ratio: share of each tool's rows that is held out, rounded down, at least one row.
+        strict_split: a tool's lone row is trained on; else it is in both parts.
+        group_by: "task_id": all rows of a task are on one side, over all tools.
+        min_reward: only trajectories with at least this reward; one without a reward is none.
+        form: rows, or messages.
+    """
+
+    seed: int = 123
+    val_ratio: float = 0.05
+    strict_split: bool = False
+    group_by: Literal["task_id"] | None = None
+    min_reward: float | None = None
+    form: Form = "rows"
+    shown: Shown = field(default_factory=Shown)
+
+
+@dataclass
+class Report:
+    """What came of the trajectories.
+
+    Args:
+        summary: {tool: {"train", "val"}}: numbers of rows.
+        read, below: trajectories; those whose reward was too low.
+        without_template, empty: actions that became no row.
+    """
+
+    summary: dict[str, dict[str, int]] = field(default_factory=dict)
+    read: int = 0
+    below: int = 0
+    without_template: int = 0
+    empty: int = 0
+
+
+def build(
+    sources: Sequence[str],
+    templates: Templates,
+    out: Path,
+    choice: Choice | None = None,
+    *,
+    told: Told = lambda trajectories, size: None,
+) -> Report:
+    """Writes the rows of the trajectories in `sources` below `out`, whole or not at all.
+
+    Args:
+        sources: files, folders and globs of unified trajectories.
+        out: a new or empty folder, or one that was built before, which is replaced.
+
+    Raises:
+        NotFoundError, InputError: a source cannot be read, or no action became a row.
+        ConfigError, StoreError: `out` cannot be written.
+    """
+    choice = choice or Choice()
+    report = Report()
+    with Spool() as spool:
+        tools = _collected(objects(sources), templates, choice, spool, report, told)
+        if not tools:
+            raise InputError(
+                f"None of {report.read} trajectories has an action that became a row: "
+                f"{report.below} below the least reward; {report.without_template} actions without "
+                f"a template, {report.empty} that say nothing.",
+                hint="See the tools in the file of templates.",
+            )
+        held = _split({tool: rows.groups for tool, rows in tools.items()}, choice)
+        with new_folder(out, mark=SUMMARY) as folder, storing(out):
+            for tool, parts in held.items():
+                numbers = tools[tool].numbers
+                for name, chosen in (("train", parts.train), ("val", parts.val)):
+                    lines = spool.lines(numbers[number] for number in chosen)
+                    write_lines(folder / tool / f"{name}.jsonl", lines)
+                report.summary[tool] = {"train": len(parts.train), "val": len(parts.val)}
+            write_summary(folder / SUMMARY, report.summary)
+    return report
+
+
+def rows_of(
+    trajectory: Json,
+    templates: Templates,
+    choice: Choice | None = None,
+    *,
+    report: Report | None = None,
+) -> Iterator[Json]:
+    """The rows of one trajectory, in the order of its actions.
+
+    Args:
+        report: counts what became no row.
+    """
+    choice, report = choice or Choice(), report or Report()
+    actions = [one for one in trajectory.get("actions") or [] if isinstance(one, dict)]
+    for number, action in enumerate(actions):
+        template = templates.tools.get(str(action.get("tool")))
+        if template is None:
+            report.without_template += 1
+            continue
+        output = response_of(template, action)
+        if not output:
+            report.empty += 1
+            continue
+        asked = instruction_of(template, trajectory, action, actions[:number], choice.shown)
+        yield _row(trajectory, action, asked, output, choice.form)
+
+
+def reward_of(trajectory: Json) -> float | None:
+    """Its reward; None where it has none."""
+    metadata = trajectory.get("metadata")
+    reward = metadata.get("reward") if isinstance(metadata, dict) else None
+    if isinstance(reward, bool) or not isinstance(reward, (int, float)):
+        return None
+    return float(reward) if math.isfinite(reward) else None
+
+
+@dataclass
+class _Rows:
+    """Of one tool: the places of its rows in the spool, and the task of each."""
+
+    numbers: array[int] = field(default_factory=lambda: array("Q"))
+    groups: list[str] = field(default_factory=list)
+
+
+def _collected(
+    found: Iterable[Document],
+    templates: Templates,
+    choice: Choice,
+    spool: Spool,
+    report: Report,
+    told: Told,
+) -> dict[str, _Rows]:
+    tools: dict[str, _Rows] = {}
+    size = 0
+    for document in found:
+        trajectory = document.value
+        if not isinstance(trajectory.get("actions"), list):
+            raise InputError(
+                f"{document.place}: no unified trajectory: it has no list `actions`.",
+                hint="`envserver convert` makes one of it.",
+                place=document.place,
+            )
+        report.read += 1
+        size += document.bytes
+        told(report.read, size)
+        if choice.min_reward is not None:
+            reward = reward_of(trajectory)
+            if reward is None or reward < choice.min_reward:
+                report.below += 1
+                continue
+        task = _task_of(trajectory)
+        for row in rows_of(trajectory, templates, choice, report=report):
+            rows = tools.setdefault(row["tool"], _Rows())
+            rows.numbers.append(spool.add(row))
+            rows.groups.append(task)
+    return tools
+
+
+def _task_of(trajectory: Json) -> str:
+    """The task: its id, without the rollout's that exports put behind it where a task has several
+    rollouts.
+    """
+    task_id, metadata = str(trajectory.get("task_id")), trajectory.get("metadata")
+    rollout_id = metadata.get("rollout_id") if isinstance(metadata, dict) else None
+    return task_id.removesuffix(f"-{rollout_id}") if rollout_id else task_id
+
+
+def _split(groups: dict[str, list[str]], choice: Choice) -> dict[str, Held]:
+    if choice.group_by is not None:
+        return split_tools_by_group(groups, seed=choice.seed, val_ratio=choice.val_ratio)
+    return split_tools(
+        {tool: len(rows) for tool, rows in groups.items()},
+        seed=choice.seed,
+        val_ratio=choice.val_ratio,
+        strict=choice.strict_split,
+    )
+
+
+def _row(trajectory: Json, action: Json, asked: str, output: str, form: Form) -> Json:
+    tool, task_id, domain = action["tool"], trajectory.get("task_id"), trajectory.get("domain")
+    if form == "rows":
+        meta = {"task_id": task_id, "domain": domain, "step": action.get("step")}
+        return {"tool": tool, "instruction": asked, "output": output, "meta": meta}
+    said = [{"role": "user", "content": asked}, {"role": "assistant", "content": output}]
+    return {
+        "messages": said,
+        "reward": reward_of(trajectory),
+        "env": domain,
+        "task_id": task_id,
+        "tool": tool,
+        "step": action.get("step"),
+    }

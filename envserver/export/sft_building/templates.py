@@ -1,0 +1,169 @@
+"""Templates: what an action of a trajectory becomes in supervised training.
+
+In: a YAML file (`configs/sft_templates.yaml`):
+
+    tools:
+      reason:
+        instruction: "Task: {question}\\nContext: {context}"
+        response_from: action_output          # or action_input.command, action_input.a.b
+        postprocess: {keep_first_bash_block: true}
+
+Out: for each action whose tool has a template and says something, an instruction and an output.
+Placeholders: {question}; {context}, the outputs of the actions before it; {notes}, those of earlier
+hops (`reason_hop`); {path}, of its input. Pure but for the reading.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from ...errors import ConfigError, NotFoundError
+
+Json = dict[str, Any]
+
+HOP = "reason_hop"
+_PLACEHOLDERS = ("question", "context", "notes", "path")
+_BASH_BLOCK = re.compile(r"```bash\s*(.*?)```", re.DOTALL | re.IGNORECASE)
+_OUTPUT, _INPUT = "action_output", "action_input."
+
+
+class Postprocess(BaseModel):
+    """What is done with a response."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    keep_first_bash_block: bool = False
+    """Only the inside of its first block of bash; a response without one is none."""
+
+
+class Template(BaseModel):
+    """How the actions of one tool become rows."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    instruction: str = Field(min_length=1)
+    response_from: str = Field(default=_OUTPUT, pattern=r"^action_(output|input(\.[^.]+)+)$")
+    postprocess: Postprocess = Postprocess()
+
+    @field_validator("instruction")
+    @classmethod
+    def _known_placeholders(cls, text: str) -> str:
+        try:
+            names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+        except ValueError as error:
+            raise ValueError(f"{error}; a brace that is meant is written twice") from error
+        for name in names:
+            if name not in _PLACEHOLDERS:
+                known = ", ".join(f"{{{one}}}" for one in _PLACEHOLDERS)
+                raise ValueError(f"{{{name}}} is none of {known}; a brace is written twice")
+        return text
+
+
+class Templates(BaseModel):
+    """The file of templates."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tools: dict[str, Template]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What else a prompt shows.
+
+    Args:
+        context: fill {context} with the outputs of earlier actions, one to a paragraph.
+        notes: fill {notes} with the outputs of earlier hops, one to a line.
+        characters: at most so many of each: the last ones.
+    """
+
+    context: bool = False
+    notes: bool = False
+    characters: int = 4000
+
+
+def read_templates(path: Path) -> Templates:
+    """The templates in a file.
+
+    Raises:
+        NotFoundError: there is no such file.
+        ConfigError: it cannot be read, or a template is wrong; says which.
+    """
+    if not path.is_file():
+        raise NotFoundError(f"There is no file of templates {str(path)!r}.")
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
+    return templates_of(value, str(path))
+
+
+def templates_of(value: Any, where: str = "The templates") -> Templates:
+    """The templates that a mapping is. Raises ConfigError like `read_templates`."""
+    try:
+        return Templates.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the top"
+        raise ConfigError(f"{where}: {place}: {first['msg']}.") from error
+
+
+def instruction_of(
+    template: Template, trajectory: Json, action: Json, before: Sequence[Json], shown: Shown
+) -> str:
+    """What the model is asked.
+
+    Args:
+        before: the actions before this one, in their order.
+    """
+    return template.instruction.format(
+        question=trajectory.get("question") or "",
+        context=_context(before, shown.characters) if shown.context else "",
+        notes=_notes(before, shown.characters) if shown.notes else "",
+        path=_found(action, ["path"]),
+    ).strip()
+
+
+def response_of(template: Template, action: Json) -> str:
+    """What it is to say; "" for nothing."""
+    if template.response_from == _OUTPUT:
+        said = _text(action.get("output"))
+    else:
+        said = _found(action, template.response_from.removeprefix(_INPUT).split("."))
+    if template.postprocess.keep_first_bash_block:
+        block = _BASH_BLOCK.search(said)
+        return block[1].strip() if block else ""
+    return said
+
+
+def _context(before: Sequence[Json], characters: int) -> str:
+    said = [_text(action.get("output")).strip() for action in before]
+    return "\n\n".join(text for text in said if text)[-characters:].lstrip()
+
+
+def _notes(before: Sequence[Json], characters: int) -> str:
+    said = [_text(one.get("output")).strip() for one in before if one.get("tool") == HOP]
+    return "\n".join(text for text in said if text)[-characters:].lstrip()
+
+
+def _found(action: Json, names: Sequence[str]) -> str:
+    """What stands below these names in an action's input, as text; "" where nothing does."""
+    value = action.get("input")
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

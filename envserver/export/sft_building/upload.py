@@ -1,0 +1,120 @@
+"""A finished folder of data, put where trainers are: another folder, a bucket, or the hub.
+
+Targets: a path; any URL that fsspec knows (`gs://bucket/prefix`, `s3://...`, `memory://...`); a
+data set on the hub (`hf://datasets/owner/name`, or with a folder after it), in one commit. The file
+that describes the folder goes last: where it is, all is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError, StoreError
+from .folder import storing
+
+HUB = "hf://"
+_LAST = ("SUMMARY.json", "summary.json")
+Told = Callable[[str], None]
+"""Gets the address of each file that is there."""
+
+
+def upload(folder: Path, target: str, *, told: Told = lambda address: None) -> list[str]:
+    """Copies all files of `folder` to `target`, where what has their names is replaced.
+
+    Returns:
+        The addresses of the files.
+
+    Raises:
+        ConfigError: the target is none, or a library for it is not installed.
+        StoreError: it refused, or broke off; what was copied before stays.
+    """
+    files = sorted(
+        (path for path in folder.rglob("*") if path.is_file()),
+        key=lambda path: (path.name in _LAST, str(path)),
+    )
+    if target.startswith(HUB):
+        addresses = _to_hub(folder, files, target)
+        for address in addresses:
+            told(address)
+        return addresses
+    if "://" not in target:
+        return _to_folder(folder, files, Path(target), told)
+    return _to_url(folder, files, target, told)
+
+
+def _to_folder(folder: Path, files: list[Path], target: Path, told: Told) -> list[str]:
+    if target.exists() and target.resolve() == folder.resolve():
+        raise ConfigError(f"{target} is where the data was written.", hint="Leave --upload out.")
+    addresses = []
+    with storing(target):
+        for path in files:
+            place = target / path.relative_to(folder)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            beside = place.with_name(f".{place.name}.part")
+            shutil.copyfile(path, beside)
+            beside.replace(place)
+            addresses.append(str(place))
+            told(addresses[-1])
+    return addresses
+
+
+def _to_url(folder: Path, files: list[Path], target: str, told: Told) -> list[str]:
+    try:
+        fsspec = importlib.import_module("fsspec.core")
+    except ImportError as error:
+        raise ConfigError(
+            f"Uploading to {target} needs fsspec, which cannot be imported: {error}.",
+            hint="pip install 'envserver[data]'",
+        ) from error
+    try:
+        system, root = fsspec.url_to_fs(target)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{target} cannot be used: {error}") from error
+    addresses = []
+    for path in files:
+        place = "/".join([root.rstrip("/"), *path.relative_to(folder).parts])
+        try:
+            system.makedirs(system._parent(place), exist_ok=True)
+            system.put_file(str(path), place)
+        except Exception as error:
+            raise _refused(target, error) from error
+        addresses.append(str(system.unstrip_protocol(place)))
+        told(addresses[-1])
+    return addresses
+
+
+def _to_hub(folder: Path, files: list[Path], target: str) -> list[str]:
+    try:
+        from huggingface_hub import HfApi
+    except ImportError as error:
+        raise ConfigError(
+            f"Uploading to {target} needs huggingface_hub, which cannot be imported: {error}.",
+            hint="pip install 'envserver[data]'",
+        ) from error
+    parts = target.removeprefix(HUB).strip("/").split("/")
+    if parts[0] != "datasets" or len(parts) < 3:
+        raise ConfigError(f"{target} is no data set.", hint="hf://datasets/OWNER/NAME[/FOLDER]")
+    name, below = "/".join(parts[1:3]), "/".join(parts[3:])
+    api: Any = HfApi()
+    try:
+        api.create_repo(name, repo_type="dataset", private=True, exist_ok=True)
+        api.upload_folder(
+            repo_id=name,
+            repo_type="dataset",
+            folder_path=str(folder),
+            path_in_repo=below or None,
+            commit_message="Data for supervised fine-tuning",
+        )
+    except Exception as error:
+        raise _refused(target, error) from error
+    root = "/".join([f"{HUB}datasets/{name}", *parts[3:]])
+    return [f"{root}/{path.relative_to(folder).as_posix()}" for path in files]
+
+
+def _refused(target: str, error: Exception) -> StoreError:
+    reason = " ".join(str(error).split())[:300]
+    return StoreError(f"{target} cannot be written: {type(error).__name__}: {reason}")

@@ -1,0 +1,91 @@
+"""Whether files hold unified trajectories: the schema, steps, times, numbers, and unique ids.
+
+In: files, folders and globs; of JSON one trajectory to a file, of JSONL one to a line. Out: every
+problem with its place, as it is found. What is remembered is twelve bytes of each task id: an id
+stands once in a file of lines, and once among the files of one folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .documents import Document, documents, files_of
+from .unified import DOMAINS, problems_of
+
+Told = Callable[[int, int], None]
+"""Gets the documents and the bytes that were read so far."""
+Bad = Callable[[str, str], None]
+"""Gets the place of a document (`file.json`; `file.jsonl, line 7`), and what is wrong with it."""
+
+
+@dataclass
+class Report:
+    """What was found.
+
+    Args:
+        files, bad_files: files; those with any problem.
+        documents, bad: trajectories; those with any problem.
+    """
+
+    files: int = 0
+    bad_files: int = 0
+    documents: int = 0
+    bad: int = 0
+
+
+def validate(
+    sources: Sequence[str],
+    *,
+    bad: Bad = lambda place, reason: None,
+    told: Told = lambda count, size: None,
+    domains: Collection[str] = DOMAINS,
+) -> Report:
+    """Checks every trajectory of `sources`.
+
+    Args:
+        bad: told of each problem.
+        domains: those that there are.
+
+    Raises:
+        NotFoundError: a source names no file.
+    """
+    report = Report()
+    seen: dict[Path, set[bytes]] = {}
+    wrong: set[Path] = set()
+    size = 0
+    files = files_of(sources)
+    for document in documents(files):
+        report.documents += 1
+        size += document.bytes
+        problems = _problems(document, seen, domains)
+        report.bad += bool(problems)
+        if problems:
+            wrong.add(document.path)
+        for problem in problems:
+            bad(document.place, problem)
+        told(report.documents, size)
+    report.files, report.bad_files = len(files), len(wrong)
+    return report
+
+
+def _problems(
+    document: Document, seen: dict[Path, set[bytes]], domains: Collection[str]
+) -> list[str]:
+    if document.problem is not None:
+        return [document.problem]
+    try:
+        problems = problems_of(document.value, domains=domains)
+    except RecursionError:
+        return ["nested too deeply"]
+    task_id = document.value.get("task_id") if isinstance(document.value, dict) else None
+    if isinstance(task_id, str):
+        among = document.path.parent if document.line is None else document.path
+        digest = hashlib.blake2b(task_id.encode(errors="replace"), digest_size=12).digest()
+        ids = seen.setdefault(among, set())
+        if digest in ids:
+            problems.append(f"$.task_id: {task_id[:80]!r} stands there twice")
+        ids.add(digest)
+    return problems
