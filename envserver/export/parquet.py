@@ -12,7 +12,7 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -23,10 +23,11 @@ from ..records import Message, text_of
 from .formats import Options, Row, Written
 from .stored import StoredGroup, StoredRollout, StoredRow
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 Json = dict[str, Any]
+Table = Any
+"""A `pyarrow.Table`, which brings no types."""
+Schema = Any
+"""A `pyarrow.Schema`."""
 
 ROW_GROUP_BYTES: Final = 32 * 2**20
 """Of tokens and texts, before compression: what memory holds and what a reader gets at once."""
@@ -153,7 +154,7 @@ def messages_in(row: Json) -> list[Message]:
     return [_without_nulls(message) for message in row["messages"]]
 
 
-def table_of(rows: Sequence[Json]) -> pa.Table:
+def table_of(rows: Sequence[Json]) -> Table:
     """`rows` (of `rows_of`) as a table of `schema()`.
 
     Raises:
@@ -173,7 +174,7 @@ def table_of(rows: Sequence[Json]) -> pa.Table:
 
 
 @functools.cache
-def schema() -> pa.Schema:
+def schema() -> Schema:
     """The columns. Those of one rollout stand in each of its rows; `row` counts them from 0."""
     pa = _pyarrow("pyarrow")
     text, number, real = pa.string(), pa.int64(), pa.float64()
@@ -223,9 +224,15 @@ def _tokens(number: int, row: StoredRow) -> Json:
 
 
 def _without_tokens() -> Json:
-    columns = {"tokens": np.int32, "mask": np.bool_, "logprobs": np.float32}
-    empty = {name: np.empty(0, dtype) for name, dtype in columns.items()}
-    return {"row": 0, "agent": None, "row_flags": [], "versions": [], **empty}
+    nothing = StoredRow(
+        tokens=np.empty(0, np.int32),
+        mask=np.empty(0, np.uint8),
+        logprobs=np.empty(0, np.float32),
+        agent=None,
+        flags=[],
+        versions=[],
+    )
+    return _tokens(0, nothing)
 
 
 def _typed(message: Message) -> Json:
