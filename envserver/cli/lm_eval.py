@@ -1,0 +1,296 @@
+"""lm-evaluation-harness against an engine: it runs as a process of its own and asks our endpoint.
+
+In: what to run and an engine. Out: `<folder>/harness/` (what it wrote), and a folder for each of
+its tasks with `run.json` and `samples.jsonl`, as `evaluation.folders` reads them. What holds: the
+engine's key stays in this process; every call of the harness passes through it and is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..api.server import serve_api
+from ..errors import ConfigError, InputError, StoreError
+from ..evaluation.folders import RunFile, read_run_file
+from ..evaluation.harness import SAMPLES_FILE, HarnessRun, Harvest, harvest
+from ..evaluation.report import Counted
+from ..export.unified import write_json
+from ..models.engine import Engine
+from ..models.measured import Json, MeasuredEngine
+from ..proxy.server import Proxy
+from ..proxy.source import Source
+from .evaluate_folder import write_run_file
+
+_CALLS = "calls.json"
+_PATHS = {"chat": "chat/completions", "completions": "completions"}
+_MODELS = {"chat": "local-chat-completions", "completions": "local-completions"}
+_LAST_LINES = 4
+_GRACE_SECONDS = 10.0
+_UNSAFE = re.compile(r"[^\w+.-]")
+_LONGEST_NAME = 100
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the harness is to do. Arguments as `LmEvalSettings`."""
+
+    tasks: Sequence[str]
+    folder: Path
+    python: Path
+    api: str = "chat"
+    num_fewshot: int | None = None
+    limit: float | None = None
+    include_path: Path | None = None
+    gen_kwargs: str = ""
+    system_instruction: str = ""
+    tokenizer: str = ""
+    concurrency: int = 8
+    metric: str | None = None
+    more: Sequence[str] = ()
+    counted: Counted = field(default_factory=Counted)
+
+    @property
+    def harness(self) -> Path:
+        """Where the harness writes, and keeps answers to go on with."""
+        return self.folder / "harness" / _UNSAFE.sub("_", "+".join(self.tasks))[:_LONGEST_NAME]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those that decide results."""
+        return {
+            "harness": {
+                "api": self.api,
+                "num_fewshot": self.num_fewshot,
+                "limit": self.limit,
+                "gen_kwargs": self.gen_kwargs,
+                "system_instruction": self.system_instruction,
+                "args": list(self.more),
+            }
+        }
+
+
+class Spent(msgspec.Struct):
+    """What answers took, by what the engine says itself; seconds: their sum."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+
+
+class CountingEngine(MeasuredEngine):
+    """An engine that counts what its answers took."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.spent = Spent()
+
+    async def post(self, path: str, body: Json, *, rollout_id: str, timeout_seconds: float) -> Json:
+        """See Engine."""
+        began = time.perf_counter()
+        answer = await super().post(
+            path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds
+        )
+        usage = answer.get("usage") or {}
+        self.spent.requests += 1
+        self.spent.prompt_tokens += int(usage.get("prompt_tokens") or 0)
+        self.spent.completion_tokens += int(usage.get("completion_tokens") or 0)
+        self.spent.seconds += time.perf_counter() - began
+        return answer
+
+
+async def check_installed(python: Path) -> None:
+    """Sees that `python` has the harness.
+
+    Raises:
+        ConfigError: it has not, or cannot be run.
+    """
+    words = ("-c", "import importlib.util as u; raise SystemExit(u.find_spec('lm_eval') is None)")
+    try:
+        process = await asyncio.create_subprocess_exec(
+            str(python),
+            *words,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+    except OSError as error:
+        raise ConfigError(f"--python {python} cannot be run: {error.strerror}.") from error
+    if await process.wait():
+        raise ConfigError(
+            f"lm-evaluation-harness is not installed for {python}.",
+            hint="pip install 'envserver[lm-eval]', or name a Python that has it: --python PATH.",
+        )
+
+
+async def run_harness(
+    order: Order, engine: CountingEngine, *, simulated: bool, tell: Callable[[str], object]
+) -> list[str]:
+    """Runs it to its end and files what it found; the names of its tasks.
+
+    Raises:
+        ConfigError: it ended by an error (its last words are in the message).
+        InputError: it wrote nothing that can be read.
+    """
+    model = await engine.model_name()
+    with _accounts(order.harness / _CALLS, engine.spent) as spent:
+        async with _endpoint(engine) as url:
+            words = [str(order.python), "-m", "lm_eval", "run", *_words(order, url, model)]
+            await _run(words, order.harness / "log.txt", tell)
+    found = await asyncio.to_thread(
+        harvest, order.harness, metric=order.metric, requests=spent.requests
+    )
+    documents = sum(one.documents for one in found)
+    before = 0
+    for one in found:
+        run = HarnessRun(
+            task=one.task,
+            model=model,
+            simulated=simulated,
+            settings=order.settings,
+            facts=one.facts,
+            prompt_tokens=_share(spent.prompt_tokens, before, one.documents, documents),
+            completion_tokens=_share(spent.completion_tokens, before, one.documents, documents),
+            seconds=spent.seconds * one.documents / documents,
+            documents=one.documents,
+            finished_at=time.time(),
+        )
+        before += one.documents
+        _file(order, one, run)
+    return [one.task for one in found]
+
+
+@contextlib.contextmanager
+def _accounts(path: Path, spent: Spent) -> Iterator[Spent]:
+    """`spent`, to which is added what `path` says of earlier runs here; then it says all."""
+    if path.exists():
+        try:
+            before = msgspec.json.decode(path.read_bytes(), type=Spent)
+        except msgspec.DecodeError as error:
+            raise InputError(f"{path} cannot be read: {error}.", place=str(path)) from error
+        for name in Spent.__struct_fields__:
+            setattr(spent, name, getattr(spent, name) + getattr(before, name))
+    try:
+        yield spent
+    finally:
+        if spent.requests:
+            write_json(path, msgspec.to_builtins(spent))
+
+
+def _share(total: int, before: int, own: int, everything: int) -> int:
+    """The part of a task with `own` of all documents, such that the parts sum up to `total`."""
+    return total * (before + own) // everything - total * before // everything
+
+
+def _file(order: Order, one: Harvest, run: HarnessRun) -> None:
+    folder = order.folder / one.task
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = folder / f".{SAMPLES_FILE}.part"
+        shutil.copyfile(one.samples, beside)
+        beside.replace(folder / SAMPLES_FILE)
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be written: {error.strerror}.") from error
+    write_run_file(folder, RunFile(name=one.task, harness=run, counted=order.counted))
+
+
+def fold_in(folder: Path, tasks: Sequence[str]) -> None:
+    """Makes `tasks` parts of the evaluation in `folder`, which may hold others, or none yet."""
+    noted = read_run_file(folder) or RunFile()
+    parts = list(dict.fromkeys([*noted.parts, *tasks]))
+    write_run_file(folder, msgspec.structs.replace(noted, parts=parts))
+
+
+def _words(order: Order, url: str, model: str) -> list[str]:
+    """The command line of the harness."""
+    arguments = {
+        "model": model,
+        "base_url": f"{url}/v1/{_PATHS[order.api]}",
+        "num_concurrent": order.concurrency,
+        "max_retries": 3,
+    }
+    if order.api == "chat":
+        arguments |= {"tokenized_requests": False}
+    elif order.tokenizer:
+        arguments |= {"tokenizer": order.tokenizer, "tokenizer_backend": "huggingface"}
+    words = ["--model", _MODELS[order.api]]
+    words += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())]
+    words += ["--tasks", ",".join(order.tasks), "--output_path", str(order.harness)]
+    words += ["--log_samples", "--use_cache", str(order.harness / "answers")]
+    words += ["--apply_chat_template"] if order.api == "chat" else []
+    given = {
+        "--num_fewshot": order.num_fewshot,
+        "--limit": None if order.limit is None else f"{order.limit:g}",
+        "--include_path": order.include_path,
+        "--gen_kwargs": order.gen_kwargs or None,
+        "--system_instruction": order.system_instruction or None,
+    }
+    for flag, value in given.items():
+        words += [] if value is None else [flag, str(value)]
+    return [*words, *order.more]
+
+
+@contextlib.asynccontextmanager
+async def _endpoint(engine: CountingEngine) -> AsyncIterator[str]:
+    """Our endpoint in front of `engine`, under a key that nobody else knows."""
+    proxy = Proxy(engine, source=Source(engine))
+    server = await serve_api(proxy.asgi(), "127.0.0.1", 0)
+    try:
+        yield f"{server.url}/r/{proxy.open_guest()}"
+    finally:
+        await server.close()
+
+
+async def _run(words: Sequence[str], log: Path, tell: Callable[[str], object]) -> None:
+    """Runs a command whose output goes to `log`; ended when we are.
+
+    Raises:
+        ConfigError: it ended by an error.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OPENAI_API_KEY": "none"}
+    tell(f"The harness writes to {log}")
+    with log.open("wb") as out:
+        process = await asyncio.create_subprocess_exec(
+            *words, stdout=out, stderr=out, stdin=asyncio.subprocess.DEVNULL, env=environment
+        )
+        try:
+            status = await process.wait()
+        finally:
+            if process.returncode is None:
+                await _end(process)
+    if status:
+        last = await asyncio.to_thread(_last_lines, log)
+        raise ConfigError(
+            "lm-evaluation-harness ended with an error:\n" + "\n".join(last),
+            hint=f"All that it said: {log}",
+        )
+
+
+def _last_lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), _GRACE_SECONDS)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def this_python() -> Path:
+    """The Python that we run in."""
+    return Path(sys.executable)

@@ -1,0 +1,202 @@
+"""`envserver lm-eval TASKS`: its settings; the work is done in `lm_eval.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from rich.console import Console
+from rich.status import Status
+
+from ..config import EngineConfig, LogLevel, OpenAIConfig, Section, SimConfig
+from ..errors import ConfigError, UsageError
+from ..evaluation.folders import View
+from ..evaluation.report import Counted
+from ..models.engine import Engine
+from .engines import SIMULATED, look_at, started
+from .evaluate_command import show_report
+from .evaluate_folder import write_report
+from .evaluate_prices import PricesConfig, pricing_of
+from .help import show_help
+from .lm_eval import CountingEngine, Order, check_installed, fold_in, run_harness, this_python
+from .logs import configure_logs
+from .loop import run_loop
+from .settings import load_settings
+
+SUMMARY = """Runs tasks of lm-evaluation-harness (gsm8k, aime24, ifeval ...) against an engine and
+writes their results like those of `evaluate`: a report with intervals, that `evaluate compare`
+takes; in the folder of an evaluation (--out) they become part of its report. The harness downloads
+the data of its tasks itself; it is an extra: pip install 'envserver[lm-eval]'."""
+
+
+class LmEvalSettings(Section):
+    """The settings that `lm-eval` has."""
+
+    tasks: list[str]
+    """Tasks or groups of tasks of the harness (`lm_eval ls tasks`); may be the first word."""
+    openai: OpenAIConfig = OpenAIConfig()
+    model: str | None = None
+    """A model to start an engine for (a name in `engine.models_file`, a folder, a name on the
+    hub), or "sim" for the simulated engine; unset: the engine at `openai.base_url`."""
+    engine: EngineConfig = EngineConfig()
+    sim: SimConfig = SimConfig()
+    out: Path | None = None
+    """Folder for results and report, also that of an evaluation; unset: runs/lm-eval/<time>."""
+    resume: bool = False
+    """Go on in a folder that has these tasks: answers that are there are not asked for again."""
+    overwrite: bool = False
+    """Run tasks anew that the folder has."""
+    api: Literal["chat", "completions"] = "chat"
+    """How the engine is asked. Tasks that compare likelihoods of answers need completions, an
+    engine that echoes logprobs of prompts, and `tokenizer`."""
+    num_fewshot: int | None = Field(default=None, ge=0)
+    """Examples in each prompt; unset: as the task says."""
+    limit: float | None = Field(default=None, gt=0)
+    """Documents of each task (a number), or a share of them (below 1); unset: all."""
+    include_path: Path | None = None
+    """Folder with further tasks in YAML."""
+    gen_kwargs: str = ""
+    """How answers are sampled, where not as the task says: temperature=0.6,max_gen_toks=2048."""
+    system_instruction: str = ""
+    """System prompt; unset: none."""
+    tokenizer: str = ""
+    """Folder or hub name of the model's tokenizer, for `completions`."""
+    concurrency: int = Field(default=8, ge=1)
+    """Calls in flight."""
+    metric: str | None = None
+    """Which metric is the reward: exact_match, or exact_match,strict-match with its filter; unset:
+    of each task the first that is a mean of values from 0 to 1."""
+    python: Path | None = None
+    """The Python that has lm-evaluation-harness; unset: the one that envserver runs in."""
+    args: tuple[str, ...] = ()
+    """Further words for the harness's command line."""
+    pass_at: float = Field(default=1.0, gt=0, le=1)
+    """Least value of the metric at which a document passes."""
+    prices: PricesConfig = PricesConfig()
+    log_level: LogLevel = "warning"
+    """Least serious event that is logged."""
+
+
+def run(argv: list[str]) -> int:
+    """The command.
+
+    Raises:
+        UsageError: a setting is wrong, the harness is not installed, or ended by an error.
+        EngineError: the engine does not answer.
+    """
+    usage = "envserver lm-eval TASKS"
+    if show_help(argv, usage=usage, summary=SUMMARY, settings_class=LmEvalSettings):
+        return 0
+    words = ["--tasks", *argv] if argv and not argv[0].startswith("-") else argv
+    settings = load_settings(words, settings_class=LmEvalSettings)
+    configure_logs(settings.log_level)
+    run_loop(_lm_eval(settings, Console(stderr=True)))
+    return 0
+
+
+async def _lm_eval(settings: LmEvalSettings, console: Console) -> None:
+    if not settings.tasks:
+        raise UsageError("Which tasks? For example: envserver lm-eval gsm8k --limit 100.")
+    folder = settings.out or Path("runs") / "lm-eval" / time.strftime("%Y%m%d-%H%M%S")
+    order = _order(settings, folder)
+    await asyncio.to_thread(_check_folder, order, settings)
+    await check_installed(order.python)
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    pricing = pricing_of(settings.prices, settings.model, settings.engine.models_file)
+    async with _engine(settings) as engine:
+        view = View(pass_at=settings.pass_at, pricing=pricing)
+        order = replace(order, counted=view.over(Counted(), await engine.model_name()))
+        async with _watched(console, engine):
+            simulated = settings.model == SIMULATED
+            tasks = await run_harness(order, engine, simulated=simulated, tell=say)
+    fold_in(folder, tasks)
+    show_report(console, write_report(folder, View()), folder)
+
+
+def _order(settings: LmEvalSettings, folder: Path) -> Order:
+    return Order(
+        tasks=settings.tasks,
+        folder=folder,
+        python=settings.python or this_python(),
+        api=settings.api,
+        num_fewshot=settings.num_fewshot,
+        limit=settings.limit,
+        include_path=settings.include_path,
+        gen_kwargs=settings.gen_kwargs,
+        system_instruction=settings.system_instruction,
+        tokenizer=settings.tokenizer,
+        concurrency=settings.concurrency,
+        metric=settings.metric,
+        more=settings.args,
+    )
+
+
+def _check_folder(order: Order, settings: LmEvalSettings) -> None:
+    """Sees that no task is run twice by mistake.
+
+    Raises:
+        ConfigError: the folder has these.
+    """
+    if settings.resume and settings.overwrite:
+        raise ConfigError("--resume and --overwrite exclude each other.")
+    if order.harness.exists() and not (settings.resume or settings.overwrite):
+        raise ConfigError(
+            f"{order.folder} has {', '.join(order.tasks)}.",
+            hint="Go on with it by --resume, run it anew by --overwrite.",
+        )
+    if settings.overwrite:
+        shutil.rmtree(order.harness, ignore_errors=True)
+
+
+@contextlib.asynccontextmanager
+async def _engine(settings: LmEvalSettings) -> AsyncIterator[CountingEngine]:
+    async with contextlib.AsyncExitStack() as stack:
+        openai = await stack.enter_async_context(
+            started(settings.model, settings.openai, settings.engine)
+        )
+        engine = CountingEngine(_made(settings, openai))
+        await stack.enter_async_context(engine)
+        await look_at(engine, must_answer=True)
+        yield engine
+
+
+def _made(settings: LmEvalSettings, openai: OpenAIConfig) -> Engine:
+    if settings.model == SIMULATED:
+        from ..models.sim import SimEngine
+
+        return SimEngine(settings.sim)
+    from ..models.openai import OpenAIEngine
+
+    return OpenAIEngine(openai)
+
+
+@contextlib.asynccontextmanager
+async def _watched(console: Console, engine: CountingEngine) -> AsyncIterator[None]:
+    """A line on a terminal that says how far it is; elsewhere nothing."""
+
+    async def tell(status: Status) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            spent = engine.spent
+            tokens = spent.prompt_tokens + spent.completion_tokens
+            status.update(f"{spent.requests:,} answers, {tokens:,} tokens")
+
+    if not console.is_terminal:
+        yield
+        return
+    with console.status("The harness begins") as status:
+        telling = asyncio.create_task(tell(status))
+        try:
+            yield
+        finally:
+            telling.cancel()
