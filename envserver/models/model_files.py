@@ -82,13 +82,19 @@ def find_tokenizer(name: str) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    for folder in [Path(name), *_cached(name)]:
-        if (folder / _TOKENIZER).is_file():
-            return folder.absolute()
+    if folder := tokenizer_here(name):
+        return folder
     fetched = _fetch(name)
     if fetched.folder is None:
         raise ConfigError(f"--tokenizer: {fetched.reason}")
     return fetched.folder
+
+
+def tokenizer_here(name: str) -> Path | None:
+    """Like `find_tokenizer`, of what is on this machine; None: it is not."""
+    folders = [Path(name), *_cached(name)] if name else []
+    found = (folder for folder in folders if (folder / _TOKENIZER).is_file())
+    return next((folder.absolute() for folder in found), None)
 
 
 def _lack(folder: Path) -> str:
