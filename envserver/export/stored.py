@@ -131,7 +131,11 @@ class StoredGroup:
     lost: dict[str, int]
 
 
-def read_groups(sources: Sequence[str], on_bad: OnBad | None = None) -> Iterator[StoredGroup]:
+def read_groups(
+    sources: Sequence[str],
+    on_bad: OnBad | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> Iterator[StoredGroup]:
     """The groups of `sources`, read as they are asked for.
 
     A last line that a killed writer left unfinished is passed over with a warning.
@@ -139,6 +143,7 @@ def read_groups(sources: Sequence[str], on_bad: OnBad | None = None) -> Iterator
     Args:
         on_bad: told of each line or body that is no group, which is then passed over; unset: the
             first one ends the reading.
+        on_bytes: told, now and then, how many more bytes of the files were read.
 
     Raises:
         NotFoundError: there is no such file, or no server answers.
@@ -148,7 +153,7 @@ def read_groups(sources: Sequence[str], on_bad: OnBad | None = None) -> Iterator
     from .stored_sources import open_source
 
     for source in sources:
-        for raw in open_source(source):
+        for raw in open_source(source, on_bytes):
             try:
                 yield group_of(raw.decoded(), raw.place)
             except InputError as error:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import glob
 import gzip
+import io
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -28,10 +29,13 @@ else:
 
 log = structlog.get_logger()
 
+OnBytes = Callable[[int], None]
+
 ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 """Of the files that are read in a folder."""
 SERVERS = ("http://", "https://")
 DATABASES = ("postgresql://", "postgres://", "sqlite://")
+_BUFFER = 1 << 20
 _SQLITE = b"SQLite format 3\0"
 
 
@@ -43,8 +47,11 @@ class Raw:
     decoded: Callable[[], Any]
 
 
-def open_source(source: str) -> Iterator[Raw]:
+def open_source(source: str, on_bytes: OnBytes | None = None) -> Iterator[Raw]:
     """The groups of one source.
+
+    Args:
+        on_bytes: told, now and then, how many more bytes of a file were read.
 
     Raises:
         NotFoundError: there is no such thing.
@@ -61,7 +68,7 @@ def open_source(source: str) -> Iterator[Raw]:
         return of_database(source)
     if source == "-":
         return _lines(sys.stdin.buffer, "standard input")
-    return (raw for path in files_of(source) for raw in _of_file(path))
+    return (raw for path in files_of(source) for raw in _of_file(path, on_bytes))
 
 
 def files_of(source: str) -> list[Path]:
@@ -85,7 +92,7 @@ def files_of(source: str) -> list[Path]:
     return files
 
 
-def size_of(sources: list[str]) -> int | None:
+def size_of(sources: Sequence[str]) -> int | None:
     """Bytes of all `sources` as they lie on disk; None where one has no size."""
     if any(one == "-" or one.startswith((*SERVERS, *DATABASES)) for one in sources):
         return None
@@ -95,15 +102,18 @@ def size_of(sources: list[str]) -> int | None:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
+def opened(path: Path, on_bytes: OnBytes | None = None) -> Iterator[IO[bytes]]:
     """A file to read from, inflated where its name says that it is compressed.
+
+    Args:
+        on_bytes: told of the bytes that are read of it, as they lie on disk.
 
     Raises:
         InputError: it is damaged.
         NotFoundError: it cannot be opened.
     """
     try:
-        file: Any = path.open("rb")
+        file: Any = path.open("rb") if on_bytes is None else _Counted(path, on_bytes)
     except OSError as error:
         raise NotFoundError(f"{path} cannot be opened: {error.strerror}.") from error
     with file:
@@ -117,8 +127,26 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
             raise InputError(f"{path} is damaged or cut off: {error}.", place=str(path)) from error
 
 
-def _of_file(path: Path) -> Iterator[Raw]:
-    with opened(path) as file:
+class _Counted(io.BufferedReader):
+    """A file that tells how many bytes are read of it."""
+
+    def __init__(self, path: Path, on_bytes: OnBytes) -> None:
+        super().__init__(_CountedRaw(path, on_bytes), _BUFFER)
+
+
+class _CountedRaw(io.FileIO):
+    def __init__(self, path: Path, on_bytes: OnBytes) -> None:
+        super().__init__(path, "rb")
+        self._on_bytes = on_bytes
+
+    def readinto(self, buffer: Any) -> int | None:
+        number = super().readinto(buffer)
+        self._on_bytes(number or 0)
+        return number
+
+
+def _of_file(path: Path, on_bytes: OnBytes | None) -> Iterator[Raw]:
+    with opened(path, on_bytes) as file:
         yield from _lines(file, str(path))
 
 

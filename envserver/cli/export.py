@@ -1,0 +1,185 @@
+"""The work of `envserver export`: delivered groups in, files in one format out.
+
+Groups are read one after the other; of each the rollouts are kept that pass all filters, and what
+the format makes of them is written. What holds: the counts add up (`read` is `kept` and all that
+was dropped, by reason); memory does not grow with the groups but by 16 bytes or so for each rollout
+where duplicates are looked for, and with the evaluation sets that must not be in it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..export.decontaminate import Forbidden
+from ..export.dedupe import Seen
+from ..export.filters import Choice, Where, chosen
+from ..export.formats import Format
+from ..export.shards import finish, place_for, writer_of
+from ..export.stored import StoredGroup, StoredRollout, read_groups
+
+Json = dict[str, Any]
+SCHEMA_VERSION = 1
+
+DROPPED = {
+    "where": "not what --where wants",
+    "min_reward": "of less than --min_reward",
+    "contaminated": "with a piece of an evaluation set",
+    "not_chosen": "not the one of its group that --per_group wants",
+    "duplicate": "the same as one before",
+}
+"""Why a rollout is not in an export."""
+
+
+@dataclass
+class Tally:
+    """What came of it.
+
+    Args:
+        groups, rollouts: that were read.
+        kept: rollouts that passed; of a format of pairs some may be in none.
+        rows: that were written.
+        dropped: rollouts that did not pass, by the first reason (see DROPPED).
+        bad: lines that were passed over, `first_bad` the first.
+        seconds: how long it took.
+        files, bytes: that were written.
+    """
+
+    groups: int = 0
+    rollouts: int = 0
+    kept: int = 0
+    rows: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    bad: int = 0
+    first_bad: str = ""
+    files: int = 0
+    bytes: int = 0
+
+    def counts(self) -> Json:
+        """For the manifest."""
+        return {
+            "groups": self.groups,
+            "read": self.rollouts,
+            "kept": self.kept,
+            "rows": self.rows,
+            "dropped": {reason: self.dropped[reason] for reason in DROPPED},
+            "bad_lines": self.bad,
+        }
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which rollouts an export has; they are asked in this order.
+
+    Args:
+        where: true of each.
+        min_reward: at least; one without a reward has less.
+        forbidden: what no conversation may have a piece of.
+        per_group: of those that are left of a group.
+        distinct: none that says the same as one before.
+    """
+
+    where: Where | None = None
+    min_reward: float | None = None
+    forbidden: Forbidden | None = None
+    per_group: Choice = "all"
+    distinct: Seen | None = None
+
+    def of(self, group: StoredGroup, dropped: Counter[str]) -> list[StoredRollout]:
+        """Those of `group`; the others are counted in `dropped`."""
+        passed = []
+        for rollout in group.rollouts:
+            reason = self._refusal(rollout)
+            if reason is None:
+                passed.append(rollout)
+            else:
+                dropped[reason] += 1
+        kept = chosen(passed, self.per_group)
+        dropped["not_chosen"] += len(passed) - len(kept)
+        if self.distinct is None:
+            return kept
+        new = [rollout for rollout in kept if self.distinct.add(rollout)]
+        dropped["duplicate"] += len(kept) - len(new)
+        return new
+
+    def _refusal(self, rollout: StoredRollout) -> str | None:
+        if self.where is not None and not self.where(rollout):
+            return "where"
+        if self.min_reward is not None and (
+            rollout.reward is None or rollout.reward < self.min_reward
+        ):
+            return "min_reward"
+        if self.forbidden is not None and self.forbidden.is_in_rollout(rollout):
+            return "contaminated"
+        return None
+
+
+def export(
+    sources: Sequence[str],
+    format: Format,
+    out: Path,
+    *,
+    wanted: Wanted,
+    facts: Json,
+    shard_rows: int,
+    overwrite: bool = False,
+    skip_bad: bool = False,
+    told: Callable[[Tally, int], None] = lambda tally, size: None,
+) -> Tally:
+    """Writes what `wanted` keeps of `sources` to `out`, a folder, or a file where it ends like one.
+
+    Args:
+        facts: for the manifest: what was asked for.
+        shard_rows: most rows of a shard.
+        skip_bad: pass over lines that are no groups, and count them.
+        told: called after each group, with the bytes of the sources that were read since.
+
+    Raises:
+        ConfigError: `out` exists.
+        InputError: a source holds what is no group.
+        StoreError: `out` cannot be written; it is as it was.
+    """
+    single = out.suffix in (".jsonl", format.suffix)
+    tally, read = Tally(), Counter[str]()
+
+    def on_bad(error: InputError) -> None:
+        tally.bad += 1
+        tally.first_bad = tally.first_bad or str(error)
+
+    def on_bytes(number: int) -> None:
+        read["bytes"] += number
+
+    with place_for(out, overwrite=overwrite, single=single) as place:
+        writer = writer_of(format)
+        writer.open(place.folder, 2**62 if single else shard_rows)
+        for group in read_groups(sources, on_bad if skip_bad else None, on_bytes):
+            for row in _rows(group, format, wanted, tally):
+                writer.put(row)
+                tally.rows += 1
+            told(tally, read.pop("bytes", 0))
+        made = finish(
+            place,
+            writer.close(),
+            {
+                "schema_version": SCHEMA_VERSION,
+                "format": format.name,
+                "sources": list(sources),
+                **facts,
+                "counts": tally.counts(),
+            },
+            overwrite=overwrite,
+        )
+    tally.files, tally.bytes = made["files"], made["bytes"]
+    return tally
+
+
+def _rows(group: StoredGroup, format: Format, wanted: Wanted, tally: Tally) -> Iterator[Any]:
+    tally.groups += 1
+    tally.rollouts += len(group.rollouts)
+    kept = wanted.of(group, tally.dropped)
+    tally.kept += len(kept)
+    return format.rows(group, kept) if kept else iter(())

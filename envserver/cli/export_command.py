@@ -1,0 +1,181 @@
+"""`envserver export`: its settings and what it shows; the work is done in `export.py`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from ..config import LogLevel, Section
+from ..errors import ConfigError, UsageError
+from ..export.formats import Options, format_of
+from .export import DROPPED, Tally, Wanted, export
+from .file_words import named_sources
+from .help import show_help
+from .logs import configure_logs
+from .progress import counted
+from .settings import load_settings
+
+SUMMARY = """Writes stored rollouts in another form, those that you want, with checksums:
+`envserver export FILE... --to messages --out FOLDER`. The export appears whole or not at all."""
+
+
+class ExportSettings(Section):
+    """The settings that `export` has."""
+
+    source: list[str] = Field(default_factory=list)
+    """Files of `process` (.jsonl, .gz, .zst), folders or globs of them, `-`, a store (SQLite file
+    or postgresql:// URL), or a running server; may stand first, without the flag."""
+    to: str
+    """The form: atropos (groups), messages (chats for SFT), unified (readable records), dpo
+    (pairs), traces, parquet (typed columns) or html (pages)."""
+    out: Path
+    """A folder; or a file, where it ends in .jsonl or like the form's own files."""
+    where: str | None = None
+    """Only rollouts of which this is true, such as "reward >= 0.8 and turns < 6 and 'lossy_detok'
+    not in flags"; names are env, task_id, model, reward, components['...'], length (tokens),
+    sampled, turns, flags, limit, truncated, finish_reason, split, policy_version, messages ..."""
+    min_reward: float | None = Field(default=None, allow_inf_nan=False)
+    """Only rollouts of at least this reward."""
+    per_group: Literal["all", "best", "shortest"] = "all"
+    """Of what is left of each group: all, the one of the highest reward, or the shortest."""
+    dedupe: bool = False
+    """Leave out rollouts that say the same as one before."""
+    against: list[str] = Field(default_factory=list)
+    """Evaluation sets (.jsonl, .json, .txt, or folders): rollouts with a piece of one are left
+    out."""
+    against_words: int = Field(default=13, ge=2, le=1000)
+    """Words in a row that make a piece."""
+    shard_rows: int = Field(default=50_000, ge=1)
+    """Most rows of a shard (part-00000.jsonl, ...)."""
+    tokens: bool = False
+    """Unified records with their training rows, too."""
+    jsonl: bool = False
+    """Unified records and traces as lines of shards, not as a file for each."""
+    label: str = "auto"
+    """Of traces; auto: solved, partial or failed."""
+    margin: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Least difference of the rewards of a pair (dpo)."""
+    title: str = ""
+    """Of what is exported, for people."""
+    overwrite: bool = False
+    """Replace an export that is there."""
+    skip_bad: bool = False
+    """Pass over lines that are no groups, and count them."""
+    log_level: LogLevel = "warning"
+    """Least serious event that is logged."""
+
+
+def run(argv: list[str]) -> int:
+    """The command.
+
+    Raises:
+        UsageError: a setting is wrong, there is no such source, or a line of it is no group.
+        StoreError: the output cannot be written.
+    """
+    usage = "envserver export SOURCE... --to FORMAT --out PLACE"
+    if show_help(argv, usage=usage, summary=SUMMARY, settings_class=ExportSettings):
+        return 0
+    settings = load_settings(named_sources(argv, "--source"), settings_class=ExportSettings)
+    configure_logs(settings.log_level)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        tally = _export(settings, console)
+    except KeyboardInterrupt:
+        console.print(f"Stopped: {settings.out} is as it was.", markup=False)
+        raise
+    _show(console, tally, settings.out)
+    return 0
+
+
+def _export(settings: ExportSettings, console: Console) -> Tally:
+    from ..export.stored_sources import size_of
+
+    if not settings.source:
+        raise UsageError("`envserver export` needs a source.", hint="Name a file of `process`.")
+    jsonl = settings.jsonl or settings.out.suffix == ".jsonl"
+    if settings.out.suffix == ".jsonl" and settings.to in ("parquet", "html"):
+        raise ConfigError(f"{settings.to} cannot be a .jsonl file.", hint="Name a folder by --out.")
+    options = Options(
+        tokens=settings.tokens,
+        label=settings.label,
+        margin=settings.margin,
+        title=settings.title,
+        jsonl=jsonl,
+    )
+    format = format_of(settings.to, options)
+    wanted, facts = _wanted(settings)
+    with _bar(console, size_of(settings.source)) as told:
+        return export(
+            settings.source,
+            format,
+            settings.out,
+            wanted=wanted,
+            facts=facts,
+            shard_rows=settings.shard_rows,
+            overwrite=settings.overwrite,
+            skip_bad=settings.skip_bad,
+            told=told,
+        )
+
+
+def _wanted(settings: ExportSettings) -> tuple[Wanted, dict[str, Any]]:
+    from ..export.decontaminate import Forbidden
+    from ..export.dedupe import Seen
+    from ..export.filters import Where
+
+    forbidden = None
+    if settings.against:
+        forbidden = Forbidden(settings.against_words)
+        forbidden.read(settings.against)
+    names = ("where", "min_reward", "per_group", "dedupe", "against", "against_words")
+    facts: dict[str, Any] = {"filter": {name: getattr(settings, name) for name in names}}
+    if forbidden is not None:
+        facts["against"] = {"texts": forbidden.texts, "too_short": forbidden.too_short}
+    wanted = Wanted(
+        where=Where(settings.where) if settings.where is not None else None,
+        min_reward=settings.min_reward,
+        forbidden=forbidden,
+        per_group=settings.per_group,
+        distinct=Seen() if settings.dedupe else None,
+    )
+    return wanted, facts
+
+
+@contextlib.contextmanager
+def _bar(console: Console, size: int | None) -> Iterator[Callable[[Tally, int], None]]:
+    columns = (
+        TextColumn("{task.fields[facts]}"),
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with shown as bar:
+        task = bar.add_task("", total=size, facts="reading")
+
+        def told(tally: Tally, read: int) -> None:
+            facts = f"{tally.rollouts:,} rollouts read, {tally.kept:,} kept"
+            bar.update(task, advance=read, facts=facts)
+
+        yield told
+
+
+def _show(console: Console, tally: Tally, out: Path) -> None:
+    read = f"{counted(tally.rollouts, 'rollout')} of {counted(tally.groups, 'group')} read"
+    lines = [f"{read}, {tally.kept} kept: {counted(tally.rows, 'row')}."]
+    for reason, words in DROPPED.items():
+        if number := tally.dropped[reason]:
+            lines.append(f"Left out: {number} {words}.")
+    if tally.bad:
+        lines.append(f"Passed over: {counted(tally.bad, 'bad line')}. First: {tally.first_bad}")
+    if not tally.rows:
+        lines.append("NOTHING is in it.")
+    lines.append(f"{counted(tally.files, 'file')}, {tally.bytes:,} bytes, in {out}")
+    for text in lines:
+        console.print(text, markup=False)

@@ -1,0 +1,168 @@
+"""Which rollouts are wanted: an expression over what is known of each, and which of a group.
+
+In: rollouts. Out: those that are kept, and by reason how many are not. Expressions are read once
+and have no calls but a few of numbers, no attributes and no assignments: they come from people, not
+from programs.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from ..errors import ConfigError, InputError
+from ..records import text_of
+from .stored import StoredRollout
+
+Choice = Literal["all", "best", "shortest"]
+
+NAMES = (
+    *(field.name for field in dataclasses.fields(StoredRollout)),
+    *("domain", "length", "sampled", "failed"),
+)
+"""What an expression can speak of."""
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "len": len,
+    "min": min,
+    "max": max,
+    "abs": abs,
+    "sum": sum,
+    "any": any,
+    "all": all,
+}
+
+
+class Where:
+    """An expression such as `reward >= 0.8 and turns < 6 and 'lossy_detok' not in flags`.
+
+    What is not known (None, a component that there is not) is neither more nor less than anything.
+
+    Raises:
+        ConfigError: it is no expression, or names what there is not.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._names = _Known()
+        self._body = _parsed(text)
+        self._evaluator = _evaluator(self._names)
+
+    def __call__(self, rollout: StoredRollout) -> bool:
+        """Whether it is true of `rollout`.
+
+        Raises:
+            InputError: it cannot be said, such as the length of a number.
+        """
+        self._names.rollout = rollout
+        self._names.clear()
+        try:
+            return bool(self._evaluator.eval(self._text, previously_parsed=self._body))
+        except Exception as error:
+            raise InputError(
+                f"--where {self._text!r} has no answer for the rollout {rollout.rollout_id}: "
+                f"{error}.",
+                place=rollout.rollout_id,
+            ) from error
+
+
+def chosen(rollouts: Sequence[StoredRollout], choice: Choice) -> list[StoredRollout]:
+    """Of one group all, the one of the highest reward (of several the shortest), or the shortest;
+    always the same one, in whatever order they come."""
+    if choice == "all" or not rollouts:
+        return list(rollouts)
+    if choice == "shortest":
+        return [min(rollouts, key=lambda one: (said(one), one.rollout_id))]
+    return [min(rollouts, key=lambda one: (-_reward(one), said(one), one.rollout_id))]
+
+
+def said(rollout: StoredRollout) -> tuple[int, int]:
+    """How much the model said: tokens, where they are known, then characters."""
+    tokens = rollout.sampled or int(rollout.usage.get("completion_tokens") or 0)
+    answers = (one for one in rollout.messages if one.get("role") == "assistant")
+    return tokens, sum(len(text_of(message)) for message in answers)
+
+
+def _reward(rollout: StoredRollout) -> float:
+    return -1.0 if rollout.reward is None else rollout.reward
+
+
+class _Known(dict[str, Any]):
+    """The names of an expression, each looked up when it is first asked for."""
+
+    rollout: StoredRollout
+
+    def __missing__(self, name: str) -> Any:
+        if name not in NAMES:
+            raise KeyError(name)
+        value = getattr(self.rollout, name)
+        if name in ("components", "metrics", "agent_metrics", "usage"):
+            value = _Parts(value)
+        self[name] = value
+        return value
+
+
+class _Parts(dict[str, Any]):
+    """Named numbers, None where there is none of a name."""
+
+    def __missing__(self, name: str) -> None:
+        return None
+
+
+def _parsed(text: str) -> ast.expr:
+    try:
+        body = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        why = error.msg if isinstance(error, SyntaxError) else error
+        raise ConfigError(
+            f"--where {text!r} is no expression: {why}.",
+            hint="For example: reward >= 0.8 and turns < 6 and 'lossy_detok' not in flags",
+        ) from error
+    bound = {
+        node.id
+        for node in ast.walk(body)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    for node in ast.walk(body):
+        _check(node, text, bound)
+    return body
+
+
+def _check(node: ast.AST, text: str, bound: set[str]) -> None:
+    if isinstance(node, ast.Attribute | ast.Lambda | ast.NamedExpr | ast.JoinedStr):
+        raise ConfigError(
+            f"--where {text!r} cannot have {type(node).__name__.lower()}s in it.",
+            hint="Parts are named as components['format'].",
+        )
+    if isinstance(node, ast.Name) and node.id not in {*NAMES, *FUNCTIONS, *bound}:
+        from difflib import get_close_matches
+
+        near = get_close_matches(node.id, [*NAMES, *FUNCTIONS], 1)
+        words = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(NAMES)}."
+        raise ConfigError(f"--where: there is no {node.id!r}.", hint=words)
+
+
+def _evaluator(names: _Known) -> Any:
+    from simpleeval import (  # type: ignore[import-untyped]
+        DEFAULT_OPERATORS,
+        EvalWithCompoundTypes,
+    )
+
+    compared = {
+        ast.Lt: operator.lt,
+        ast.LtE: operator.le,
+        ast.Gt: operator.gt,
+        ast.GtE: operator.ge,
+    }
+    operators = {**DEFAULT_OPERATORS, **{k: _of_known(v) for k, v in compared.items()}}
+    evaluator = EvalWithCompoundTypes(
+        operators=operators, functions=dict(FUNCTIONS), names=names, allowed_attrs={}
+    )
+    evaluator.nodes.pop(ast.Attribute, None)
+    return evaluator
+
+
+def _of_known(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    return lambda left, right: left is not None and right is not None and compare(left, right)

@@ -1,0 +1,252 @@
+"""Rows into files: an export appears whole, with the checksums of its files, or not at all.
+
+In: rows. Out: a folder with JSONL shards (`part-00000.jsonl`, ...), files of their own, or what a
+writer of a format's own makes, and `MANIFEST.json`; or one single file with its manifest beside it.
+All is written to a hidden folder beside, which is renamed at the end; what a killed export left
+there is removed by the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+
+from ..errors import ConfigError, InputError, StoreError, StoreFull
+from .formats import Format, HasWriter, NamedFile, Row, Writer, Written
+
+MANIFEST = "MANIFEST.json"
+Json = dict[str, Any]
+
+_CHUNK = 1 << 20
+
+
+class Files:
+    """The writer of all formats that have none of their own."""
+
+    def open(self, folder: Path, shard_rows: int) -> None:
+        self._folder = folder
+        self._shard_rows = shard_rows
+        self._shard: IO[bytes] | None = None
+        self._rows = 0
+        self._shards: list[Written] = []
+        self._named = 0
+
+    def put(self, row: Row) -> None:
+        try:
+            if isinstance(row, NamedFile):
+                self._write_named(row)
+            else:
+                self._append(row)
+        except OSError as error:
+            raise failed(self._folder, error) from error
+
+    def close(self) -> list[Written]:
+        """Tells of the shards; every other file in the folder is one row."""
+        self._end_shard()
+        return self._shards
+
+    def _append(self, row: Json) -> None:
+        if self._shard is None:
+            path = self._folder / f"part-{len(self._shards):05d}.jsonl"
+            self._shard, self._rows = path.open("wb"), 0
+        data = orjson.dumps(
+            row, default=str, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+        )
+        self._shard.write(data)
+        self._rows += 1
+        if self._rows >= self._shard_rows:
+            self._end_shard()
+
+    def _end_shard(self) -> None:
+        if self._shard is None:
+            return
+        with self._shard as file:
+            file.flush()
+            os.fsync(file.fileno())
+        self._shards.append(Written(Path(file.name).name, self._rows))
+        self._shard = None
+
+    def _write_named(self, file: NamedFile) -> None:
+        parts = file.path.split("/")
+        if any(part in ("", ".", "..") for part in parts):
+            raise InputError(f"{file.path!r} cannot be the name of a file.", place=file.path)
+        path = self._folder.joinpath(*parts)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("xb") as made:
+            made.write(file.data)
+
+
+def writer_of(format: Format) -> Writer:
+    """The format's own writer, else `Files`."""
+    return format.writer() if isinstance(format, HasWriter) else Files()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an export is being written.
+
+    Args:
+        folder: what is written there, and nothing else, becomes the export.
+        out: what it will be; `single`: one file, with the manifest beside it.
+    """
+
+    folder: Path
+    out: Path
+    single: bool
+
+    @property
+    def manifest(self) -> Path:
+        """Where the manifest will be."""
+        if self.single:
+            return self.out.with_name(f"{self.out.name}.{MANIFEST}")
+        return self.out / MANIFEST
+
+
+@contextlib.contextmanager
+def place_for(out: Path, *, overwrite: bool, single: bool) -> Iterator[Place]:
+    """A new, empty folder beside `out`; removed again unless `finish` made it the export.
+
+    Raises:
+        ConfigError: `out` is there and is not to be replaced, or another export is writing it.
+        StoreError: it cannot be made.
+    """
+    _check_free(out, overwrite)
+    beside = out.absolute().parent / f".{out.name}.partial"
+    try:
+        beside.mkdir(parents=True, exist_ok=True)
+        lock = (beside / "lock").open("w")
+    except OSError as error:
+        raise failed(out, error) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"Another process is exporting to {out}.") from error
+        try:
+            if (beside / "old").exists() and not out.exists():
+                (beside / "old").rename(out)  # killed while it was being replaced
+            folder = beside / "export"
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            yield Place(folder, out, single)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+def finish(place: Place, written: list[Written], facts: Json, *, overwrite: bool) -> Json:
+    """Writes the manifest, and makes the folder the export.
+
+    Args:
+        written: the files of several rows; each other file is one.
+        facts: what the manifest says beside its files.
+
+    Returns:
+        How many `files`, and their `bytes`.
+
+    Raises:
+        ConfigError: it should be one file and is not.
+        StoreError: it cannot be written.
+    """
+    rows = {one.path: one.rows for one in written}
+    try:
+        if place.single:
+            _rename_single(place)
+            rows = {place.out.name: sum(rows.values())}
+        made = place.folder.parent / MANIFEST
+        total = _write_manifest(made, place.folder, rows, facts)
+        _move(place, made, overwrite)
+    except OSError as error:
+        raise failed(place.out, error) from error
+    return total
+
+
+def _rename_single(place: Place) -> None:
+    files = [path for path in place.folder.rglob("*") if path.is_file()]
+    if len(files) > 1:
+        raise ConfigError(
+            f"{len(files)} files cannot become the one file {place.out}.",
+            hint="Name a folder by --out.",
+        )
+    if files:
+        files[0].rename(place.folder / place.out.name)
+    else:
+        (place.folder / place.out.name).touch()
+
+
+def failed(path: Path, error: OSError) -> StoreError:
+    """What the operating system said, as an error of ours."""
+    import errno
+
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    kind = StoreFull if full else StoreError
+    return kind(
+        f"{path} cannot be written: {error.strerror or error}.", hint="Nothing of it was kept."
+    )
+
+
+def _check_free(out: Path, overwrite: bool) -> None:
+    there = any(out.iterdir()) if out.is_dir() else out.exists()
+    if there and not overwrite:
+        raise ConfigError(f"{out} exists.", hint="Name another place, or --overwrite this one.")
+    if there and out.is_dir() and not (out / MANIFEST).is_file():
+        raise ConfigError(
+            f"{out} was not made by an export: it has no {MANIFEST}.",
+            hint="Name another place; what is not ours is not replaced.",
+        )
+
+
+def _write_manifest(path: Path, folder: Path, rows: dict[str, int], facts: Json) -> Json:
+    """Files first, one a line, so that none but the one at hand is in memory."""
+    number = size = 0
+    with path.open("wb") as out:
+        out.write(b'{"files":[')
+        for name, file in _files(folder):
+            digest, length = _digest(file)
+            entry = {"path": name, "bytes": length, "rows": rows.get(name, 1), "sha256": digest}
+            out.write((b",\n" if number else b"\n") + orjson.dumps(entry))
+            number += 1
+            size += length
+        rest = orjson.dumps(facts, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        out.write(b"\n]," + rest.removeprefix(b"{"))
+        out.flush()
+        os.fsync(out.fileno())
+    return {"files": number, "bytes": size}
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    for root, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            path = Path(root, name)
+            yield path.relative_to(folder).as_posix(), path
+
+
+def _digest(path: Path) -> tuple[str, int]:
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            size += len(chunk)
+    return digest.hexdigest(), size
+
+
+def _move(place: Place, manifest: Path, overwrite: bool) -> None:
+    out = place.out
+    if place.single:
+        manifest.replace(place.manifest)
+        (place.folder / out.name).replace(out)
+        return
+    manifest.replace(place.folder / MANIFEST)
+    if out.exists():
+        old = place.folder.parent / "old"
+        out.rename(old)
+    place.folder.rename(out)
