@@ -39,6 +39,7 @@ COMMANDS = {
     "run-api": Command("run_api", "serve trainers and others' environments, run none", False),
     "join": Command("join", "run an environment here for a server elsewhere"),
     "run": Command("run_command", "ask an environment's agent one question, keep what it did"),
+    "export": Command("export_command", "write stored rollouts in another form, filtered", False),
     "verify": Command("verify_command", "check delivered tokens against the engine again", False),
     "score": Command("score_command", "score given answers, without any model"),
     "rescore": Command("rescore_command", "score stored rollouts again, or by another rubric"),
