@@ -129,7 +129,7 @@ def _harvested(
             return Harvest(task=task, facts=facts, samples=samples, documents=len(lines))
     wanted = "a metric" if metric is None else f"the metric {metric!r}"
     raise InputError(
-        f"{task} has not {wanted} with a value from 0 to 1 for every document.",
+        f"{task} lacks {wanted} that is the mean of a value from 0 to 1 of each document.",
         hint=f"It has: {', '.join(name for name in values if '_stderr' not in name)}.",
         place=str(samples),
     )

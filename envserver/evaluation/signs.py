@@ -62,7 +62,7 @@ def _whole(values: np.ndarray) -> tuple[np.ndarray, int] | None:
     for scale in _SCALES:
         scaled = values * scale
         steps = np.rint(scaled)
-        if np.all(np.abs(scaled - steps) < 1e-6):
+        if np.all(np.abs(scaled - steps) < _ROUNDING):
             total = int(steps.sum())
             fits = total <= _LARGEST_SUM and total * len(values) <= _LARGEST_WORK
             return (steps.astype(np.int64), scale) if fits else None
