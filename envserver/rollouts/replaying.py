@@ -221,6 +221,9 @@ class RecordedServices(Services):
         self._left = list(asked)
         self._player = player
 
+    def __bool__(self) -> bool:
+        return True  # though no name is listed
+
     def get(self, name: str, default: Any = None) -> Service:
         """Every name is one: what is not in the record is told of as a difference."""
         return functools.partial(self._answer, name)
