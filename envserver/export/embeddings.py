@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import os
 import threading
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ Vector = NDArray[np.float32]
 Json = dict[str, Any]
 
 BATCH = 32
+_LIBRARY = "sentence_transformers"
 DIGITS = 7
 """Significant digits that are written: float32 has no more."""
 
@@ -35,6 +37,9 @@ class Embedder:
         model: name on the hub, or folder.
         cache: folder of the vectors; None: nothing is kept.
         device: "cpu", "cuda"; unset: as sentence-transformers chooses.
+
+    Raises:
+        ConfigError: the library is not installed.
     """
 
     def __init__(
@@ -45,6 +50,10 @@ class Embedder:
         batch: int = BATCH,
         device: str | None = None,
     ) -> None:
+        if importlib.util.find_spec(_LIBRARY) is None:
+            raise ConfigError(
+                "Embeddings need sentence-transformers.", hint="pip install 'envserver[embeddings]'"
+            )
         self.model = model
         self._cache = cache
         self._batch = batch
@@ -58,7 +67,6 @@ class Embedder:
         """float32[D] of each text, in their order; equal texts are computed once.
 
         Raises:
-            ConfigError: the library is not installed.
             NotFoundError: there is no such model.
             StoreError: the cache cannot be written.
         """
@@ -127,12 +135,7 @@ def embed_steps(trace: Json, embedder: Embedder) -> Json:
 
 
 def _load(model: str, device: str | None) -> Any:
-    try:
-        library = importlib.import_module("sentence_transformers")
-    except ImportError as error:
-        raise ConfigError(
-            "Embeddings need sentence-transformers.", hint="pip install 'envserver[embeddings]'"
-        ) from error
+    library = importlib.import_module(_LIBRARY)
     try:
         return library.SentenceTransformer(model, device=device)
     except EnvserverError:
