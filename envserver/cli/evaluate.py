@@ -27,7 +27,7 @@ from rich.console import Console
 from ..config import MixSettings, Settings
 from ..environment import Environment
 from ..errors import AllFailed, ConfigError, EnvserverError
-from ..evaluation.folders import Evaluated, RunFile, View, groups_path, tasks_path
+from ..evaluation.folders import Evaluated, RunFile, View, groups_path, read_folder, tasks_path
 from ..evaluation.report import Counted, Report
 from ..evaluation.results import TaskFacts, facts_of, read_tasks
 from ..evaluation.suite import Suite
@@ -142,13 +142,18 @@ async def evaluate(
         if course.stopped:
             return 130
         raise (course.failures or [_nothing()])[0]
-    report = write_report(folder, View())
-    if not _attempts(report):
+    reports = read_folder(folder, View())
+    without = [one.name for one in reports if not one.run.counts.scored]
+    if len(without) == len(reports):
         raise (course.failures or [_nothing()])[0]
-    show(console, report, folder)
+    show(console, write_report(folder, View()), folder)
+    if course.stopped:
+        return 130
     if course.failures:
         raise course.failures[0]
-    return 130 if course.stopped else 0
+    if without:
+        raise AllFailed(f"{', '.join(without)}: no attempt has a score.")
+    return 0
 
 
 def _nothing() -> AllFailed:
@@ -158,10 +163,6 @@ def _nothing() -> AllFailed:
 def _has_groups(part: _Part) -> bool:
     run = part.runs[""]
     return run.groups.exists() and run.groups.stat().st_size > 0
-
-
-def _attempts(report: Report | Suite) -> int:
-    return report.run.counts.scored if isinstance(report, Report) else report.totals.scored
 
 
 def _say(console: Console, line: str) -> None:
