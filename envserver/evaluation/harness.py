@@ -112,11 +112,7 @@ def _harvested(
     for name in values:
         measure, _, filtered = name.partition(",")
         lines = by_filter.get(filtered, [])
-        if (
-            _is_wanted(name, metric, better)
-            and lines
-            and all(_value(one, measure) for one in lines)
-        ):
+        if _is_wanted(name, metric, better) and _is_mean(values[name], measure, lines):
             facts = HarnessFacts(
                 version=told.lm_eval_version,
                 task_version=str(told.versions.get(task, "")),
