@@ -77,6 +77,7 @@ def run(argv: list[str]) -> int:
     ):
         return 0
     settings = load_settings(words, settings_class=BuildSettings, aliases=ALIASES)
+    check_upload(settings.upload)
     templates = read_templates(settings.templates)
     choice = Choice(
         seed=settings.seed,
@@ -103,6 +104,18 @@ def run(argv: list[str]) -> int:
     if settings.upload is not None:
         put(settings.out, settings.upload, console)
     return 0
+
+
+def check_upload(target: str | None) -> None:
+    """Before any work: can this be a target?
+
+    Raises:
+        ConfigError: it cannot be one, or a library for it is not installed.
+    """
+    if target is not None:
+        from ..export.sft_building.upload import check_target
+
+        check_target(target)
 
 
 def put(folder: Path, target: str, console: Console) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from ..config import SandboxConfig
 from ..errors import ConfigError
 from ..registry import find
+from .file_words import reading_bar
 from .loop import run_loop
 from .score import run_score
 
@@ -33,7 +34,18 @@ def scored_right(
     """
     scores = candidates.with_name("scores.jsonl")
     config = find(name).Config().model_dump(mode="json")
-    run_loop(run_score(name, config, candidates, scores, processes=processes, sandbox=sandbox))
+    size = candidates.stat().st_size
+    with reading_bar("rows verified", size) as told:
+        scoring = run_score(
+            name,
+            config,
+            candidates,
+            scores,
+            processes=processes,
+            sandbox=sandbox,
+            progress=lambda rows, share: told(rows, int(share * size)),
+        )
+        run_loop(scoring)
     try:
         with scores.open("rb") as file:
             for line in file:

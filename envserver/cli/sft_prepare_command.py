@@ -18,8 +18,9 @@ from rich.console import Console
 from ..config import SandboxConfig, Section
 from .file_words import named_source, reading_bar
 from .help import show_help
+from .logs import configure_logs
 from .settings import load_settings
-from .sft_build_command import put
+from .sft_build_command import check_upload, put
 
 ALIASES = {"output_dir": "out", "out_dir": "out", "gcs_prefix": "upload"}
 
@@ -119,6 +120,8 @@ def run(argv: list[str]) -> int:
     if show_help(argv[1:], usage=usage, **shown):  # type: ignore[arg-type]
         return 0
     settings = load_settings(words, settings_class=word.settings_class, aliases=ALIASES)
+    configure_logs("warning")
+    check_upload(settings.upload)
     plan = Plan(
         seed=settings.seed,
         val_ratio=settings.val_ratio,

@@ -109,7 +109,7 @@ def _action(number: int, step: Json, place: str) -> Json:
     said = {**step, **call} if isinstance(call, dict) else step
     tool = next((name for key in TOOL if (name := said.get(key)) and isinstance(name, str)), None)
     given, got = _first(said, INPUT), _first(said, OUTPUT)
-    if tool is None and given == "" and got == "" and "action" in said:  # SWE-agent
+    if tool is None and given == "" and isinstance(said.get("action"), str):  # SWE-agent
         tool, given = "bash", {"command": said["action"]}
     if tool in (None, _UNKNOWN) and not given and not got:
         keys = ", ".join(map(str, step)) or "none"
@@ -201,16 +201,14 @@ def _metadata(document: Json, messages: list[Json], actions: list[Json], key: st
     rest = {
         name: value
         for name, value in document.items()
-        if name not in used or _is_left(name, value, said)
+        if value not in (None, "", [], {}) and (name not in used or _is_left(name, value, said))
     }
     return found | ({"raw": rest} if rest else {})
 
 
 def _is_left(name: str, value: Any, said: Mapping[str, Any]) -> bool:
     """Whether a key that may be question or answer held something else."""
-    if name not in (*QUESTION, *FINAL) or value in (None, "", [], {}):
-        return False
-    return _text(value) not in said.values()
+    return name in (*QUESTION, *FINAL) and _text(value) not in said.values()
 
 
 def _times(facts: Json, names: tuple[str, ...]) -> Iterator[float]:

@@ -46,6 +46,18 @@ def upload(folder: Path, target: str, *, told: Told = lambda address: None) -> l
     return _to_url(folder, files, target, told)
 
 
+def check_target(target: str) -> None:
+    """
+    Raises:
+        ConfigError: `target` can be none, or a library for it is not installed.
+    """
+    if target.startswith(HUB):
+        _data_set(target)
+        _library("huggingface_hub", target)
+    elif "://" in target:
+        _file_system(target)
+
+
 def _to_folder(folder: Path, files: list[Path], target: Path, told: Told) -> list[str]:
     if target.exists() and target.resolve() == folder.resolve():
         raise ConfigError(f"{target} is where the data was written.", hint="Leave --upload out.")
@@ -63,22 +75,12 @@ def _to_folder(folder: Path, files: list[Path], target: Path, told: Told) -> lis
 
 
 def _to_url(folder: Path, files: list[Path], target: str, told: Told) -> list[str]:
-    try:
-        fsspec = importlib.import_module("fsspec.core")
-    except ImportError as error:
-        raise ConfigError(
-            f"Uploading to {target} needs fsspec, which cannot be imported: {error}.",
-            hint="pip install 'envserver[data]'",
-        ) from error
-    try:
-        system, root = fsspec.url_to_fs(target)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"{target} cannot be used: {error}") from error
+    system, root = _file_system(target)
     addresses = []
     for path in files:
         place = "/".join([root.rstrip("/"), *path.relative_to(folder).parts])
         try:
-            system.makedirs(system._parent(place), exist_ok=True)
+            system.makedirs(place.rpartition("/")[0], exist_ok=True)
             system.put_file(str(path), place)
         except Exception as error:
             raise _refused(target, error) from error
@@ -87,19 +89,19 @@ def _to_url(folder: Path, files: list[Path], target: str, told: Told) -> list[st
     return addresses
 
 
-def _to_hub(folder: Path, files: list[Path], target: str) -> list[str]:
+def _file_system(target: str) -> tuple[Any, str]:
+    """What fsspec knows a URL by, and the path in it."""
+    fsspec = _library("fsspec.core", target)
     try:
-        from huggingface_hub import HfApi
-    except ImportError as error:
-        raise ConfigError(
-            f"Uploading to {target} needs huggingface_hub, which cannot be imported: {error}.",
-            hint="pip install 'envserver[data]'",
-        ) from error
-    parts = target.removeprefix(HUB).strip("/").split("/")
-    if parts[0] != "datasets" or len(parts) < 3:
-        raise ConfigError(f"{target} is no data set.", hint="hf://datasets/OWNER/NAME[/FOLDER]")
-    name, below = "/".join(parts[1:3]), "/".join(parts[3:])
-    api: Any = HfApi()
+        system, root = fsspec.url_to_fs(target)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{target} cannot be used: {error}") from error
+    return system, root
+
+
+def _to_hub(folder: Path, files: list[Path], target: str) -> list[str]:
+    name, below = _data_set(target)
+    api = _library("huggingface_hub", target).HfApi()
     try:
         api.create_repo(name, repo_type="dataset", private=True, exist_ok=True)
         api.upload_folder(
@@ -111,8 +113,27 @@ def _to_hub(folder: Path, files: list[Path], target: str) -> list[str]:
         )
     except Exception as error:
         raise _refused(target, error) from error
-    root = "/".join([f"{HUB}datasets/{name}", *parts[3:]])
+    root = f"{HUB}datasets/{name}" + (f"/{below}" if below else "")
     return [f"{root}/{path.relative_to(folder).as_posix()}" for path in files]
+
+
+def _data_set(target: str) -> tuple[str, str]:
+    """The name of a data set on the hub, and the folder in it."""
+    parts = target.removeprefix(HUB).strip("/").split("/")
+    if parts[0] != "datasets" or len(parts) < 3:
+        raise ConfigError(f"{target} is no data set.", hint="hf://datasets/OWNER/NAME[/FOLDER]")
+    return "/".join(parts[1:3]), "/".join(parts[3:])
+
+
+def _library(name: str, target: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        library = name.partition(".")[0]
+        raise ConfigError(
+            f"Uploading to {target} needs {library}, which cannot be imported: {error}.",
+            hint="pip install 'envserver[data]'",
+        ) from error
 
 
 def _refused(target: str, error: Exception) -> StoreError:
