@@ -59,6 +59,11 @@ class ExportSettings(Section):
     """Unified records and traces as lines of shards, not as a file for each."""
     label: str = "auto"
     """Of traces; auto: solved, partial or failed."""
+    embed: str = ""
+    """Add an embedding of its text to each step of traces: a model of sentence-transformers (extra
+    `embeddings`); unset: none."""
+    embed_cache: Path = Path("data/embeddings")
+    """Folder where embeddings are kept by their text and model."""
     margin: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Least difference of the rewards of a pair (dpo)."""
     title: str = ""
@@ -107,6 +112,8 @@ def _export(settings: ExportSettings, console: Console) -> Tally:
         margin=settings.margin,
         title=settings.title,
         jsonl=jsonl,
+        embed=settings.embed,
+        embed_cache=settings.embed_cache,
     )
     format = format_of(settings.to, options)
     wanted, facts = _wanted(settings)

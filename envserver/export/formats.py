@@ -46,6 +46,9 @@ class Options:
         margin: least difference of the rewards of a pair.
         title: of what is exported, for people.
         jsonl: lines of JSONL, where a format else writes a file for each rollout.
+        embed: model of sentence-transformers that embeds the steps of traces; "": none does.
+        embed_cache: folder where its embeddings are kept.
+        tokenizer: what tokens are shown by (see `token_texts`); unset: by the model's name.
     """
 
     tokens: bool = False
@@ -53,6 +56,9 @@ class Options:
     margin: float = 0.0
     title: str = ""
     jsonl: bool = False
+    embed: str = ""
+    embed_cache: Path | None = None
+    tokenizer: str = ""
 
 
 class Format(Protocol):
@@ -97,6 +103,7 @@ FORMATS = {
     "dpo": ".dpo:Dpo",
     "traces": ".traces_format:Traces",
     "parquet": ".parquet:Parquet",
+    "html": ".html:Html",
 }
 """By name, `module:factory`; a factory takes Options."""
 
