@@ -105,8 +105,7 @@ async def work(
             done.note("error", f"limit: {limit.message}")
         except TimeoutError:
             done.note("error", "limit: The time of this run is used up.")
-    for step in done.steps:
-        run.log_action(step.get("tool") or step["type"], step.get("args"), step["text"])
+    _log(run, done)
     run.log_metric("tool_errors", done.tool_errors)
     written = trace(
         done,
@@ -124,6 +123,20 @@ async def work(
         written["checks"] = checks
     ending = done.ending or "limit"
     return {"answer": done.answer, "ending": ending, "checks": checks, "trace": written}
+
+
+def _log(run: Rollout, done: ProtocolRun) -> None:
+    """The steps as actions: a call and its result are one."""
+    tool, args = "", {}
+    for step in done.steps:
+        match step["type"]:
+            case "tool_call":
+                tool, args = step["tool"], step["args"]
+            case "tool_result":
+                run.log_action(tool, args, step["text"])
+            case kind:
+                names = {"thought": "reason", "final": "finalize"}
+                run.log_action(names.get(kind, kind), {}, step["text"])
 
 
 def files_of(tree: Tree) -> dict[str, list[str]]:
