@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import shutil
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -196,6 +199,38 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2 * largest * 4 < whole
+
+
+@pytest.mark.slow
+def test_a_process_needs_no_memory_for_weights(tmp_path: Path, tell: Callable[[str], None]) -> None:
+    """The whole process's, with a model of 600 MB and one tensor of 200 MB (all zeros, sparse)."""
+    shapes = {f"layers.{i}.weight": [4096, 1024] for i in range(50)}
+    shapes["embed_tokens.weight"] = [100_000, 1024]
+    for name in ("base", "sft", "rl"):
+        write_zeros(tmp_path / name, shapes)
+    program = (
+        "import sys; from envserver import main; peak = lambda: next(line.split()[1] for line in "
+        "open('/proc/self/status') if line.startswith('VmHWM')); before = peak(); "
+        "assert main(sys.argv[1:]) == 0; print(before, peak())"
+    )
+    folders = {name: tmp_path / name for name in ("base", "sft", "rl")}
+    command = [sys.executable, "-c", program, *words(folders, tmp_path / "out", "--alpha", "0.5")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    before, peak = (int(one) for one in done.stdout.split()[-2:])
+    tell(f"merging three models of 600 MB took {(peak - before) / 1024:.0f} MB of memory")
+    assert (peak - before) * 1024 < 150_000_000
+
+
+def write_zeros(folder: Path, shapes: dict[str, list[int]]) -> None:
+    folder.mkdir()
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 # Models that do not fit ---------------------------------------------------------------------------

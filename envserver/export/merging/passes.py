@@ -239,7 +239,7 @@ def _open_others(
         below = Path(said)
         own = said and below.is_dir() and not below.samefile(base.folder)
         opened[folder] = Adapted(folder, open_weights(below) if own else base)
-        notes.append(
-            f"{folder.name} is an adapter, merged into {(below if own else base.folder).name}"
-        )
+        into = (below if own else base.folder).name
+        of = f" of {below.name}" if said else ""
+        notes.append(f"{folder.name} is an adapter{of}, merged into {into}")
     return opened, notes

@@ -211,14 +211,15 @@ def _weight_files(folder: Path) -> list[Path]:
             f"There is no folder {folder}.",
             hint="A model on the hub is fetched by `hf download NAME --local-dir DIR`.",
         )
+    # transformers, too, takes the whole file where both are.
+    if (folder / WHOLE).is_file():
+        return [folder / WHOLE]
     if (folder / INDEX).is_file():
         names = sorted(set(read_index(folder).values()))
         for name in names:
             if Path(name).name != name or not (folder / name).is_file():
                 raise InputError(f"{folder / INDEX}: there is no file {name!r} beside it.")
         return [folder / name for name in names]
-    if (folder / WHOLE).is_file():
-        return [folder / WHOLE]
     others = [path.name for pattern in ("*.bin", "*.pt*") for path in folder.glob(pattern)]
     hint = "It holds a PyTorch pickle: load it and save it anew with save_pretrained."
     raise NotFoundError(
@@ -242,7 +243,7 @@ def read_index(folder: Path) -> dict[str, str]:
 
 
 def _check_index(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    if not (folder / INDEX).is_file():
+    if (folder / WHOLE).is_file():
         return
     for name, file in read_index(folder).items():
         if name not in tensors or tensors[name].file.name != file:
