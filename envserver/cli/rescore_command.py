@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..config import EnvironmentSettings, SandboxConfig
 from ..errors import InputError, UsageError
-from .command_line import read_command_line
+from .command_line import CommandLine, read_command_line
 from .logs import configure_logs
 from .loop import run_loop
 from .progress import counted
@@ -63,13 +63,24 @@ def run(argv: list[str]) -> int:
     configure_logs(settings.log_level, settings.log_format)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     bad: list[InputError] = []
+    try:
+        tally = _rescored(line, console, bad)
+    except KeyboardInterrupt:
+        console.print(f"Stopped: --resume goes on with {settings.out}.", markup=False)
+        raise
+    _show(console, tally, bad, settings.out)
+    return 0 if tally.groups and not tally.left_out["failed"] else 1
+
+
+def _rescored(line: CommandLine[RescoreSettings], console: Console, bad: list[InputError]) -> Tally:
+    settings = line.settings
     with _line_of(console) as told:
         shown = told.add_task("", facts="")
 
         def tell(tally: Tally) -> None:
             told.update(shown, facts=_so_far(tally))
 
-        tally = run_loop(
+        return run_loop(
             rescore(
                 settings.source,
                 line.reference,
@@ -85,8 +96,6 @@ def run(argv: list[str]) -> int:
                 told=tell,
             )
         )
-    _show(console, tally, bad, settings.out)
-    return 0 if tally.groups and not tally.left_out["failed"] else 1
 
 
 def with_flag(argv: list[str], flag: str) -> list[str]:
