@@ -1,4 +1,4 @@
-"""`envserver export`: stored rollouts in other forms, as many as are wanted, whole or not at all."""
+"""`envserver export`: stored rollouts in other forms, those that are wanted, whole or not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.api import native_group, put_native, running_api
 from support.commands import read_jsonl
@@ -341,6 +341,7 @@ def test_rollouts_with_a_piece_of_an_evaluation_set_are_left_out(tmp_path: Path)
 word = st.text(st.characters(categories=LETTERS), min_size=1, max_size=4)
 
 
+@settings(max_examples=25)
 @given(st.lists(word, min_size=13, max_size=30), st.lists(word, max_size=20), st.data())
 def test_thirteen_words_in_a_row_are_always_found(
     forbidden: list[str], around: list[str], data: st.DataObject
