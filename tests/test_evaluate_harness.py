@@ -1,0 +1,154 @@
+"""`envserver lm-eval`: the real lm-evaluation-harness asks our endpoint, in a task of our own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from support.commands import envserver
+
+from envserver import main
+
+TASK = """
+task: sums
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+output_type: generate_until
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 16, temperature: 0}}
+filter_list:
+  - {{name: number, filter: [{{function: regex, regex_pattern: "(-?[0-9]+)"}},
+                            {{function: take_first}}]}}
+  - {{name: whole, filter: [{{function: take_first}}]}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+metadata: {{version: 2.0}}
+"""
+DOCUMENTS = 12
+
+
+class Sums(ThreadingHTTPServer):
+    """An OpenAI-compatible engine: right of even numbers, wordily of every third."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answers)
+        self.asked: list[dict[str, Any]] = []
+        self.keys: set[str | None] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class _Answers(BaseHTTPRequestHandler):
+    server: Sums
+
+    def do_GET(self) -> None:
+        self._send({"object": "list", "data": [{"id": "sums-model", "object": "model"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.asked.append(body)
+        self.server.keys.add(self.headers["authorization"])
+        number = int(body["messages"][-1]["content"].split()[2])
+        answer = str(2 * number + number % 2)
+        text = f"It is {answer}" if number % 3 == 0 else answer
+        message = {"role": "assistant", "content": text}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13}
+        self._send({"id": "x", "model": body["model"], "choices": [choice], "usage": usage})
+
+    def _send(self, document: dict[str, Any]) -> None:
+        data = json.dumps(document).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *words: object) -> None:
+        """Nothing is logged."""
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[Sums]:
+    with Sums() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.slow
+def test_tasks_of_the_harness_stand_in_the_report_of_an_evaluation(
+    learn_python: Path, tmp_path: Path
+) -> None:
+    has = "import importlib.util as u; raise SystemExit(u.find_spec('lm_eval') is None)"
+    if subprocess.run([learn_python, "-c", has], check=False).returncode:
+        pytest.skip("lm-evaluation-harness is missing: pip install 'lm-eval[api]'")
+    sums = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(DOCUMENTS)]
+    (tmp_path / "tasks").mkdir()
+    data = tmp_path / "tasks" / "sums.jsonl"
+    data.write_bytes(b"".join(orjson.dumps(one) + b"\n" for one in sums))
+    (tmp_path / "tasks" / "sums.yaml").write_text(TASK.format(data=data))
+    sim = ("--model", "sim", "--sim.latency_seconds", 0, "--env.total_steps", 2)
+    made = envserver("evaluate", "--env", "math", *sim, "--out", "run", folder=tmp_path)
+    assert made.returncode == 0, made.stderr
+    with serving() as server:
+        words = ["lm-eval", "sums", "--openai.base_url", server.url, "--openai.server_type"]
+        words += ["openai", "--openai.api_key", "sk-secret", "--include_path", "tasks"]
+        words += ["--python", str(learn_python), "--out", "run", "--prices.prompt", "1"]
+        words += ["--prices.completion", "2", "--num_fewshot", "0"]
+        ran = envserver(*words, folder=tmp_path, seconds=900)
+        assert ran.returncode == 0, ran.stderr
+        assert len(server.asked) == DOCUMENTS and server.keys == {"Bearer sk-secret"}
+        refused = envserver(*words, folder=tmp_path)
+        assert refused.returncode == 2 and "run has sums" in refused.stderr
+        again = envserver(
+            *words, "--resume", "--metric", "exact_match,whole", folder=tmp_path, seconds=900
+        )
+        assert again.returncode == 0, again.stderr
+        assert len(server.asked) == DOCUMENTS  # every answer was there
+    report = orjson.loads((tmp_path / "run" / "report.json").read_bytes())
+    assert [part["name"] for part in report["parts"]] == ["math", "sums"]
+    part = report["parts"][1]
+    values = part["harness"]["values"]
+    assert values["exact_match,number"] == pytest.approx(0.5)
+    assert values["exact_match,whole"] == pytest.approx(1 / 3)
+    mean = part["run"]["overall"]["mean_reward"]["value"]
+    assert (mean, part["harness"]["filter"]) == (pytest.approx(1 / 3), "whole")
+    costs = part["run"]["costs"]
+    assert (costs["total_prompt_tokens"], costs["total_completion_tokens"]) == (120, 36)
+    assert costs["total_cost"] == pytest.approx((120 + 72) / 1e6)
+    assert part["model"] == "sums-model" and part["harness"]["task_version"] == "2.0"
+    everything = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"sk-secret" not in everything
+    assert "lm-evaluation-harness" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_the_harness_is_an_extra_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    empty = tmp_path / "python"
+    empty.write_text("#!/bin/sh\nexit 1\n")
+    empty.chmod(0o755)
+    words = ["lm-eval", "gsm8k", "--model", "sim", "--python"]
+    assert main([*words, str(empty)]) == 2
+    assert "envserver[lm-eval]" in capsys.readouterr().err
+    assert main([*words, "nowhere"]) == 2
+    assert "cannot be run" in capsys.readouterr().err
+    assert main(["lm-eval", "--model", "sim"]) == 2
+    assert "--tasks is needed" in capsys.readouterr().err
