@@ -1,0 +1,74 @@
+"""How token ids read, where the tokenizer of a model is on this machine.
+
+In: the name of the model that sampled them. Out: a function from an id to its text. What holds: the
+network is never asked, and an id that is no text by itself (a part of a character, none of the
+vocabulary) has no text.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from ..errors import ConfigError
+from ..models.model_files import tokenizer_here
+from ..tokens.vocabulary import Vocabulary
+
+_SIMULATED: Final = "sim"
+_BROKEN: Final = "\ufffd"
+
+
+def token_texts(model: str, tokenizer: str = "") -> Callable[[int], str | None]:
+    """How the ids of `model` read.
+
+    Args:
+        tokenizer: folder of the tokenizer, or a model whose tokenizer is in the cache; unset: by
+            the name of the model.
+
+    Raises:
+        ConfigError: `tokenizer` is given and is not there.
+    """
+    name = tokenizer or model
+    folder = _simulated() if name == _SIMULATED else tokenizer_here(name)
+    if folder is None and tokenizer:
+        raise ConfigError(
+            f"There is no tokenizer {tokenizer!r} on this machine.",
+            hint="Name a folder that has tokenizer.json.",
+        )
+    try:
+        return _nothing if folder is None else _texts_of(folder)
+    except ConfigError:
+        if tokenizer:
+            raise
+        return _nothing
+
+
+def _simulated() -> Path:
+    from ..models.sim.tokenizer import ASSETS
+
+    return ASSETS
+
+
+def _nothing(index: int) -> str | None:
+    return None
+
+
+@functools.lru_cache(maxsize=4)
+def _texts_of(folder: Path) -> Callable[[int], str | None]:
+    vocabulary = Vocabulary.load(folder)
+
+    @functools.lru_cache(maxsize=1 << 18)
+    def text(index: int) -> str | None:
+        if (added := vocabulary.added_text(index)) is not None:
+            return added
+        try:
+            once, twice = vocabulary.decode([index]), vocabulary.decode([index, index])
+        except OverflowError:
+            return None
+        # Some tokenizers drop the space that begins a text.
+        found = f" {once}" if twice == f"{once} {once}" else once
+        return None if not found or _BROKEN in found else found
+
+    return text
