@@ -85,7 +85,7 @@ texts = st.text(st.sampled_from("ab 1+\n.é"), min_size=1, max_size=12).filter(
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.lists(texts, min_size=2, max_size=6), st.booleans())
 def test_each_turn_is_trained_once_behind_what_the_engine_would_have_had(
     name: str, contents: list[str], thinks: bool

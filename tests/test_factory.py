@@ -1,0 +1,101 @@
+"""From nothing to a fine-tuned, merged and evaluated model: the commands that
+clients/finetuning/README.md shows, as they stand there, with the tiny model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from support.commands import environment_variables
+from support.learning import ROOT, tiny_model
+
+README = ROOT / "clients" / "finetuning" / "README.md"
+_MOST_SECONDS = 1500
+
+
+def commands(block: int) -> list[list[str]]:
+    """Those in a block of the README."""
+    text = re.findall(r"```sh\n(.*?)```", README.read_text(), re.DOTALL)[block]
+    return [shlex.split(line) for line in text.splitlines() if not line.startswith("#")]
+
+
+def run(words: list[str], learn_python: Path, folder: Path) -> str:
+    """What a command said; the test fails with it."""
+    done = subprocess.run(
+        [learn_python.with_name(words[0]), *words[1:]],
+        cwd=folder,
+        env=environment_variables() | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=_MOST_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def factory(learn_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which all commands of the first block were run; the tiny model is made once."""
+    folder = tmp_path_factory.mktemp("factory")
+    (folder / "clients").symlink_to(ROOT / "clients")
+    (folder / "out").mkdir()
+    first, *others = commands(0)
+    assert first == ["envserver", "models", "make-tiny", "out/tiny"]
+    (folder / "out" / "tiny").symlink_to(tiny_model(learn_python))
+    for words in others:
+        run(words, learn_python, folder)
+    return folder
+
+
+def mean_reward(folder: Path) -> float:
+    report = json.loads((folder / "report.json").read_text())
+    assert report["complete"]
+    return float(report["run"]["overall"]["mean_reward"]["value"])
+
+
+def judge_merged(folder: Path, out: str, base: str, sft: str, rl: str) -> None:
+    """base + alpha * (rl - sft), tensor by tensor."""
+    models = [load_file(folder / name / "model.safetensors") for name in (base, sft, rl)]
+    for alpha in (0.5, 1.0):
+        merged = load_file(folder / out / f"alpha-{alpha}" / "model.safetensors")
+        assert merged.keys() == models[0].keys()
+        for name, value in merged.items():
+            first, minus, plus = (model[name].astype(np.float64) for model in models)
+            wanted = (first + alpha * (plus - minus)).astype(np.float32)
+            np.testing.assert_allclose(value, wanted, rtol=2e-7, atol=1e-9)
+
+
+def test_from_nothing_to_a_fine_tuned_model(factory: Path, tell: Callable[[str], None]) -> None:
+    unified = list((factory / "data" / "unified").rglob("*.json"))
+    summary = json.loads((factory / "data" / "sft" / "SUMMARY.json").read_text())
+    done = json.loads((factory / "out" / "sft" / "training.json").read_text())
+    assert summary["reason"]["train"] == done["counts"]["examples"] == done["counts"]["rows"] > 40
+    assert len(unified) > sum(summary["reason"].values()) - 1  # a manifest may lie with them
+    judge_merged(factory, "out/merged", "out/tiny", "out/tiny", "out/sft")
+    before, after = (mean_reward(factory / "runs" / name) for name in ("base", "merged"))
+    tell(f"mean reward on what was taught: {before:.2f} -> {after:.2f}")
+    assert after > before + 0.3
+
+
+@pytest.mark.slow
+def test_preferences_go_on_from_there(
+    learn_python: Path, factory: Path, tell: Callable[[str], None]
+) -> None:
+    for words in commands(1):
+        run(words, learn_python, factory)
+    judge_merged(factory, "out/reasoning", "out/tiny", "out/sft", "out/dpo")
+    lines = (factory / "out" / "dpo" / "metrics.jsonl").read_text().splitlines()
+    margins = [json.loads(line)["rewards/margins"] for line in lines]
+    assert margins[-1] > margins[0]
+    before, after = (mean_reward(factory / "runs" / name) for name in ("base-test", "dpo"))
+    tell(f"mean reward on what was not taught: {before:.2f} -> {after:.2f}")
+    assert after > before
