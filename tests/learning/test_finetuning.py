@@ -166,7 +166,7 @@ def test_a_killed_training_goes_on_to_the_same_weights(model: Path, tmp_path: Pa
         target=command, args=(sft, model, data, killed, *words)
     )
     child.start()
-    until = time.monotonic() + 300
+    until = time.monotonic() + 900
     while not (killed / "metrics.jsonl").exists() or len(lines(killed)) < 3:
         assert child.is_alive() and time.monotonic() < until
         time.sleep(0.02)
