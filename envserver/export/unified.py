@@ -157,6 +157,8 @@ def unified_of(
 ) -> Json:
     """A delivered rollout as a unified trajectory, by the same mapping as `unified`.
 
+    `metadata.task_id` is that of its task, whatever the trajectory is called.
+
     Args:
         task_id: unset: that of its task, with the domain before it.
         tokens: give the training rows, not the conversations only.
@@ -171,7 +173,11 @@ def unified_of(
     )
     if task_id is not None:
         document["task_id"] = task_id
-    document["metadata"] |= {"group_id": rollout.group_id, "split": rollout.split}
+    document["metadata"] |= {
+        "task_id": rollout.task_id,
+        "group_id": rollout.group_id,
+        "split": rollout.split,
+    }
     return document
 
 
