@@ -134,13 +134,17 @@ def test_rows_their_order_and_their_split_are_those_of_the_script(
 
 
 def test_rows_of_a_task_stand_on_one_side_over_all_tools(unified: Path, tmp_path: Path) -> None:
-    again = _trajectory("mhqa-00-ro7", ("reason_hop", {}, "of another rollout"))
-    again["metadata"]["rollout_id"] = "ro7"
-    _write(unified, again)
+    several = [
+        _trajectory(f"gaia-0-{n}", *[("bash", {"command": f"{n}{i}"}, "") for i in range(3)])
+        for n in range(9)
+    ]
+    for one in several:  # rollouts of one task
+        one["metadata"]["task_id"] = "0"
+    _write(unified, *several)
     files = _build(unified, tmp_path / "sft", "--group-by", "task_id", "--val_ratio", "0.3")
     sides = {
         side: {
-            row["meta"]["task_id"].removesuffix("-ro7")
+            "gaia-0" if (task := row["meta"]["task_id"]).startswith("gaia-0") else task
             for name, rows in files.items()
             if name.endswith(f"{side}.jsonl")
             for row in rows

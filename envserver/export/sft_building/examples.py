@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ...errors import ConfigError
@@ -77,6 +78,10 @@ def template_of(tokenizer: str) -> Template:
             hint="pip install 'envserver[local]', or leave --tokenizer out: "
             "the template is then applied when the model is trained.",
         ) from error
+    if "/" not in tokenizer and not Path(tokenizer).is_dir():
+        raise ConfigError(
+            f"There is no folder {tokenizer!r}.", hint="A name on the hub is OWNER/NAME."
+        )
     try:
         loaded = AutoTokenizer.from_pretrained(tokenizer)
     except (OSError, ValueError) as error:

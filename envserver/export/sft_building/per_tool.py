@@ -188,12 +188,10 @@ def _collected(
 
 
 def _task_of(trajectory: Json) -> str:
-    """The task: its id, without the rollout's that exports put behind it where a task has several
-    rollouts.
-    """
-    task_id, metadata = str(trajectory.get("task_id")), trajectory.get("metadata")
-    rollout_id = metadata.get("rollout_id") if isinstance(metadata, dict) else None
-    return task_id.removesuffix(f"-{rollout_id}") if rollout_id else task_id
+    """Its task: of several rollouts of a task each has an id of its own."""
+    metadata = trajectory.get("metadata")
+    own = metadata.get("task_id") if isinstance(metadata, dict) else None
+    return str(trajectory.get("task_id") if own is None else (trajectory.get("domain"), own))
 
 
 def _split(groups: dict[str, list[str]], choice: Choice) -> dict[str, Held]:
