@@ -136,6 +136,10 @@ def _show(console: Console, record: Record, done: Replayed) -> None:
         say(f"DIFFERENT at call {done.difference.call}: {done.difference.what}")
         for text in done.difference.diff:
             say(f"  {text}")
+        if record.rollout.limit and not done.left:
+            say(
+                f"Then it was ended by a limit ({record.rollout.limit}): is that one set as it was?"
+            )
         return
     if done.failure:
         say(f"FAILED after {counted(done.played, 'call')}: {done.failure}")
