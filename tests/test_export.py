@@ -14,7 +14,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.api import native_group, put_native, running_api
+from support.api import native_group, put_native, running_api, wire_group
 from support.commands import read_jsonl
 from support.delivered import line, write_lines
 
@@ -23,7 +23,7 @@ from envserver.export.decontaminate import Forbidden
 from envserver.export.stored import read_groups
 from envserver.export.traces import problems_of_trace, unified_of_trace
 from envserver.export.unified import problems_of
-from envserver.store import open_store
+from envserver.store import GroupPut, open_store
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -220,6 +220,29 @@ def test_the_same_groups_come_from_files_folders_stores_and_servers(tmp_path: Pa
         out = tmp_path / "again.jsonl"
         assert export(tmp_path / source, "--to", "atropos", "--out", out, "--overwrite") == 0
         assert out.read_bytes() == whole
+
+
+def test_groups_of_others_have_a_rollout_for_each_row_in_either_database(
+    where: str, tmp_path: Path
+) -> None:
+    posted = wire_group(3, messages=[[{"role": "assistant", "content": f"{n}"}] for n in range(3)])
+    facts: dict[str, Any] = {"format": "atropos", "size": 3, "tokens": 9, "max_length": 3}
+
+    async def stored() -> None:
+        async with open_store(where) as store:
+            for name in ("w-1", "w-2"):
+                body = orjson.dumps(posted)
+                await store.put([GroupPut(group_id=name, body=body, env="theirs", **facts)])
+            words = (where, "--to", "messages", "--out", tmp_path / "out.jsonl")
+            assert await asyncio.to_thread(export, *words) == 0
+
+    asyncio.run(stored())
+    rows = read_jsonl(tmp_path / "out.jsonl")
+    found = [(row["env"], row["task_id"], row["reward"]) for row in rows]
+    assert found == [("theirs", "w-1", 0.5)] * 3 + [("theirs", "w-2", 0.5)] * 3
+    (tmp_path / "wire.jsonl").write_bytes(orjson.dumps(posted) + b"\n")
+    assert export(tmp_path / "wire.jsonl", "--to", "unified", "--out", tmp_path / "u") == 0
+    assert len(list((tmp_path / "u" / "atropos").iterdir())) == 3
 
 
 def test_a_torn_last_line_is_passed_over_and_a_bad_one_named(

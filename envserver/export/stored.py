@@ -242,13 +242,15 @@ class _Line(msgspec.Struct):
 def _adopted(line: Json, facts: _Line, place: str) -> Json:
     """A group that only has Atropos's keys, with a rollout for each row and what can be known."""
     name = str(line.get("env_id") or "atropos")
-    group_id = re.sub(r"[^A-Za-z0-9_.-]+", "-", place.rpartition("/")[2])
+    here = re.sub(r"[^A-Za-z0-9_.-]+", "-", place.rpartition("/")[2])
+    group_id = str(line.get("group_id") or here)
     rollouts = [
         {"rollout_id": f"{group_id}-{row}", "rows": [row], "reward": score, "turns": 1}
         for row, score in enumerate(facts.scores)
     ]
+    columns = {key: value for key, value in line.items() if key != "group_id"}
     known = {"group_id": group_id, "env": name, "task_id": group_id, "split": "train", "seed": 0}
-    return {**line, "envserver": {**known, "index": 0, "rollouts": rollouts}}
+    return {**columns, "envserver": {**known, "index": 0, "rollouts": rollouts}}
 
 
 def _group(line: Json, columns: _Line, facts: _Facts, place: str) -> StoredGroup:

@@ -12,7 +12,7 @@ from ..records import Group, unpack
 from .jsonl import group_line
 
 
-def line_of(body: bytes, format: str, env: str, place: str) -> dict[str, Any]:
+def line_of(body: bytes, format: str, env: str, group_id: str, place: str) -> dict[str, Any]:
     """The JSON of a group.
 
     Args:
@@ -29,7 +29,7 @@ def line_of(body: bytes, format: str, env: str, place: str) -> dict[str, Any]:
             )
             return dict(orjson.loads(data))
         if format == "atropos":
-            return {**orjson.loads(body), "env_id": env}
+            return {**orjson.loads(body), "env_id": env, "group_id": group_id}
     except (msgspec.DecodeError, ValueError, TypeError) as error:
         raise InputError(f"{place} cannot be read: {error}.", place=place) from error
     raise InputError(f"{place} has the unknown format {format!r}.", place=place)

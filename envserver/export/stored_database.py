@@ -59,7 +59,7 @@ def _raw(row: GroupRow, body: bytes | Exception, name: str) -> Raw:
     def decoded() -> Any:
         if isinstance(body, Exception):
             raise InputError(f"{place} is damaged: {body}.", place=place) from body
-        return line_of(body, row.format, row.env, place)
+        return line_of(body, row.format, row.env, row.group_id, place)
 
     return Raw(place, decoded)
 

@@ -48,7 +48,7 @@ def _raw(http: httpx.Client, url: str, group_id: str) -> Raw:
             whole = msgspec.msgpack.decode(answer.content, type=TravellingGroup)
         except msgspec.DecodeError as error:
             raise InputError(f"{place} is none: {error}.", place=place) from error
-        return line_of(whole.body, whole.format, whole.env, place)
+        return line_of(whole.body, whole.format, whole.env, group_id, place)
 
     return Raw(place, decoded)
 
