@@ -154,6 +154,7 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
         refusal: why the prompt was rendered anew although an earlier call matched, None where none
             did.
         served_model: the model as named in the engine's answer.
+        told_tokens: of prompt and completion, as the engine counts them, where it gives no ids.
         started_at: `time.time()`; `seconds` from there to the commit, `seconds_to_first` to the
             first chunk of a stream.
         flags: see `tokens.flags`.
@@ -185,6 +186,7 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
     edge: Edge = "root"
     refusal: str | None = None
     served_model: str = ""
+    told_tokens: tuple[int, int] = (0, 0)
     started_at: float = 0.0
     seconds: float = 0.0
     seconds_to_first: float | None = None

@@ -29,11 +29,13 @@ class Choice(msgspec.Struct, kw_only=True):
 
 
 class Exchange(msgspec.Struct, kw_only=True):
-    """One request's answers. `completion_tokens` is the engine's own count over all choices."""
+    """One request's answers. `prompt_tokens` and `completion_tokens` are the engine's own counts,
+    the latter over all choices."""
 
     choices: list[Choice]
     prompt_ids: list[Any] | None = None
     completion_tokens: int | None = None
+    prompt_tokens: int | None = None
     model: str = ""
 
     def tokens(self) -> int:
@@ -67,7 +69,8 @@ def exchange_of(answer: dict[str, Any]) -> Exchange:
     return Exchange(
         choices=choices,
         prompt_ids=list_or_none(answer.get("prompt_token_ids")),
-        completion_tokens=completion_tokens_of(answer),
+        completion_tokens=tokens_told(answer, "completion_tokens"),
+        prompt_tokens=tokens_told(answer, "prompt_tokens"),
         model=answer.get("model") or "",
     )
 
@@ -83,10 +86,10 @@ def logprobs_of(choice: dict[str, Any]) -> list[Any] | None:
     return list_or_none(held.get("token_logprobs"))
 
 
-def completion_tokens_of(answer: dict[str, Any]) -> int | None:
-    """The engine's own count of completion tokens."""
+def tokens_told(answer: dict[str, Any], name: str) -> int | None:
+    """The engine's own count of `completion_tokens` or `prompt_tokens`."""
     usage = answer.get("usage")
-    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    count = usage.get(name) if isinstance(usage, dict) else None
     return count if isinstance(count, int) else None
 
 

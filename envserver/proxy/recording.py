@@ -141,11 +141,25 @@ def _call(
         edge=plan.edge,
         refusal=plan.refusal,
         served_model=exchange.model,
+        told_tokens=_told_tokens(exchange, choice, prompt_ids, ids),
         started_at=given.started_at,
         seconds=given.seconds,
         seconds_to_first=given.seconds_to_first,
         flags=_distinct(flags),
     )
+
+
+def _told_tokens(
+    exchange: Exchange,
+    choice: Choice,
+    prompt_ids: NDArray[np.int32] | None,
+    ids: NDArray[np.int32] | None,
+) -> tuple[int, int]:
+    """The engine's counts where there are no ids; those of all choices stand at the first."""
+    if choice.index:
+        return (0, 0)
+    prompt = 0 if prompt_ids is not None else exchange.prompt_tokens or 0
+    return (prompt, 0 if ids is not None else exchange.completion_tokens or 0)
 
 
 def _sampled(

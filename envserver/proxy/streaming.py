@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .ask import Ask
-from .exchange import Choice, Exchange, completion_tokens_of, list_or_none, logprobs_of
+from .exchange import Choice, Exchange, list_or_none, logprobs_of, tokens_told
 from .shape import check_chunk
 
 _REASONING = ("reasoning", "reasoning_content")
@@ -27,6 +27,7 @@ class Collector:
         self._texts: dict[int, dict[str, list[str]]] = {}
         self._prompt_ids: list[Any] | None = None
         self._completion_tokens: int | None = None
+        self._prompt_tokens: int | None = None
         self._model = ""
 
     def add(self, chunk: dict[str, Any]) -> None:
@@ -37,9 +38,10 @@ class Collector:
         """
         check_chunk(chunk)
         self._model = chunk.get("model") or self._model
-        count = completion_tokens_of(chunk)
-        if count is not None:
+        if (count := tokens_told(chunk, "completion_tokens")) is not None:
             self._completion_tokens = count
+        if (count := tokens_told(chunk, "prompt_tokens")) is not None:
+            self._prompt_tokens = count
         if self._prompt_ids is None:
             self._prompt_ids = list_or_none(chunk.get("prompt_token_ids"))
         for part in _choices(chunk):
@@ -58,6 +60,7 @@ class Collector:
             choices=[self._choices[index] for index in sorted(self._choices)],
             prompt_ids=self._prompt_ids,
             completion_tokens=self._completion_tokens,
+            prompt_tokens=self._prompt_tokens,
             model=self._model,
         )
 

@@ -267,8 +267,10 @@ def _usage(
     return Usage(
         seconds=seconds,
         model_seconds=sum(call.seconds for call in calls if call.choice == 0),
-        prompt_tokens=sum(len(call.prompt_ids) for call in calls if call.choice == 0),
-        completion_tokens=_sampled(calls),
+        prompt_tokens=sum(
+            len(call.prompt_ids) + call.told_tokens[0] for call in calls if call.choice == 0
+        ),
+        completion_tokens=_sampled(calls) + sum(call.told_tokens[1] for call in calls),
         sandbox=in_sandboxes,
         ended_by=limit or "agent",
         worker_cpu_seconds=None if spent is None else spent.cpu_seconds,
