@@ -33,6 +33,20 @@ filter_list:
 metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
 metadata: {{version: 2.0}}
 """
+ENVIRONMENT = """
+from envserver import Environment, Score, Task
+
+class Texts(Environment):
+    def tasks(self, split):
+        for n in range(4):
+            yield Task(f"t-{n}", {"question": f"What is {n} + {n}?"}, {"answer": str(2 * n)})
+
+    async def rollout(self, task, run):
+        return (await run.chat([{"role": "user", "content": task.public["question"]}])).content
+
+    def score(self, task, result):
+        return Score(reward=float(task.hidden["answer"] in str(result.output)))
+"""
 DOCUMENTS = 12
 
 
@@ -103,14 +117,18 @@ def test_tasks_of_the_harness_stand_in_the_report_of_an_evaluation(
     data = tmp_path / "tasks" / "sums.jsonl"
     data.write_bytes(b"".join(orjson.dumps(one) + b"\n" for one in sums))
     (tmp_path / "tasks" / "sums.yaml").write_text(TASK.format(data=data))
-    sim = ("--model", "sim", "--sim.latency_seconds", 0, "--env.total_steps", 2)
-    made = envserver("evaluate", "--env", "math", *sim, "--out", "run", folder=tmp_path)
-    assert made.returncode == 0, made.stderr
+    (tmp_path / "texts.py").write_text(ENVIRONMENT)
     with serving() as server:
-        words = ["lm-eval", "sums", "--openai.base_url", server.url, "--openai.server_type"]
-        words += ["openai", "--openai.api_key", "sk-secret", "--include_path", "tasks"]
-        words += ["--python", str(learn_python), "--out", "run", "--prices.prompt", "1"]
-        words += ["--prices.completion", "2", "--num_fewshot", "0"]
+        engine = ["--openai.base_url", server.url, "--openai.server_type", "openai"]
+        engine += ["--openai.api_key", "sk-secret", "--out", "run", "--prices.prompt", "1"]
+        engine += ["--prices.completion", "2"]
+        words = ["--env.group_size", "1", "--workers.processes", "1"]
+        made = envserver("evaluate", "--env", "texts.py", *words, *engine, folder=tmp_path)
+        assert made.returncode == 0, made.stderr
+        assert len(server.asked) == 4
+        server.asked.clear()
+        words = ["lm-eval", "sums", *engine, "--include_path", "tasks", "--num_fewshot", "0"]
+        words += ["--python", str(learn_python)]
         ran = envserver(*words, folder=tmp_path, seconds=900)
         assert ran.returncode == 0, ran.stderr
         assert len(server.asked) == DOCUMENTS and server.keys == {"Bearer sk-secret"}
@@ -122,8 +140,10 @@ def test_tasks_of_the_harness_stand_in_the_report_of_an_evaluation(
         assert again.returncode == 0, again.stderr
         assert len(server.asked) == DOCUMENTS  # every answer was there
     report = orjson.loads((tmp_path / "run" / "report.json").read_bytes())
-    assert [part["name"] for part in report["parts"]] == ["math", "sums"]
-    part = report["parts"][1]
+    texts, part = report["parts"]
+    assert (texts["name"], part["name"]) == ("texts", "sums")
+    costs = texts["run"]["costs"]  # an engine that gives no ids tells how many tokens there were
+    assert (costs["total_prompt_tokens"], costs["total_completion_tokens"]) == (40, 12)
     values = part["harness"]["values"]
     assert values["exact_match,number"] == pytest.approx(0.5)
     assert values["exact_match,whole"] == pytest.approx(1 / 3)
