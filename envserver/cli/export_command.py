@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from ..config import LogLevel, Section
 from ..errors import ConfigError, UsageError
-from ..export.formats import Options, format_of
+from ..export.formats import Format, Options, format_of
 from .export import DROPPED, Tally, Wanted, export
 from .file_words import named_sources
 from .help import show_help
@@ -68,6 +68,14 @@ class ExportSettings(Section):
     """Least difference of the rewards of a pair (dpo)."""
     title: str = ""
     """Of what is exported, for people."""
+    tokenizer: str = ""
+    """What tokens are shown by in pages: a folder with tokenizer.json, or a model in the cache;
+    unset: by the model's name."""
+    push_to_hub: str | None = None
+    """OWNER/NAME of a data set on the Hugging Face hub: the folder gets a data card and is pushed
+    there, private if it is new; HF_TOKEN is sent."""
+    dry_run: bool = False
+    """With --push_to_hub: write the folder as it would be pushed, and push nothing."""
     overwrite: bool = False
     """Replace an export that is there."""
     skip_bad: bool = False
@@ -95,6 +103,8 @@ def run(argv: list[str]) -> int:
         console.print(f"Stopped: {settings.out} is as it was.", markup=False)
         raise
     _show(console, tally, settings.out)
+    if settings.push_to_hub is not None:
+        _push(console, settings.out, settings.push_to_hub, dry_run=settings.dry_run)
     return 0
 
 
@@ -103,6 +113,8 @@ def _export(settings: ExportSettings, console: Console) -> Tally:
 
     if not settings.source:
         raise UsageError("`envserver export` needs a source.", hint="Name a file of `process`.")
+    if settings.dry_run and settings.push_to_hub is None:
+        raise ConfigError("--dry_run is for --push_to_hub.", hint="Name a data set: OWNER/NAME.")
     jsonl = settings.jsonl or settings.out.suffix == ".jsonl"
     if settings.out.suffix == ".jsonl" and settings.to in ("parquet", "html"):
         raise ConfigError(f"{settings.to} cannot be a .jsonl file.", hint="Name a folder by --out.")
@@ -114,8 +126,11 @@ def _export(settings: ExportSettings, console: Console) -> Tally:
         jsonl=jsonl,
         embed=settings.embed,
         embed_cache=settings.embed_cache,
+        tokenizer=settings.tokenizer,
     )
     format = format_of(settings.to, options)
+    if settings.push_to_hub is not None:
+        format = _with_card(format, settings, settings.push_to_hub)
     wanted, facts = _wanted(settings)
     with _bar(console, size_of(settings.source)) as told:
         return export(
@@ -144,6 +159,7 @@ def _wanted(settings: ExportSettings) -> tuple[Wanted, dict[str, Any]]:
     facts: dict[str, Any] = {"filter": {name: getattr(settings, name) for name in names}}
     if forbidden is not None:
         facts["against"] = {"texts": forbidden.texts, "too_short": forbidden.too_short}
+    facts |= _told_to_all(settings, facts)
     wanted = Wanted(
         where=Where(settings.where) if settings.where is not None else None,
         min_reward=settings.min_reward,
@@ -152,6 +168,50 @@ def _wanted(settings: ExportSettings) -> tuple[Wanted, dict[str, Any]]:
         distinct=Seen() if settings.dedupe else None,
     )
     return wanted, facts
+
+
+def _push(console: Console, folder: Path, name: str, *, dry_run: bool) -> None:
+    from ..export.hub import push
+
+    if dry_run:
+        console.print(f"Not pushed: {folder} is what {name} would be.", markup=False)
+    else:
+        console.print(f"Pushed to {push(folder, name)}", markup=False)
+
+
+def _with_card(format: Format, settings: ExportSettings, name: str) -> Format:
+    from ..export.card import Asked, WithCard, public_name
+    from ..export.hub import check_name
+
+    check_name(name)
+    if settings.out.suffix in (".jsonl", format.suffix):
+        raise ConfigError("What goes to the hub is a folder.", hint="Name a folder by --out.")
+    chosen = {"where": settings.where, "min_reward": settings.min_reward}
+    chosen |= {"dedupe": settings.dedupe or None}
+    chosen |= {"per_group": None if settings.per_group == "all" else settings.per_group}
+    asked = Asked(
+        title=settings.title or name.partition("/")[2],
+        sources=[public_name(source) for source in settings.source],
+        filter={key: value for key, value in chosen.items() if value is not None},
+        against=[public_name(path) for path in settings.against],
+        against_words=settings.against_words,
+    )
+    return WithCard(format, asked)
+
+
+def _told_to_all(settings: ExportSettings, facts: dict[str, Any]) -> dict[str, Any]:
+    """Facts without what is this machine's, where others will read them; URLs never with users."""
+    from ..export.card import public_name
+
+    def named(source: str) -> str:
+        is_private = settings.push_to_hub is not None or "://" in source
+        return public_name(source) if is_private else source
+
+    against = [named(path) for path in settings.against]
+    return {
+        "sources": [named(source) for source in settings.source],
+        "filter": {**facts["filter"], "against": against},
+    }
 
 
 @contextlib.contextmanager

@@ -1,0 +1,285 @@
+"""The data card of an export that goes to the Hugging Face hub: `README.md` in its folder.
+
+In: the rollouts that are kept, while they go by, and what the caller asked for. Out: a card with
+its YAML header. What holds: it names no path, user or password of this machine; names from the data
+can neither end its header nor become markup; what nobody has said (the license) it leaves open.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import yaml
+
+from .. import __version__
+from .formats import Format, NamedFile, Row, Writer, Written
+from .run_facts import RunFacts
+from .shards import MANIFEST, failed, writer_of
+from .stored import StoredGroup, StoredRollout
+
+CARD: Final = "README.md"
+_LOOKED_AT: Final = 1000
+"""Rows whose columns the card names."""
+_LONGEST: Final = 100
+_BAR: Final = 30
+_SIZES: Final = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M"}
+_SPLITS: Final = ("train", "validation", "test")
+_ABOUT: Final = {
+    "atropos": "One row is a group of rollouts of one task, in the form of Atropos.",
+    "messages": "One row is a conversation for supervised fine-tuning, in OpenAI's chat form.",
+    "dpo": "One row is a pair of answers to one prompt, the chosen one of a higher reward.",
+    "unified": "One file is one rollout as a readable record.",
+    "traces": "One file is one rollout as a trace of typed steps.",
+    "parquet": "One row is one training row of a rollout: its tokens, which of them were sampled "
+    "(`mask`), and their logprobs. `row` counts the rows of a rollout from 0; take `row == 0` for "
+    "one row a rollout. Columns that end in `_json` hold JSON text; `messages_json` is null where "
+    "`messages` says everything.",
+    "html": "Pages for people: open `index.html`.",
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the caller asked for.
+
+    Args:
+        title: of the data.
+        sources: where the rollouts come from, see `public_name`.
+        filter: settings that choose rollouts, those that choose none left out.
+        against: the evaluation sets of which no piece may be in it.
+        against_words: words in a row that make a piece.
+    """
+
+    title: str
+    sources: Sequence[str]
+    filter: dict[str, Any] = field(default_factory=dict)
+    against: Sequence[str] = ()
+    against_words: int = 0
+
+
+class WithCard:
+    """A format whose folder gets a card, too."""
+
+    def __init__(self, format: Format, asked: Asked) -> None:
+        self.name, self.suffix = format.name, format.suffix
+        self._format = format
+        self._asked = asked
+        self._facts = RunFacts()
+
+    def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
+        """Those of the format."""
+        self._facts.add(group, kept)
+        yield from self._format.rows(group, kept)
+
+    def writer(self) -> Writer:
+        """That of the format, which writes the card at the end."""
+        return _WriterWithCard(writer_of(self._format), self._format, self._asked, self._facts)
+
+
+class _WriterWithCard:
+    def __init__(self, writer: Writer, format: Format, asked: Asked, facts: RunFacts) -> None:
+        self._writer = writer
+        self._format = format
+        self._asked = asked
+        self._facts = facts
+        self._columns: dict[str, set[str]] = {}
+        self._rows = 0
+
+    def open(self, folder: Path, shard_rows: int) -> None:
+        self._folder = folder
+        self._writer.open(folder, shard_rows)
+
+    def put(self, row: Row) -> None:
+        self._rows += 1
+        if self._rows <= _LOOKED_AT and not isinstance(row, NamedFile):
+            for name, value in row.items():
+                self._columns.setdefault(name, set()).add(_kind(value))
+        self._writer.put(row)
+
+    def close(self) -> list[Written]:
+        written = self._writer.close()
+        columns = {name: " or ".join(sorted(kinds)) for name, kinds in self._columns.items()}
+        if self._format.name == "parquet":
+            columns = _parquet_columns()
+        text = card(
+            self._facts,
+            self._asked,
+            format=self._format.name,
+            columns={} if self._format.name == "html" else columns,
+            rows=self._rows,
+            shards=[one.path for one in written if one.path.startswith("part-")],
+        )
+        try:
+            (self._folder / CARD).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise failed(self._folder / CARD, error) from error
+        return [*written, Written(CARD, 0)]
+
+
+def card(
+    facts: RunFacts,
+    asked: Asked,
+    *,
+    format: str,
+    columns: dict[str, str],
+    rows: int,
+    shards: Sequence[str],
+) -> str:
+    """The text of the card.
+
+    Args:
+        columns: name and type each.
+        rows: that were written.
+        shards: the files of rows, none where each rollout has its own.
+    """
+    header = yaml.safe_dump(_header(facts, asked, rows, shards), sort_keys=False)
+    versions = f"{facts.versions[0]} to {facts.versions[1]}" if facts.versions else "not known"
+    parts = [
+        f"---\n{header}---\n",
+        f"# {_plain(asked.title)}\n",
+        _ABOUT.get(format, ""),
+        "",
+        "## What is in it\n",
+        *_table(
+            ("", "rollouts", "groups", "mean reward"),
+            [
+                (_code(name), part.rollouts, part.groups, _number(part.mean_reward))
+                for name, part in [*facts.by_env.items(), ("all", facts.total)]
+            ],
+        ),
+        f"\n{rows:,} rows; {facts.tokens:,} tokens in {facts.rows:,} training rows, of which "
+        f"{facts.sampled:,} were sampled by the model; {facts.truncated:,} rollouts were cut off.",
+        "\n### Rewards\n",
+        *_histogram(facts),
+        *_features(columns),
+        "\n## Where it comes from\n",
+        f"- Environments: {_names(facts.by_env)}",
+        f"- Models: {_names(facts.models)}; policy versions: {versions}",
+        f"- Splits of the tasks: {_names(facts.splits)}",
+        f"- Made: {_day(facts.first_at)} to {_day(facts.last_at)}",
+        f"- Read from: {_names(asked.sources)}",
+        f"- Written by envserver {__version__} as `{format}`; `{MANIFEST}` has the checksums and "
+        "how many rollouts were left out, and why",
+        "\n## Filter\n",
+        *(f"- {_code(name)}: {_code(str(value))}" for name, value in asked.filter.items()),
+        *([] if asked.filter else ["None: every rollout with a place in this form."]),
+        "\n## Decontamination\n",
+        _decontamination(asked),
+        "\n## License\n",
+        "Not named yet: whoever publishes this says under which license, with regard to those of "
+        "the tasks and of the model.",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def public_name(source: str) -> str:
+    """What may be told of a source: a file's or folder's name, a URL's host and last part."""
+    if "://" not in source:
+        return Path(source).name or source
+    parts = urlsplit(source)
+    host = (parts.hostname or "") + (f":{parts.port}" if parts.port else "")
+    last = parts.path.rpartition("/")[2]
+    return f"{parts.scheme}://{host}" + (f"/{last}" if last else "")
+
+
+def _header(facts: RunFacts, asked: Asked, rows: int, shards: Sequence[str]) -> dict[str, Any]:
+    size = next((size for most, size in _SIZES.items() if rows < most), "n>1M")
+    header: dict[str, Any] = {
+        "pretty_name": _plain(asked.title),
+        "license": "unknown",
+        "task_categories": ["text-generation"],
+        "tags": [
+            "envserver",
+            "rollouts",
+            "reinforcement-learning",
+            *map(_tag, list(facts.by_env)[:5]),
+        ],
+        "size_categories": [size],
+    }
+    if not shards:
+        return {**header, "viewer": False}
+    [split] = list(facts.splits) if len(facts.splits) == 1 else ["train"]
+    files = {
+        "split": split if split in _SPLITS else "train",
+        "path": f"part-*{Path(shards[0]).suffix}",
+    }
+    config = {"config_name": "default", "data_files": [files]}
+    return {**header, "configs": [config]}
+
+
+def _histogram(facts: RunFacts) -> Iterator[str]:
+    most = max([1, *facts.histogram])
+    bins = len(facts.histogram)
+    yield "```"
+    for number, count in enumerate(facts.histogram):
+        bar = "█" * round(_BAR * count / most)
+        yield f"{number / bins:.1f} to {(number + 1) / bins:.1f}  {bar:<{_BAR}} {count:,}"
+    yield "```"
+    if facts.below or facts.above:
+        yield f"\nBelow 0: {facts.below:,}; above 1: {facts.above:,}."
+
+
+def _features(columns: dict[str, str]) -> Iterator[str]:
+    if columns:
+        yield "\n## Features\n"
+        rows = [(_code(name), _code(kind)) for name, kind in columns.items()]
+        yield from _table(("column", "type"), rows)
+
+
+def _decontamination(asked: Asked) -> str:
+    if not asked.against:
+        return "None was done."
+    names = _names(asked.against)
+    return f"No rollout has {asked.against_words} words in a row in common with {names}."
+
+
+def _parquet_columns() -> dict[str, str]:
+    from .parquet import schema
+
+    return {one.name: str(one.type) for one in schema()}
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
+    for row in (head, ["---"] * len(head), *rows):
+        yield f"| {' | '.join(str(cell) for cell in row)} |"
+
+
+def _kind(value: Any) -> str:
+    names = {str: "string", bool: "bool", int: "int", float: "float", list: "list", dict: "object"}
+    return names.get(type(value), "null" if value is None else type(value).__name__)
+
+
+def _names(names: Sequence[str] | dict[str, Any]) -> str:
+    return ", ".join(map(_code, names)) or "none"
+
+
+def _code(text: str) -> str:
+    """As code, in which nothing is markup; without what would end it, or a cell of a table."""
+    return f"`{_plain(text, '`|')}`"
+
+
+def _plain(text: str, without: str = "`|<>[]") -> str:
+    cut = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    shown = re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+", " ", cut)
+    return shown.translate(dict.fromkeys(map(ord, without), "'")).strip() or "unnamed"
+
+
+def _tag(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", text[:_LONGEST]).strip("-") or "unnamed"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _day(seconds: float | None) -> str:
+    try:
+        return "unknown" if seconds is None else time.strftime("%Y-%m-%d", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return "unknown"

@@ -1,0 +1,145 @@
+"""Exports for the hub: the folder as it would be pushed, its card, and what must not be in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import yaml
+
+from envserver.cli import main
+
+MESSAGES = [
+    {"role": "user", "content": "What is six times seven?"},
+    {"role": "assistant", "content": "It is 42."},
+]
+
+
+def groups(path: Path, *, env: str = "math", model: str = "m", split: str = "train") -> Path:
+    """A file of two groups of two rollouts, with rewards 0 and 1."""
+    lines = []
+    for number in range(2):
+        rollouts = [
+            {"rollout_id": f"g{number}-r{row}", "rows": [row], "reward": float(row), "turns": 1}
+            for row in range(2)
+        ]
+        facts = {"group_id": f"g{number}", "env": env, "task_id": f"t{number}", "split": split}
+        facts |= {"seed": 0, "model": model, "policy_version": number, "created_at": 1.7e9}
+        lines.append(
+            {
+                "tokens": [[1, 2, 3]] * 2,
+                "masks": [[-100, 2, 3]] * 2,
+                "inference_logprobs": [[1.0, -0.5, -0.5]] * 2,
+                "messages": [MESSAGES] * 2,
+                "scores": [0.0, 1.0],
+                "envserver": {**facts, "index": number, "rollouts": rollouts},
+            }
+        )
+    path.write_bytes(b"\n".join(map(orjson.dumps, lines)) + b"\n")
+    return path
+
+
+def dry_run(source: Path, out: Path, *words: str, to: str = "messages") -> int:
+    where = ["--push_to_hub", "me/rollouts", "--dry_run", "--out", str(out)]
+    return main(["export", str(source), "--to", to, *where, *words])
+
+
+def header(card: str) -> dict[str, Any]:
+    return dict(yaml.safe_load(card.split("---\n")[1]))
+
+
+@pytest.mark.parametrize("to", ["messages", "parquet"])
+def test_a_dry_run_writes_what_datasets_can_load(tmp_path: Path, to: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("pyarrow")
+    source, out = groups(tmp_path / "groups.jsonl"), tmp_path / "out"
+    assert dry_run(source, out, "--min_reward", "0.5", to=to) == 0
+    card = (out / "README.md").read_text()
+    [config] = header(card)["configs"]
+    [files] = config["data_files"]
+    loaded = datasets.load_dataset(str(out), cache_dir=str(tmp_path / "cache"))
+    assert list(loaded) == [files["split"]] == ["train"]
+    assert loaded["train"].num_rows == 2
+    assert set(loaded["train"]["reward"]) == {1.0}
+    said = loaded["train"][0]["messages"]
+    assert [(one["role"], one["content"]) for one in said] == [
+        (one["role"], one["content"]) for one in MESSAGES
+    ]
+    for name in loaded["train"].column_names:
+        assert f"| `{name}` |" in card
+    listed = {file["path"] for file in json.loads((out / "MANIFEST.json").read_text())["files"]}
+    assert listed == {path.name for path in out.iterdir()} - {"MANIFEST.json"}
+
+
+def test_a_card_tells_what_it_is_made_of(tmp_path: Path) -> None:
+    source, out = groups(tmp_path / "groups.jsonl", split="test"), tmp_path / "out"
+    evaluation = tmp_path / "exam.txt"
+    evaluation.write_text("one two three four five six seven eight nine ten eleven twelve thirteen")
+    assert dry_run(source, out, "--against", str(evaluation), "--where", "turns < 6") == 0
+    card = (out / "README.md").read_text()
+    told = header(card)
+    assert told["pretty_name"] == "rollouts" and told["license"] == "unknown"
+    assert told["configs"][0]["data_files"][0]["split"] == "test"
+    assert "math" in told["tags"] and told["size_categories"] == ["n<1K"]
+    assert "| `math` | 4 | 2 | 0.500 |" in card
+    assert "4 rows; 12 tokens in 4 training rows, of which 8 were sampled" in card
+    assert "- Models: `m`; policy versions: 0 to 1" in card
+    assert "- `where`: `turns < 6`" in card
+    assert "13 words in a row in common with `exam.txt`" in card
+    assert "0.9 to 1.0" in card
+
+
+def test_nothing_of_this_machine_and_no_secret_is_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody_else")
+    source, out = groups(tmp_path / "groups.jsonl"), tmp_path / "out"
+    assert dry_run(source, out) == 0
+    everything = b"".join(path.read_bytes() for path in out.iterdir())
+    assert str(tmp_path).encode() not in everything
+    assert b"hf_of_nobody_else" not in everything
+
+
+def test_names_from_the_data_are_no_markup_and_end_no_header(tmp_path: Path) -> None:
+    hostile = "x`|\n---\nlicense: mit\n# y <script>"
+    source = groups(tmp_path / "groups.jsonl", env=hostile, model=hostile)
+    assert dry_run(source, tmp_path / "out", "--title", hostile) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert header(card)["license"] == "unknown"
+    assert header(card)["tags"][-1] == "x-license-mit-y-script"
+    body = card.split("\n---\n", 1)[1]
+    assert "`x'' --- license: mit # y <script>`" in body
+    assert not any(line.startswith(("---", "# y", "license")) for line in body.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--push_to_hub", "no-owner", "--dry_run"], "OWNER/NAME"),
+        (["--dry_run"], "--dry_run is for --push_to_hub"),
+        (["--push_to_hub", "me/x", "--dry_run", "--out", "one.jsonl"], "is a folder"),
+    ],
+)
+def test_what_cannot_be_pushed_is_refused_before_any_work(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = groups(tmp_path / "groups.jsonl")
+    out = [] if "--out" in words else ["--out", "out"]
+    assert main(["export", str(source), "--to", "messages", *out, *words]) == 2
+    assert says in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["groups.jsonl"]
+
+
+def test_pages_have_a_card_without_splits(tmp_path: Path) -> None:
+    source = groups(tmp_path / "groups.jsonl")
+    assert dry_run(source, tmp_path / "out", to="html") == 0
+    told = header((tmp_path / "out" / "README.md").read_text())
+    assert "configs" not in told and told["viewer"] is False
