@@ -11,6 +11,7 @@ from support.commands import envserver, read_jsonl
 
 from envserver import EngineError, InputError, ServiceError
 from envserver.cli import main
+from envserver.cli.replay import read_record
 from envserver.errors import EngineRefused
 from envserver.records import Call, ServiceCall
 from envserver.rollouts.replaying import (
@@ -194,6 +195,20 @@ def test_calls_are_read_off_a_conversation_that_only_grew() -> None:
     assert only.answers[0].message == talk[3]
     with pytest.raises(InputError, match="Of 3 calls the record has 2"):
         told_calls(talk, 3, "r")
+
+
+def test_where_calls_were_not_kept_each_agent_s_are_read_off_its_own_talk(place: Path) -> None:
+    (group,) = read_jsonl(place / "kept.jsonl")
+    for key in ("calls", "service_calls"):
+        del group["envserver"]["rollouts"][0][key]
+    (place / "plain.jsonl").write_text(json.dumps(group) + "\n")
+    rollout = rollout_id(place / "plain.jsonl")
+    plain = read_record([str(place / "plain.jsonl")], rollout)
+    kept = read_record([str(place / "kept.jsonl")], rollout)
+    assert (plain.kept, kept.kept) == (False, True)
+    assert sorted(one.line for one in plain.exchanges) == sorted(one.line for one in kept.exchanges)
+    asked = {one.line: one.messages for one in plain.exchanges}
+    assert asked == {one.line: one.messages for one in kept.exchanges}
 
 
 def test_the_record_of_the_file_is_json_and_small(place: Path) -> None:

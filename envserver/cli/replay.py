@@ -152,7 +152,7 @@ def _record(
         if kept:
             exchanges = recorded_calls(calls_in(told), rollout.rollout_id, agents)
         else:
-            exchanges = _told(rollout, agents)
+            exchanges = _told(rollout, agents, _nobody_trained(facts))
         services = service_calls_in(told)
     except InputError as error:
         raise InputError(
@@ -161,10 +161,14 @@ def _record(
     return Record(place, facts, sampling, rollout, told, exchanges, services, kept)
 
 
-def _told(rollout: StoredRollout, agents: list[str]) -> list[Exchange]:
-    """The calls that the conversations tell of: the main agent's, and those of the others."""
+def _told(rollout: StoredRollout, agents: list[str], all_count: bool) -> list[Exchange]:
+    """The calls that the conversations tell of: the main agent's, and those of the others.
+
+    Args:
+        all_count: turns are those of all agents, not of the trained ones.
+    """
     others = rollout.others
-    counted = [other for other in others if other.get("trained")] or others
+    counted = [other for other in others if all_count or other.get("trained")]
     turns = rollout.turns - sum(other.get("turns") or 0 for other in counted)
     named = {other.get("agent") for other in others}
     main = next((agent for agent in agents if agent not in named), None)
@@ -179,6 +183,11 @@ def _told(rollout: StoredRollout, agents: list[str]) -> list[Exchange]:
         line = line_of(rollout.rollout_id, agent if agent in agents else None)
         exchanges += told_calls(other.get("messages") or [], other.get("turns") or 0, line)
     return exchanges
+
+
+def _nobody_trained(facts: dict[str, Any]) -> bool:
+    agents = (facts.get("rendering") or {}).get("agents") or {}
+    return bool(agents) and not any(agent.get("trained", True) for agent in agents.values())
 
 
 async def replay(
