@@ -46,7 +46,7 @@ def _rows(source: str, split: str) -> Iterator[Row | None]:
         return itertools.chain.from_iterable(map(_file_rows, files))
     if path.is_file():
         return _file_rows(path)
-    if _HUB_NAME.fullmatch(source) and not path.suffix:
+    if _HUB_NAME.fullmatch(source) and path.suffix not in SUFFIXES:
         return _hub_rows(source, split)
     raise NotFoundError(
         f"There is no file {source!r}.",
