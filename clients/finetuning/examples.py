@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from envserver import InputError
-
 from .conversation import Conversation, read_pair, read_row
 from .data import rows_of
 from .tokens import Encoded, Encoder
@@ -161,13 +159,10 @@ def _count(counts: Counts, *encoded: Encoded) -> None:
 
 
 def written(examples: Iterable[Example], columns: Sequence[str], path: Path) -> Any:
-    """The examples as a `datasets.Dataset` that lies in a file.
+    """The examples as a `datasets.Dataset` that lies in a file; None where there are none.
 
     Args:
         path: of the file, made anew.
-
-    Raises:
-        InputError: there is no example.
     """
     import pyarrow as pa
     from datasets import Dataset
@@ -179,9 +174,7 @@ def written(examples: Iterable[Example], columns: Sequence[str], path: Path) -> 
         for batch in _batches(examples):
             stream.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))
             count += len(batch)
-    if not count:
-        raise InputError("There is nothing to learn from: no row is left.")
-    return Dataset.from_file(str(path))
+    return Dataset.from_file(str(path)) if count else None
 
 
 def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:

@@ -20,7 +20,7 @@ from typing import Any, Final, Generic, TypeVar
 from rich.console import Console
 
 from clients.training.metrics import read_lines
-from envserver import ConfigError, ConflictError
+from envserver import ConfigError, ConflictError, InputError
 
 from .card import About, base_name, card_of
 from .data import Part, digest_of
@@ -108,6 +108,7 @@ class Training(Generic[S]):
         """
         facts = self._facts()
         if self._is_done(facts):
+            shutil.rmtree(self._work, ignore_errors=True)
             self._console.print(f"{self._output}: done already.", soft_wrap=True, highlight=False)
             return
         self._work.mkdir(parents=True, exist_ok=True)
@@ -115,6 +116,12 @@ class Training(Generic[S]):
         tokenizer, encoder = self._encoder()
         counts = Counts()
         train = self._data(self._part.train, encoder, counts, "train")
+        if train is None:
+            raise InputError(
+                f"There is nothing to learn from: of {counts.rows} rows none is left.",
+                hint=f"Longer than --max-length: {counts.dropped_too_long}; with nothing of the "
+                f"assistant: {counts.dropped_nothing_to_train}.",
+            )
         validation = None
         if self._part.validation:
             validation = self._data(self._part.validation, encoder, Counts(), "validation")
@@ -138,7 +145,8 @@ class Training(Generic[S]):
 
     def _is_done(self, facts: dict[str, Any]) -> bool:
         """Looks at what is in the folder; empties it where that was asked for."""
-        if not self._output.exists() or not any(self._output.iterdir()):
+        names = {path.name for path in self._output.iterdir()} if self._output.exists() else set()
+        if names <= {_WORK} and not (self._work / _STARTED).exists():
             return False
         done, started = self._output / DONE, self._work / _STARTED
         ours = next((path for path in (done, started) if path.is_file()), None)
@@ -149,6 +157,9 @@ class Training(Generic[S]):
         earlier = json.loads(ours.read_text(encoding="utf-8"))
         if all(earlier.get(name) == value for name, value in facts.items()):
             return ours is done
+        if ours is started and _last_whole(self._work / "checkpoints") is None:
+            shutil.rmtree(self._work)  # nothing would be lost
+            return False
         if not self._settings.overwrite:
             other = ", ".join(_differences(earlier, facts))
             raise ConflictError(

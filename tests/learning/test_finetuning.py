@@ -187,10 +187,14 @@ def test_a_killed_training_goes_on_to_the_same_weights(model: Path, tmp_path: Pa
     assert (killed / "README.md").read_text() == (whole / "README.md").read_text()
 
 
-def test_all_weights_learn_and_a_whole_model_is_left(model: Path, tmp_path: Path) -> None:
+def test_all_weights_learn_and_a_whole_model_is_left(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     data, output = write(tmp_path / "rows.jsonl", sums(8)), tmp_path / "out"
+    assert command(sft, model, data, output, "--steps", "8", "--max-length", "8") == 2
+    assert "of 8 rows none is left" in capfd.readouterr().err
     assert command(sft, model, data, output, "--steps", "8", "--keep-checkpoints") == 0
     losses = [line["loss"] for line in lines(output)]
     assert losses[-1] < losses[0] / 2
