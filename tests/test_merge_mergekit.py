@@ -1,11 +1,13 @@
 """`envserver merge --method ...`: a stand-in for mergekit-yaml gets what the real one reads.
 
 mergekit itself is not installed for the tests (it pins old versions of its libraries): what is
-shown here is the YAML and the command line that it is given, and what becomes of its answer.
+shown here is the YAML and the command line that it is given, and what becomes of its answer. By
+hand, mergekit 0.1.5 merged two tiny models by `ties` as it was told here.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -74,7 +76,10 @@ def test_ties_is_mergekits(models: dict[str, Path], seen: Path, tmp_path: Path) 
     card = (out / "README.md").read_text()
     assert "ties of base, one (0.7), two (0.3)" in card
     assert all(str(tmp_path) not in path.read_text() for path in out.glob("m*[!s]"))
-    assert json.loads((out / "merge.json").read_text())["method"] == "ties"
+    recipe = json.loads((out / "merge.json").read_text())
+    assert recipe["method"] == "ties"
+    weights = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
+    assert recipe["files"] == {"model.safetensors": weights}
 
 
 def test_slerp_goes_from_the_base_to_another(

@@ -67,7 +67,7 @@ def facts_of(
     inputs = []
     for folder, model in models.items():
         for path in model.files():
-            digests[path] = digests.get(path) or _digest(path)
+            digests[path] = digests.get(path) or digest_of(path)
         inputs.append(
             Input(_name(folder), {_file(folder, path): digests[path] for path in model.files()})
         )
@@ -116,7 +116,8 @@ def _card(facts: Facts, made: Made) -> str:
     ]
     lines += ["", *(f"- {note}." for note in facts.notes), *([""] if facts.notes else [])]
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
-    lines += [f"Copied from the base: {', '.join(made.copied) or 'nothing'}.", ""]
+    if made.copied:
+        lines += [f"Copied from the base: {', '.join(made.copied)}.", ""]
     lines += [f"Made with {versions}; `{RECIPE}` has all of it.", ""]
     return "\n".join(lines)
 
@@ -129,6 +130,7 @@ def _file(folder: Path, path: Path) -> str:
     return path.name if path.parent == folder else f"{path.parent.name}/{path.name}"
 
 
-def _digest(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """sha256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -21,7 +21,7 @@ import yaml
 
 from ...errors import ConfigError, EnvserverError
 from .adapters import is_adapter
-from .card import Made, facts_of, write_card
+from .card import Made, digest_of, facts_of, write_card
 from .checks import Allowed, check
 from .recipe import Recipe
 from .tensors import Weights
@@ -85,8 +85,7 @@ def merge_with(
                     method=method.name,
                     versions={"mergekit": version},
                 )
-                names = [path.name for path in made.files()]
-            files = dict.fromkeys(names, "")
+                files = {path.name: digest_of(path) for path in made.files()}
             text = yaml.safe_dump(_portable(config), sort_keys=False)
             (folder / CONFIG).write_text(text, encoding="utf-8")
             formula = f"{method.name} of {', '.join(_names(recipe))}, by mergekit ({CONFIG})"
