@@ -1,8 +1,7 @@
 """The data that flows through the server, in the order in which it comes to be.
 
-Task -> (rollout) -> Call* -> Sequence* -> Trajectory -> Group. Everything is a msgspec struct;
-token data are numpy arrays from the moment they arrive and stay so. `pack`/`unpack` turn any of
-these into MessagePack and back, arrays as raw little-endian bytes.
+Task -> (rollout) -> Call* -> Sequence* -> Trajectory -> Group: msgspec structs. Token data are
+numpy arrays throughout. `pack`/`unpack`: MessagePack and back, arrays as raw little-endian bytes.
 """
 
 from __future__ import annotations
@@ -366,9 +365,8 @@ class Conversation(msgspec.Struct, kw_only=True):
     """What one of several agents of a rollout and its model said, as it stood last.
 
     Args:
-        model: the name that was asked for.
+        model: the name that was asked for; turns, completion_tokens: of this agent.
         messages, tools: in OpenAI's chat shape, with the last answer.
-        turns, completion_tokens: of this agent.
     """
 
     agent: str | None
