@@ -71,7 +71,9 @@ def test_a_dry_run_writes_what_datasets_can_load(tmp_path: Path, to: str) -> Non
     for name in loaded["train"].column_names:
         assert f"| `{name}` |" in card
     listed = {file["path"] for file in json.loads((out / "MANIFEST.json").read_text())["files"]}
-    assert listed == {path.name for path in out.iterdir()} - {"MANIFEST.json"}
+    assert listed == {
+        path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()
+    } - {"MANIFEST.json"}
 
 
 def test_a_card_tells_what_it_is_made_of(tmp_path: Path) -> None:
@@ -98,7 +100,7 @@ def test_nothing_of_this_machine_and_no_secret_is_in_the_folder(
     monkeypatch.setenv("HF_TOKEN", "hf_of_nobody_else")
     source, out = groups(tmp_path / "groups.jsonl"), tmp_path / "out"
     assert dry_run(source, out) == 0
-    everything = b"".join(path.read_bytes() for path in out.iterdir())
+    everything = b"".join(path.read_bytes() for path in out.rglob("*") if path.is_file())
     assert str(tmp_path).encode() not in everything
     assert b"hf_of_nobody_else" not in everything
 

@@ -166,7 +166,9 @@ def test_what_is_read_back_is_what_was_delivered(
     assert read(folder) == expected
     assert sum(each.rows for each in written) == len(expected)
     assert all(each.rows <= shard_rows for each in written)
-    assert sorted(path.name for path in folder.iterdir()) == [each.path for each in written]
+    assert sorted(path.name for path in (folder / "data").iterdir()) == [
+        each.path.removeprefix("data/") for each in written
+    ]
 
 
 def test_columns_are_typed_for_those_who_read_them(tmp_path: Path) -> None:
@@ -182,7 +184,7 @@ def test_columns_are_typed_for_those_who_read_them(tmp_path: Path) -> None:
     assert frame["logprobs"][0].tolist() == [0.0, -0.5, -0.25]
 
     loaded = datasets.Dataset.from_parquet(
-        str(tmp_path / "part-00000.parquet"), cache_dir=str(tmp_path / "cache")
+        str(tmp_path / "data" / "part-00000.parquet"), cache_dir=str(tmp_path / "cache")
     )
     assert loaded[0]["messages"][1]["tool_calls"] == [CALL]
     assert loaded[0]["messages_json"] is None
@@ -195,7 +197,7 @@ def test_row_groups_are_cut_by_bytes(tmp_path: Path) -> None:
     rows = [[(index, -1.0) for index in range(500)]]
     many = [{"rows": rows, "messages": CONVERSATION}] * 8
     export(tmp_path, [group_of(line(many), "line 1")])
-    file = parquet.ParquetFile(tmp_path / "part-00000.parquet")
+    file = parquet.ParquetFile(tmp_path / "data" / "part-00000.parquet")
     assert file.metadata.num_rows == 8
     assert file.num_row_groups == 8
 

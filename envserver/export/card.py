@@ -113,7 +113,7 @@ class _WriterWithCard:
             format=self._format.name,
             columns={} if self._format.name == "html" else columns,
             rows=self._rows,
-            shards=[one.path for one in written if one.path.startswith("part-")],
+            shards=[one.path for one in written if "part-" in one.path],
         )
         try:
             (self._folder / CARD).write_text(text, encoding="utf-8")
@@ -207,7 +207,7 @@ def _header(facts: RunFacts, asked: Asked, rows: int, shards: Sequence[str]) -> 
     [split] = list(facts.splits) if len(facts.splits) == 1 else ["train"]
     files = {
         "split": split if split in _SPLITS else "train",
-        "path": f"part-*{Path(shards[0]).suffix}",
+        "path": re.sub(r"part-\d+", "part-*", shards[0]),
     }
     config = {"config_name": "default", "data_files": [files]}
     return {**header, "configs": [config]}

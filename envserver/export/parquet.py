@@ -29,6 +29,8 @@ Table = Any
 Schema = Any
 """A `pyarrow.Schema`."""
 
+FOLDER: Final = "data"
+"""Of the files, in the folder of the export."""
 ROW_GROUP_BYTES: Final = 32 * 2**20
 """Of tokens and texts, before compression: what memory holds and what a reader gets at once."""
 _BYTES_A_TOKEN: Final = 9
@@ -66,7 +68,9 @@ class Parquet:
 
 
 class ParquetShards:
-    """Writes `part-00000.parquet`, ...: files of at most as many rows as are wanted.
+    """Writes `data/part-00000.parquet`, ...: files of at most as many rows as are wanted.
+
+    They have a folder of their own because pandas and pyarrow read a folder whole.
 
     Where no row comes there is one file, of no rows.
 
@@ -102,7 +106,8 @@ class ParquetShards:
 
     def _begin(self) -> None:
         parquet = _pyarrow("pyarrow.parquet")
-        self._path = self._folder / f"part-{len(self._written):05d}{Parquet.suffix}"
+        self._path = self._folder / FOLDER / f"part-{len(self._written):05d}{Parquet.suffix}"
+        self._tried(lambda: self._path.parent.mkdir(exist_ok=True))
         self._waiting: list[Json] = []
         self._bytes = self._rows = 0
         self._file: Any = self._tried(
@@ -112,7 +117,7 @@ class ParquetShards:
     def _end(self) -> None:
         self._flush()
         self._tried(self._file.close)
-        self._written.append(Written(self._path.name, self._rows))
+        self._written.append(Written(f"{FOLDER}/{self._path.name}", self._rows))
 
     def _flush(self) -> None:
         if self._waiting:
