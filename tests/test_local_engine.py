@@ -51,7 +51,8 @@ def engine(learn_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     folder = tmp_path_factory.mktemp("local")
     model = folder / "model"
     one_thread = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    subprocess.run([learn_python, TINY, model], check=True, env=one_thread, capture_output=True)
+    making = [learn_python, TINY, model, "padded"]
+    subprocess.run(making, check=True, env=one_thread, capture_output=True)
     command = ("-m", "envserver.models.local", "--model", model, "--served-model-name", "tiny")
     options = ("--port", 0, "--max-batch-size", 4, "--enable-lora", "--threads", 1)
     with running(*command, *options, folder=folder, program=learn_python) as process:
@@ -150,6 +151,19 @@ async def test_the_proxy_can_ask_it_in_every_way(engine: Local) -> None:
         assert found.root == str(engine.model_folder)
 
 
+async def test_what_it_samples_beyond_its_tokenizer_it_takes_as_a_prompt(
+    http: httpx.AsyncClient,
+) -> None:
+    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1, "return_token_ids": True}
+    asked |= {"logit_bias": {"4100": 100}, "logprobs": 0}
+    (choice,) = (await http.post("/v1/completions", json=asked)).json()["choices"]
+    assert (choice["token_ids"], choice["text"]) == ([4100], "")
+    again = {"model": "tiny", "prompt": [*PROMPT, 4100], "max_tokens": 1, "prompt_logprobs": 0}
+    answer = await http.post("/v1/completions", json=again)
+    assert answer.status_code == 200, answer.text
+    assert (await http.post("/detokenize", json={"tokens": [4100]})).json() == {"prompt": ""}
+
+
 async def test_calls_of_tools_are_read(http: httpx.AsyncClient) -> None:
     ids = (await http.post("/tokenize", json={"prompt": CALL})).json()["tokens"]
     body = {
@@ -196,7 +210,7 @@ def test_what_is_delivered_is_what_it_sampled(engine: Local, tmp_path: Path) -> 
             "text only",
         ),
         ("/v1/completions", {"prompt": []}, "`prompt`"),
-        ("/v1/completions", {"prompt": [99_999]}, "0 to 4095"),
+        ("/v1/completions", {"prompt": [99_999]}, "0 to 4159"),
         ("/v1/completions", {"prompt": [5] * 5000}, "maximum context"),
         ("/v1/completions", {"prompt": [5], "max_tokens": 5000}, "maximum context"),
         ("/v1/completions", {"prompt": "x", "temperature": -1}, "temperature"),

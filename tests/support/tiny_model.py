@@ -1,4 +1,4 @@
-"""Writes a tiny random model that vLLM can serve: python tiny_model.py FOLDER [SEED [tied]].
+"""A tiny random model that vLLM can serve: python tiny_model.py FOLDER [SEED] [tied] [padded].
 
 Two layers of Qwen2 with a head size of 64 (the least that vLLM has on a CPU), a byte-level BPE
 tokenizer (its merges in tiny_merges.txt), and a ChatML template with tools in the form of Hermes.
@@ -86,11 +86,12 @@ def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
     return {token: number for number, token in enumerate(tokens)}, merges
 
 
-def main(folder: Path, seed: int = 0, *, tied: bool = False) -> None:
+def main(folder: Path, seed: int = 0, *, tied: bool = False, padded: bool = False) -> None:
+    """padded: the model has ids, and samples them, that its tokenizer lacks, as many real ones."""
     words = tokenizer()
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY + (64 if padded else 0),
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
@@ -113,4 +114,6 @@ def main(folder: Path, seed: int = 0, *, tied: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:3]), tied="tied" in sys.argv[3:])
+    words = sys.argv[2:]
+    numbers = [int(word) for word in words if word.isdecimal()]
+    main(Path(sys.argv[1]), *numbers, tied="tied" in words, padded="padded" in words)

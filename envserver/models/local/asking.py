@@ -25,6 +25,7 @@ class Asking:
         model: the name under which the model is served.
         root: the folder or the name on the hub that it comes from.
         most_tokens: of a prompt and its answer together.
+        vocabulary: ids that the model has: often more than its tokenizer, and it may sample those.
         defaults: sampling settings by the model's generation config, by the names of the API.
     """
 
@@ -37,6 +38,7 @@ class Asking:
         model: str,
         root: str,
         most_tokens: int,
+        vocabulary: int,
         defaults: dict[str, float],
     ) -> None:
         self.runner = runner
@@ -45,6 +47,7 @@ class Asking:
         self.model = model
         self.root = root
         self.most_tokens = most_tokens
+        self.vocabulary = vocabulary
         self._defaults = defaults
 
     def adapter(self, name: str | None) -> Adapter | None:
@@ -67,9 +70,9 @@ class Asking:
         """
         if not ids:
             raise EngineRefused("The prompt is empty.", status=400, param="prompt")
-        if min(ids) < 0 or max(ids) >= self.text.size:
+        if min(ids) < 0 or max(ids) >= self.vocabulary:
             raise EngineRefused(
-                f"Token ids must be in 0 to {self.text.size - 1}.", status=400, param="prompt"
+                f"Token ids must be in 0 to {self.vocabulary - 1}.", status=400, param="prompt"
             )
         if len(ids) >= self.most_tokens:
             raise EngineRefused(
@@ -173,7 +176,7 @@ class Asking:
             index = int(name)
         except ValueError:
             index = -1
-        if not 0 <= index < self.text.size:
+        if not 0 <= index < self.vocabulary:
             raise EngineRefused(f"{name!r} is no id of the vocabulary.", status=400)
         return index
 

@@ -181,7 +181,7 @@ class Tokens:
 
     def detokenize(self, body: DetokenizeBody) -> Json:
         """The text of ids."""
-        if any(not 0 <= index < self._text.size for index in body.tokens):
+        if any(not 0 <= index < self._asking.vocabulary for index in body.tokens):
             raise EngineRefused("An id is none of the vocabulary.", status=400, param="tokens")
         return {"prompt": self._text.decode(body.tokens)}
 

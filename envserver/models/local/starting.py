@@ -56,6 +56,7 @@ async def _serve(options: Options, loaded: Loaded) -> None:
                 model=options.name,
                 root=options.model,
                 most_tokens=loaded.most_tokens,
+                vocabulary=loaded.model.get_input_embeddings().num_embeddings,
                 defaults=loaded.defaults,
             )
             server = QuietServer(

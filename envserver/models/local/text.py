@@ -26,7 +26,6 @@ class Text:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self.stop_ids = list(stop_ids)
-        self.size = len(tokenizer)
         self.name = lru_cache(maxsize=1 << 16)(self._name)
 
     @property
