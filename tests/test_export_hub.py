@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +152,75 @@ def test_pages_have_a_card_without_splits(tmp_path: Path) -> None:
     assert dry_run(source, tmp_path / "out", to="html") == 0
     told = header((tmp_path / "out" / "README.md").read_text())
     assert "configs" not in told and told["viewer"] is False
+
+
+class Hub(ThreadingHTTPServer):
+    """What huggingface_hub asks a hub when it makes a data set and commits small files to it."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answers)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.asked: list[tuple[str, str, bytes]] = []
+
+    def answer(self, path: str, token: str, body: bytes) -> dict[str, Any]:
+        self.asked.append((path, token, body))
+        if path == "/api/repos/create":
+            return {"url": f"{self.url}/datasets/me/x"}
+        if "/preupload/" in path:
+            names = [file["path"] for file in json.loads(body)["files"]]
+            kind = {"uploadMode": "regular", "shouldIgnore": False}
+            return {"files": [{"path": name, **kind} for name in names]}
+        if "/commit/" in path:
+            url = f"{self.url}/datasets/me/x/commit/{'a' * 40}"
+            return {"commitUrl": url, "commitOid": "a" * 40, "pullRequestUrl": None}
+        return {"errors": [], "warnings": []}
+
+
+class _Answers(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        token = self.headers.get("authorization") or ""
+        data = orjson.dumps(self.server.answer(self.path.partition("?")[0], token, body))
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with Hub() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_a_push_is_one_commit_of_the_folder(tmp_path: Path, hub: Hub) -> None:
+    pytest.importorskip("huggingface_hub")
+    source, out = groups(tmp_path / "groups.jsonl"), tmp_path / "out"
+    words = ["--to", "messages", "--out", str(out), "--push_to_hub", "me/x"]
+    subprocess.run(
+        [sys.executable, "-m", "envserver", "export", str(source), *words],
+        env={**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_of_a_stand_in"},
+        check=True,
+        timeout=120,
+    )
+    path, token, body = hub.asked[0]
+    assert (path, token) == ("/api/repos/create", "Bearer hf_of_a_stand_in")
+    assert json.loads(body)["type"] == "dataset"
+    [commit] = [body for path, _, body in hub.asked if path == "/api/datasets/me/x/commit/main"]
+    pushed = {
+        line["value"]["path"]: base64.b64decode(line["value"]["content"])
+        for line in map(json.loads, commit.splitlines())
+        if line["key"] == "file"
+    }
+    assert pushed == {path.name: path.read_bytes() for path in out.iterdir()}
+    assert b"hf_of_a_stand_in" not in commit
