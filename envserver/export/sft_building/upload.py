@@ -109,7 +109,7 @@ def _to_hub(folder: Path, files: list[Path], target: str) -> list[str]:
             repo_type="dataset",
             folder_path=str(folder),
             path_in_repo=below or None,
-            commit_message="Data for supervised fine-tuning",
+            commit_message="Data written by envserver",
         )
     except Exception as error:
         raise _refused(target, error) from error
