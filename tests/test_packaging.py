@@ -36,6 +36,7 @@ def test_the_wheel_holds_every_file_of_the_packages(wheel: zipfile.ZipFile) -> N
         pytest.skip("not a git checkout: nothing to compare the wheel with")
     files = {name for name in tracked.stdout.split("\n") if name and (ROOT / name).exists()}
     assert files - set(wheel.namelist()) == set()
+    assert "envserver/configs/models.yaml" in wheel.namelist()
 
 
 def test_the_wheel_holds_nothing_else(wheel: zipfile.ZipFile) -> None:

@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from ..config import Backend, Section
 from ..errors import ConfigError, NotFoundError
+from ..shipped import shipped
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -73,13 +74,13 @@ class ModelEntry(Section):
 
 
 def read_catalogue(path: Path) -> dict[str, ModelEntry]:
-    """The entries of a file, by name; none where there is no file.
+    """The entries of a file (see `shipped`), by name; none where there is no file.
 
     Raises:
         ConfigError: it is no catalogue; the entry and what is wrong with it are in the message.
     """
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.safe_load(shipped(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:

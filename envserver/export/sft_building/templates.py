@@ -27,6 +27,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ...errors import ConfigError, NotFoundError
+from ...shipped import shipped
 
 Json = dict[str, Any]
 
@@ -92,12 +93,13 @@ class Shown:
 
 
 def read_templates(path: Path) -> Templates:
-    """The templates in a file.
+    """The templates in a file, see `shipped`.
 
     Raises:
         NotFoundError: there is no such file.
         ConfigError: it cannot be read, or a template is wrong; says which.
     """
+    path = shipped(path)
     if not path.is_file():
         raise NotFoundError(f"There is no file of templates {str(path)!r}.")
     try:
