@@ -154,7 +154,7 @@ def test_stopped_while_it_starts_it_leaves_nothing(
             lambda: any(temporary.iterdir()), 60, process.output, alive=process.process
         )  # the workers' folder, before they are up
         process.send(number)
-        assert process.end() in (0, 128 + number)
+        assert process.end() in (0, 128 + number), process.output()
     assert not any(path.name.startswith("envserver") for path in temporary.iterdir())
     assert "Traceback" not in process.output()
 
