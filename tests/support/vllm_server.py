@@ -81,6 +81,9 @@ def running_vllm(
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        # The engine computes itself, in one thread: half the CPU of asking a process of its own.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": "1",
         **({"VLLM_SERVER_DEV_MODE": "1"} if developing else {}),
     }
     if learning:
