@@ -62,6 +62,7 @@ def test_accepted_groups_are_delivered_once_and_nobody_registers_again(tmp_path:
             until = len(accepted) + POSTS
             while len(accepted) < until:
                 fetched += fetch(url)
+                time.sleep(0.02)  # the poster's turn
             server.kill()
     stop.set()
     with api_process(tmp_path / "store.db", port):
