@@ -159,6 +159,21 @@ def test_stopped_while_it_starts_it_leaves_nothing(
     assert "Traceback" not in process.output()
 
 
+@pytest.mark.parametrize("environment", ["math", "code"])
+def test_a_long_path_for_temporary_files_does_no_harm(
+    environment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than a socket's path may be; it is the workers', the scorers' and the sandboxes'."""
+    temporary = tmp_path / ("job-" + "1" * 100)
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    done = envserver(
+        "process", "--env", environment, "--model", "sim", "--env.total_steps", 1, folder=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(read_jsonl(tmp_path / "data" / f"{environment}.jsonl")) == 1
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_do_no_harm(closed: str, tmp_path: Path) -> None:
     words = f"process --env math --model sim --sim.latency_seconds 0 --env.total_steps 1 {closed}"

@@ -12,9 +12,10 @@ import asyncio
 import multiprocessing
 import pickle
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -24,6 +25,7 @@ from pebble.common.types import CONSTS
 
 from ..errors import ConfigError, Failure, SandboxError, ScorerError, by_kind
 from ..records import Result, Score, Task
+from ..sandbox.places import folder_for_sockets
 from . import scorer_process
 from .scorer_process import Outcome, Row
 
@@ -216,6 +218,7 @@ def _start_forkserver() -> None:
 
     A terminal sends Ctrl-C to all processes; what they do then is the server's to decide.
     """
+    _place_its_socket()
     # Its own helper first: starting that one unblocks the signal.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -223,6 +226,16 @@ def _start_forkserver() -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _place_its_socket() -> None:
+    """Has multiprocessing choose its folder now, once for this process, where a socket fits."""
+    usual = tempfile.tempdir
+    tempfile.tempdir = folder_for_sockets()
+    try:
+        util.get_temp_dir()
+    finally:
+        tempfile.tempdir = usual
 
 
 def _raise(failure: Failure) -> NoReturn:

@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import msgspec
 from ..environment import Sandbox
 from ..records import ExecResult, SandboxLimits, SandboxSpec
 from .client import SandboxClient
+from .places import folder_for_sockets
 from .remedies import remedies
 
 _MB = 2**20
@@ -195,12 +196,16 @@ print(json.dumps([(what, words(attempt)) for what, attempt in attempts.items()])
 def _targets() -> Iterator[tuple[dict[str, Any], Callable[[], bool]]]:
     """Things of this process that a program must not reach; and whether they were left alone."""
     with (
-        tempfile.TemporaryDirectory(prefix="envserver-probe-") as directory,
+        tempfile.TemporaryDirectory(
+            prefix="envserver-probe-", dir=folder_for_sockets()
+        ) as directory,
         socket.create_server(("127.0.0.1", 0)) as tcp,
         socket.socket(socket.AF_UNIX) as abstract,
         socket.socket(socket.AF_UNIX) as named,
         subprocess.Popen(["sleep", "60"]) as victim,
+        ExitStack() as stack,
     ):
+        stack.callback(victim.kill)  # else whatever fails here waits for its end
         name = f"\0envserver-probe-{uuid.uuid4().hex}"
         path = Path(directory, "socket")
         for unix, place in ((abstract, name), (named, str(path))):
@@ -218,10 +223,7 @@ def _targets() -> Iterator[tuple[dict[str, Any], Callable[[], bool]]]:
             "pid": victim.pid,
             "file": str(file),
         }
-        try:
-            yield facts, lambda: victim.poll() is None
-        finally:
-            victim.kill()
+        yield facts, lambda: victim.poll() is None
 
 
 async def _tells_no_secret(sandbox: Sandbox) -> Check:

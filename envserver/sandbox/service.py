@@ -20,6 +20,7 @@ import structlog
 from ..config import SandboxConfig
 from ..errors import ConfigError
 from .docker import Engine, find_engine
+from .places import folder_for_sockets
 from .probe import ProbeReport, examine, unavailable
 from .supervisor import SupervisorBoot, start_command
 from .walls import announce, candidates, missing, nothing_works
@@ -76,7 +77,7 @@ class SandboxService:
             except OSError as error:
                 return unavailable(wall, str(error))
         self.wall = wall
-        self._directory = tempfile.mkdtemp(prefix="envserver-sandboxes-")
+        self._directory = tempfile.mkdtemp(prefix="envserver-sandboxes-", dir=folder_for_sockets())
         self._let_users_through()
         self.address = f"{self._directory}/socket"
         try:

@@ -1,0 +1,29 @@
+"""Where sockets that have a path live: TMPDIR, unless that leaves no room for their names."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+from ..errors import ConfigError
+
+_LONGEST = 70
+"""Bytes of a folder in which a socket may be made in a folder of its own: its whole path has at
+most 107 (Linux, unix(7)), and 32 of these are Python's own `/pymp-.../listener-...`."""
+
+
+def folder_for_sockets() -> str:
+    """TMPDIR, or `/tmp` where that is too long, as on clusters that name it after a job.
+
+    Raises:
+        ConfigError: it is too long, and nothing can be written into `/tmp`.
+    """
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(usual)) <= _LONGEST:
+        return usual
+    if not os.access("/tmp", os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"TMPDIR is too long for sockets, and /tmp cannot be written to: {usual}",
+            hint=f"Set TMPDIR to a folder whose path has at most {_LONGEST} bytes.",
+        )
+    return "/tmp"
