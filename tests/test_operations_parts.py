@@ -158,7 +158,18 @@ async def test_requests_are_counted_by_the_template_of_their_route(tmp_path: Pat
             for name in ("a-secret-id", "another"):
                 assert (await http.get(f"/v1/groups/{name}")).status_code == 404
                 assert (await http.get(f"/nowhere/{name}")).status_code == 404
+            # Posts of groups, the plain one on its shorter way and the other, have the same place.
+            assert (await http.post("/scored_data", json={})).status_code == 422
+            assert (await http.post("/register", json={})).status_code == 422
+            groups = "/v1/environments/a-secret-id/groups"
+            for query, status in (("open=1&begun=2", 404), ("open=-1", 422), ("begun=x", 422)):
+                assert (await http.post(f"{groups}?{query}", content=b"x")).status_code == status
             text = (await http.get("/metrics")).text
+    for path in ("/scored_data", "/register"):
+        assert f'method="POST",route="{path}",status="422"}} 1.0' in text
+    for status, count in ((404, 1), (422, 2)):
+        labels = f'route="/v1/environments/{{env_id}}/groups",status="{status}"'
+        assert f'method="POST",{labels}}} {count}.0' in text
     assert 'method="GET",route="/v1/groups/{group_id:path}",status="404"} 2.0' in text
     assert 'route="unmatched",status="404"} 2.0' in text
     assert "a-secret-id" not in text

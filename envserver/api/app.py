@@ -27,12 +27,13 @@ from ..store.demand import Demand
 from . import problems
 from .access.middleware import Access, KnownNames
 from .access.tokens import AccessTokens
-from .atropos.routes import atropos_routes
+from .atropos.routes import atropos_posts, atropos_routes
 from .atropos.service import AtroposService
+from .direct import DirectPosts
 from .health import Health, health_routes, store_probe
 from .joined.families import JoinedNumbers, standings
 from .joined.registered import RemoteEnvironments
-from .joined.routes import environment_routes
+from .joined.routes import environment_posts, environment_routes
 from .metrics import CountedRequests, Metrics, metric_routes
 from .native import PolicyVersion, native_routes
 from .transfer import CompressedAnswers, RequestBodies
@@ -137,6 +138,8 @@ def create_api(
         app.include_router(metric_routes(metrics))
     if gate is not None:
         app.include_router(weight_routes(gate, policy, joined))
+    posts = atropos_posts(atropos) | environment_posts(joined, settings.max_body_bytes)
+    app.add_middleware(DirectPosts, endpoints=posts)
     app.add_middleware(RequestBodies, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(CompressedAnswers)
     if settings.tokens_file is not None:

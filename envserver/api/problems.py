@@ -31,7 +31,7 @@ def install(app: FastAPI) -> None:
     """Makes `app` answer errors so."""
     from fastapi.exceptions import RequestValidationError
 
-    app.add_exception_handler(EnvserverError, _on_ours)
+    app.add_exception_handler(EnvserverError, on_ours)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(Exception, _on_surprise)
@@ -71,7 +71,8 @@ def _title(kind: str, status: int) -> str:
     return f"HTTP {status}" if kind == "about:blank" else kind.replace("_", " ").capitalize()
 
 
-async def _on_ours(request: Request, error: Exception) -> Response:
+async def on_ours(request: Request, error: Exception) -> Response:
+    """The answer to a request that raised an EnvserverError."""
     assert isinstance(error, EnvserverError)
     if error.status >= 500:
         log.error("request_failed", path=request.url.path, kind=error.kind, error=str(error))
@@ -118,7 +119,7 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
         refusal(found["type"], found["loc"], found["msg"], found.get("input"))
         for found in error.errors()
     ]
-    return await _on_ours(request, Refused(errors))
+    return await on_ours(request, Refused(errors))
 
 
 async def _on_surprise(request: Request, error: Exception) -> Response:

@@ -99,7 +99,8 @@ class RequestBodies:
             await _refuse(error, scope, receive, send)
             return
         if body is not None:
-            await self._app(_plain(scope, len(body)), _replay(body, receive), send)
+            _make_plain(scope, len(body))
+            await self._app(scope, _replay(body, receive), send)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
         """The body; None when the client has gone."""
@@ -137,14 +138,15 @@ async def _refuse(error: EnvserverError, scope: Scope, receive: Receive, send: S
     await answer(scope, receive, send)
 
 
-def _plain(scope: Scope, length: int) -> Scope:
-    """The scope of the same request with an inflated body."""
+def _make_plain(scope: Scope, length: int) -> None:
+    """The same request with an inflated body. In its own scope: there the route will stand, which
+    those outside of here count."""
     kept = [
         (name, value)
         for name, value in scope["headers"]
         if name not in (b"content-encoding", b"content-length", b"transfer-encoding")
     ]
-    return {**scope, "headers": [*kept, (b"content-length", b"%d" % length)]}
+    scope["headers"] = [*kept, (b"content-length", b"%d" % length)]
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Final
 
 import structlog
@@ -25,6 +26,7 @@ from .tokens import AccessTokens, Token
 
 log = structlog.get_logger(__name__)
 
+_MOST_HOSTS: Final = 64
 _HINT: Final = "Send `Authorization: Bearer TOKEN`; `envserver token create` makes tokens."
 
 
@@ -189,6 +191,8 @@ class KnownNames:
     def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
         self._app = app
         self._names = {name.lower() for name in names}
+        # The same few come with every request.
+        self._may_be_once = lru_cache(_MOST_HOSTS)(self._may_be)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._is_known(scope):
@@ -202,7 +206,7 @@ class KnownNames:
 
     def _is_known(self, scope: Scope) -> bool:
         return all(
-            self._may_be(value.decode("latin-1"))
+            self._may_be_once(value.decode("latin-1"))
             for name, value in scope["headers"]
             if name == b"host"
         )

@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from ..bodies import Refused, Unreadable, read_body, request_body
+from ..direct import Endpoint
 from .models import (
     EnvironmentIdentifier,
     EnvironmentRegistration,
@@ -142,8 +143,9 @@ def _add_environment_routes(router: APIRouter, service: AtroposService) -> None:
         return _json(msgspec.structs.asdict(status))
 
 
-def _add_group_routes(router: APIRouter, service: AtroposService) -> None:
-    @router.post("/scored_data", openapi_extra=request_body(ScoredData))
+def atropos_posts(service: AtroposService) -> dict[str, Endpoint]:
+    """By path, what answers posts of groups: the endpoints of those routes."""
+
     async def scored_data(request: Request) -> Response:
         groups = await _groups(request, _one_group, service)
         buffered = (await service.post(groups, _key(request)))[0]
@@ -151,7 +153,6 @@ def _add_group_routes(router: APIRouter, service: AtroposService) -> None:
             return _json({"status": "received"})
         return _json({"status": "buffered", "buffer_size": buffered})
 
-    @router.post("/scored_data_list", openapi_extra=request_body(ScoredData, listed=True))
     async def scored_data_list(request: Request) -> Response:
         groups = await _groups(request, read_groups, service)
         answers = await service.post(groups, _key(request))
@@ -160,6 +161,14 @@ def _add_group_routes(router: APIRouter, service: AtroposService) -> None:
         if buffered:
             answer |= {"buffered": len(buffered), "last_buffer_size": buffered[-1]}
         return _json(answer)
+
+    return {"/scored_data": scored_data, "/scored_data_list": scored_data_list}
+
+
+def _add_group_routes(router: APIRouter, service: AtroposService) -> None:
+    for path, endpoint in atropos_posts(service).items():
+        body = request_body(ScoredData, listed=path == "/scored_data_list")
+        router.post(path, openapi_extra=body)(endpoint)
 
     @router.get("/latest_example")
     async def latest_example() -> Response:

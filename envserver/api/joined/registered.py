@@ -15,12 +15,13 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
 import structlog
 
-from ...errors import ConflictError, InputError, NotFoundError, StoreFull, UsageError
+from ...errors import ConflictError, InputError, NotFoundError, StoreFull, TooLargeError, UsageError
 from ...proxy.gate import InFlight
 from ...remote.messages import (
     Accepted,
@@ -41,7 +42,7 @@ from ...store.groups import EncodedPut
 from ..presence import Presence
 from .known import Known, Now
 from .received import Stream
-from .several import read_one, read_several
+from .several import Read, read_one, read_several
 from .sharing import Holder, Local, SharedRoom
 
 log = structlog.get_logger(__name__)
@@ -238,7 +239,7 @@ class RemoteEnvironments:
             InputError, TooLargeError: `post` is no list of groups. Nothing of it is stored.
         """
         one, stream = self._heard(env_id, key)
-        read = await asyncio.to_thread(read_several, post, stream, most_bytes)
+        read = await _read(post, stream, most_bytes)
         puts = [put for put in read if isinstance(put, EncodedPut)]
         news = await self._keep(one, puts, still_open, begun)
         refused = [
@@ -413,7 +414,10 @@ class RemoteEnvironments:
         return [(one, self._now_of(one)) for one in self._known.values() if self._is_present(one)]
 
     def _now_of(self, one: Known) -> Now:
-        return self._now.setdefault(one.id, Now())
+        now = self._now.get(one.id)
+        if now is None:
+            now = self._now[one.id] = Now()
+        return now
 
     def _news(self, one: Known) -> News:
         now = self._now_of(one)
@@ -456,6 +460,15 @@ class RemoteEnvironments:
     async def _save(self, known: Mapping[str, Known]) -> None:
         await self._store.set_value(KEY, msgspec.to_builtins(list(known.values())))
         self._known = dict(known)
+
+
+async def _read(post: bytes, stream: Stream, most_bytes: int) -> list[Read]:
+    """As `read_several`; little, also when inflated, is read here: a change of threads would take
+    a good part of the time that reading does."""
+    if len(post) < _INLINE_BYTES:
+        with suppress(TooLargeError):
+            return read_several(post, stream, min(most_bytes, 2 * _INLINE_BYTES))
+    return await asyncio.to_thread(read_several, post, stream, most_bytes)
 
 
 def _holder(one: Known, now: Now, held: int) -> Holder:

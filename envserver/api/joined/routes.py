@@ -36,6 +36,7 @@ from ...remote.messages import (
 )
 from ...remote.several import GROUPS_MSGPACK
 from ..bodies import read_body, request_body
+from ..direct import Endpoint
 from ..native.answers import answers
 from .registered import RemoteEnvironments
 
@@ -116,15 +117,7 @@ def environment_routes(environments: RemoteEnvironments, most_bytes: int) -> API
         one: 422, with its place; of several it is named in the answer, and the others are stored.
         `open` and `begun` are as in a heartbeat, without these groups.
         """
-        environments.known_as(env_id, _key(request))
-        key, body = _key(request), await request.body()
-        media_type = request.headers.get("content-type", "").partition(";")[0].strip()
-        if media_type == GROUPS_MSGPACK:
-            several = environments.accept_several
-            return _json(await several(env_id, key, body, most_bytes, still_open, begun))
-        if media_type != GROUP_MSGPACK:
-            raise WrongMediaType(f"Groups must be {GROUP_MSGPACK} or {GROUPS_MSGPACK}.")
-        return _json(await environments.accept(env_id, key, body, still_open, begun))
+        return await _accepted(environments, most_bytes, env_id, request, still_open, begun)
 
     @router.post(
         _PLACE + "/{env_id}/known",
@@ -173,6 +166,41 @@ def environment_routes(environments: RemoteEnvironments, most_bytes: int) -> API
         return Response(status_code=204)
 
     return router
+
+
+def environment_posts(environments: RemoteEnvironments, most_bytes: int) -> dict[str, Endpoint]:
+    """By path, what answers posts of groups without the framework, whose parameters are what they
+    should be."""
+
+    async def accept(request: Request) -> Response:
+        still_open, begun = (
+            None if text is None else int(text)
+            for text in map(request.query_params.get, ("open", "begun"))
+        )
+        env_id = request.path_params["env_id"]
+        return await _accepted(environments, most_bytes, env_id, request, still_open, begun)
+
+    return {_PLACE + "/{env_id}/groups": accept}
+
+
+async def _accepted(
+    environments: RemoteEnvironments,
+    most_bytes: int,
+    env_id: str,
+    request: Request,
+    still_open: int | None,
+    begun: int | None,
+) -> Response:
+    key = _key(request)
+    environments.known_as(env_id, key)
+    body = await request.body()
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip()
+    if media_type == GROUPS_MSGPACK:
+        several = environments.accept_several
+        return _json(await several(env_id, key, body, most_bytes, still_open, begun))
+    if media_type != GROUP_MSGPACK:
+        raise WrongMediaType(f"Groups must be {GROUP_MSGPACK} or {GROUPS_MSGPACK}.")
+    return _json(await environments.accept(env_id, key, body, still_open, begun))
 
 
 def _key(request: Request) -> str:
