@@ -164,6 +164,14 @@ class StoreMachine(RuleBasedStateMachine):
     def drop_stale(self, below: int) -> None:
         self.same(self.store.drop_stale(below), lambda: self.model.drop_stale(below))
 
+    @precondition(lambda self: self.model.groups)
+    @rule(data=st.data(), is_undone=st.booleans())
+    def drop_damaged(self, data: st.DataObject, is_undone: bool) -> None:
+        names = data.draw(self.some_groups())
+        undo = self.some_lease(data) if is_undone and self.model.leases else None
+        request = self.store.drop_damaged(dict.fromkeys(names, "test"), undo=undo)
+        self.same(request, lambda: self.model.drop_damaged(names, undo))
+
     @rule(seconds=st.sampled_from([0.5, 20.5, 60.5]), by_size=st.booleans())
     def compact(self, seconds: float, by_size: bool) -> None:
         """Nothing was settled just so long ago: all times are whole seconds."""
@@ -324,6 +332,8 @@ class StoreMachine(RuleBasedStateMachine):
         for row in rows:
             known = self.model.queues[SHARED][row.group_id]
             assert (row.state, row.lease_id) == (known.state, known.lease_id)
+        damaged = [one.group_id for one in self.run(self.store.damaged(len(NAMES)))]
+        assert sorted(damaged) == sorted(self.model.damaged)
         counters = +self.model.counters
         conflicting = {"conflicting_puts": self.model.conflicting_puts}
         assert self.run(self.store.counters()) == {**counters, **conflicting}

@@ -1,10 +1,10 @@
 """Groups as bytes: what stands behind a lease's answer, a stream of leases and one group's answer.
 
 In: leases, and bodies as they lie in the store. Out: parts to be written one after the other, never
-joined. What holds: a body is read once for all runs that get it at about the same time; for clients
-that take zstd it leaves as it lies on disk, neither inflated nor compressed again: zstd frames one
-after the other are one zstd content, so what stands between the bodies is put into frames of its
-own.
+joined. What holds: a body is read once for all runs that get it at about the same time, and looked
+through for damage then, before the first byte of an answer; for clients that take zstd it leaves as
+it lies on disk: zstd frames one after the other are one zstd content, so what stands between the
+bodies is put into frames of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from ..records import Group, unpack
 from ..store import GroupRow, Lease, Store
 from ..store.compression import RAW, ZSTD, decode
-from ..store.failures import typed_failures
+from ..store.damage import DamagedBodies, decode_all
 from .atropos.convert import group_to_atropos
 from .cache import Cache
 from .transfer import accepts
@@ -136,7 +136,7 @@ class Travelling:
         self._json = Cache(self._encode, len, most_bytes)
 
     async def lease(self, lease: Lease) -> Packed:
-        """The lease with its bodies, in MessagePack."""
+        """The lease with its bodies, in MessagePack. Raises DamagedBodies."""
         start = msgspec.msgpack.encode(LeaseEnvelope(lease.lease_id, lease.expires_at, []))
         # An empty array is the last byte; in its place comes the length of ours.
         pieces: list[bytes | _Stored] = [start[:-1] + struct.pack(">BI", 0xDD, len(lease.groups))]
@@ -151,7 +151,11 @@ class Travelling:
         return Packed(_pieces(row, body))
 
     async def lease_as_json(self, lease: Lease) -> bytes:
-        """The lease for people and curl: each group with the keys of the Atropos wire."""
+        """The lease for people and curl: each group with the keys of the Atropos wire.
+
+        Raises:
+            DamagedBodies: some cannot be read.
+        """
         groups = await self._json.get([row.group_id for row in lease.groups])
         found = [_json_object(row, body) for row, body in zip(lease.groups, groups, strict=True)]
         return orjson.dumps(
@@ -165,10 +169,9 @@ class Travelling:
 
     async def _read(self, group_ids: Sequence[str]) -> list[_Stored]:
         found = await self._store.stored_bodies(group_ids)
-        return [
-            stored if stored.encoding == ZSTD else _Stored(RAW, _plain(stored))
-            for stored in (_Stored(*body) for body in found)
-        ]
+        if sum(len(data) for _, data in found) < _INLINE_BYTES:
+            return _looked_through(group_ids, found)
+        return await asyncio.to_thread(_looked_through, group_ids, found)
 
     async def _encode(self, group_ids: Sequence[str]) -> list[bytes]:
         rows = await self._store.rows(group_ids)
@@ -176,10 +179,18 @@ class Travelling:
         return await asyncio.to_thread(_encode_all, rows, bodies)
 
 
+def _looked_through(group_ids: Sequence[str], found: Sequence[tuple[int, bytes]]) -> list[_Stored]:
+    """What is compressed stays as it is. Raises DamagedBodies: it names all that are damaged."""
+    plain = decode_all(group_ids, found)
+    return [
+        _Stored(encoding, data) if encoding == ZSTD else _Stored(RAW, body)
+        for (encoding, data), body in zip(found, plain, strict=True)
+    ]
+
+
 def _plain(stored: _Stored) -> bytes:
-    """Raises StoreError: it is damaged."""
-    with typed_failures():
-        return decode(stored.encoding, stored.data)
+    """It was looked through when it was read."""
+    return decode(stored.encoding, stored.data)
 
 
 def _pieces(row: GroupRow, body: _Stored) -> list[bytes | _Stored]:
@@ -200,7 +211,16 @@ def _json_object(row: GroupRow, encoded: bytes) -> dict[str, Any]:
 
 
 def _encode_all(rows: Sequence[GroupRow], bodies: Sequence[_Stored]) -> list[bytes]:
-    return [_encoded(row, body) for row, body in zip(rows, bodies, strict=True)]
+    found: list[bytes] = []
+    unreadable: dict[str, str] = {}
+    for row, body in zip(rows, bodies, strict=True):
+        try:
+            found.append(_encoded(row, body))
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            unreadable[row.group_id] = f"it is no group ({error})"
+    if unreadable:
+        raise DamagedBodies(unreadable)
+    return found
 
 
 def _encoded(row: GroupRow, stored: _Stored) -> bytes:

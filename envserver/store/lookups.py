@@ -16,8 +16,9 @@ from ..records import Split
 from ..rollouts.estimates import Estimate
 from . import estimates, groups, runs
 from .checkpoints import list_checkpoints
+from .damage import list_damaged
 from .estimates import EstimateRow
-from .rows import Checkpoint, GroupRow, Run
+from .rows import Checkpoint, DamagedGroup, GroupRow, Run
 from .schema import leases
 from .states import LeaseState
 
@@ -48,6 +49,11 @@ class Lookups(ABC):
         """Up to `limit` kept groups of any state behind number `seq`, oldest first; takes none."""
         async with self._reading() as connection:
             return await groups.arrived_after(connection, seq, limit)
+
+    async def damaged(self, limit: int) -> list[DamagedGroup]:
+        """Up to `limit` groups whose bodies were found damaged, the last that were found first."""
+        async with self._reading() as connection:
+            return await list_damaged(connection, limit)
 
     async def rows(self, group_ids: Sequence[str]) -> list[GroupRow]:
         """What is known of these groups, in this order, each once.

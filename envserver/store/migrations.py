@@ -199,8 +199,22 @@ _ESTIMATES: Final = (
     "CREATE TABLE dropped_groups (group_id TEXT NOT NULL, PRIMARY KEY (group_id)) {without_rowid}",
 )
 
+
+async def _from_3_to_4(connection: AsyncConnection) -> None:
+    """Why a body cannot be read is kept. Nothing is known of what was found before."""
+    is_sqlite = connection.dialect.name == "sqlite"
+    key, double = ("INTEGER", "DOUBLE") if is_sqlite else ("BIGINT", "DOUBLE PRECISION")
+    await connection.execute(
+        text(
+            f"CREATE TABLE damaged (seq {key} NOT NULL, reason TEXT NOT NULL,"
+            f" found_at {double} NOT NULL, PRIMARY KEY (seq))"
+        )
+    )
+
+
 STEPS: Final[Mapping[int, Callable[[AsyncConnection], Awaitable[None]]]] = {
     1: _from_1_to_2,
     2: _from_2_to_3,
+    3: _from_3_to_4,
 }
 """By the version from which they start; each leads to the next one."""

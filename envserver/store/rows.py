@@ -75,6 +75,14 @@ class GroupRow(msgspec.Struct, frozen=True):
     created_at: float
 
 
+class DamagedGroup(msgspec.Struct, frozen=True):
+    """A group whose stored body could not be read, why, and when that was found."""
+
+    group_id: str
+    reason: str
+    found_at: float
+
+
 class Lease(msgspec.Struct, frozen=True):
     """Groups handed to one run, to be acked before `expires_at`, else they are delivered again."""
 

@@ -30,7 +30,7 @@ from sqlalchemy import (
 
 from .states import GROUP_STATES, LEASE_STATES, RUN_STATES
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
 """Grows with every change of the tables; a store with a higher one is refused."""
 
 SHARED: Final = "shared"
@@ -201,6 +201,15 @@ dropped_groups = Table(
     # Groups that count in an estimate and were not stored.
     Column("group_id", Text, primary_key=True),
     sqlite_with_rowid=False,
+)
+
+damaged = Table(
+    "damaged",
+    metadata,
+    # Groups whose bodies could not be read, once each; for ever.
+    Column("seq", _Seq, primary_key=True, autoincrement=False),
+    Column("reason", Text, nullable=False),
+    Column("found_at", Double, nullable=False),
 )
 
 values = Table(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -27,7 +27,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..errors import InputError
 from ..rollouts.estimates import Scored
-from . import compression, deliveries, endings, estimates, groups, leases, retention, runs
+from . import damage, deliveries, endings, estimates, groups, leases, retention, runs
 from .clock import ForwardClock, SteadyClock
 from .database import Database, open_database
 from .failures import is_unreachable, typed, typed_failures
@@ -180,11 +180,28 @@ class Store(Lookups, Watching):
 
         Raises:
             NotFoundError: one does not exist.
+            DamagedBodies: some cannot be read; see `drop_damaged`.
         """
         async with self._reading() as connection:
             stored = await groups.stored_bodies(connection, group_ids)
-        with typed_failures():
-            return await self._in_thread(_decode_all, stored)
+        return await self._in_thread(partial(damage.decode_all, group_ids), stored)
+
+    async def drop_damaged(
+        self, reasons: Mapping[str, str], *, undo: str | None = None
+    ) -> list[str]:
+        """Drops groups that cannot be read from every queue where they wait or are leased, so that
+        they are offered no more; each is counted once and its reason kept.
+
+        Args:
+            reasons: why, by group id.
+            undo: an open lease that nobody has seen yet: what is left of it is queued again, and
+                its id is free.
+
+        Returns:
+            The ids of those of which it was not known.
+        """
+        work = partial(damage.drop_damaged, reasons=dict(reasons), undo=undo)
+        return await self._writer.do(work)
 
     async def move(self, group_ids: Sequence[str], to: GroupState) -> None:
         """Takes groups that wait in the shared queue from buffered to queued (then broadcast runs
@@ -448,7 +465,3 @@ class Store(Lookups, Watching):
 def _check_seconds(seconds: float) -> None:
     if not (math.isfinite(seconds) and seconds > 0):
         raise InputError("seconds must be a number above 0.", place="seconds")
-
-
-def _decode_all(stored: Sequence[tuple[int, bytes]]) -> list[bytes]:
-    return [compression.decode(encoding, body) for encoding, body in stored]

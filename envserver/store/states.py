@@ -7,6 +7,8 @@ A delivery is one group in one queue:
        │                 │  ◀─────────────rewind───────────┘
        └──────move───────┴──move, drop_stale, compact──▶ dropped
 
+and drop_damaged leads from buffered, queued and leased to dropped.
+
 A group is handed out only while queued. Acked is an end until the run that acked goes back to a
 checkpoint (rewind), dropped is one for ever. Buffered groups are accepted too and wait for others.
 
@@ -26,7 +28,9 @@ from ..errors import ConflictError
 GroupState = Literal["buffered", "queued", "leased", "acked", "dropped"]
 LeaseState = Literal["open", "expired", "acked", "nacked", "revoked"]
 RunState = Literal["open", "closed"]
-GroupEvent = Literal["move", "lease", "ack", "give_back", "rewind", "drop_stale", "compact"]
+GroupEvent = Literal[
+    "move", "lease", "ack", "give_back", "rewind", "drop_stale", "drop_damaged", "compact"
+]
 LeaseEvent = Literal["ack", "nack", "expire", "resume", "close", "rewind"]
 
 GROUP_STATES: Final[tuple[GroupState, ...]] = get_args(GroupState)
@@ -46,6 +50,9 @@ GROUP_TRANSITIONS: Final[Mapping[GroupEvent, frozenset[tuple[GroupState, GroupSt
     "give_back": frozenset({("leased", "queued")}),
     "rewind": frozenset({("acked", "queued")}),
     "drop_stale": frozenset({("queued", "dropped")}),
+    "drop_damaged": frozenset(
+        {("buffered", "dropped"), ("queued", "dropped"), ("leased", "dropped")}
+    ),
     "compact": frozenset({("queued", "dropped")}),
 }
 

@@ -51,7 +51,7 @@ class Watching:
 
     async def counters(self) -> dict[str, int]:
         """Totals since the store was made: `expired` (leases), `nacked` and `nacked: REASON`
-        (leases), `rewound`, `stale_dropped` (deliveries), `removed` (groups); and
+        (leases), `rewound`, `stale_dropped` (deliveries), `removed`, `damaged` (groups); and
         `conflicting_puts` since it was opened. What never happened is missing.
         """
         return {**self._writer.memory.counters, "conflicting_puts": self.conflicting_puts}

@@ -64,6 +64,7 @@ class Model:
     runs: dict[str, Run] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
     gone: dict[str, Counter[str]] = field(default_factory=dict)
+    damaged: list[str] = field(default_factory=list)
     acks: int = 0
     conflicting_puts: int = 0
 
@@ -132,6 +133,21 @@ class Model:
                     dropped += 1
         self.counters["stale_dropped"] += dropped
         return dropped
+
+    def drop_damaged(self, names: list[str], undo: str | None) -> list[str]:
+        for queue in self.queues:
+            for name in self.named("buffered", "queued", "leased", queue=queue):
+                if name in names:
+                    lease_id = self.queues[queue][name].lease_id
+                    if lease_id in self.leases:
+                        self.leases[lease_id].groups.remove(name)
+                    self.set(queue, name, "dropped", None)
+        if undo in self.leases and self.leases[undo].state == "open":
+            self.set_all(self.leases.pop(undo), "queued", None)
+        new = [name for name in names if name in self.groups and name not in self.damaged]
+        self.damaged += new
+        self.counters["damaged"] += len(new)
+        return new
 
     # Runs
 

@@ -66,7 +66,7 @@ class EncodedGroups:
         """One JSON object for each group, in this order.
 
         Raises:
-            NotFoundError: one is not in the store. StoreError: it cannot be read.
+            NotFoundError: one is not in the store. DamagedBodies: some cannot be read.
             BrokenBody: one of ours is no group, or has no row to train on.
         """
         found = {g.group_id: self._kept[g.group_id] for g in groups if g.group_id in self._kept}

@@ -20,6 +20,7 @@ import structlog
 
 from ...errors import ConflictError, NotFoundError, StoreError, StoreFull
 from ...store import ATROPOS_RUN, Store
+from ...store.damage import DamagedBodies
 from ..presence import Presence
 from .batching import Formed, Lane, form_batches
 from .encoded import BrokenBody, EncodedGroups
@@ -158,6 +159,10 @@ class AtroposService:
             await self._store.move([error.detail["group_id"]], "dropped")
             self._stale = True
             return None
+        except DamagedBodies as error:
+            await self._store.drop_damaged(error.reasons)
+            self._stale = True
+            return None
         try:
             lease = await self._store.lease(ATROPOS_RUN, group_ids=ids, seconds=self._lease_seconds)
         except (ConflictError, NotFoundError):
@@ -211,7 +216,7 @@ class AtroposService:
             return None
         try:
             return (await self._encoded.get([latest]))[0]
-        except (NotFoundError, BrokenBody):
+        except (NotFoundError, BrokenBody, DamagedBodies):
             return None
 
     async def reset(self) -> None:

@@ -5,16 +5,19 @@ twice is fine. A lease can be closed only by the run that has it.
 from __future__ import annotations
 
 import re
+import time
 import uuid
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Query
 from pydantic import TypeAdapter
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ...errors import ConflictError, NotFoundError
-from ...store import Store
+from ...store import Lease, Store
+from ...store.damage import DamagedBodies
 from ..atropos.service import AtroposService
 from ..bodies import read_body, request_body
 from ..leasing import MSGPACK, PackedAnswer, Travelling
@@ -63,16 +66,20 @@ def add_lease_routes(
         """
         wanted = await read_body(request, _LEASE)
         lease_id = lease_id_of(run, request)
+        deadline = time.monotonic() + wanted.wait_seconds
         async with Hangup(request.receive) as hangup:
-            found = await leasing.wait(run, wanted, wanted.wait_seconds, hangup, lease_id)
-            if found is not None and hangup.gone and lease_id is None:
-                await leasing.give_back(found.lease_id)
-                found = None
-        if found is None:
-            return Response(status_code=204)
-        if MSGPACK in request.headers.get("accept", ""):
-            return PackedAnswer(await travelling.lease(found), MSGPACK, request.headers)
-        return Response(await travelling.lease_as_json(found), media_type="application/json")
+            while True:
+                left = deadline - time.monotonic()
+                found = await leasing.wait(run, wanted, left, hangup, lease_id)
+                if found is None:
+                    return Response(status_code=204)
+                if hangup.gone and lease_id is None:
+                    await leasing.give_back(found.lease_id)
+                    return Response(status_code=204)
+                try:
+                    return await lease_answer(found, travelling, request.headers)
+                except DamagedBodies as damaged:
+                    await leasing.take_back(found.lease_id, damaged)
 
     @router.get(
         "/v1/runs/{run}/stream",
@@ -154,6 +161,13 @@ def add_lease_routes(
     async def closed(run: str, lease_id: str) -> None:
         streams.lease_closed(run, lease_id)
         await atropos.lease_closed(lease_id)
+
+
+async def lease_answer(lease: Lease, travelling: Travelling, headers: Headers) -> Response:
+    """The lease as the client wants it. Raises DamagedBodies: some cannot be read."""
+    if MSGPACK in headers.get("accept", ""):
+        return PackedAnswer(await travelling.lease(lease), MSGPACK, headers)
+    return Response(await travelling.lease_as_json(lease), media_type="application/json")
 
 
 async def _require_open(store: Store, run: str) -> None:

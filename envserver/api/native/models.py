@@ -230,6 +230,8 @@ class StatusAnswer(BaseModel):
     policy_version: int
     groups: dict[str, int]
     """Groups of the shared queue by state."""
+    damaged: list[dict[str, Any]]
+    """The last groups whose stored bodies could not be read: `group_id`, `reason`, `found_at`."""
     atropos: dict[str, Any]
     joined: dict[str, int]
     """Environments on other machines by how they are: present, silent, gone."""

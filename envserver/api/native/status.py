@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
+import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
 from ... import __version__
-from ...store import Store
+from ...store import DamagedGroup, Store
 from ..atropos.service import AtroposService
 from .answers import answers, json_answer
 from .models import StatusAnswer
 from .policy import PolicyVersion
+
+_DAMAGED_SHOWN: Final = 20
 
 
 def add_status_routes(
@@ -24,6 +27,10 @@ def add_status_routes(
     joined: Callable[[], dict[str, int]],
     status: Callable[[], dict[str, Any]] | None,
 ) -> None:
+    async def damaged() -> list[DamagedGroup]:
+        # What is counted is known from memory: the store is asked only when there are some.
+        return await store.damaged(_DAMAGED_SHOWN) if "damaged" in await store.counters() else []
+
     @router.get("/v1/status", responses=answers(StatusAnswer, what="How things stand."))
     async def get_status() -> Response:
         """How things stand: groups by state, the Atropos wire, what the server itself reports."""
@@ -32,6 +39,7 @@ def add_status_routes(
                 "version": __version__,
                 "policy_version": policy.version,
                 "groups": await store.counts(),
+                "damaged": [msgspec.structs.asdict(one) for one in await damaged()],
                 "atropos": atropos.snapshot(),
                 "joined": joined(),
                 "server": status() if status is not None else {},

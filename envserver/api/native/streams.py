@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...errors import EnvserverError
 from ...store import Lease, Store
+from ...store.damage import DamagedBodies
 from ..leasing import Travelling, zstd_frame
 from ..transfer import accepts
 from .models import StreamRequest
@@ -113,6 +114,11 @@ class LeaseStream:
         """No lease is open any longer."""
         self._open.clear()
         self._room.set()
+
+    async def take_back(self, lease: Lease, damaged: DamagedBodies) -> None:
+        """A lease that could not be sent; the next ones hold what is left of it."""
+        await self._leasing.take_back(lease.lease_id, damaged)
+        self.forget(lease.lease_id)
 
     async def leases(self, hangup: Hangup) -> AsyncIterator[Lease | None]:
         """What is to be sent; None: a sign of life. Ends when the client has gone, the run is
@@ -283,8 +289,11 @@ class StreamAnswer(Response):
                 if lease is None:
                     await write(self._format.keep_alive)
                     continue
-                async for part in self._format.lease(lease):
-                    await write(part)
+                try:
+                    async for part in self._format.lease(lease):
+                        await write(part)
+                except DamagedBodies as damaged:  # nothing of it was written
+                    await self._stream.take_back(lease, damaged)
         except EnvserverError as error:
             # The client connects again and is told what it can do about it.
             log.info("stream_ended", stream=self._stream.key, why=str(error))

@@ -19,6 +19,7 @@ from starlette.types import Receive
 
 from ...errors import ConflictError, InputError, NotFoundError
 from ...store import Lease, Store
+from ...store.damage import DamagedBodies
 from ..access.quotas import TooManyRequests
 from ..lifespan import SERVER_ENDS
 from .models import MOST_GROUPS, Limits
@@ -128,6 +129,13 @@ class Leasing:
         if lease is not None:
             self._on_change()
         return lease
+
+    async def take_back(self, lease_id: str, damaged: DamagedBodies) -> None:
+        """Of a lease that could not be sent: what is damaged is offered to nobody any more, the
+        rest goes back to its place, and the lease is as if it had never been.
+        """
+        await self._store.drop_damaged(damaged.reasons, undo=lease_id)
+        self._on_change()
 
     async def give_back(self, lease_id: str) -> None:
         """Gives back what was leased for a client that has gone."""

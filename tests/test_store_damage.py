@@ -1,0 +1,162 @@
+"""Groups whose bodies a disk damaged: a trainer gets all others, and never waits for those."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+import pytest
+from support.api import Api, native_group, put_native, running_api, wire_group
+from support.postgres import Postgres
+from support.stores import group, ids
+
+from envserver.api.leasing import MSGPACK
+from envserver.store import open_store
+
+Harm = Callable[..., None]
+
+
+@pytest.fixture
+def harm(where: str, request: pytest.FixtureRequest) -> Harm:
+    """Does to the bodies of groups what a disk may do."""
+
+    def by_sql(*group_ids: str) -> None:
+        chosen = ", ".join(f"'{group_id}'" for group_id in group_ids)
+        of = f"WHERE seq IN (SELECT seq FROM groups WHERE group_id IN ({chosen}))"
+        if where.startswith("postgresql"):
+            postgres: Postgres = request.getfixturevalue("postgres")
+            postgres.execute(f"UPDATE bodies SET body = 'harmed by a disk'::bytea {of}")
+            return
+        with contextlib.closing(sqlite3.connect(where)) as connection, connection:
+            connection.execute(f"UPDATE bodies SET body = CAST('harmed by a disk' AS BLOB) {of}")
+
+    return by_sql
+
+
+@pytest.fixture
+async def api(where: str) -> AsyncIterator[Api]:
+    async with running_api(where) as running:
+        yield running
+
+
+async def put(api: Api, *group_ids: str) -> None:
+    for group_id in group_ids:
+        # Large enough that some are compressed.
+        await put_native(api.store, native_group(group_id, 200 if group_id > "c" else 2))
+
+
+async def make_run(api: Api, name: str, delivery: str = "shared") -> None:
+    wanted = {"name": name, "batch_size": 2, "delivery": delivery}
+    assert (await api.http.post("/v1/runs", json=wanted)).status_code == 201
+
+
+async def lease(api: Api, run: str = "run", *, packed: bool = False, **wanted: Any) -> Any:
+    """The lease; None where nothing came."""
+    headers = {"accept": MSGPACK} if packed else {}
+    if key := wanted.pop("key", ""):
+        headers["idempotency-key"] = key
+    answer = await api.http.post(f"/v1/runs/{run}/lease", json=wanted, headers=headers)
+    assert answer.status_code in (200, 204), answer.text
+    if answer.status_code == 204:
+        return None
+    return msgspec.msgpack.decode(answer.content) if packed else answer.json()
+
+
+def names(lease: Any) -> list[str]:
+    return [group["group_id"] for group in lease["groups"]]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+async def test_a_trainer_gets_the_groups_that_are_whole_at_once(
+    api: Api, harm: Harm, packed: bool
+) -> None:
+    await make_run(api, "run")
+    await make_run(api, "all", "broadcast")
+    await put(api, "a", "b", "c", "d", "e")
+    harm("a", "d")
+    found = await lease(api, packed=packed, max_groups=2, key="first")
+    assert names(found) == ["b", "c"]
+    assert names(await lease(api, packed=packed, max_groups=2, key="first")) == ["b", "c"]
+    assert names(await lease(api, packed=packed, max_groups=9)) == ["e"]
+    assert await lease(api, packed=packed) is None
+    # They left the queue of every run, and the lease can be acknowledged.
+    assert names(await lease(api, "all", packed=packed, max_groups=9)) == ["b", "c", "e"]
+    done = await api.http.post("/v1/runs/run/ack", json={"lease_id": found["lease_id"]})
+    assert done.status_code == 204
+
+
+async def test_what_was_damaged_is_counted_once_and_can_be_seen(
+    where: str, api: Api, harm: Harm
+) -> None:
+    await make_run(api, "run")
+    await make_run(api, "all", "broadcast")
+    await put(api, "a", "b")
+    harm("a")
+    assert await lease(api, min_groups=2) is None  # one is left, which stays for whoever takes one
+    assert names(await lease(api, "all")) == names(await lease(api)) == ["b"]
+    status = await api.get("/v1/status")
+    assert [(one["group_id"], "checksum" in one["reason"]) for one in status["damaged"]] == [
+        ("a", True)
+    ]
+    assert status["groups"]["dropped"] == 1
+    assert (await api.store.counters())["damaged"] == 1
+    (row, _) = (await api.get("/v1/groups"))["groups"]
+    assert (row["group_id"], row["state"]) == ("a", "dropped")
+    assert (await api.http.get("/v1/groups/a")).status_code == 503
+
+
+async def test_of_a_lease_that_others_hold_the_rest_can_be_acknowledged(where: str) -> None:
+    async with open_store(where, clock=lambda: 1000.0) as store:
+        for name in ("one", "two"):
+            await store.create_run(name, batch_size=1, delivery="broadcast")
+        await store.put([group("a"), group("b")])
+        held = [await store.lease(name, seconds=60) for name in ("one", "two")]
+        assert await store.drop_damaged({"a": "test", "unknown": "test"}) == ["a"]
+        assert await store.drop_damaged({"a": "again"}) == []
+    async with open_store(where, clock=lambda: 1000.0) as store:
+        for one in held:
+            assert one is not None
+            await store.ack(one.lease_id)
+        assert await store.counts() == {
+            "buffered": 0,
+            "queued": 1,
+            "leased": 0,
+            "acked": 0,
+            "dropped": 1,
+        }
+        assert [(one.group_id, one.reason) for one in await store.damaged(9)] == [("a", "test")]
+        assert await store.rewind("one", None) == ["b"]
+        again = await store.lease("one", seconds=60)
+        assert again is not None
+        assert ids(again.groups) == ["b"]
+
+
+async def test_a_stream_goes_on_without_them(api: Api, harm: Harm) -> None:
+    await make_run(api, "run")
+    await put(api, "a", "b", "c")
+    harm("a", "b")
+    headers = {"accept": "text/event-stream"}
+    query = {"max_groups": 1, "window": 1}
+    async with api.http.stream("GET", "/v1/runs/run/stream", params=query, headers=headers) as got:
+        async for line in got.aiter_lines():
+            if line.startswith("data: "):
+                assert names(json.loads(line[6:])) == ["c"]
+                break
+
+
+async def test_the_atropos_wire_goes_on_without_them(where: str, harm: Harm) -> None:
+    async with running_api(where) as api:
+        await api.start(batch_size=4)
+        for mark in range(3):
+            await api.post("/scored_data", wire_group(mark=mark))
+        rows = await api.store.pending()
+    harm(rows[0].group_id)
+    async with running_api(where) as api:
+        assert await api.batch_marks() == [1, 2]
+        assert await api.batch_marks() is None
+        assert (await api.store.counters())["damaged"] == 1
+        assert await api.get("/status") is not None
