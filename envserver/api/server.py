@@ -5,7 +5,8 @@
     await running.close()
 
 Signals stay the caller's. Without access tokens only this machine may connect; with settings of a
-server, connections are bounded and may be HTTPS.
+server, connections are bounded and may be HTTPS; a certificate that is replaced on disk is that of
+the connections that come next.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final, Self
 
@@ -24,6 +25,7 @@ from starlette.types import ASGIApp
 from ..config import ServerConfig, is_loopback
 from ..errors import ConfigError
 from .access.connections import BoundedHttp, HttpBounds
+from .certificates import Certificates
 from .lifespan import Lifespan
 
 _BACKLOG: Final = 2048
@@ -40,8 +42,13 @@ class RunningServer:
         lifespan: Lifespan,
         host: str,
         port: int,
+        certificates: Certificates | None,
     ) -> None:
         self._server = server
+        self._following: asyncio.Task[None] | None = None
+        if certificates is not None:
+            following = certificates.follow(server.use)
+            self._following = asyncio.create_task(following, name="certificates")
         self._task = task
         self._lifespan = lifespan
         self.host = host
@@ -51,7 +58,7 @@ class RunningServer:
     def url(self) -> str:
         """`http://host:port`, or `https://` with a certificate."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if self._server.config.is_ssl else 'http'}://{host}:{self.port}"
+        return f"{'https' if self._server.config.ssl else 'http'}://{host}:{self.port}"
 
     async def wait(self) -> None:
         """Returns when the server has ended; raises what ended it."""
@@ -66,6 +73,10 @@ class RunningServer:
         """Lets requests end for two seconds, cancels the rest, ends the app's lifespan."""
         self._server.should_exit = True
         try:
+            if self._following is not None:
+                self._following.cancel()
+                with suppress(asyncio.CancelledError):
+                    await self._following
             await self._task
         finally:
             await self._lifespan.stop()
@@ -78,7 +89,27 @@ class RunningServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers."""
+    """uvicorn's server without its signal handlers, and with certificates that may change.
+
+    Args:
+        listener: the socket at which it listens, still open when the server is over.
+    """
+
+    def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
+        super().__init__(config)
+        self._listener = listener
+
+    async def use(self, context: ssl.SSLContext) -> None:
+        """New connections are made with `context`; those that are open stay as they are."""
+        loop = asyncio.get_running_loop()
+        # The same socket of the kernel: nobody who connects meanwhile is refused.
+        renewed = await loop.create_server(
+            self.protocol, sock=self._listener.dup(), ssl=context, backlog=_BACKLOG
+        )
+        former, self.servers = self.servers, [renewed]
+        self.config.ssl = context
+        for server in former:
+            server.close()
 
     def protocol(self) -> asyncio.Protocol:
         """For one connection, as uvicorn makes it for its own sockets."""
@@ -109,7 +140,11 @@ async def serve_api(
     """
     if settings is None or settings.tokens_file is None:
         require_loopback(host)
+    certificates = None
     config = _configured(app, settings)
+    if settings is not None and settings.ssl_certfile is not None:
+        certificates = Certificates(settings)
+        config.ssl = certificates.context()
     listener = _listen(host, port)
     lifespan = Lifespan(app)
     try:
@@ -117,9 +152,12 @@ async def serve_api(
     except BaseException:
         listener.close()
         raise
-    server = _Server(config)
+    spare = listener.dup()
+    server = _Server(config, spare)
     task = asyncio.create_task(server.serve([listener]), name="http-server")
-    running = RunningServer(server, task, lifespan, host, listener.getsockname()[1])
+    task.add_done_callback(lambda _: spare.close())
+    port = listener.getsockname()[1]
+    running = RunningServer(server, task, lifespan, host, port, certificates)
     try:
         while not (server.started or task.done()):
             await asyncio.sleep(0.005)
@@ -136,7 +174,7 @@ async def serve_api(
 def _configured(app: ASGIApp, settings: ServerConfig | None) -> uvicorn.Config:
     more: dict[str, Any] = {"http": "httptools"}
     if settings is not None:
-        more = {"http": partial(BoundedHttp, bounds=HttpBounds.of(settings)), **_tls(settings)}
+        more = {"http": partial(BoundedHttp, bounds=HttpBounds.of(settings))}
     config = uvicorn.Config(
         app,
         ws="none",
@@ -147,29 +185,8 @@ def _configured(app: ASGIApp, settings: ServerConfig | None) -> uvicorn.Config:
         server_header=False,
         **more,
     )
-    try:
-        config.load()
-    except (OSError, ValueError) as error:  # ssl's own are of both kinds
-        raise ConfigError(
-            f"The server's certificate cannot be used: {getattr(error, 'strerror', '') or error}.",
-            hint="See --server.ssl_certfile, ssl_keyfile, ssl_keyfile_password and ssl_ca_certs.",
-        ) from None
+    config.load()
     return config
-
-
-def _tls(settings: ServerConfig) -> dict[str, Any]:
-    if settings.ssl_certfile is None:
-        return {}
-    password = settings.ssl_keyfile_password
-    required = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
-    return {
-        "ssl_certfile": settings.ssl_certfile,
-        "ssl_keyfile": settings.ssl_keyfile,
-        # Some one where there is none: else the terminal would be asked.
-        "ssl_keyfile_password": password.get_secret_value() if password else " ",
-        "ssl_ca_certs": None if settings.ssl_ca_certs is None else str(settings.ssl_ca_certs),
-        "ssl_cert_reqs": required[settings.ssl_cert_reqs],
-    }
 
 
 def require_loopback(host: str) -> None:
