@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
-from sqlalchemy import Select, func, insert, literal_column, select
+from sqlalchemy import Select, bindparam, func, literal_column, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..errors import InputError, NotFoundError
 from . import compression
 from .estimates import count_stored
+from .prepared import Inserting
 from .rows import GroupPut, GroupRow
 from .schema import SHARED, bodies, deliveries, groups
 from .states import FIRST_STATES, SETTLED
@@ -79,9 +80,15 @@ async def seqs_of(connection: AsyncConnection, group_ids: Sequence[str]) -> dict
     """`seq` by id, of those that were ever stored."""
     found: dict[str, int] = {}
     for part in chunks(group_ids):
-        query = select(groups.c.group_id, groups.c.seq).where(groups.c.group_id.in_(part))
-        found.update((group_id, seq) for group_id, seq in await connection.execute(query))
+        rows = await connection.execute(_SEQS, {"ids": part})
+        found.update((group_id, seq) for group_id, seq in rows)
     return found
+
+
+# Made once: to make it takes longer than to execute it.
+_SEQS: Final = select(groups.c.group_id, groups.c.seq).where(
+    groups.c.group_id.in_(bindparam("ids", expanding=True))
+)
 
 
 async def _body(connection: AsyncConnection, seq: int) -> bytes | None:
@@ -98,13 +105,8 @@ async def _body(connection: AsyncConnection, seq: int) -> bytes | None:
 async def _insert(tx: Transaction, items: Sequence[EncodedPut]) -> None:
     numbered = list(enumerate(items, tx.memory.next_seq))
     tx.memory.next_seq += len(items)
-    await tx.connection.execute(
-        insert(groups), [_meta(seq, item.put, tx.now) for seq, item in numbered]
-    )
-    await tx.connection.execute(
-        insert(bodies),
-        [{"seq": seq, "encoding": item.encoding, "body": item.stored} for seq, item in numbered],
-    )
+    await _into_groups(tx.connection, [_group(seq, item.put, tx.now) for seq, item in numbered])
+    await _into_bodies(tx.connection, [(seq, item.encoding, item.stored) for seq, item in numbered])
     tx.memory.stored_bytes += sum(len(item.stored) for item in items)
     queues = tx.memory.fan_out()
     rows = []
@@ -112,29 +114,48 @@ async def _insert(tx: Transaction, items: Sequence[EncodedPut]) -> None:
         state = item.put.state
         # What is buffered is nobody's yet: it comes to the other queues when it is moved.
         for queue in (SHARED, *queues) if state == "queued" else (SHARED,):
-            rows.append(
-                {
-                    "queue": queue,
-                    "seq": seq,
-                    "env": item.put.env,
-                    "policy_version": item.put.policy_version,
-                    "stored_bytes": len(item.stored),
-                    "state": state,
-                    "settled_at": tx.now if state in SETTLED else None,
-                }
-            )
+            rows.append(_delivery(queue, seq, item, tx.now))
             tx.memory.tally(queue, item.put.env, state, 1)
         if state == "queued":
             tx.memory.queued(seq, item.put.policy_version)
-    await tx.connection.execute(insert(deliveries), rows)
+    await _into_deliveries(tx.connection, rows)
 
 
-_NO_COLUMNS: Final = ("body", "state", "scored")
+# Each as the columns of its table are.
+_into_groups: Final = Inserting(groups)
+_into_bodies: Final = Inserting(bodies)
+_into_deliveries: Final = Inserting(deliveries)
 
 
-def _meta(seq: int, put: GroupPut, now: float) -> dict[str, Any]:
-    fields = {name: getattr(put, name) for name in put.__struct_fields__ if name not in _NO_COLUMNS}
-    return {**fields, "seq": seq, "created_at": now}
+def _group(seq: int, put: GroupPut, now: float) -> tuple[object, ...]:
+    return (
+        seq,
+        put.group_id,
+        put.env,
+        put.format,
+        put.size,
+        put.tokens,
+        put.max_length,
+        put.policy_version,
+        put.env_id,
+        now,
+    )
+
+
+def _delivery(queue: str, seq: int, item: EncodedPut, now: float) -> tuple[object, ...]:
+    put = item.put
+    lease_id, settled_at = None, now if put.state in SETTLED else None
+    stored_bytes = len(item.stored)
+    return (
+        queue,
+        seq,
+        put.env,
+        put.policy_version,
+        stored_bytes,
+        put.state,
+        lease_id,
+        settled_at,
+    )
 
 
 def rows_in(queue: str) -> Select[Any]:

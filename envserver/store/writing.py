@@ -101,6 +101,9 @@ class _AtOnce:
     async def execute(self, *what: Any) -> CursorResult[Any]:
         return self._connection.execute(*what)
 
+    async def exec_driver_sql(self, *what: Any) -> CursorResult[Any]:
+        return self._connection.exec_driver_sql(*what)
+
     async def scalar(self, *what: Any) -> Any:
         return self._connection.scalar(*what)
 
