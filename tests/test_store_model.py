@@ -27,7 +27,7 @@ from support.store_model import SHARED, Group, Model
 from support.stores import group
 
 from envserver.errors import UsageError
-from envserver.store import Store, open_store
+from envserver.store import Store, deliveries, open_store
 from envserver.store.clock import SteadyClock
 
 MEMORY = Path("/dev/shm")
@@ -197,6 +197,44 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.create_run(name, delivery, environments)
         assert self.run(request).state == "open"
 
+    @rule(
+        name=st.sampled_from(["all", "code"]),
+        pieces=st.integers(1, 4),
+        was_killed=st.booleans(),
+        wanted=st.lists(PUTS, max_size=3),
+        moved=st.sampled_from(NAMES),
+    )
+    def open_run_with_a_break(
+        self, name: str, pieces: int, was_killed: bool, wanted: list[Any], moved: str
+    ) -> None:
+        """Its caller goes away, or all of the server; groups come; then somebody opens it again."""
+        delivery, environments = RUNS[name]
+        request = self.store.create_run(
+            name,
+            batch_size=1,
+            delivery=delivery,  # type: ignore[arg-type]
+            environments=environments,
+        )
+        self.run(self.stopped_after(pieces, request))
+        self.put(wanted)
+        if moved in self.model.groups:
+            self.same(
+                self.store.move([moved], "queued"), lambda: self.model.move([moved], "queued")
+            )
+        if was_killed:
+            self.reopen(True)
+        self.create_run(name)
+
+    async def stopped_after(self, pieces: int, request: Awaitable[Any]) -> None:
+        opening = asyncio.ensure_future(request)
+        for _ in range(pieces):
+            seen = self.store.activity
+            change = asyncio.ensure_future(self.store.wait_for_activity(0.05, since=seen))
+            await asyncio.wait({opening, change}, return_when=asyncio.FIRST_COMPLETED)
+            change.cancel()
+        opening.cancel()
+        await asyncio.wait({opening})
+
     @precondition(lambda self: self.model.runs)
     @rule(data=st.data())
     def close_run(self, data: st.DataObject) -> None:
@@ -345,6 +383,12 @@ class StoreMachine(RuleBasedStateMachine):
             assert set(known) == set(run.checkpoints)
             numbers = [run.checkpoints[one] for one in known]
             assert numbers == sorted(numbers)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a queue is filled in several transactions."""
+    monkeypatch.setattr(deliveries, "FILLED_AT_ONCE", 3)
 
 
 def try_machine(postgres: Postgres | None, examples: int, steps: int) -> None:

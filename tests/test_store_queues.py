@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sqlite3
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from sqlalchemy import Engine, event
 from support.stores import group, ids
 
 from envserver.errors import ConflictError, InputError, NotFoundError
-from envserver.store import Lease, Store, open_store
+from envserver.store import Lease, Store, deliveries, open_store
 
 
 class Clock:
@@ -383,3 +384,58 @@ def explain(path: Path, asked: dict[str, Any]) -> dict[str, list[str]]:
             plans[statement] = [row[3] for row in found]
     connection.close()
     return plans
+
+
+# Opening a broadcast run whose queue lacks very many
+
+
+async def test_while_a_run_is_opened_others_go_on_and_it_gets_all_in_order(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deliveries, "FILLED_AT_ONCE", 4)
+    first = [f"first-{index}" for index in range(100)]
+    async with open_store(where) as store:
+        await store.put([group("part", state="buffered"), *(group(name) for name in first)])
+        opening = asyncio.create_task(store.create_run("all", batch_size=1, delivery="broadcast"))
+        await store.put([group("second")])
+        await store.move(["part"], "queued")
+        assert not opening.done()
+        with pytest.raises(ConflictError, match="closed"):
+            await store.lease("all", seconds=60)
+        assert (await opening).state == "open"
+        await store.put([group("third")])
+        lease = await store.lease("all", seconds=60)
+        assert lease is not None
+        assert ids(lease.groups) == ["part", *first, "second", "third"]
+
+
+_OPENED_AND_KILLED = """
+import asyncio, os, sys
+from envserver.store import deliveries, open_store
+deliveries.FILLED_AT_ONCE = 4
+async def main():
+    async with open_store(sys.argv[1]) as store:
+        opening = asyncio.create_task(store.create_run("all", batch_size=1, delivery="broadcast"))
+        for _ in range(6):
+            await store.wait_for_activity(5, since=store.activity)
+        assert not opening.done()
+        os._exit(9)
+asyncio.run(main())
+"""
+
+
+async def test_killed_while_a_run_is_opened_nothing_is_lost_or_doubled(where: str) -> None:
+    names = [f"group-{index}" for index in range(100)]
+    async with open_store(where) as store:
+        await store.put([group(name) for name in names])
+    command = [sys.executable, "-c", _OPENED_AND_KILLED, where]
+    process = await asyncio.create_subprocess_exec(*command)
+    assert await process.wait() == 9
+    async with open_store(where) as store:
+        assert (await store.get_run("all")).state == "closed"
+        await store.put([group("late")])
+        await store.create_run("all", batch_size=1, delivery="broadcast")
+        assert (await store.depths())["all"] == 101
+        lease = await store.lease("all", seconds=60)
+        assert lease is not None
+        assert ids(lease.groups) == [*names, "late"]

@@ -5,12 +5,14 @@ Every change of a delivery goes through `advance`, which asks the table of trans
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 from sqlalchemy import (
+    ColumnElement,
     Select,
     func,
     insert,
@@ -30,6 +32,8 @@ from .transaction import Memory, Transaction, chunks
 
 _PAGE: Final = 256
 """Groups read at a time where it is not known how many are needed."""
+FILLED_AT_ONCE = 2048
+"""Groups looked at in one transaction that fills the queue of a run: others wait so long."""
 
 
 @dataclass(frozen=True)
@@ -101,32 +105,61 @@ async def move(tx: Transaction, group_ids: Sequence[str], target: GroupState) ->
     if target == "queued":
         for queue in tx.memory.fan_out():
             await _fill(tx, queue, [row.seq for row in rows])
+        for queue, last in tx.memory.filled.items():
+            await _fill(tx, queue, [row.seq for row in rows if row.seq <= last])
 
 
-async def fill(tx: Transaction, queue: str) -> None:
-    """Queues every group that is kept, not buffered and not dropped, and is not in `queue` yet."""
-    await _fill(tx, queue, None)
+async def fill(tx: Transaction, queue: str, first: int) -> int | None:
+    """Queues every group that is kept, not buffered and not dropped, and is not in `queue` yet, of
+    the next ones from number `first` on.
+
+    Returns:
+        From which number it goes on; None when these were the last.
+    """
+    of = deliveries.c
+    numbers = select(of.seq).where(of.queue == SHARED, of.seq >= first)
+    looked_at = numbers.order_by(of.seq).limit(FILLED_AT_ONCE).subquery()
+    query = select(func.count(), func.max(looked_at.c.seq))
+    count, last = (await tx.connection.execute(query)).one()
+    if count:
+        await _fill_from(tx, queue, lambda seq: seq.between(first, last))
+    return None if count < FILLED_AT_ONCE else last + 1
 
 
-async def _fill(tx: Transaction, queue: str, seqs: Sequence[int] | None) -> None:
-    """The same for the groups with these numbers (None: all)."""
+async def _fill(tx: Transaction, queue: str, seqs: Sequence[int]) -> None:
+    """The same for the groups with these numbers."""
+    for part in chunks(seqs):
+        await _fill_from(tx, queue, partial(_is_in, part))
+
+
+def _is_in(part: Sequence[int], seq: ColumnElement[int]) -> ColumnElement[bool]:
+    return seq.in_(part)
+
+
+async def _fill_from(
+    tx: Transaction, queue: str, chosen_by: Callable[[ColumnElement[int]], ColumnElement[bool]]
+) -> None:
     shared, there = deliveries.alias("shared"), deliveries.alias("there")
     of = shared.c
-    is_there = select(there.c.seq).where(there.c.queue == queue, there.c.seq == of.seq).exists()
-    wanted = (of.queue == SHARED, of.state.not_in(("buffered", "dropped")), ~is_there)
+    # The numbers twice: else a database may look through all that is there already.
+    is_there = (
+        select(there.c.seq)
+        .where(there.c.queue == queue, there.c.seq == of.seq, chosen_by(there.c.seq))
+        .exists()
+    )
+    is_wanted = of.state.not_in(("buffered", "dropped"))
+    chosen = (of.queue == SHARED, chosen_by(of.seq), is_wanted, ~is_there)
+    span = (func.count(), func.min(of.seq), func.max(of.seq))
+    kinds = select(of.env, of.policy_version, *span).where(*chosen)
+    kinds = kinds.group_by(of.env, of.policy_version)
+    for env, version, count, first, last in (await tx.connection.execute(kinds)).all():
+        tx.memory.tally(queue, env, "queued", count)
+        tx.memory.queued(first, version)
+        tx.memory.queued(last, version)
     copied = (of.seq, of.env, of.policy_version, of.stored_bytes)
-    for part in [None] if seqs is None else chunks(seqs):
-        chosen = wanted if part is None else (*wanted, of.seq.in_(part))
-        span = (func.count(), func.min(of.seq), func.max(of.seq))
-        kinds = select(of.env, of.policy_version, *span).where(*chosen)
-        kinds = kinds.group_by(of.env, of.policy_version)
-        for env, version, count, first, last in (await tx.connection.execute(kinds)).all():
-            tx.memory.tally(queue, env, "queued", count)
-            tx.memory.queued(first, version)
-            tx.memory.queued(last, version)
-        queued = select(literal(queue), literal("queued"), *copied).where(*chosen)
-        names = ["queue", "state", *(column.name for column in copied)]
-        await tx.connection.execute(insert(deliveries).from_select(names, queued))
+    queued = select(literal(queue), literal("queued"), *copied).where(*chosen)
+    names = ["queue", "state", *(column.name for column in copied)]
+    await tx.connection.execute(insert(deliveries).from_select(names, queued))
 
 
 async def choose(tx: Transaction, queue: str, wanted: Wanted) -> list[GroupRow]:

@@ -49,7 +49,8 @@ async def create_run(
     delivery: Delivery,
     environments: Sequence[str],
 ) -> Run:
-    """A new open run, or the one of this name, open again, when it was made with the same.
+    """A new run, or the one of this name when it was made with the same. A shared one is open; one
+    that is broadcast may be closed: `open_some` opens it.
 
     Raises:
         ConflictError: there is one of this name with others.
@@ -70,7 +71,7 @@ async def create_run(
             "gone_ack_number": 0,
         }
         await tx.connection.execute(insert(runs).values(fresh))
-        return await _open(tx, name)
+        return await _begin_to_open(tx, name, delivery)
     run = _run(row)
     was = (run.batch_size, run.settings, run.delivery, set(run.environments))
     if was != (batch_size, msgspec.json.decode(settings), delivery, set(environments)):
@@ -79,14 +80,37 @@ async def create_run(
             hint="Take another name, or change the run.",
             run=name,
         )
-    return run if run.state == "open" else await _open(tx, name)
+    return run if run.state == "open" else await _begin_to_open(tx, name, delivery)
 
 
-async def _open(tx: Transaction, name: str) -> Run:
-    run = await _change(tx, name, {"state": "open"})
+async def _begin_to_open(tx: Transaction, name: str, delivery: Delivery) -> Run:
+    if delivery == "shared":
+        return await _change(tx, name, {"state": "open"})
+    return await _change(tx, name, {})
+
+
+async def open_some(tx: Transaction, name: str) -> Run:
+    """Opens a run. One that is broadcast first gets what it lacks, so much in each transaction that
+    nobody waits for long: it is to be called until the run is open. Until then nothing is leased
+    from it, and what comes is copied when it is its turn: the order is that of arrival.
+
+    How far it is, is known in memory only: after a `kill -9` it is looked through again from the
+    beginning, and what is there already is passed over.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    run = await get_run(tx.connection, name)
+    if run.state == "open":
+        return run
     if run.delivery == "broadcast":
-        await fill(tx, tx.memory.runs[name].queue)
-    return run
+        queue = queue_of(name, run.delivery)
+        following = await fill(tx, queue, tx.memory.filled.get(queue, 0) + 1)
+        if following is not None:
+            tx.memory.filled[queue] = following - 1
+            return run
+        tx.memory.filled.pop(queue, None)
+    return await _change(tx, name, {"state": "open"})
 
 
 async def get_run(connection: AsyncConnection, name: str) -> Run:
@@ -109,12 +133,6 @@ async def set_run(tx: Transaction, name: str, changes: dict[str, Any]) -> Run:
     if changes.get("environments") is not None:
         tx.memory.changes += 1
     return run
-
-
-async def reopen_run(tx: Transaction, name: str) -> Run:
-    """Raises NotFoundError: there is none."""
-    run = await get_run(tx.connection, name)
-    return run if run.state == "open" else await _open(tx, name)
 
 
 async def mark_closed(tx: Transaction, name: str) -> Run:

@@ -386,7 +386,7 @@ class Store(Lookups, Watching):
             ConflictError: there is one of this name with other arguments.
         """
         text = runs.to_json(settings or {}, "settings")
-        return await self._writer.do(
+        run = await self._writer.do(
             partial(
                 runs.create_run,
                 name=name,
@@ -396,6 +396,14 @@ class Store(Lookups, Watching):
                 environments=list(environments),
             )
         )
+        return run if run.state == "open" else await self._open_run(name)
+
+    async def _open_run(self, name: str) -> Run:
+        """Opens a run; what a broadcast one lacks is put into its queue in small transactions."""
+        while True:
+            run = await self._writer.do(partial(runs.open_some, name=name))
+            if run.state == "open":
+                return run
 
     async def close_run(self, name: str) -> Run:
         """The run leases no more, and what it holds is queued again. `create_run` opens it again;
@@ -431,11 +439,10 @@ class Store(Lookups, Watching):
 
         async def change(tx: Transaction) -> Run:
             run = await runs.set_run(tx, name, changes)
-            if state is None:
-                return run
-            return await (runs.reopen_run if state == "open" else endings.close_run)(tx, name)
+            return await endings.close_run(tx, name) if state == "closed" else run
 
-        return await self._writer.do(change)
+        run = await self._writer.do(change)
+        return await self._open_run(name) if state == "open" else run
 
     async def set_value(self, key: str, json_value: Any) -> None:
         """Raises InputError: it is not JSON-like."""

@@ -75,6 +75,8 @@ class Memory:
         stored_bytes: of the bodies of all groups that are kept.
         changes: grows when something is queued or a run is closed.
         activity: grows with every change of a delivery or a run.
+        filled: for each queue of a broadcast run that is being opened, up to which `seq` groups
+            were copied into it: it gets what is queued behind their backs, and nothing beyond.
         hungry: the runs whose latest lease found too little, and how many it asked for at least.
         conflicting_puts: puts since opening of an id that was there with another body.
     """
@@ -90,6 +92,7 @@ class Memory:
     conflicting_puts: int = 0
     activity: int = 0
     hungry: dict[str, int] = field(default_factory=dict)
+    filled: dict[str, int] = field(default_factory=dict)
 
     def copy(self) -> Memory:
         return Memory(
@@ -104,6 +107,7 @@ class Memory:
             self.conflicting_puts,
             self.activity,
             dict(self.hungry),
+            dict(self.filled),
         )
 
     def tally(self, queue: str, env: str, state: GroupState, count: int) -> None:
