@@ -6,6 +6,7 @@ import contextlib
 import json
 import sqlite3
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from support.postgres import Postgres
 from support.stores import group, ids
 
 from envserver.api.leasing import MSGPACK
+from envserver.rollouts.ordered import Order
 from envserver.store import open_store
 
 Harm = Callable[..., None]
@@ -160,3 +162,36 @@ async def test_the_atropos_wire_goes_on_without_them(where: str, harm: Harm) -> 
         assert await api.batch_marks() is None
         assert (await api.store.counters())["damaged"] == 1
         assert await api.get("/status") is not None
+
+
+class MadeOrders:
+    """Orders of which all groups are made already."""
+
+    def __init__(self) -> None:
+        self.open_rollouts = 0
+        self.config = SimpleNamespace(split="train")
+
+    def environment(self, name: str) -> MadeOrders:
+        return self
+
+    async def wait(self, order: Order, seconds: float) -> int:
+        return len(order.task_ids)
+
+    def is_open(self, order: Order) -> bool:
+        return False
+
+
+async def test_an_order_of_which_a_group_was_damaged_says_what_to_do(
+    where: str, harm: Harm
+) -> None:
+    order = Order(key="key", environment="math", split="train", task_ids=("a", "b"), group_size=2)
+    wanted = {"environment": "math", "task_ids": ["a", "b"], "group_size": 2, "wait_seconds": 1}
+    async with running_api(where, orders=MadeOrders()) as api:
+        for group_id in order.group_ids():
+            await put_native(api.store, native_group(group_id))
+        harm(order.group_ids()[1])
+        headers = {"idempotency-key": "key"}
+        refused = await api.http.post("/v1/rollouts", json=wanted, headers=headers)
+        assert refused.status_code == 409, refused.text
+        assert "another Idempotency-Key" in refused.text
+        assert (await api.store.counters())["damaged"] == 1

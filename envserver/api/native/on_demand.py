@@ -16,14 +16,16 @@ from pydantic import BaseModel, Field, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...errors import InputError
+from ...errors import ConflictError, InputError
 from ...records import Split
 from ...rollouts.ordered import Order, Orders
 from ...store import Lease, Store
+from ...store.damage import DamagedBodies
 from ..access.quotas import TooManyRequests
 from ..bodies import read_body, request_body
-from ..leasing import MSGPACK, PackedAnswer, Travelling
+from ..leasing import MSGPACK, Travelling
 from .answers import answers, json_answer
+from .leases import lease_answer
 from .models import LONGEST_WAIT_SECONDS, MOST_GROUPS, Body, LeaseAnswer, Name
 from .waiting import Hangup, key_of
 
@@ -77,7 +79,7 @@ def add_on_demand_routes(
         "/v1/rollouts",
         openapi_extra=request_body(RolloutsRequest),
         responses=answers(
-            LeaseAnswer, 404, body=True, media_types=(MSGPACK,), what="All of the groups."
+            LeaseAnswer, 404, 409, body=True, media_types=(MSGPACK,), what="All of the groups."
         )
         | {202: {"model": RolloutsProgress, "description": "Not all of them are made yet."}},
     )
@@ -102,9 +104,15 @@ def add_on_demand_routes(
             return json_answer({"groups_done": done, "groups": len(order.task_ids)}, 202)
         rows = await store.rows(order.group_ids())
         found = Lease(lease_id=order.key, run="", expires_at=0.0, groups=rows)
-        if MSGPACK in request.headers.get("accept", ""):
-            return PackedAnswer(await travelling.lease(found), MSGPACK, request.headers)
-        return Response(await travelling.lease_as_json(found), media_type="application/json")
+        try:
+            return await lease_answer(found, travelling, request.headers)
+        except DamagedBodies as damaged:
+            await store.drop_damaged(damaged.reasons)
+            raise ConflictError(
+                damaged.message,
+                hint="Order its task again with another Idempotency-Key.",
+                group_ids=list(damaged.reasons),
+            ) from damaged
 
     @router.get("/v1/tasks", responses=answers(TasksAnswer, 404, 422, what="A page of tasks."))
     async def list_tasks(
