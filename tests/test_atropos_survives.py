@@ -38,18 +38,19 @@ def test_accepted_groups_are_delivered_once_and_nobody_registers_again(tmp_path:
 
     def post_until_stopped() -> None:
         mark = 0
-        while not stop.is_set():
-            mark += 1
-            key = {"idempotency-key": f"group-{mark}"}
-            body = wire_group(2, mark, env_id=0)
-            answer = patiently(
-                lambda body=body, key=key: httpx.post(
-                    f"{url}/scored_data", json=body, headers=key, timeout=5
-                ),
-                stop,
-            )
-            if answer is not None:
-                accepted.append(mark)
+        with httpx.Client(timeout=5) as client:
+            while not stop.is_set():
+                mark += 1
+                key = {"idempotency-key": f"group-{mark}"}
+                body = wire_group(2, mark, env_id=0)
+                answer = patiently(
+                    lambda body=body, key=key: client.post(
+                        f"{url}/scored_data", json=body, headers=key
+                    ),
+                    stop,
+                )
+                if answer is not None:
+                    accepted.append(mark)
 
     poster = threading.Thread(target=post_until_stopped)
     for life in range(KILLS):
