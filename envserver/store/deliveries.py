@@ -141,12 +141,7 @@ async def _fill_from(
 ) -> None:
     shared, there = deliveries.alias("shared"), deliveries.alias("there")
     of = shared.c
-    # The numbers twice: else a database may look through all that is there already.
-    is_there = (
-        select(there.c.seq)
-        .where(there.c.queue == queue, there.c.seq == of.seq, chosen_by(there.c.seq))
-        .exists()
-    )
+    is_there = select(there.c.seq).where(there.c.queue == queue, there.c.seq == of.seq).exists()
     is_wanted = of.state.not_in(("buffered", "dropped"))
     chosen = (of.queue == SHARED, chosen_by(of.seq), is_wanted, ~is_there)
     span = (func.count(), func.min(of.seq), func.max(of.seq))
