@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import shutil
 import subprocess
@@ -437,6 +438,27 @@ def test_what_is_stopped_leaves_nothing(three: dict[str, Path], tmp_path: Path) 
     with pytest.raises(KeyboardInterrupt):
         merge(recipe, [tmp_path / "outs" / "out"], report=stop)
     assert list((tmp_path / "outs").iterdir()) == []
+
+
+def test_what_killed_merges_left_is_cleared_and_what_living_ones_write_is_not(
+    three: dict[str, Path], tmp_path: Path
+) -> None:
+    outs = tmp_path / "outs"
+    folders = [outs / f".merging-{name}" / "0" for name in ("dead", "young")]
+    for folder in (*folders, outs / ".merging-replacing" / "0-old"):
+        folder.mkdir(parents=True)
+    for name in ("dead", "replacing"):
+        os.utime(outs / f".merging-{name}", (0, 0))
+    recipe = Recipe(three["base"], (Vector(three["rl"], three["sft"]),))
+
+    def another(done: int) -> None:
+        for folder in outs.iterdir():
+            os.utime(folder, (0, 0))
+        merge(recipe, [outs / "other"], overwrite=True)
+
+    (outs / "other").mkdir()
+    merge(recipe, [outs / "out"], report=another)
+    assert {path.name for path in outs.iterdir()} == {"out", "other", ".merging-replacing"}
 
 
 def test_only_what_was_merged_is_replaced(

@@ -8,11 +8,13 @@ nothing but the folders that were there before.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +27,8 @@ RECIPE: Final = "merge.json"
 """In each folder of ours: the recipe, for programs."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ALIGNMENT: Final = 8
+_UNFINISHED: Final = ".merging-"
+_YOUNG_SECONDS: Final = 10
 
 
 class WeightsWriter:
@@ -96,7 +100,8 @@ def write_index(folder: Path, files: Sequence[File]) -> None:
 
 
 def check_places(places: Sequence[Path], size: int, *, overwrite: bool) -> None:
-    """Whether all of `places` are free and the disk has `size` bytes.
+    """Whether all of `places` are free and the disk has `size` bytes; clears what killed merges
+    left beside them first.
 
     Raises:
         ConflictError: there is something.
@@ -114,6 +119,7 @@ def check_places(places: Sequence[Path], size: int, *, overwrite: bool) -> None:
         above.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(f"{above} cannot be made: {error.strerror}.") from error
+    _clear_leftovers(above)
     free = shutil.disk_usage(above).free
     if free < size:
         raise StoreFull(
@@ -132,7 +138,7 @@ def appearing(places: Sequence[Path]) -> Iterator[list[Path]]:
     """
     above = places[0].absolute().parent
     try:
-        with tempfile.TemporaryDirectory(prefix=".merging-", dir=above) as name:
+        with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=above) as name, _held(Path(name)):
             unfinished = [Path(name) / str(number) for number in range(len(places))]
             for folder in unfinished:
                 folder.mkdir()
@@ -145,6 +151,39 @@ def appearing(places: Sequence[Path]) -> Iterator[list[Path]]:
             f"No merged model could be made in {above}: {error.strerror or error}.",
             hint="Make room, then merge again." if full else "Nothing half written was left.",
         ) from error
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[bool]:
+    """Locks a folder for as long as its process lives; whether that could be done."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # another's, or a file system without locks
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(handle)
+
+
+def _clear_leftovers(above: Path) -> None:
+    """Removes what merges left there that were killed: folders that nobody holds.
+
+    One with a model that was being replaced stays: it may be the only copy. So does a young one:
+    between its making and its lock nobody holds it.
+    """
+    for folder in above.glob(f"{_UNFINISHED}*"):
+        try:
+            age_seconds = time.time() - folder.stat().st_mtime
+            if age_seconds < _YOUNG_SECONDS or any(folder.glob("*-old")):
+                continue
+            with _held(folder) as is_dead:
+                if is_dead:
+                    shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # it is no folder, not ours, or gone meanwhile: the merge does not need it
+            continue
 
 
 def _rename(folder: Path, place: Path) -> None:
