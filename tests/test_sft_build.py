@@ -133,6 +133,15 @@ def test_rows_their_order_and_their_split_are_those_of_the_script(
     assert (tmp_path / "sft/SUMMARY.json").read_text() == json.dumps(summary, indent=2)
 
 
+def test_what_is_no_text_is_written_as_json_and_nothing_at_all_is_no_row(tmp_path: Path) -> None:
+    (tmp_path / "templates.yaml").write_text(TEMPLATES)
+    said = [({"é": 1}, '{"é": 1}'), (None, "null"), ([], "[]"), (0, "0"), (" ", " "), ("", None)]
+    docs = [_trajectory(f"video-{n}", ("load_context", {}, o)) for n, (o, _) in enumerate(said)]
+    rows = _build(_write(tmp_path / "unified", *docs), tmp_path / "out")
+    outputs = {row["meta"]["task_id"]: row["output"] for part in rows.values() for row in part}
+    assert outputs == {f"video-{n}": text for n, (_, text) in enumerate(said) if text is not None}
+
+
 def test_rows_of_a_task_stand_on_one_side_over_all_tools(unified: Path, tmp_path: Path) -> None:
     several = [
         _trajectory(f"gaia-0-{n}", *[("bash", {"command": f"{n}{i}"}, "") for i in range(3)])

@@ -136,9 +136,9 @@ def instruction_of(
 
 
 def response_of(template: Template, action: Json) -> str:
-    """What it is to say; "" for nothing."""
+    """What it is to say; "" for nothing. An output that is no string is its JSON, null, too."""
     if template.response_from == _OUTPUT:
-        said = _text(action.get("output"))
+        said = _as_json(action.get("output", ""))
     else:
         said = _found(action, template.response_from.removeprefix(_INPUT).split("."))
     if template.postprocess.keep_first_bash_block:
@@ -166,6 +166,8 @@ def _found(action: Json, names: Sequence[str]) -> str:
 
 
 def _text(value: Any) -> str:
-    if value is None:
-        return ""
+    return "" if value is None else _as_json(value)
+
+
+def _as_json(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
