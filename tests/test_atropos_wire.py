@@ -367,7 +367,7 @@ async def test_a_store_that_fails_accepts_nothing(
         raise error("No.")
 
     with monkeypatch.context() as broken:
-        broken.setattr(api.store, "put", put)
+        broken.setattr(api.store, "put_encoded", put)
         answer = await api.http.post("/scored_data", json=wire_group())
         assert answer.status_code == status
         assert answer.json() == {"detail": "No."}

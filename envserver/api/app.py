@@ -118,7 +118,8 @@ def create_api(
     app = FastAPI(title="envserver", version=__version__, lifespan=lifespan)
     problems.install(app)
     # First: routes are tried in their order, and these are called most.
-    wire = atropos_routes(atropos)
+    wire_posts = atropos_posts(atropos)
+    wire = atropos_routes(atropos, wire_posts)
     app.include_router(wire)
     app.include_router(environment_routes(joined, settings.max_body_bytes))
     app.include_router(
@@ -138,7 +139,7 @@ def create_api(
         app.include_router(metric_routes(metrics))
     if gate is not None:
         app.include_router(weight_routes(gate, policy, joined))
-    posts = atropos_posts(atropos) | environment_posts(joined, settings.max_body_bytes)
+    posts = wire_posts | environment_posts(joined, settings.max_body_bytes)
     app.add_middleware(DirectPosts, endpoints=posts)
     app.add_middleware(RequestBodies, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(CompressedAnswers)

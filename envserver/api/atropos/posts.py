@@ -16,7 +16,8 @@ from msgspec import structs
 
 from ...errors import StoreError
 from ...rollouts.estimates import scored
-from ...store import GroupPut, Store
+from ...store import GroupPut, Store, compression
+from ...store.groups import EncodedPut
 from .batching import Waiting
 from .encoded import EncodedGroups
 from .reading import PostedGroup
@@ -45,10 +46,9 @@ class Posts:
         self, groups: Sequence[PostedGroup], key: str | None, state: WireState
     ) -> list[int | None]:
         """Stores and queues groups. Any number of calls may be under way: they share commits."""
-        puts = [_as_put(g, _group_id(key, i), state) for i, g in enumerate(groups)]
-        for put in await self._put_new(puts):
+        for put in await self._put_new(_as_puts(groups, key, state)):
             self._view.enqueue(self._waiting(put))
-        return [None] * len(puts)
+        return [None] * len(groups)
 
     async def parts(
         self, groups: Sequence[PostedGroup], key: str | None, state: WireState
@@ -58,8 +58,9 @@ class Posts:
         Returns:
             The answers, as for `whole`, and whether all that became whole could be queued.
         """
-        puts = [_as_put(g, _group_id(key, i), state) for i, g in enumerate(groups)]
-        new = {put.group_id for put in await self._put_new(puts)}
+        encoded = _as_puts(groups, key, state)
+        puts = [item.put for item in encoded]
+        new = {put.group_id for put in await self._put_new(encoded)}
         ready: list[Waiting] = []
         parts: set[str] = set()
         answers: list[int | None] = []
@@ -106,12 +107,13 @@ class Posts:
             return False
         return True
 
-    async def _put_new(self, puts: Sequence[GroupPut]) -> list[GroupPut]:
+    async def _put_new(self, encoded: Sequence[EncodedPut]) -> list[GroupPut]:
         """Those that were not stored before, now on disk."""
+        puts = [item.put for item in encoded]
         mine = {put.group_id for put in puts}
         self.under_way |= mine
         try:
-            stored = await self._store.put(puts)
+            stored = await self._store.put_encoded(encoded)
         finally:
             self.under_way -= mine
         new = [put for put, is_new in zip(puts, stored, strict=True) if is_new]
@@ -141,6 +143,14 @@ def _group_id(key: str | None, index: int) -> str:
         return f"atropos-{uuid.uuid4().hex}"
     digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
     return f"atropos-{digest[:40]}-{index}"
+
+
+def _as_puts(groups: Sequence[PostedGroup], key: str | None, state: WireState) -> list[EncodedPut]:
+    encoded: list[EncodedPut] = []
+    for index, group in enumerate(groups):
+        put = _as_put(group, _group_id(key, index), state)
+        encoded.append(EncodedPut(put, *(group.encoded or compression.encode(put.body))))
+    return encoded
 
 
 def _as_put(group: PostedGroup, group_id: str, state: WireState) -> GroupPut:

@@ -23,6 +23,7 @@ from msgspec import UNSET, Raw, UnsetType
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
+from ...store import compression
 from ..bodies import Refused, parse_body
 from .models import Array, ScoredData, check_groups
 
@@ -44,6 +45,7 @@ class PostedGroup:
         lengths: tokens of each sequence.
         env_id: as posted.
         task_id: of its task, where `group_overrides` names one; then there are its `scores`.
+        encoded: the body as it may lie in the store, see `compression`; None: not yet made.
     """
 
     body: bytes
@@ -51,6 +53,12 @@ class PostedGroup:
     env_id: int | None
     task_id: str | None = None
     scores: Sequence[float] = ()
+    encoded: tuple[int, bytes] | None = None
+
+
+def encoded(groups: Sequence[PostedGroup]) -> list[PostedGroup]:
+    """The same, with their bodies encoded."""
+    return [replace(group, encoded=compression.encode(group.body)) for group in groups]
 
 
 def read_group(raw: bytes) -> PostedGroup:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import msgspec
@@ -29,7 +30,7 @@ from .models import (
     Registration,
     ScoredData,
 )
-from .reading import PostedGroup, read_group, read_groups
+from .reading import PostedGroup, encoded, read_group, read_groups
 from .service import AtroposService
 
 _REGISTRATION: Final = TypeAdapter(Registration)
@@ -37,8 +38,11 @@ _ENVIRONMENT: Final = TypeAdapter(EnvironmentRegistration)
 _IDENTIFIER: Final = TypeAdapter(EnvironmentIdentifier)
 _LEASE: Final = TypeAdapter(LeaseIdentifier)
 
-_MOST_READ_AT_ONCE: Final = 2**20
-"""Bytes of a post. A larger one is read in a thread, so that others need not wait."""
+_MOST_READ_AT_ONCE: Final = 128 * 1024
+"""Bytes of a post. A larger one is read and encoded in a thread, so that others need not wait."""
+_READERS: Final = 2
+"""Such threads; more of them get in each other's way."""
+
 
 _NO_EXAMPLE: Final = (
     "tokens",
@@ -53,12 +57,12 @@ _NO_EXAMPLE: Final = (
 )
 
 
-def atropos_routes(service: AtroposService) -> APIRouter:
-    """All routes of the wire, answering from `service`."""
+def atropos_routes(service: AtroposService, posts: Mapping[str, Endpoint]) -> APIRouter:
+    """All routes of the wire, answering from `service`; `posts` are its `atropos_posts`."""
     router = APIRouter(tags=["atropos"])
     _add_trainer_routes(router, service)
     _add_environment_routes(router, service)
-    _add_group_routes(router, service)
+    _add_group_routes(router, service, posts)
     return router
 
 
@@ -145,16 +149,17 @@ def _add_environment_routes(router: APIRouter, service: AtroposService) -> None:
 
 def atropos_posts(service: AtroposService) -> dict[str, Endpoint]:
     """By path, what answers posts of groups: the endpoints of those routes."""
+    threads = ThreadPoolExecutor(_READERS, "posts")
 
     async def scored_data(request: Request) -> Response:
-        groups = await _groups(request, _one_group, service)
+        groups = await _groups(request, _one_group, service, threads)
         buffered = (await service.post(groups, _key(request)))[0]
         if buffered is None:
             return _json({"status": "received"})
         return _json({"status": "buffered", "buffer_size": buffered})
 
     async def scored_data_list(request: Request) -> Response:
-        groups = await _groups(request, read_groups, service)
+        groups = await _groups(request, read_groups, service, threads)
         answers = await service.post(groups, _key(request))
         buffered = [answer for answer in answers if answer is not None]
         answer: dict[str, Any] = {"status": "received", "groups_processed": len(groups)}
@@ -165,8 +170,10 @@ def atropos_posts(service: AtroposService) -> dict[str, Endpoint]:
     return {"/scored_data": scored_data, "/scored_data_list": scored_data_list}
 
 
-def _add_group_routes(router: APIRouter, service: AtroposService) -> None:
-    for path, endpoint in atropos_posts(service).items():
+def _add_group_routes(
+    router: APIRouter, service: AtroposService, posts: Mapping[str, Endpoint]
+) -> None:
+    for path, endpoint in posts.items():
         body = request_body(ScoredData, listed=path == "/scored_data_list")
         router.post(path, openapi_extra=body)(endpoint)
 
@@ -181,14 +188,21 @@ def _one_group(raw: bytes) -> list[PostedGroup]:
 
 
 async def _groups(
-    request: Request, read: Callable[[bytes], list[PostedGroup]], service: AtroposService
+    request: Request,
+    read: Callable[[bytes], list[PostedGroup]],
+    service: AtroposService,
+    threads: ThreadPoolExecutor,
 ) -> list[PostedGroup]:
-    """The posted groups, checked; what is refused is counted."""
+    """The posted groups, checked and encoded; what is refused is counted."""
     raw = await request.body()
+
+    def ready() -> list[PostedGroup]:
+        return encoded(read(raw))
+
     try:
-        if len(raw) > _MOST_READ_AT_ONCE:
-            return await asyncio.to_thread(read, raw)
-        return read(raw)
+        if len(raw) <= _MOST_READ_AT_ONCE:
+            return ready()
+        return await asyncio.get_running_loop().run_in_executor(threads, ready)
     except Refused as error:
         service.count_refusal(error.errors[0]["type"])
         raise
