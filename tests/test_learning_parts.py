@@ -1,5 +1,5 @@
-"""What is computed with torch, subject by subject in the Python that has it: loading it and what
-stands on it takes as long as most of these tests.
+"""What is computed with torch, in one process of the Python that has it: loading it and what stands
+on it takes as long as most of these tests.
 """
 
 from __future__ import annotations
@@ -8,20 +8,14 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
-
 FOLDER = Path(__file__).parent / "learning"
 _MOST_SECONDS = 1500
 
 
-SUBJECTS = sorted({path.stem.split("_")[1] for path in FOLDER.glob("test_*.py")})
-
-
-@pytest.mark.parametrize("subject", SUBJECTS)
-def test_computed_with_torch(learn_python: Path, subject: str) -> None:
+def test_computed_with_torch(learn_python: Path) -> None:
     command = [learn_python, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, *sorted(FOLDER.glob(f"test_{subject}*.py"))],
+        [*command, FOLDER],
         cwd=FOLDER.parent.parent,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from pathlib import Path
 
@@ -136,15 +137,14 @@ def test_metrics_of_steps_that_are_made_again_are_taken_out(tmp_path: Path) -> N
 
 
 def test_trackio_gets_each_step_once_also_of_a_run_that_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for step in (1, 2):
         tracker = Tracker("trackio", project="envserver", name="run", settings={"seed": 0})
         tracker.write({"step": step, "reward_mean": step / 4, "group_ids": ["g"]})
         tracker.close()
-    kept = sqlite3.connect(tmp_path / "envserver.db")
+    kept = sqlite3.connect(Path(os.environ["TRACKIO_DIR"], "envserver.db"))
     rows = kept.execute("SELECT step, metrics FROM metrics ORDER BY step").fetchall()
     kept.close()
     assert [(step, json.loads(data)) for step, data in rows] == [
