@@ -105,18 +105,35 @@ def serving() -> Iterator[Sums]:
             thread.join()
 
 
-@pytest.mark.slow
-def test_tasks_of_the_harness_stand_in_the_report_of_an_evaluation(
-    learn_python: Path, tmp_path: Path
-) -> None:
+def with_sums(learn_python: Path, folder: Path) -> None:
+    """Writes a task of the harness into `folder`, which needs no network."""
     has = "import importlib.util as u; raise SystemExit(u.find_spec('lm_eval') is None)"
     if subprocess.run([learn_python, "-c", has], check=False).returncode:
         pytest.skip("lm-evaluation-harness is missing: pip install 'lm-eval[api]'")
     sums = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(DOCUMENTS)]
-    (tmp_path / "tasks").mkdir()
-    data = tmp_path / "tasks" / "sums.jsonl"
+    (folder / "tasks").mkdir()
+    data = folder / "tasks" / "sums.jsonl"
     data.write_bytes(b"".join(orjson.dumps(one) + b"\n" for one in sums))
-    (tmp_path / "tasks" / "sums.yaml").write_text(TASK.format(data=data))
+    (folder / "tasks" / "sums.yaml").write_text(TASK.format(data=data))
+
+
+@pytest.mark.slow
+def test_what_is_asked_as_text_needs_no_tokenizer(learn_python: Path, tmp_path: Path) -> None:
+    with_sums(learn_python, tmp_path)
+    words = ["lm-eval", "sums", "--model", "sim", "--api", "completions", "--out", "run"]
+    words += ["--include_path", "tasks", "--num_fewshot", "0", "--python", str(learn_python)]
+    ran = envserver(*words, folder=tmp_path, seconds=900)
+    assert ran.returncode == 0, ran.stderr
+    report = orjson.loads((tmp_path / "run" / "report.json").read_bytes())
+    assert report["env"] == "sums" and report["run"]["overall"]["rollouts"] == DOCUMENTS
+    assert "exact_match,whole" in report["harness"]["values"]
+
+
+@pytest.mark.slow
+def test_tasks_of_the_harness_stand_in_the_report_of_an_evaluation(
+    learn_python: Path, tmp_path: Path
+) -> None:
+    with_sums(learn_python, tmp_path)
     (tmp_path / "texts.py").write_text(ENVIRONMENT)
     with serving() as server:
         engine = ["--openai.base_url", server.url, "--openai.server_type", "openai"]

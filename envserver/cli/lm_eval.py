@@ -224,6 +224,8 @@ def _words(order: Order, url: str, model: str) -> list[str]:
         arguments |= {"tokenized_requests": False}
     elif order.tokenizer:
         arguments |= {"tokenizer": order.tokenizer, "tokenizer_backend": "huggingface"}
+    else:  # else it would look for the model's name on the hub
+        arguments |= {"tokenized_requests": False, "tokenizer_backend": "None"}
     words = ["--model", _MODELS[order.api]]
     words += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())]
     words += ["--tasks", ",".join(order.tasks), "--output_path", str(order.harness)]
