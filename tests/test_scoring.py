@@ -361,7 +361,7 @@ async def test_a_stopped_command_leaves_nothing_behind(
             await asyncio.sleep(0.05)
         os.killpg(command.pid, number)
         _, said = await command.communicate()
-    assert command.returncode == status
+    assert command.returncode == status, said
     assert b"Stopped" in said and b"Traceback" not in said
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {
         "moody.py",
