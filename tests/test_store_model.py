@@ -27,14 +27,14 @@ from support.store_model import SHARED, Group, Model
 from support.stores import group
 
 from envserver.errors import UsageError
-from envserver.store import Store, deliveries, open_store
+from envserver.store import Delivery, Run, Store, deliveries, open_store
 from envserver.store.clock import SteadyClock
 
 MEMORY = Path("/dev/shm")
 """Durability is tested elsewhere."""
 NAMES = [f"group-{index}" for index in range(16)]
 STATES = ["buffered", "queued", "leased", "acked", "dropped"]
-RUNS = {
+RUNS: dict[str, tuple[Delivery, list[str]]] = {
     "one": ("shared", []),
     "two": ("shared", ["math"]),
     "all": ("broadcast", []),
@@ -185,15 +185,16 @@ class StoreMachine(RuleBasedStateMachine):
 
     # Runs
 
+    def opening(self, name: str) -> Awaitable[Run]:
+        delivery, environments = RUNS[name]
+        return self.store.create_run(
+            name, batch_size=1, delivery=delivery, environments=environments
+        )
+
     @rule(name=st.sampled_from(list(RUNS)))
     def create_run(self, name: str) -> None:
         delivery, environments = RUNS[name]
-        request = self.store.create_run(
-            name,
-            batch_size=1,
-            delivery=delivery,  # type: ignore[arg-type]
-            environments=environments,
-        )
+        request = self.opening(name)
         self.model.create_run(name, delivery, environments)
         assert self.run(request).state == "open"
 
@@ -208,13 +209,7 @@ class StoreMachine(RuleBasedStateMachine):
         self, name: str, pieces: int, was_killed: bool, wanted: list[Any], moved: str
     ) -> None:
         """Its caller goes away, or all of the server; groups come; then somebody opens it again."""
-        delivery, environments = RUNS[name]
-        request = self.store.create_run(
-            name,
-            batch_size=1,
-            delivery=delivery,  # type: ignore[arg-type]
-            environments=environments,
-        )
+        request = self.opening(name)
         self.run(self.stopped_after(pieces, request))
         self.put(wanted)
         if moved in self.model.groups:
