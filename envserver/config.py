@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
+from envserver_records.records import Split
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -24,7 +25,6 @@ from pydantic import (
 
 from .curriculum_config import SECTION, CurriculumConfig
 from .delivery_config import DeliveryConfig
-from .records import Split
 
 StorePlace = Annotated[str, Field(min_length=1)]
 LogLevel = Literal["debug", "info", "warning", "error"]

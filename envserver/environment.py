@@ -33,10 +33,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
-
-from .config import EnvironmentConfig, Section
-from .errors import InputError
-from .records import (
+from envserver_records.errors import InputError
+from envserver_records.records import (
     ExecResult,
     Message,
     PublicTask,
@@ -49,6 +47,8 @@ from .records import (
     Task,
     text_of,
 )
+
+from .config import EnvironmentConfig, Section
 
 Isolation = Literal["pooled", "dedicated", "sandboxed"]
 

@@ -1,8 +1,8 @@
 """Finds environments: by the name of a built-in, of an entry point, or by a path to a .py file.
 
-An entry point of the group `envserver.environments` names an Environment subclass. A built-in is a
-package of `environments/` with an `env.py`. A .py file must define exactly one Environment subclass
-of its own, or be followed by `:ClassName`.
+An entry point of the group `envserver.environments` names an Environment subclass; the built-in
+environments are those that this project registers. A .py file must define exactly one Environment
+subclass of its own, or be followed by `:ClassName`.
 """
 
 from __future__ import annotations
@@ -10,37 +10,37 @@ from __future__ import annotations
 import difflib
 import functools
 import hashlib
-import importlib
 import importlib.util
 import inspect
-import pkgutil
 import sys
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import get_args
 
+from envserver_records.errors import ConfigError, NotFoundError
+
 from .config import EnvironmentConfig
 from .environment import Environment, Isolation
-from .errors import ConfigError, NotFoundError
 
 ENTRY_POINT_GROUP = "envserver.environments"
 
 
 def builtin_names() -> list[str]:
     """Names of the environments that ship with envserver, sorted."""
-    package = importlib.import_module("environments")
-    return sorted(
-        info.name
-        for path in package.__path__
-        for info in pkgutil.iter_modules([path])
-        if info.ispkg and (Path(path) / info.name / "env.py").is_file()
-    )
+    return sorted(name for name, point in entry_point_names().items() if _is_ours(point))
 
 
 def entry_point_names() -> dict[str, EntryPoint]:
-    """Environments that other installed packages offer."""
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+    """Environments that installed packages offer. A built-in's name is not replaced by
+    another's.
+    """
+    points = sorted(entry_points(group=ENTRY_POINT_GROUP), key=_is_ours)
+    return {point.name: point for point in points}
+
+
+def _is_ours(point: EntryPoint) -> bool:
+    return point.dist is not None and point.dist.name == "envserver"
 
 
 @functools.cache
@@ -59,17 +59,16 @@ def find(reference: str) -> type[Environment]:
     path, _, class_name = reference.partition(":")
     if path.endswith(".py"):
         return _only_environment(_import_file(Path(path)), class_name, reference)
-    if reference in builtin_names():
-        module = importlib.import_module(f"environments.{reference}.env")
-        return _only_environment(module, "", reference)
     points = entry_point_names()
     if reference in points:
         return _load_entry_point(points[reference])
-    names = [*builtin_names(), *points]
+    names = sorted(points)
     near = difflib.get_close_matches(reference, names, n=1)
     raise NotFoundError(
         f"There is no environment {reference!r}.",
-        hint=f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(names)}, or a .py file.",
+        hint=f"Did you mean {near[0]!r}?"
+        if near
+        else f"Known: {', '.join([*names, 'a .py file'])}.",
     )
 
 

@@ -25,12 +25,12 @@ from support.vllm_server import VllmServer, running_vllm
 
 ROOT = Path(__file__).parent.parent
 # These import torch: test_learning_parts.py runs them with the Python that has it.
-collect_ignore = [] if importlib.util.find_spec("torch") else ["learning"]
+collect_ignore = [] if importlib.util.find_spec("torch") else ["peers/learning"]
 # Clients over HTTP read a whole bundle of certificates when they are made, 35 ms of CPU each time,
 # here and in every process that the tests start: one certificate, of nobody, will do.
 os.environ.setdefault("SSL_CERT_FILE", str(ROOT / "tests" / "support" / "one_authority.pem"))
 _TOLD: list[str] = []
-_FIRST = ("vllm", "tests/test_hostile.py")
+_FIRST = ("vllm", "tests/hostile/test_hostile.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,13 +12,13 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, Literal
 
 import structlog
+from envserver_records.errors import StoreError
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .. import __version__
 from ..config import RetentionConfig, ServerConfig
-from ..errors import StoreError
 from ..proxy.gate import Gate
 from ..rollouts.ordered import Orders
 from ..rollouts.room import Bounds

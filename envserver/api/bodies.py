@@ -15,11 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import orjson
+from envserver_records.errors import InputError, TooLargeError, UsageError
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
-
-from ..errors import InputError, TooLargeError, UsageError
 
 T = TypeVar("T")
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Final
 
 import structlog
+from envserver_records.errors import ConfigError
 
 from ..config import ServerConfig
-from ..errors import ConfigError
 
 log = structlog.get_logger(__name__)
 

@@ -12,12 +12,12 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, NamedTuple
 
+from envserver_records.errors import EnvserverError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..errors import EnvserverError
 from .problems import on_ours
 
 Endpoint = Callable[[Request], Awaitable[Response]]

@@ -15,10 +15,10 @@ from typing import Final, Literal
 
 import msgspec
 import structlog
+from envserver_records.errors import EnvserverError
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from ..errors import EnvserverError
 from ..models.engine import Engine
 from ..store import Store
 from ..telemetry.lag import LoopLag

@@ -18,11 +18,11 @@ from typing import Any, Final
 
 import msgspec
 import orjson
+from envserver_records.records import Group, unpack
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..records import Group, unpack
 from ..store import GroupRow, Lease, Store
 from ..store.compression import RAW, ZSTD, decode
 from ..store.damage import DamagedBodies, decode_all

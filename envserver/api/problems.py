@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 import structlog
+from envserver_records.errors import EnvserverError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..errors import EnvserverError
 from .bodies import Refused, refusal
 
 if TYPE_CHECKING:  # what serves agents alone, and no trainers, does not wait for FastAPI

@@ -20,10 +20,10 @@ from functools import partial
 from typing import Any, Final, Self
 
 import uvicorn
+from envserver_records.errors import ConfigError
 from starlette.types import ASGIApp
 
 from ..config import ServerConfig, is_loopback
-from ..errors import ConfigError
 from .access.connections import BoundedHttp, HttpBounds
 from .certificates import Certificates
 from .lifespan import Lifespan

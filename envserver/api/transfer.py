@@ -11,12 +11,12 @@ import asyncio
 import zlib
 from typing import Final
 
+from envserver_records.errors import EnvserverError, TooLargeError, UsageError
 from isal import isal_zlib
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..errors import EnvserverError, TooLargeError, UsageError
 from .problems import error_answer, is_native
 
 _GZIP: Final = 16 + zlib.MAX_WBITS

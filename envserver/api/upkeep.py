@@ -6,9 +6,9 @@ import asyncio
 from typing import Final
 
 import structlog
+from envserver_records.errors import StoreError
 
 from ..config import RetentionConfig
-from ..errors import StoreError
 from ..store import Store
 
 log = structlog.get_logger(__name__)

@@ -105,7 +105,7 @@ def _main(argv: Sequence[str] | None, environment: str | None) -> int:
 
 
 def _run(command: Command, argv: list[str], debug: bool) -> int:
-    from ..errors import EnvserverError, UsageError
+    from envserver_records.errors import EnvserverError, UsageError
 
     try:
         module = importlib.import_module(f".{command.module}", __name__)

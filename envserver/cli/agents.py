@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping
 
 import msgspec
+from envserver_records.errors import ConfigError, EngineError
 
 from ..config import AgentConfig, OpenAIConfig, Settings
 from ..environment import AgentRole, Environment
-from ..errors import ConfigError, EngineError
 from ..models.engine import Engine
 from ..proxy.source import Source
 from ..rollouts.agents import has_own_source

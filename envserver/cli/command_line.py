@@ -21,9 +21,10 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Generic, TypeVar
 
+from envserver_records.errors import ConfigError, EnvserverError, UsageError
+
 from ..config import EnvironmentSettings
 from ..environment import Environment
-from ..errors import ConfigError, EnvserverError, UsageError
 from ..registry import find
 from .help import show_help
 from .settings import load_settings

@@ -13,10 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
+from envserver_records.errors import StoreError, StoreLost
 
 from ..curriculum_config import CurriculumConfig
 from ..environment import Environment
-from ..errors import StoreError, StoreLost
 from ..rollouts.estimates import UNTRIED, Estimate, Scored, scored_of, updated
 from ..rollouts.events import Event, GroupDelivered, GroupDropped
 from ..rollouts.stream import Ticket, again_prefix, id_prefix, tickets

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+from envserver_records.records import Group, Sequence, Tokens, Trajectory, unpack
 from numpy.typing import NDArray
 
-from ..records import Group, Sequence, Tokens, Trajectory, unpack
 from ..rollouts.audit import Row, is_altered
 from ..tokens.invariants import LOGPROB_ROUNDING
 

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 from http import HTTPStatus
 
 import structlog
+from envserver_records.errors import EngineError
 
 from ..config import EngineConfig, OpenAIConfig, Settings
-from ..errors import EngineError
 from ..models.engine import Engine
 from ..models.upstream import probe
 from ..proxy.gate import Gate

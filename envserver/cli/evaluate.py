@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from envserver_records.errors import AllFailed, ConfigError, EnvserverError
 from pydantic import ValidationError
 from rich.console import Console
 
 from ..config import MixSettings, Settings
 from ..environment import Environment
-from ..errors import AllFailed, ConfigError, EnvserverError
 from ..evaluation.folders import Evaluated, RunFile, View, groups_path, read_folder, tasks_path
 from ..evaluation.report import Counted, Report
 from ..evaluation.results import TaskFacts, facts_of, read_tasks

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 import orjson
+from envserver_records.errors import InputError, UsageError
 from pydantic import Field
 from rich.console import Console
 
 from ..config import Section
-from ..errors import InputError, UsageError
 from ..evaluation.comparison import Comparison, compare
 from ..evaluation.comparison_tables import (
     comparison_markdown,

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
+from envserver_records.errors import ConfigError, InputError, StoreError
 
-from ..errors import ConfigError, InputError, StoreError
 from ..evaluation.folders import (
     RUN_FILE,
     RunFile,

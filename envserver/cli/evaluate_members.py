@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import yaml
+from envserver_records.errors import ConfigError, InputError, UsageError
 
 from ..config import MixEntry, MixSettings
 from ..environment import Environment
-from ..errors import ConfigError, InputError, UsageError
 from ..registry import builtin_names, entry_point_names, find
 from .command_line import CommandLine
 from .mixing import entries_of, without_environment
@@ -123,7 +123,7 @@ def _of_entry(entry: MixEntry, place: str) -> list[_Wanted]:
 
 
 def _of_reference(reference: str) -> list[_Wanted]:
-    known = reference in builtin_names() or reference in entry_point_names()
+    known = reference in entry_point_names()
     if known or not Path(reference).is_dir():
         return [_Wanted(reference)]
     found = [one for path in sorted(Path(reference).iterdir()) for one in _of_path(path)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from envserver_records.errors import ConfigError
 from pydantic import Field
 
 from ..config import Section
-from ..errors import ConfigError
 from ..evaluation.folders import Pricing
 from ..evaluation.prices import Prices, read_prices
 from ..models.catalogue import read_catalogue

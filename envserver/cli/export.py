@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError
+from envserver_records.errors import InputError
+
 from ..export.decontaminate import Forbidden
 from ..export.dedupe import Seen
 from ..export.filters import Choice, Where, chosen

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from envserver_records.errors import ConfigError, UsageError
 from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from ..config import LogLevel, Section
-from ..errors import ConfigError, UsageError
 from ..export.formats import Format, Options, format_of
 from .export import DROPPED, Tally, Wanted, export
 from .file_words import named_sources

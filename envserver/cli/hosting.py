@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 import structlog
+from envserver_records.errors import Stale, Straggler
 
 from ..api.health import Health, engine_probe
 from ..api.joined.beside import SharingSink
 from ..api.joined.registered import RemoteEnvironments
 from ..config import MixSettings
-from ..errors import Stale, Straggler
 from ..rollouts.auditor import Auditor
 from ..rollouts.events import Event, GroupDelivered, GroupDropped, Observer
 from ..rollouts.group import Machinery

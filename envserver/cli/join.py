@@ -17,6 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import structlog
+from envserver_records.errors import ConfigError
 from pydantic import Field, SecretStr, field_validator
 from rich.console import Console
 
@@ -24,7 +25,6 @@ from .. import __version__
 from ..config import Settings, is_loopback
 from ..curriculum_config import CurriculumConfig
 from ..environment import Environment
-from ..errors import ConfigError
 from ..remote.gate import HeldGate
 from ..remote.identity import Identity, default_name, held_identity
 from ..remote.link import Link

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 
+from envserver_records.errors import EnvserverError, UsageError
+
 from ..environment import Environment
-from ..errors import EnvserverError, UsageError
 from ..registry import builtin_names, entry_point_names, find
 
 HELP = """Usage: envserver list
@@ -35,10 +36,12 @@ def run(argv: list[str]) -> int:
 
 
 def _rows() -> Iterator[tuple[str, str, str, str]]:
-    for name in builtin_names():
+    built_in = builtin_names()
+    for name in built_in:
         yield _row(name, "built in")
     for name, point in sorted(entry_point_names().items()):
-        yield _row(name, point.dist.name if point.dist else point.value)
+        if name not in built_in:
+            yield _row(name, point.dist.name if point.dist else point.value)
 
 
 def _row(name: str, origin: str) -> tuple[str, str, str, str]:

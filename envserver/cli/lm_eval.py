@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from envserver_records.errors import ConfigError, InputError, StoreError
 
 from ..api.server import serve_api
-from ..errors import ConfigError, InputError, StoreError
 from ..evaluation.folders import RunFile, read_run_file
 from ..evaluation.harness import SAMPLES_FILE, HarnessRun, Harvest, harvest
 from ..evaluation.report import Counted

@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from envserver_records.errors import ConfigError, UsageError
 from pydantic import Field
 from rich.console import Console
 from rich.status import Status
 
 from ..config import EngineConfig, LogLevel, OpenAIConfig, Section, SimConfig
-from ..errors import ConfigError, UsageError
 from ..evaluation.folders import View
 from ..evaluation.report import Counted
 from ..models.engine import Engine

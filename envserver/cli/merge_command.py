@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from envserver_records.errors import ConfigError, UsageError
 from pydantic import Field
 from rich.console import Console
 from rich.progress import (
@@ -21,7 +22,6 @@ from rich.progress import (
 )
 
 from ..config import Section
-from ..errors import ConfigError, UsageError
 from .help import show_help
 from .loop import Terminated
 from .settings import load_settings

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from envserver_records.errors import ConfigError
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import ConfigError
 from ..export.jsonl import FailuresFile, JsonlSink, open_sink
 from ..rollouts.estimates import Scored
 from ..rollouts.events import Event, GroupDelivered, Observer

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from envserver_records.errors import ConfigError, EnvserverError
 from pydantic import ValidationError
 
 from ..config import MixEntry, MixSettings
 from ..environment import Environment
-from ..errors import ConfigError, EnvserverError
 from ..registry import find
 from ..rollouts.mixing import Share, targets
 from ..rollouts.scheduler import Scheduler

@@ -11,10 +11,11 @@ import itertools
 import signal
 from collections.abc import Callable, Iterator
 
+from envserver_records.records import Message, Split, Task
+
 from ..config import SimConfig
 from ..environment import Environment
 from ..models.sim import Solver, TextSolver, serve_sim
-from ..records import Message, Split, Task
 from ..rollouts.agents import demonstrated
 
 _QUESTION_NAMES = ("question", "problem", "prompt", "instruction", "query", "text")

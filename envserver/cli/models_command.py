@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from ..errors import UsageError
+from envserver_records.errors import UsageError
 
 _WORDS = {
     "list": ("models_list", "show the models that have names"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from envserver_records.errors import EngineError
 from pydantic import Field
 
 from ..config import LogLevel, OpenAIConfig, Section, TokensConfig
-from ..errors import EngineError
 from ..models.openai import OpenAIEngine
 from ..models.upstream import probe
 from ..proxy.ways import ways_of

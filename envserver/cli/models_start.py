@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from envserver_records.errors import UsageError
 from pydantic import Field
 
 from ..config import EngineConfig, LogLevel, Section
-from ..errors import UsageError
 from ..models.catalogue import find_model, read_catalogue
 from ..models.manager import running, spec_of
 from .help import show_help

@@ -16,12 +16,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from envserver_records.errors import ConfigError, ConflictError, EnvserverError, UsageError
 from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..config import Section
-from ..errors import ConfigError, ConflictError, EnvserverError, UsageError
 from .help import show_help
 from .loop import run_loop
 from .settings import load_settings

@@ -9,11 +9,11 @@ from pathlib import Path
 from shlex import quote
 from textwrap import shorten
 
+from envserver_records.errors import ConfigError
 from rich.console import Console
 
 from ..config import MixSettings, OpenAIConfig, Settings
 from ..environment import Environment
-from ..errors import ConfigError
 from ..export.jsonl import FailuresFile, JsonlSink, open_sink
 from ..rollouts.estimates import Scored
 from ..rollouts.events import Event, Observer

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from types import TracebackType
 
+from envserver_records.records import Group
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -20,7 +21,6 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from ..records import Group
 from ..rollouts.events import Event, GroupDelivered, GroupDropped, RolloutFailed, RolloutScored
 
 SECONDS_BETWEEN_LINES = 10.0

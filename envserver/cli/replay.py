@@ -14,15 +14,15 @@ from typing import Any
 
 import msgspec
 import orjson
+from envserver_records.errors import InputError, NotFoundError, RolloutError
+from envserver_records.records import Score, ServiceCall, Task
 
 from ..config import Settings
 from ..environment import Environment
-from ..errors import InputError, NotFoundError, RolloutError
 from ..export.stored import StoredRollout, read_groups
 from ..models.measured import MeasuredEngine
 from ..proxy.attempts import line_of
 from ..proxy.source import Source
-from ..records import Score, ServiceCall, Task
 from ..rollouts.attempt import Finished
 from ..rollouts.events import Event
 from ..rollouts.group import Machinery, run_once, score_once

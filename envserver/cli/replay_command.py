@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from envserver_records.errors import ConfigError, UsageError
 from rich.console import Console
 from rich.table import Table
 
 from ..config import Settings
-from ..errors import ConfigError, UsageError
 from .command_line import CommandLine, read_command_line
 from .logs import configure_logs
 from .loop import run_loop

@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import orjson
-
-from ..config import SandboxConfig
-from ..errors import (
+from envserver_records.errors import (
     ConfigError,
     InputError,
     NotFoundError,
@@ -29,10 +27,12 @@ from ..errors import (
     ScorerError,
     StoreError,
 )
+from envserver_records.records import Result, Score, Task
+
+from ..config import SandboxConfig
 from ..export.jsonl import append_durably, cut_torn_line
 from ..export.rescored import old_reward, rescored_line
 from ..export.stored import StoredGroup, StoredRollout, read_groups
-from ..records import Result, Score, Task
 from ..registry import absolute
 from ..rollouts.scoring import ScorerPool
 from .sandboxing import sandboxes_of

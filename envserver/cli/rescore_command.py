@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from envserver_records.errors import InputError, UsageError
 from pydantic import Field
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 from ..config import EnvironmentSettings, SandboxConfig
-from ..errors import InputError, UsageError
 from .command_line import CommandLine, read_command_line
 from .logs import configure_logs
 from .loop import run_loop

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from envserver_records.errors import ConfigError, Failure
+from envserver_records.records import Result, Trajectory
 from pydantic import ValidationError, create_model
 from rich.console import Console
 
 from ..config import EnvironmentConfig, Section, Settings
 from ..environment import Environment
-from ..errors import ConfigError, Failure
 from ..export.unified import unified, write_json
-from ..records import Result, Trajectory
 from ..registry import find
 from ..rollouts.events import Event
 from ..rollouts.single import run_single

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, Literal, Protocol
 
 import msgspec
+from envserver_records.errors import ConfigError, EngineError
 
 from ..api.server import serve_api
 from ..config import RolloutsConfig, Settings, WorkersConfig
 from ..environment import AgentRole, Environment, Isolation
-from ..errors import ConfigError, EngineError
 from ..models.measured import MeasuredEngine
 from ..proxy.gate import Gate
 from ..proxy.server import Proxy

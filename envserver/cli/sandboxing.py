@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from envserver_records.errors import ConfigError, InputError, SandboxError
+
 from ..config import SandboxConfig
 from ..environment import Environment
-from ..errors import ConfigError, InputError, SandboxError
 from ..sandbox.client import SandboxClient
 from ..sandbox.service import SandboxService
 from ..sandbox.watched import WatchedSandboxes

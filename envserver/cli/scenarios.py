@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from envserver_records.errors import ConfigError, Failure, RolloutError
+from envserver_records.records import Task
+
 from ..config import Settings
 from ..environment import Environment
-from ..errors import ConfigError, Failure, RolloutError
 from ..export.trace_files import check_same_run, whole_trace, write_index, write_trace
 from ..models.catalogue import find_model, read_catalogue
-from ..records import Task
 from ..rollouts.events import Event
 from ..rollouts.group import Machinery
 from ..rollouts.single import run_single

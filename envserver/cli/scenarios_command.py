@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from envserver_records.errors import UsageError
 from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..config import Settings
-from ..errors import UsageError
 from .command_line import read_command_line
 from .logs import configure_logs
 from .loop import run_loop

@@ -22,9 +22,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import msgspec
+from envserver_records.errors import (
+    EnvserverError,
+    InputError,
+    NotFoundError,
+    StoreError,
+    StoreFull,
+)
 
 from ..config import SandboxConfig
-from ..errors import EnvserverError, InputError, NotFoundError, StoreError, StoreFull
 from ..registry import absolute
 from ..rollouts.scorer_process import Row
 from ..rollouts.scoring import ScoredRow, ScorerPool

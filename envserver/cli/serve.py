@@ -9,12 +9,12 @@ import asyncio
 from collections.abc import Callable
 
 import structlog
+from envserver_records.errors import ConfigError
 from fastapi import FastAPI
 from rich.console import Console
 
 from ..api.app import create_api
 from ..config import MixSettings
-from ..errors import ConfigError
 from ..rollouts.group import Machinery
 from ..rollouts.mixing import Share
 from ..store import Store

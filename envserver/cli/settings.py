@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from envserver_records.errors import ConfigError
 from pydantic import BaseModel, ValidationError, create_model
 
 from ..config import EngineConfig, EnvironmentConfig, Section, Settings
-from ..errors import ConfigError
 from ..registry import find
 from .atropos_names import IGNORED, REFUSED, RENAMED
 from .options import (

@@ -11,8 +11,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from envserver_records.errors import ConfigError
+
 from ..config import SandboxConfig
-from ..errors import ConfigError
 from ..registry import find
 from .file_words import reading_bar
 from .loop import run_loop

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from envserver_records.errors import ConfigError
 from pydantic import Field
 from rich.console import Console
 
 from ..config import Settings
 from ..environment import Environment
-from ..errors import ConfigError
 from ..export.sft import Choice, Decode, SftSink
 from ..models.model_files import find_tokenizer
 from ..rollouts.scheduler import Scheduler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from ..errors import UsageError
+from envserver_records.errors import UsageError
 
 _WORDS = {
     "build": ("sft_build_command", "rows for each tool from unified trajectories, train and val"),

@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 from dotenv.parser import parse_stream
+from envserver_records.errors import ConfigError, NotFoundError
 
-from ..errors import ConfigError, NotFoundError
 from .options import Option
 
 VARIABLE_PREFIX = "ENVSERVER_"

@@ -11,9 +11,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from envserver_records.errors import EnvserverError, InputError, NotFoundError
+from envserver_records.records import Task
+
 from ..environment import Environment
-from ..errors import EnvserverError, InputError, NotFoundError
-from ..records import Task
 from ..registry import find
 from ..sandbox.watched import WatchedSandboxes
 

@@ -12,11 +12,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Final
 
+from envserver_records.errors import UsageError
 from pydantic import AfterValidator
 
 from ..api.access.tokens import Role, Token, create_token, read_tokens, revoke_token
 from ..config import Section
-from ..errors import UsageError
 from .help import show_help
 from .settings import load_settings
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from envserver_records.errors import ConfigError
+
 from ..config import TelemetryConfig
-from ..errors import ConfigError
 from ..telemetry.tracing import NO_TRACER, Tracer
 
 

@@ -15,8 +15,8 @@ from contextlib import aclosing
 from typing import Any, Final
 
 import msgspec
+from envserver_records.errors import ConfigError, EngineError, EngineUnavailable
 
-from ..errors import ConfigError, EngineError, EngineUnavailable
 from ..models.engine import Engine
 from ..rollouts.audit import Difference, Outcome, Row, Totals, audit_row, share_of
 from ..rollouts.audit import why_not_comparable as why_not

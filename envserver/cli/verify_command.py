@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import orjson
+from envserver_records.errors import UsageError
 from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
 from ..config import EngineConfig, LogLevel, OpenAIConfig, Section, SimConfig
-from ..errors import UsageError
 from ..models.engine import Engine
 from ..rollouts.audit import NOT_COMPARED
 from .engines import SIMULATED, started

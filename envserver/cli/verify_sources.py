@@ -14,9 +14,9 @@ from urllib.parse import quote
 
 import httpx
 import msgspec
+from envserver_records.errors import ConflictError, InputError, NotFoundError
 
 from ..api.leasing import GROUP_MSGPACK, TravellingGroup
-from ..errors import ConflictError, InputError, NotFoundError
 from .delivered import Delivery, newest_version, read_body, read_line
 
 _PAGE: Final = 256

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from envserver_records.errors import InputError
+from envserver_records.records import Split
 
-from ..errors import InputError
-from ..records import Split
 from .harness import HarnessRun, report_harness
 from .prices import Prices
 from .report import Counted, Failures, Report, Truncated, difference, report_run

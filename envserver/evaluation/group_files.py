@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+from envserver_records.errors import InputError
 
-from ..errors import InputError
 from .folders import View
 from .report import Counted, Report, report_run
 from .results import GroupFacts, TaskResult, read_facts

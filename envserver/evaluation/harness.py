@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from envserver_records.errors import InputError
 
-from ..errors import InputError
 from .report import Counted, HarnessFacts, Report, report_run
 from .results import Attempt, AttemptUsage, TaskResult
 

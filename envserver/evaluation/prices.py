@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 import yaml
-
-from ..errors import ConfigError, InputError
+from envserver_records.errors import ConfigError, InputError
 
 MILLION = 1_000_000
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import msgspec
 import orjson
-
-from ..errors import InputError
-from ..records import Task
+from envserver_records.errors import InputError
+from envserver_records.records import Task
 
 LABELS = ("level", "type", "domain", "data_set")
 """Names in the public part of tasks by which reports tell tasks apart."""

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import ConfigError, InputError
+from envserver_records.errors import ConfigError, InputError
+
 from .convert_foreign import unified_of_foreign
 from .documents import Document, documents, files_of
 from .formats import Options

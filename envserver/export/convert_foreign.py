@@ -24,7 +24,8 @@ from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from ..records import text_of
+from envserver_records.records import text_of
+
 from .unified import SCHEMA_VERSION, actions_of
 
 Json = dict[str, Any]

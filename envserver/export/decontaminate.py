@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 import orjson
+from envserver_records.errors import InputError, NotFoundError
+from envserver_records.records import text_of
 from numpy.typing import NDArray
 
-from ..errors import InputError, NotFoundError
-from ..records import text_of
 from .stored import StoredRollout
 from .stored_sources import opened
 

@@ -13,8 +13,8 @@ import unicodedata
 from typing import Any
 
 import orjson
+from envserver_records.records import Message, text_of
 
-from ..records import Message, text_of
 from .stored import StoredRollout
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import EnvserverError, InputError, NotFoundError
+from envserver_records.errors import EnvserverError, InputError, NotFoundError
+
 from .stored_sources import opened
 
 LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst")

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
-from ..records import Message
+from envserver_records.records import Message
+
 from .formats import Options, Row
 from .messages import is_conversation
 from .stored import StoredGroup, StoredRollout

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from envserver_records.errors import ConfigError, EnvserverError, NotFoundError, StoreError
 from numpy.typing import NDArray
-
-from ..errors import ConfigError, EnvserverError, NotFoundError, StoreError
 
 Vector = NDArray[np.float32]
 Json = dict[str, Any]

@@ -13,8 +13,9 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from ..errors import ConfigError, InputError
-from ..records import text_of
+from envserver_records.errors import ConfigError, InputError
+from envserver_records.records import text_of
+
 from .stored import StoredRollout
 
 Choice = Literal["all", "best", "shortest"]

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from ..errors import ConfigError
+from envserver_records.errors import ConfigError
+
 from .stored import StoredGroup, StoredRollout
 
 

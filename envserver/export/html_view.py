@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from envserver_records.records import Message, text_of
 
-from ..records import Message, text_of
 from .stored import StoredRollout, StoredRow
 
 TokenText = Callable[[int], str | None]

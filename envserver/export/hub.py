@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 from typing import Final
 
-from ..errors import ConfigError
+from envserver_records.errors import ConfigError
+
 from .sft_building.upload import HUB, check_target, upload
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

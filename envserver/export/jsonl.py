@@ -19,10 +19,10 @@ import msgspec
 import numpy as np
 import orjson
 import structlog
+from envserver_records.errors import ConfigError, Failure, InputError, StoreError, StoreFull
+from envserver_records.records import Group, SandboxUsage, Split, Tokens, Trajectory
 
 from ..api.atropos.convert import group_to_atropos
-from ..errors import ConfigError, Failure, InputError, StoreError, StoreFull
-from ..records import Group, SandboxUsage, Split, Tokens, Trajectory
 from ..rollouts.estimates import Scored, scored
 from ..rollouts.events import Event, GroupDropped, RolloutFailed
 from ..rollouts.kept_calls import kept_calls

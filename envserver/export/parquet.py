@@ -17,9 +17,9 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 import orjson
+from envserver_records.errors import ConfigError, InputError, StoreError
+from envserver_records.records import Message, text_of
 
-from ..errors import ConfigError, InputError, StoreError
-from ..records import Message, text_of
 from .formats import Options, Row, Written
 from .stored import StoredGroup, StoredRollout, StoredRow
 

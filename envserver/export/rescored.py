@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..records import Score
+from envserver_records.records import Score
 
 Json = dict[str, Any]
 

@@ -18,9 +18,9 @@ from typing import IO, Any
 
 import numpy as np
 import orjson
+from envserver_records.errors import ConfigError, StoreError
+from envserver_records.records import Group, Trajectory
 
-from ..errors import ConfigError, StoreError
-from ..records import Group, Trajectory
 from .jsonl import append_durably, cut_torn_line
 
 Decode = Callable[[list[int]], str]

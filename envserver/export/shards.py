@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import orjson
+from envserver_records.errors import ConfigError, InputError, StoreError, StoreFull
 
-from ..errors import ConfigError, InputError, StoreError, StoreFull
 from .formats import Format, HasWriter, NamedFile, Row, Writer, Written
 
 MANIFEST = "MANIFEST.json"

@@ -17,9 +17,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
-
-from ..errors import InputError
-from ..records import Logprobs, Mask, Message, Tokens
+from envserver_records.errors import InputError
+from envserver_records.records import Logprobs, Mask, Message, Tokens
 
 Json = dict[str, Any]
 OnBad = Callable[[InputError], None]

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 import orjson
+from envserver_records.errors import InputError
+from envserver_records.records import Group, unpack
 
-from ..errors import InputError
-from ..records import Group, unpack
 from .jsonl import group_line
 
 

@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from envserver_records.errors import ConfigError, InputError, NotFoundError
 from sqlalchemy import URL, NullPool, event, inspect, make_url, select
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
-from ..errors import ConfigError, InputError, NotFoundError
 from ..store.compression import DamagedBody, decode
 from ..store.failures import typed_failures
 from ..store.groups import arrived_after, stored_bodies

@@ -9,9 +9,9 @@ from urllib.parse import quote
 
 import httpx
 import msgspec
+from envserver_records.errors import ConflictError, InputError, NotFoundError
 
 from ..api.leasing import GROUP_MSGPACK, TravellingGroup
-from ..errors import ConflictError, InputError, NotFoundError
 from .stored_bodies import line_of
 from .stored_sources import Raw
 

@@ -19,8 +19,7 @@ from typing import IO, Any
 
 import orjson
 import structlog
-
-from ..errors import InputError, NotFoundError
+from envserver_records.errors import InputError, NotFoundError
 
 if sys.version_info >= (3, 14):
     from compression import zstd

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from ..errors import ConfigError
+from envserver_records.errors import ConfigError
+
 from ..models.model_files import tokenizer_here
 from ..tokens.vocabulary import Vocabulary
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from envserver_records.errors import ConflictError
 
-from ..errors import ConflictError
 from .traces import problems_of_trace
 from .unified import write_json
 

@@ -18,10 +18,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import orjson
-
-from ..environment import answer_text
-from ..errors import StoreError
-from ..records import (
+from envserver_records.errors import StoreError
+from envserver_records.records import (
     Conversation,
     Message,
     Result,
@@ -31,6 +29,8 @@ from ..records import (
     Usage,
     text_of,
 )
+
+from ..environment import answer_text
 from .stored import StoredRollout
 
 SCHEMA_VERSION = 1

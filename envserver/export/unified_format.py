@@ -10,8 +10,8 @@ import hashlib
 from collections.abc import Iterator, Sequence
 
 import orjson
+from envserver_records.errors import InputError
 
-from ..errors import InputError
 from .formats import NamedFile, Options, Row
 from .stored import StoredGroup, StoredRollout
 from .traces import file_name

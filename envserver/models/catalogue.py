@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from envserver_records.errors import ConfigError, NotFoundError
 from pydantic import Field, ValidationError, model_validator
 
 from ..config import Backend, Section
-from ..errors import ConfigError, NotFoundError
 from ..shipped import shipped
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]

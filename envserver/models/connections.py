@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Literal, TypeVar
 
 import aiohttp
+from envserver_records.errors import EngineError, EngineGarbage, EngineUnavailable
 
-from ..errors import EngineError, EngineGarbage, EngineUnavailable
 from ..telemetry.tracing import current
 from .decoding import MAX_REFUSAL_BYTES, Decoder, is_refusal, retry_after
 from .replicas import Replica

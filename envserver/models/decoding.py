@@ -12,8 +12,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 import orjson
-
-from ..errors import EngineError, EngineGarbage, EngineRefused, EngineUnavailable
+from envserver_records.errors import EngineError, EngineGarbage, EngineRefused, EngineUnavailable
 
 MAX_REFUSAL_BYTES = 64 * 1024
 _MAX_WORDS = 600

@@ -12,7 +12,8 @@ from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
 
-from ..errors import EngineError
+from envserver_records.errors import EngineError
+
 from ..telemetry.numbers import SECONDS, Counts, Labelled
 from .engine import Engine, ReplicaHealth
 

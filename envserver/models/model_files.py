@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 import orjson
+from envserver_records.errors import ConfigError
 
-from ..errors import ConfigError
 from .probing import sentence
 from .upstream import Upstream
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import aiohttp
 import orjson
+from envserver_records.errors import ConfigError, EngineError, EngineGarbage, EngineTimeout
 from yarl import URL
 
 from ..config import OpenAIConfig
-from ..errors import ConfigError, EngineError, EngineGarbage, EngineTimeout
 from .connections import Connections, TryAgain, in_time, read_by, typed, whole
 from .decoding import Decoder, first_model
 from .engine import ReplicaHealth

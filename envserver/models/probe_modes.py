@@ -10,8 +10,8 @@ from http import HTTPStatus
 from typing import Any, Literal
 
 import msgspec
+from envserver_records.errors import EngineGarbage, EngineRefused
 
-from ..errors import EngineGarbage, EngineRefused
 from .probing import (
     Answer,
     Cannot,

@@ -12,8 +12,14 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 import msgspec
+from envserver_records.errors import (
+    EngineError,
+    EngineGarbage,
+    EngineRefused,
+    EngineTimeout,
+    EngineUnavailable,
+)
 
-from ..errors import EngineError, EngineGarbage, EngineRefused, EngineTimeout, EngineUnavailable
 from .engine import Engine
 
 _SECONDS = 30.0

@@ -11,7 +11,8 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from ..errors import EngineError, EngineRefused, EngineTimeout, EngineUnavailable
+from envserver_records.errors import EngineError, EngineRefused, EngineTimeout, EngineUnavailable
+
 from .connections import TryAgain
 from .replicas import Replica, Replicas, Visit
 

@@ -7,7 +7,7 @@ what comes out.
 
 from __future__ import annotations
 
-from ..errors import EngineGarbage
+from envserver_records.errors import EngineGarbage
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from envserver_records.errors import ConfigError
 
 from ..config import Mode
-from ..errors import ConfigError
 from .engine import Engine
 from .probe_modes import (
     MESSAGES,

@@ -15,7 +15,8 @@ import random
 from contextlib import suppress
 from http import HTTPStatus
 
-from ..errors import EngineError
+from envserver_records.errors import EngineError
+
 from .adaptive import read_load
 from .connections import Connections, TryAgain, whole
 from .replicas import Replica, Replicas

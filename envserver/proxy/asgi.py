@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, Literal
 
 import orjson
-
-from ..errors import EnvserverError, InputError, TooLargeError
+from envserver_records.errors import EnvserverError, InputError, TooLargeError
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

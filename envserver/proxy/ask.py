@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-
-from ..records import Dialect, Message
+from envserver_records.records import Dialect, Message
 
 
 class Ask(msgspec.Struct, kw_only=True):

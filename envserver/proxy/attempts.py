@@ -17,9 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-
-from ..actions import Steps
-from ..errors import (
+from envserver_records.errors import (
     ConflictError,
     EngineError,
     EngineRefused,
@@ -32,7 +30,9 @@ from ..errors import (
     SandboxUnavailable,
     ServiceError,
 )
-from ..records import Call, PublicTask, ServiceCall
+from envserver_records.records import Call, PublicTask, ServiceCall
+
+from ..actions import Steps
 from ..telemetry.tracing import NO_SPAN, Span
 from ..tokens.history import History
 from .asgi import Interrupts

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from envserver_records.records import Message
 
-from ..records import Message
 from .shape import check_answer
 
 

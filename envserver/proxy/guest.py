@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
+from envserver_records.errors import EngineGarbage, EngineRefused, EnvserverError, InputError
 
-from ..errors import EngineGarbage, EngineRefused, EnvserverError, InputError
 from ..models.engine import Engine
 from .asgi import (
     DONE,

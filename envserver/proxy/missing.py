@@ -12,7 +12,8 @@ import asyncio
 import time
 from http import HTTPStatus
 
-from ..errors import EngineRefused, EngineUnavailable
+from envserver_records.errors import EngineRefused, EngineUnavailable
+
 from ..models.measured import not_ours
 
 PATIENCE_SECONDS = 60.0
@@ -47,7 +48,8 @@ class MissingVersion:
         if time.monotonic() - self._since > PATIENCE_SECONDS:
             raise EngineUnavailable(
                 f"The engine has no {asked!r}: {error.message}",
-                hint="A trainer must publish it: clients.weights.Lora, or /v1/load_lora_adapter.",
+                hint="A trainer must publish it, with `envserver_clients.weights.Lora` or "
+                "/v1/load_lora_adapter.",
             )
         with not_ours():
             await asyncio.sleep(self._pause)

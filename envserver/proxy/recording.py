@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from envserver_records.records import Call, Dialect, Message, VersionSpan
 from numpy.typing import NDArray
 
-from ..records import Call, Dialect, Message, VersionSpan
 from ..tokens.invariants import LOGPROB_ROUNDING
 from ..tokens.prompts import PromptPlan
 from .exchange import Choice, Exchange

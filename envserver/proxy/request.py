@@ -14,7 +14,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from ..errors import EngineTimeout, EnvserverError
+from envserver_records.errors import EngineTimeout, EnvserverError
+
 from .asgi import (
     Interrupted,
     Interrupts,

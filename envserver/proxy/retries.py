@@ -12,7 +12,8 @@ from collections import deque
 from hashlib import blake2b
 from typing import Generic, Protocol, TypeVar
 
-from ..errors import ConflictError
+from envserver_records.errors import ConflictError
+
 from .asgi import Scope, header
 
 _REMEMBERED = 64

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..errors import SandboxError, SandboxUnavailable
-from ..records import SandboxUsage
+from envserver_records.errors import SandboxError, SandboxUnavailable
+from envserver_records.records import SandboxUsage
+
 from .asgi import Interrupted, Interrupts, Receive, Scope, Send, read_body, send_bytes
 from .attempts import Attempt, ended
 

@@ -15,19 +15,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
-from structlog.contextvars import bind_contextvars
-
-from ..environment import Service
-from ..errors import (
+from envserver_records.errors import (
     EnvserverError,
     InputError,
     LimitReached,
     NotFoundError,
     UsageError,
 )
+from envserver_records.records import SandboxUsage
+from structlog.contextvars import bind_contextvars
+
+from ..environment import Service
 from ..models.engine import Engine
 from ..models.measured import timed
-from ..records import SandboxUsage
 from ..telemetry.numbers import SHORT_SECONDS, Distribution
 from .asgi import (
     AsgiApp,

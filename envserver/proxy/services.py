@@ -14,10 +14,10 @@ from weakref import WeakKeyDictionary
 
 import orjson
 import structlog
+from envserver_records.errors import LimitReached, NotFoundError, ServiceError, UsageError
+from envserver_records.records import ServiceCall
 
 from ..environment import Caller, Service, Services
-from ..errors import LimitReached, NotFoundError, ServiceError, UsageError
-from ..records import ServiceCall
 from .asgi import Interrupted, Interrupts, Receive, Scope, Send, parse_object, read_body, send_bytes
 from .attempts import Attempt, ended
 

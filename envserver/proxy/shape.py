@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
-
-from ..errors import EngineGarbage
+from envserver_records.errors import EngineGarbage
 
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)] | None

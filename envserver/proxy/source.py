@@ -13,10 +13,10 @@ from itertools import takewhile
 from typing import Any
 
 import structlog
+from envserver_records.records import Call, Message
 
 from ..config import TokensConfig
 from ..models.engine import Engine
-from ..records import Call, Message
 from ..tokens.history import History, same_prompt
 from ..tokens.prepare import template_kwargs
 from ..tokens.prompts import PromptPlan

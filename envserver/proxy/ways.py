@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+from envserver_records.errors import ConfigError
 
 from ..config import TokensConfig
-from ..errors import ConfigError
 from ..models.model_files import find_model_files
 from ..models.upstream import Upstream
 from ..tokens.agreement import disagreement

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ..errors import (
+from envserver_records.errors import (
     ConfigError,
     EngineError,
     EngineGarbage,
@@ -21,7 +21,8 @@ from ..errors import (
     EngineUnavailable,
     EnvserverError,
 )
-from ..records import Call
+from envserver_records.records import Call
+
 from ..telemetry.tracing import Span
 from ..tokens.prompts import PromptPlan
 from .ask import Ask

@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 import structlog
-
-from ..errors import (
+from envserver_records.errors import (
     AgentError,
     ConflictError,
     EngineError,
@@ -25,6 +24,7 @@ from ..errors import (
     WorkerGarbage,
     by_kind,
 )
+
 from .attempts import Attempt, ended
 
 _MAX_LOG_BYTES = 64 * 1024

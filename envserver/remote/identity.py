@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-
-from ..errors import ConfigError
+from envserver_records.errors import ConfigError
 
 _MOST_NAMES = 256
 

@@ -19,10 +19,10 @@ from typing import Any, Final, TypeVar
 import httpx
 import msgspec
 import structlog
+from envserver_records.errors import ConfigError, ConflictError, EnvserverError, InputError
+from envserver_records.records import Split
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from ..errors import ConfigError, ConflictError, EnvserverError, InputError
-from ..records import Split
 from ..rollouts.estimates import Estimate, Scored
 from .gate import HeldGate
 from .messages import (

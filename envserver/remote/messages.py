@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
+from envserver_records.records import Split
 from pydantic import BaseModel, ConfigDict, Field
-
-from ..records import Split
 
 GROUP_MSGPACK: Final = "application/vnd.envserver.group+msgpack"
 """Media type of a posted group: a packed `records.Group`."""

@@ -11,7 +11,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from ..errors import InputError
+from envserver_records.errors import InputError
+
 from .several import MOST_BYTES, MOST_GROUPS
 
 Send = Callable[[Sequence[bytes]], Awaitable[Sequence[InputError | None]]]

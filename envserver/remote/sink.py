@@ -6,7 +6,8 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterator
 
-from ..records import Group, pack
+from envserver_records.records import Group, pack
+
 from ..rollouts.stream import Ticket
 from .link import Link
 from .several import compressed

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from envserver_records.records import Result
+
 from ..environment import KnownResult
-from ..records import Result
 
 HUGE_CHARACTERS = 1 << 20
 MAY_RAISE = ("wrong type", "odd message")

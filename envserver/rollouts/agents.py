@@ -11,12 +11,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from envserver_records.errors import ConfigError
+from envserver_records.records import Message, Task
+
 from ..config import AgentConfig
 from ..environment import AgentRole, Environment
-from ..errors import ConfigError
 from ..proxy.attempts import Seat
 from ..proxy.source import VERSION_PLACE
-from ..records import Message, Task
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,79}")
 _ENGINES_OWN = ("default", None)

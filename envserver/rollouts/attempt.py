@@ -13,9 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
-
-from ..environment import Isolation
-from ..errors import (
+from envserver_records.errors import (
     AgentError,
     Failure,
     LimitReached,
@@ -25,9 +23,7 @@ from ..errors import (
     WorkerGarbage,
     by_kind,
 )
-from ..proxy.attempts import Attempt, AttemptSpec
-from ..proxy.server import Proxy
-from ..records import (
+from envserver_records.records import (
     Call,
     Conversation,
     Result,
@@ -37,6 +33,10 @@ from ..records import (
     TracedCall,
     Usage,
 )
+
+from ..environment import Isolation
+from ..proxy.attempts import Attempt, AttemptSpec
+from ..proxy.server import Proxy
 from ..telemetry.tracing import current, within
 from ..tokens.builder import all_flags, build, find_parents
 from ..tokens.flags import Actions

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+from envserver_records.errors import EngineRefused
+from envserver_records.records import Logprobs, Mask, Tokens, Trajectory
 from numpy.typing import NDArray
 
-from ..errors import EngineRefused
-from ..records import Logprobs, Mask, Tokens, Trajectory
 from .rescoring import Rescorer
 
 NOT_COMPARED: Final = {

@@ -15,11 +15,11 @@ from typing import Any, Final, Self
 
 import msgspec
 import structlog
+from envserver_records.errors import EngineError
+from envserver_records.records import Trajectory
 
-from ..errors import EngineError
 from ..models.engine import Engine
 from ..proxy.gate import Aborted, Gate
-from ..records import Trajectory
 from .audit import Outcome, Row, Totals, audit_row, rows_of, share_of, why_not_comparable
 from .rescoring import Rescorer
 

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 import msgspec
 import orjson
+from envserver_records.errors import EnvserverError, SandboxError, ScorerError
+from envserver_records.records import Result, Score, Task, pack
 
 from ..environment import Environment, KnownResult
-from ..errors import EnvserverError, SandboxError, ScorerError
-from ..records import Result, Score, Task, pack
 from .absurd import MAY_RAISE, absurd_results, strings_in
 from .stream import tickets
 

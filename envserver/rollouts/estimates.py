@@ -25,8 +25,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import msgspec
-
-from ..records import Group, Split
+from envserver_records.records import Group, Split
 
 DISCOUNT: Final = 0.98
 """For each policy version: half of the weight is left after 34."""

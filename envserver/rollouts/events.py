@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 import msgspec
+from envserver_records.errors import Failure
+from envserver_records.records import Group
 
-from ..errors import Failure
-from ..records import Group
 from .estimates import Scored
 
 

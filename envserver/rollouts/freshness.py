@@ -11,7 +11,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from ..errors import Stale
+from envserver_records.errors import Stale
+
 from ..proxy.attempts import Attempt
 from .policy import is_stale
 

@@ -14,15 +14,22 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import msgspec
+from envserver_records.errors import (
+    ConfigError,
+    Failure,
+    RolloutError,
+    SandboxError,
+    ScorerError,
+    Straggler,
+)
+from envserver_records.records import Group, Message, PublicTask, Result, Score, Task, Trajectory
 from structlog.contextvars import bind_contextvars
 
 from ..config import EnvironmentConfig, RolloutsConfig, SamplingConfig
 from ..environment import Environment, Isolation
-from ..errors import ConfigError, Failure, RolloutError, SandboxError, ScorerError, Straggler
 from ..models.engine import Engine
 from ..proxy.attempts import AttemptSpec, Limits, Seat, line_of
 from ..proxy.server import Proxy
-from ..records import Group, Message, PublicTask, Result, Score, Task, Trajectory
 from ..telemetry.tracing import NO_TRACER, Tracer, current, root, within
 from ..tokens.flags import Actions
 from ..workers.pool import WorkerPool

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from envserver_records.errors import InputError, TokensError
+from envserver_records.records import Call, ServiceCall, TracedCall, Trajectory
 
-from ..errors import InputError, TokensError
-from ..records import Call, ServiceCall, TracedCall, Trajectory
 from ..tokens.trace import unpack_calls
 
 

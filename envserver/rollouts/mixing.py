@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
-
-from ..errors import ConfigError
+from envserver_records.errors import ConfigError
 
 Ending = Literal["delivered", "filtered", "failed"]
 """What became of a group that was begun."""

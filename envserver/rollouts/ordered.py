@@ -18,11 +18,11 @@ from typing import Final, Protocol, Self
 
 import msgspec
 import structlog
+from envserver_records.errors import NotFoundError, StoreError
+from envserver_records.records import Group, Split, Task
 from structlog.contextvars import bind_contextvars
 
 from ..environment import Environment
-from ..errors import NotFoundError, StoreError
-from ..records import Group, Split, Task
 from .events import GroupDelivered, GroupDropped
 from .group import Machinery, make_group
 from .policy import Drop, GroupRules

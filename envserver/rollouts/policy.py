@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
-
-from ..config import Missing, RolloutsConfig
-from ..environment import Isolation
-from ..errors import (
+from envserver_records.errors import (
     Outcome,
     RolloutError,
     Stale,
@@ -19,7 +16,10 @@ from ..errors import (
     WorkerError,
     WorkerHung,
 )
-from ..records import Group, Trajectory
+from envserver_records.records import Group, Trajectory
+
+from ..config import Missing, RolloutsConfig
+from ..environment import Isolation
 from ..tokens.flags import Actions
 from ..workers.child import EXIT_CRASHED
 from .estimates import Scored

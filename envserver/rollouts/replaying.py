@@ -15,11 +15,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from envserver_records.errors import EngineRefused, InputError, ServiceError
+from envserver_records.records import Call, Message, ServiceCall
+
 from ..environment import Caller, Service, Services
-from ..errors import EngineRefused, InputError, ServiceError
 from ..models.engine import ReplicaHealth
 from ..proxy.attempts import line_of
-from ..records import Call, Message, ServiceCall
 
 Json = dict[str, Any]
 

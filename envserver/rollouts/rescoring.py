@@ -11,10 +11,10 @@ import asyncio
 from typing import Any, Final
 
 import numpy as np
+from envserver_records.errors import EngineGarbage, EngineRefused
+from envserver_records.records import Logprobs, Tokens
 
-from ..errors import EngineGarbage, EngineRefused
 from ..models.engine import Engine
-from ..records import Logprobs, Tokens
 
 _PATH: Final = "/v1/completions"
 _PROBE_TEMPERATURE: Final = 2.0

@@ -22,8 +22,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from envserver_records.errors import ConfigError, EnvserverError, NotFoundError
+
 from ..environment import Environment
-from ..errors import ConfigError, EnvserverError, NotFoundError
 
 
 def with_rubric(environment: Environment, reference: str) -> Environment:

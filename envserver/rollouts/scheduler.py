@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import structlog
+from envserver_records.errors import AllFailed, StoreError
+from envserver_records.records import Group
 from structlog.contextvars import bind_contextvars
 
-from ..errors import AllFailed, StoreError
-from ..records import Group
 from ..telemetry.tracing import gathered
 from .estimates import Scored
 from .events import GroupDelivered, GroupDropped, GroupSink

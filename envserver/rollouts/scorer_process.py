@@ -17,12 +17,19 @@ from numbers import Real
 from typing import Any
 
 import msgspec
+from envserver_records.errors import (
+    Blame,
+    ConfigError,
+    EnvserverError,
+    Failure,
+    InputError,
+    ScorerError,
+)
+from envserver_records.errors import Outcome as Fate
+from envserver_records.records import Result, Score, Task
 from pydantic import ValidationError
 
 from ..environment import Environment
-from ..errors import Blame, ConfigError, EnvserverError, Failure, InputError, ScorerError
-from ..errors import Outcome as Fate
-from ..records import Result, Score, Task
 from ..registry import find
 from ..sandbox.watched import WatchedSandboxes
 from .rubric import with_rubric

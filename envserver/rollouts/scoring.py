@@ -20,11 +20,11 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import msgspec
+from envserver_records.errors import ConfigError, Failure, SandboxError, ScorerError, by_kind
+from envserver_records.records import Result, Score, Task
 from pebble import ProcessExpired, ProcessPool
 from pebble.common.types import CONSTS
 
-from ..errors import ConfigError, Failure, SandboxError, ScorerError, by_kind
-from ..records import Result, Score, Task
 from ..sandbox.places import folder_for_sockets
 from . import scorer_process
 from .scorer_process import Outcome, Row

@@ -8,9 +8,9 @@ import uuid
 from collections.abc import Callable
 
 import msgspec
+from envserver_records.errors import Failure, RolloutError
+from envserver_records.records import Score, Task, Trajectory
 
-from ..errors import Failure, RolloutError
-from ..records import Score, Task, Trajectory
 from .group import Machinery, Member, run_once, score_once, trajectory_of
 from .policy import counts_as_attempt, is_retried, retry_delay_seconds
 from .stream import Ticket

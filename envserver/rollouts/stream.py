@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import msgspec
+from envserver_records.errors import ConfigError, EnvserverError
+from envserver_records.records import Split, Task
 
 from ..environment import Environment
-from ..errors import ConfigError, EnvserverError
-from ..records import Split, Task
 
 T = TypeVar("T")
 

@@ -17,9 +17,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 import msgspec
+from envserver_records.records import Task
 
 from ..curriculum_config import CurriculumConfig
-from ..records import Task
 from .curriculum import Candidate, choose, is_passed_over, to_forget
 from .estimates import UNTRIED, Estimate, Scored, as_of, scored_of, updated
 from .events import Event, GroupDelivered, GroupDropped

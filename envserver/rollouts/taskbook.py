@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from envserver_records.errors import NotFoundError
+from envserver_records.records import Split, Task
+
 from ..environment import Environment
-from ..errors import NotFoundError
-from ..records import Split, Task
 from .stream import aside, tasks_of
 
 _MOST_TASKS: Final = 100_000

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Self
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
+from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 
-from ..records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 from .client import ConnectedSandbox, SandboxClient
 
 

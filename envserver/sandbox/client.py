@@ -17,9 +17,9 @@ from contextlib import asynccontextmanager
 from typing import Any, Self, TypeVar
 
 import msgspec
+from envserver_records.errors import InputError, SandboxLost, SandboxUnavailable
+from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 
-from ..errors import InputError, SandboxLost, SandboxUnavailable
-from ..records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 from .wire import (
     MAX_ANSWER_TEXT_BYTES,
     MAX_FRAME_BYTES,

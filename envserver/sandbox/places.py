@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 
-from ..errors import ConfigError
+from envserver_records.errors import ConfigError
 
 _LONGEST = 70
 """Bytes of a folder in which a socket may be made in a folder of its own: its whole path has at

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec
 
 from ..environment import Sandbox
-from ..records import ExecResult, SandboxLimits, SandboxSpec
 from .client import SandboxClient
 from .places import folder_for_sockets
 from .remedies import remedies

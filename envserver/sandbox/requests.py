@@ -14,8 +14,7 @@ Bodies are MessagePack both ways; what is not 200 is the proxy's JSON error.
 from __future__ import annotations
 
 import msgspec
-
-from ..records import SandboxLimits, SandboxSpec
+from envserver_records.records import SandboxLimits, SandboxSpec
 
 
 class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

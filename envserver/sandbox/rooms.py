@@ -17,11 +17,11 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 import structlog
+from envserver_records.errors import EnvserverError, InputError, SandboxLost, SandboxUnavailable
+from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 
 from ..environment import Sandbox, Sandboxes
-from ..errors import EnvserverError, InputError, SandboxLost, SandboxUnavailable
 from ..proxy.attempts import Attempt, ended
-from ..records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 from .requests import Exec, Open, Opened, Read, RunPython, Write
 
 MOST_PER_ATTEMPT = 8

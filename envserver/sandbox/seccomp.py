@@ -19,7 +19,8 @@ import struct
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..errors import ConfigError
+from envserver_records.errors import ConfigError
+
 from .linux import install_filter
 
 # Classic BPF: operation codes, and where `struct seccomp_data` has what.

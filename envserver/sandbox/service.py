@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Self
 
 import structlog
+from envserver_records.errors import ConfigError
 
 from ..config import SandboxConfig
-from ..errors import ConfigError
 from .docker import Engine, find_engine
 from .places import folder_for_sockets
 from .probe import ProbeReport, examine, unavailable

@@ -25,7 +25,13 @@ _SYSTEM = (
     *("/etc/localtime", "/etc/timezone", "/etc/mime.types", "/etc/magic", "/etc/terminfo"),
     *("/etc/protocols", "/etc/services"),
 )
-OUR_PACKAGES = ("envserver", "environments", "tools", "clients")
+OUR_PACKAGES = (
+    "envserver",
+    "envserver_records",
+    "envserver_environments",
+    "envserver_tools",
+    "envserver_clients",
+)
 _ENTRY_POINTS = "envserver.environments"
 
 _OWN_DIRECTORIES = ("/work", "/tmp", "/dev", "/proc", "/box", "/run")
@@ -269,7 +275,9 @@ def _pointers(site: str) -> Iterator[str]:
 def _brings_environments(distribution: Distribution) -> bool:
     name = str(distribution.metadata["Name"] or "").lower()
     points = distribution.entry_points
-    return name == "envserver" or any(point.group == _ENTRY_POINTS for point in points)
+    return name in ("envserver", "envserver-clients") or any(
+        point.group == _ENTRY_POINTS for point in points
+    )
 
 
 def _top_level(distribution: Distribution) -> set[str]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import structlog
+from envserver_records.errors import ConfigError
 
-from ..errors import ConfigError
 from . import bubblewrap, landlock
 from .probe import WEAKNESSES, ProbeReport, unavailable
 from .remedies import LANDLOCK_ENOUGH

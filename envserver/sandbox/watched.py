@@ -11,9 +11,10 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from envserver_records.errors import SandboxError, SandboxLost, SandboxUnavailable
+from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
+
 from ..environment import Sandbox
-from ..errors import SandboxError, SandboxLost, SandboxUnavailable
-from ..records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 from .client import SandboxClient
 
 T = TypeVar("T")

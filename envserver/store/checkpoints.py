@@ -5,10 +5,10 @@ The acks of a store are numbered; a checkpoint of a run is the number of one of 
 
 from __future__ import annotations
 
+from envserver_records.errors import ConflictError, NotFoundError
 from sqlalchemy import delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from ..errors import ConflictError, NotFoundError
 from .rows import Checkpoint
 from .runs import get_run
 from .schema import checkpoints, runs

@@ -11,7 +11,7 @@ import sys
 import zlib
 from typing import Final
 
-from ..errors import TooLargeError
+from envserver_records.errors import TooLargeError
 
 if sys.version_info >= (3, 14):
     from compression import zstd

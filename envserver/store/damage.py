@@ -13,10 +13,10 @@ from typing import Final
 
 import msgspec
 import structlog
+from envserver_records.errors import StoreError
 from sqlalchemy import delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from ..errors import StoreError
 from . import compression
 from .deliveries import advance
 from .groups import kept_rows, seqs_of

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import structlog
+from envserver_records.errors import ConfigError
 from sqlalchemy import (
     URL,
     AsyncAdaptedQueuePool,
@@ -32,7 +33,6 @@ from sqlalchemy import (
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from ..errors import ConfigError
 from .failures import already_open, typed_failures
 from .files import Files, locked_file, make_folder
 from .migrations import migrate

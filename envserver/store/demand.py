@@ -15,8 +15,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import structlog
+from envserver_records.errors import StoreError
 
-from ..errors import StoreError
 from ..rollouts.policy import oldest_deliverable
 from ..rollouts.room import SHARED, Bounds, Depth, Seen, Taker, most_waiting, room, silent_runs
 from .changes import Changes

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
+from envserver_records.records import Split
 from sqlalchemy import bindparam, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from ..records import Split
 from ..rollouts.estimates import UNTRIED, Estimate, Scored, updated
 from .schema import dropped_groups, estimates
 from .transaction import Transaction, chunks

@@ -9,9 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from envserver_records.errors import (
+    ConfigError,
+    ConflictError,
+    EnvserverError,
+    InputError,
+    StoreError,
+    StoreFull,
+)
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError, StatementError
 
-from ..errors import ConfigError, ConflictError, EnvserverError, InputError, StoreError, StoreFull
 from .compression import DamagedBody
 
 _FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT})

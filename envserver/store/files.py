@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import ConfigError, StoreLost
+from envserver_records.errors import ConfigError, StoreLost
+
 from .failures import already_open
 
 

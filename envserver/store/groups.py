@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
+from envserver_records.errors import InputError, NotFoundError
 from sqlalchemy import Select, bindparam, func, literal_column, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from ..errors import InputError, NotFoundError
 from . import compression
 from .estimates import count_stored
 from .prepared import Inserting

@@ -11,10 +11,10 @@ import uuid
 from dataclasses import dataclass
 from typing import Final
 
+from envserver_records.errors import StoreLost
 from sqlalchemy import insert, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from ..errors import StoreLost
 from .runs import get_value, to_json
 from .schema import values
 

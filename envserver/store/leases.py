@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from envserver_records.errors import ConflictError, NotFoundError
 from sqlalchemy import Row, insert, literal_column, select, update
 
-from ..errors import ConflictError, NotFoundError
 from .checkpoints import mark
 from .deliveries import Wanted, advance, choose
 from .groups import kept_rows, rows_of

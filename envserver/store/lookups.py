@@ -8,11 +8,11 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import msgspec
+from envserver_records.errors import NotFoundError
+from envserver_records.records import Split
 from sqlalchemy import ColumnElement, literal_column, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from ..errors import NotFoundError
-from ..records import Split
 from ..rollouts.estimates import Estimate
 from . import estimates, groups, runs
 from .checkpoints import list_checkpoints

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from ..errors import StoreError
+from envserver_records.errors import StoreError
 
 _FIRST_SECONDS: Final = 0.1
 _MOST_SECONDS: Final = 5.0

@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
+from envserver_records.errors import ConflictError, InputError, NotFoundError
 from sqlalchemy import Row, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from ..errors import ConflictError, InputError, NotFoundError
 from .deliveries import fill
 from .rows import Delivery, Run
 from .schema import runs, values

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
+from envserver_records.records import Group, pack
 
-from ..records import Group, pack
 from .sink import put_of
 from .sql import Store
 

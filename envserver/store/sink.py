@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from ..records import Group, pack
+from envserver_records.records import Group, pack
+
 from ..rollouts.estimates import Scored, scored_of
 from .demand import Demand
 from .rows import GroupPut

@@ -23,9 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from envserver_records.errors import InputError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from ..errors import InputError
 from ..rollouts.estimates import Scored
 from . import damage, deliveries, endings, estimates, groups, leases, retention, runs
 from .clock import ForwardClock, SteadyClock

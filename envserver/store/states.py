@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, Literal, get_args
 
-from ..errors import ConflictError
+from envserver_records.errors import ConflictError
 
 GroupState = Literal["buffered", "queued", "leased", "acked", "dropped"]
 LeaseState = Literal["open", "expired", "acked", "nacked", "revoked"]

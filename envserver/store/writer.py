@@ -18,10 +18,10 @@ from itertools import groupby
 from typing import Any, Final, TypeVar, cast
 
 import structlog
+from envserver_records.errors import ConflictError, StoreError, StoreFull, StoreLost, UsageError
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from ..errors import ConflictError, StoreError, StoreFull, StoreLost, UsageError
 from ..rollouts.estimates import DISCOUNT
 from .changes import Changes
 from .database import Database

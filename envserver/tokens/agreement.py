@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..errors import TemplateRefused
+from envserver_records.errors import TemplateRefused
+
 from ..models.upstream import Echo
 from .chat_format import ChatFormat
 from .refusal import Refused

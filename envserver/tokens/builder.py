@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+from envserver_records.records import Call, Mask, Sequence, Tokens
 from numpy.typing import NDArray
 
-from ..records import Call, Mask, Sequence, Tokens
 from .flags import DEFAULT, Actions
 from .invariants import check_calls
 from .versions import flags_of, token_versions

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from ..records import Message
+from envserver_records.records import Message
+
 from .edits import canonical
 from .prepare import prepare, prepare_tools
 

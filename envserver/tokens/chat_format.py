@@ -11,8 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
-from ..records import Message
+from envserver_records.errors import ConfigError
+from envserver_records.records import Message
+
 from .prepare import prepare, prepare_tools
 from .template import ChatTemplate
 from .vocabulary import CONFIG, Vocabulary, read_json

@@ -12,7 +12,7 @@ import json
 from collections.abc import Hashable
 from typing import Any, Literal, NamedTuple
 
-from ..records import Message
+from envserver_records.records import Message
 
 Change = Literal["exact", "appended", "whitespace", "calls", "edited"]
 """exact: nothing that a template shows; appended: text was added behind the content; whitespace:

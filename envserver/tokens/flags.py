@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-from ..errors import ConfigError
+from envserver_records.errors import ConfigError
 
 Action = Literal["train", "mask", "drop"]
 

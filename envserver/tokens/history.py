@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from envserver_records.errors import TemplateRefused
+from envserver_records.records import Call, Edge, Message, Tokens
 
 from ..config import Edit
-from ..errors import TemplateRefused
-from ..records import Call, Edge, Message, Tokens
 from .chain import hashes
 from .chat_format import ChatFormat
 from .comparison import UNREADABLE, Difference, Stretch, compare

@@ -20,10 +20,10 @@ come in any order, follows from no single trajectory.)
 from __future__ import annotations
 
 import numpy as np
+from envserver_records.errors import TokensError
+from envserver_records.records import Call, Sequence
 from numpy.typing import NDArray
 
-from ..errors import TokensError
-from ..records import Call, Sequence
 from .flags import DEFAULT, Actions
 from .versions import flags_of, token_versions
 

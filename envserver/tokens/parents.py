@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from envserver_records.records import Call, Message
 
-from ..records import Call, Message
 from .comparison import Stretch
 from .edits import Change, Replay, answer_of, change_of, likeness
 from .vocabulary import Vocabulary

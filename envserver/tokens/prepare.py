@@ -11,7 +11,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..records import Message
+from envserver_records.records import Message
+
 from .refusal import Refused
 
 _TEXT_PARTS = {

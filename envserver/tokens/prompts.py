@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-
-from ..records import Edge
+from envserver_records.records import Edge
 
 
 class PromptPlan(msgspec.Struct, kw_only=True):

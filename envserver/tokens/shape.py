@@ -12,8 +12,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..errors import TemplateRefused
-from ..records import Message
+from envserver_records.errors import TemplateRefused
+from envserver_records.records import Message
+
 from .chat_format import ChatFormat
 from .refusal import Refused
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..records import Message
+from envserver_records.records import Message
+
 from .chat_format import ChatFormat
 from .refusal import Refused
 from .shape import Turn, call_opener, check, tail, without_space

@@ -15,13 +15,12 @@ from functools import lru_cache
 from typing import Any, NoReturn
 
 import jinja2
+from envserver_records.errors import ConfigError, TemplateRefused
+from envserver_records.records import Message
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from ..errors import ConfigError, TemplateRefused
-from ..records import Message
 
 _LONGEST_REPEAT = 10_000_000
 """Characters or items that one `*` in a template may make."""

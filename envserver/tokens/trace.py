@@ -12,9 +12,8 @@ import hashlib
 
 import msgspec
 import numpy as np
-
-from ..errors import TokensError
-from ..records import Call, Message, Tokens, TracedCall
+from envserver_records.errors import TokensError
+from envserver_records.records import Call, Message, Tokens, TracedCall
 
 _DIGEST_BYTES = 16
 _encode = msgspec.msgpack.Encoder().encode

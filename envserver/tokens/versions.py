@@ -6,8 +6,7 @@ A version counts as newer the higher it is; -1, unknown, is older than any.
 from __future__ import annotations
 
 import numpy as np
-
-from ..records import Call, Tokens
+from envserver_records.records import Call, Tokens
 
 UNKNOWN = -1
 

@@ -14,9 +14,9 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from envserver_records.errors import ConfigError
 from tokenizers import AddedToken, Tokenizer
 
-from ..errors import ConfigError
 from .refusal import Refused
 
 TOKENIZER = "tokenizer.json"

@@ -21,9 +21,9 @@ from typing import Any
 import aiohttp
 import msgspec
 import orjson
+from envserver_records.errors import AgentError, LimitReached
 
 from ..environment import Environment
-from ..errors import AgentError, LimitReached
 from .failures import failure_of
 from .instances import Instances
 from .run import AttemptRun, Job

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import WorkerDied, WorkerError
+from envserver_records.errors import WorkerDied, WorkerError
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ import traceback
 from typing import Any
 
 import orjson
-
-from ..errors import (
+from envserver_records.errors import (
     AgentError,
     EngineError,
     EngineGarbage,

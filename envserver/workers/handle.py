@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
-from ..errors import ConflictError, WorkerDied, WorkerGarbage, WorkerHung
+from envserver_records.errors import ConflictError, WorkerDied, WorkerGarbage, WorkerHung
+
 from .deaths import End, Verdict, errors_by_rollout
 from .frames import BEATS_PER_SILENCE, FrameReader, encode
 from .pool import Assignment

@@ -11,11 +11,11 @@ from contextvars import Context
 from typing import Any
 
 import orjson
+from envserver_records.errors import ConfigError
 from pydantic import ValidationError
 
 from .. import registry
 from ..environment import Environment
-from ..errors import ConfigError
 
 
 class Instances:

@@ -15,9 +15,10 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any
 
+from envserver_records.errors import WorkerDied, WorkerError
+
 from .. import registry
 from ..config import WorkersConfig
-from ..errors import WorkerDied, WorkerError
 from .handle import WorkerHandle
 from .pool import Assignment, Spent
 from .supervisor import Listen, Supervisor

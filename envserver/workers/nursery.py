@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from envserver_records.errors import ConfigError, EnvserverError
 
 from .. import registry
-from ..errors import ConfigError, EnvserverError
 from ..sandbox import outer
 from ..sandbox.room import NamespaceRoom
 from ..sandbox.wire import WHOLE_WALLS

@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 import orjson
 import structlog
+from envserver_records.errors import ConfigError, EnvserverError, NotFoundError
 
-from ..errors import ConfigError, EnvserverError, NotFoundError
 from . import linux
 from .nursery import READ_BYTES, Boot
 from .output import Lines

@@ -18,17 +18,17 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 import orjson
-
-from ..actions import encode
-from ..environment import Reply, Sandbox
-from ..errors import (
+from envserver_records.errors import (
     EngineGarbage,
     EngineUnavailable,
     LimitReached,
     SandboxUnavailable,
     ServiceError,
 )
-from ..records import Message, PublicTask, SandboxSpec
+from envserver_records.records import Message, PublicTask, SandboxSpec
+
+from ..actions import encode
+from ..environment import Reply, Sandbox
 from .failures import error_of_answer, error_of_sandbox, error_of_service
 from .sandboxes import BlockingSandbox, Opening, open_blocking
 from .telling import Telling

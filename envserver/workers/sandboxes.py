@@ -11,10 +11,10 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import msgspec
+from envserver_records.errors import EnvserverError, SandboxLost
+from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 
 from ..environment import Sandbox
-from ..errors import EnvserverError, SandboxLost
-from ..records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 from ..sandbox.requests import Exec, Open, Opened, Read, RunPython, Write
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import structlog
+from envserver_records.errors import EnvserverError
 
-from ..errors import EnvserverError
 from . import linux
 from .deaths import End
 from .frames import BEATS_PER_SILENCE

@@ -17,9 +17,9 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+from envserver_records.records import Group, Score, Trajectory, Usage, pack, unpack
+from envserver_records.records import Sequence as TokenSequence
 
-from envserver.records import Group, Score, Trajectory, Usage, pack, unpack
-from envserver.records import Sequence as TokenSequence
 from envserver.remote import several
 from envserver.remote.messages import KEY_HEADER
 from envserver.rollouts.stream import group_id as stream_group_id

@@ -31,8 +31,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
 from api_peer import HOW_TO_GET_PEER, PEER_PYTHON, Server, ours, theirs
+from envserver_clients.http import EnvClient
 
-from clients.http import EnvClient
 from envserver.store import GroupPut
 
 GROUP_SIZE = 8

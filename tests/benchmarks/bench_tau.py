@@ -17,11 +17,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from environments.tau.domains.kinds import tau2_domain
-from environments.tau.domains.world import Domain
-from environments.tau.episodes import Episode
-from environments.tau.evaluation import evaluate
-from environments.tau.tasks import TauTask, read_task
+from envserver_environments.tau.domains.kinds import tau2_domain
+from envserver_environments.tau.domains.world import Domain
+from envserver_environments.tau.episodes import Episode
+from envserver_environments.tau.evaluation import evaluate
+from envserver_environments.tau.tasks import TauTask, read_task
 
 DOMAINS = ("airline", "retail", "telecom", "mock")
 WORLDS = 2000

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from envserver_records.records import Call, pack
 from support.forests import answers, comb, conversations
 
-from envserver.records import Call, pack
 from envserver.tokens.builder import build, find_parents
 from envserver.tokens.invariants import check
 from envserver.tokens.trace import pack_calls

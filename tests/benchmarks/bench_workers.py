@@ -22,10 +22,10 @@ from typing import Any
 import uvloop
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from envserver_records.errors import WorkerDied
 from support.worker_standin import ZOO, StandIn, serving, until
 
 from envserver.config import WorkersConfig
-from envserver.errors import WorkerDied
 from envserver.workers.local import LocalPool
 
 KILLS = 20

@@ -24,8 +24,9 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from clients.http import Retries, SyncEnvClient
-from clients.records import Batch
+from envserver_clients.http import Retries, SyncEnvClient
+from envserver_clients.records import Batch
+
 from envserver import ConflictError
 
 from .digests import digest_of_rows, sampled_runs

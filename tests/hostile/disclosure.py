@@ -131,7 +131,8 @@ for name in filter(str.isdigit, os.listdir("/proc")):
         name="the graders' code by import",
         must="has no such module",
         source="""\
-for name in ("environments", "environments.math", "tools", "clients", "envserver.rollouts",
+for name in ("envserver_environments", "envserver_environments.math", "envserver_tools", "envserver_clients",
+             "envserver_records", "envserver.rollouts",
              "envserver.proxy", "envserver.store", "envserver.workers", "envserver.api"):
     try:
         got(f"{name} {__import__(name)!r}")
@@ -143,10 +144,10 @@ for name in ("environments", "environments.math", "tools", "clients", "envserver
         name="the graders' code by path",
         must="is not there",
         source="""\
-for start in (PROJECT, *sys.path):
-    show(f"{start}/environments/math/scoring.py")
+for start in (PROJECT, PROJECT + '/environments', *sys.path):
+    show(f"{start}/envserver_environments/math/scoring.py")
     try:
-        got(f"{start}: {os.listdir(start + '/environments/math')}")
+        got(f"{start}: {os.listdir(start + '/envserver_environments/math')}")
     except OSError:
         pass
 """,
@@ -158,7 +159,7 @@ for start in (PROJECT, *sys.path):
         language="shell",
         source="""\
 find / -xdev \\( -name proc -o -name sys -o -path /usr/share \\) -prune \\
-  -o \\( -path '*/environments/math/*' -o -name neighbour.txt -o -name '*.env' \\) -print 2>/dev/null |
+  -o \\( -path '*/envserver_environments/math/*' -o -name neighbour.txt -o -name '*.env' \\) -print 2>/dev/null |
 while read -r path; do head -c 4000 "$path"; done
 """,
     ),

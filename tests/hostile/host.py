@@ -259,7 +259,7 @@ def _remove(path: Path) -> None:
 
 def _grader_line() -> bytes:
     """Words of a file that decides about rewards: a program that sees them has seen the graders."""
-    return (PROJECT / "environments/math/scoring.py").read_bytes()[:80]
+    return (PROJECT / "environments/envserver_environments/math/scoring.py").read_bytes()[:80]
 
 
 def _free_port() -> int:

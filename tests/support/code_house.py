@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from environments.code.env import Code
+from envserver_environments.code.env import Code
+
 from envserver.config import SandboxConfig
 from envserver.sandbox.service import SandboxService
 from envserver.sandbox.watched import WatchedSandboxes

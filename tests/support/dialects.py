@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx2
 import orjson
+from envserver_records.errors import EnvserverError
 from hypothesis import strategies as st
 
-from envserver.errors import EnvserverError
 from envserver.proxy.ask import Ask
 from envserver.proxy.dialects import Api
 

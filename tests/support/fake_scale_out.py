@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from envserver.errors import EngineRefused
+from envserver_records.errors import EngineRefused
+
 from envserver.models.engine import ReplicaHealth
 from envserver.tokens.chat_format import ChatFormat
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+from envserver_records.records import Call, Sequence, Tokens, VersionSpan
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from envserver.records import Call, Sequence, Tokens, VersionSpan
 from envserver.tokens.flags import DEFAULT, Actions, chosen
 from envserver.tokens.versions import flags_of
 

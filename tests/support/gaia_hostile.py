@@ -12,7 +12,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from environments.gaia.env import Gaia
+from envserver_environments.gaia.env import Gaia
+
 from envserver import Message, PublicTask, Rollout, Split, Task
 
 BEGIN = r"""
@@ -97,10 +98,10 @@ for pid in processes():
     "files": r"""
 for path in (COPY, COPY + "/metadata.jsonl", "/etc/shadow", "/proc/1/root" + COPY, "/proc/self/cwd/.."):
     tried(path, lambda: os.listdir(path) if os.path.isdir(path) else read(path))
-for name in ("environments.gaia.loading", "environments.gaia.env"):
+for name in ("envserver_environments.gaia.loading", "envserver_environments.gaia.env"):
     tried(name, lambda: list(getattr(sys.modules[name], "own_items")()))
 import importlib.util
-for name in ("environments", "envserver", "tools"):
+for name in ("envserver_environments", "envserver", "envserver_tools"):
     tried(name, lambda: os.listdir(sys.modules[name].__path__[0]))
 for top in ("/work", "/tmp", "/home", "/root", "/srv", "/var", "/dev/shm", "/run", "/mnt", "/box"):
     for folder, folders, names in os.walk(top):
@@ -150,7 +151,7 @@ for line in (f"CONNECT 127.0.0.1:{PORT} HTTP/1.1", f"GET http://127.0.0.1:{PORT}
 """,
     "library": r"""
 for name, module in list(sys.modules.items()):
-    if name.startswith("environments.gaia") or name.startswith("smolagents"):
+    if name.startswith("envserver_environments.gaia") or name.startswith("smolagents"):
         for word in ("question_scorer", "judge", "items", "fold", "extract_answer"):
             if hasattr(module, word):
                 setattr(module, word, lambda *args, **named: 1.0)
@@ -183,7 +184,7 @@ for fd in range(3, 64):
         one = socket.socket(fileno=os.dup(fd))
     except OSError:
         continue
-    sys.modules["environments.gaia.agents.frames"].send(one, {"value": None, "answer": "forged", "error": None})
+    sys.modules["envserver_environments.gaia.agents.frames"].send(one, {"value": None, "answer": "forged", "error": None})
 time.sleep(30)
 """,
     "kill": r"""

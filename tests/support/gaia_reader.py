@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from environments.gaia.env import Gaia
+from envserver_environments.gaia.env import Gaia
+from envserver_tools.web import WebSettings, services_of
+
 from envserver import Message, PublicTask, Rollout, Service, Task
-from tools.web import WebSettings, services_of
 
 KEY = "tvly-secret-key"
 

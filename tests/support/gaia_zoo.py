@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from environments.gaia.agents import Rules, solve
+from envserver_environments.gaia.agents import Rules, solve
+
 from envserver import Environment, Score, Task
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import httpx
 import numpy as np
+from envserver_records.records import Group, pack
 
-from envserver.records import Group, pack
 from envserver.rollouts.stream import group_id
 from support.api import Api, native_group
 

@@ -1,4 +1,4 @@
-"""`python -m clients.learn` as a process, and what its files say."""
+"""`python -m envserver_clients.learn` as a process, and what its files say."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from typing import Any
 from support.commands import Running, running, until
 
 ROOT = Path(__file__).parent.parent.parent
-_MAKING = ("envserver/models/tiny", "environments/math", "envserver/models/sim")
+_MAKING = (
+    "envserver/models/tiny",
+    "environments/envserver_environments/math",
+    "envserver/models/sim",
+)
 
 
 def tiny_model(python: Path) -> Path:
@@ -36,7 +40,7 @@ def variables() -> dict[str, str]:
 
 
 class Learning:
-    """A run of `clients.learn` that writes into `output`."""
+    """A run of `envserver_clients.learn` that writes into `output`."""
 
     def __init__(self, output: Path, process: Running) -> None:
         self.output = output
@@ -70,7 +74,7 @@ class Learning:
 def learning(python: Path, model: Path, output: Path, *words: object) -> Iterator[Learning]:
     """Starts one; it is ended on the way out, with all that it started."""
     output.mkdir(parents=True)
-    given = ["-m", "clients.learn", "--model", model, "--output", output, *words]
+    given = ["-m", "envserver_clients.learn", "--model", model, "--output", output, *words]
     with running(*given, folder=output, program=python) as process:
         yield Learning(output, process)
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+from envserver_records.records import Call, VersionSpan
 from openai import AsyncOpenAI
 
 from envserver.config import OpenAIConfig
 from envserver.models.openai import OpenAIEngine
 from envserver.proxy import Attempt, Proxy
 from envserver.proxy.source import Source
-from envserver.records import Call, VersionSpan
 from support.fake_vllm import FakeVllm, fake_vllm, ids_of, logprob, prompt_ids
 from support.serving import attempt_spec, serving
 

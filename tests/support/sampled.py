@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 import numpy as np
+from envserver_records.records import Group, Sequence
 
 from envserver.config import SimConfig
 from envserver.models.sim import SimEngine
-from envserver.records import Group, Sequence
 from support.api import native_group
 
 PROMPT, SAMPLED = 9, 6

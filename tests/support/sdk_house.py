@@ -18,6 +18,7 @@ import anthropic
 import msgspec
 import openai
 import orjson
+from envserver_records.records import Call, Message, Sequence
 
 from envserver.cli.engines import make_source
 from envserver.config import OpenAIConfig, Settings, SimConfig
@@ -25,7 +26,6 @@ from envserver.models.openai import OpenAIEngine
 from envserver.models.sim import RolloutSolver, SimEngine
 from envserver.proxy import Attempt, Proxy
 from envserver.proxy.asgi import AsgiApp, Receive, Scope, Send
-from envserver.records import Call, Message, Sequence
 from envserver.tokens.builder import build
 from support.serving import attempt_spec, serving
 

@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
+from envserver_records.records import PublicTask
 
 from envserver.proxy import AttemptSpec, Limits
-from envserver.records import PublicTask
 
 
 @asynccontextmanager

@@ -38,7 +38,9 @@ def _install(folder: Path) -> Path:
     # The outer pip installs: what is measured is the project, not pip.
     pip = [sys.executable, "-m", "pip", "--python", folder / "venv/bin/python"]
     install = [*pip, "install", "--quiet", "--only-binary", ":all:"]
-    subprocess.run([*install, "--constraint", versions, f"{ROOT}[math]"], check=True)
+    subprocess.run(
+        [*install, "--constraint", versions, f"{ROOT}/clients", f"{ROOT}[math]"], check=True
+    )
     (packages,) = (folder / "venv/lib").glob("python*/site-packages")
     return packages
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from envserver.errors import ConflictError, NotFoundError
+from envserver_records.errors import ConflictError, NotFoundError
 
 SHARED = "shared"
 UNKNOWN = -1

@@ -7,7 +7,8 @@ import random
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from envserver.errors import StoreError, StoreLost
+from envserver_records.errors import StoreError, StoreLost
+
 from envserver.store import GroupPut, GroupRow
 
 

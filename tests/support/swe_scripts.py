@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from environments.swe.agent import AgentKind, solve
-from environments.swe.rules import Rules
-from environments.swe.sample import sample_tasks
+from envserver_environments.swe.agent import AgentKind, solve
+from envserver_environments.swe.rules import Rules
+from envserver_environments.swe.sample import sample_tasks
+
 from envserver import PublicTask, Reply, Sandboxes, SandboxSpec
 
 ROMAN = next(task for task in sample_tasks() if task.name == "roman-subtractive")

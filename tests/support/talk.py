@@ -7,8 +7,8 @@ from collections.abc import Collection
 from typing import Any, Literal
 
 import numpy as np
+from envserver_records.records import Call, Message, VersionSpan
 
-from envserver.records import Call, Message, VersionSpan
 from envserver.tokens.chat_format import ChatFormat
 from envserver.tokens.history import History
 from envserver.tokens.prompts import PromptPlan

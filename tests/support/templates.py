@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
+from envserver_records.records import Message
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
-from envserver.records import Message
 from envserver.tokens.chat_format import ChatFormat
 from envserver.tokens.vocabulary import Vocabulary
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+from envserver_records.records import Call, Sequence, VersionSpan
 
 from envserver.config import Mode, OpenAIConfig, TokensConfig
 from envserver.models.openai import OpenAIEngine
@@ -24,7 +25,6 @@ from envserver.models.upstream import probe
 from envserver.proxy import Attempt, Proxy
 from envserver.proxy.source import Source
 from envserver.proxy.ways import Ways, ways_of
-from envserver.records import Call, Sequence, VersionSpan
 from envserver.rollouts.rescoring import Rescorer
 from envserver.tokens.builder import build
 from envserver.tokens.chat_format import ChatFormat

@@ -6,11 +6,11 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+from envserver_tools.calling import ToolResult, use_tool
+from envserver_tools.sandboxed import sandbox_tools
 
 from envserver import ConfigError, Sandbox, Sandboxes
 from support.sandboxes import sandboxes
-from tools.calling import ToolResult, use_tool
-from tools.sandboxed import sandbox_tools
 
 
 class Bench:

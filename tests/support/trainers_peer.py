@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 import typing_extensions
-
-from clients.adapters import skyrl as skyrl_adapter
-from clients.adapters import verl as verl_adapter
-from envserver.records import Trajectory, unpack
+from envserver_clients.adapters import skyrl as skyrl_adapter
+from envserver_clients.adapters import verl as verl_adapter
+from envserver_records.records import Trajectory, unpack
 
 torch.set_num_threads(1)
 PROMPT, RESPONSE = 8, 16
@@ -64,7 +63,7 @@ async def by_verl(folder: Path, made: list[Trajectory]) -> dict[str, Any]:
 
     loops = folder / "loops.yaml"
     loops.write_text(
-        "- {name: envserver, _target_: clients.adapters.verl.EnvserverLoop,"
+        "- {name: envserver, _target_: envserver_clients.adapters.verl.EnvserverLoop,"
         " url: 'http://server', environment: math}\n"
     )
     for loop in OmegaConf.load(loops):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from envserver_records.records import Score, Sequence, Trajectory, Usage
 from hypothesis import strategies as st
-
-from envserver.records import Score, Sequence, Trajectory, Usage
 
 
 def sequence(tokens: list[int], mask: list[int], version: int = 3) -> Sequence:

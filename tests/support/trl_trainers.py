@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-
-from clients.adapters.trl_environments import math_seats, seat_rows
-from clients.adapters.trl_prompts import task_prompts
-from clients.adapters.trl_rollouts import EnvserverRollouts, environment_reward
-from clients.http import SyncEnvClient
-from clients.weights import LocalFull
+from envserver_clients.adapters.trl_environments import math_seats, seat_rows
+from envserver_clients.adapters.trl_prompts import task_prompts
+from envserver_clients.adapters.trl_rollouts import EnvserverRollouts, environment_reward
+from envserver_clients.http import SyncEnvClient
+from envserver_clients.weights import LocalFull
 
 ON_A_CPU = {
     "use_cpu": True,
@@ -110,14 +109,13 @@ def grpo(asked: argparse.Namespace, output: Path, weights: LocalFull) -> None:
 
 
 def asynchronous(asked: argparse.Namespace, output: Path, weights: LocalFull) -> None:
+    from envserver_clients.adapters.trl_async import EnvserverRolloutWorker
     from trl.experimental.async_grpo import (
         AsyncGRPOConfig,
         AsyncGRPOTrainer,
         async_grpo_trainer,
         packing,
     )
-
-    from clients.adapters.trl_async import EnvserverRolloutWorker
 
     # Its attention is a kernel for GPUs, whose speed it asks for; all else is as it is.
     async_grpo_trainer.get_peak_flops_per_device = lambda *about: None

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from clients.weights import PromptCheck
+from envserver_clients.weights import PromptCheck
 
 PROMPT = list(range(300, 340))
 ANSWER = list(range(400, 432))

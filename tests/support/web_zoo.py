@@ -7,9 +7,10 @@ import os
 import socket
 from typing import Any
 
+from envserver_tools.calling import use_tool
+from envserver_tools.web import WebSettings, remote_tools, services_of
+
 from envserver import Environment, InputError, Score, Task
-from tools.calling import use_tool
-from tools.web import WebSettings, remote_tools, services_of
 
 KEY = "tvly-secret-key"
 QUESTION = "How many blue herons nested on the northern bank of the river Elbe in spring 1987"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from clients.weights import PromptCheck
+from envserver_clients.weights import PromptCheck
 
 BASE = 0
 """The number of the weights that it is started with."""

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from envserver_clients.http import SyncEnvClient
+from envserver_clients.records import Row
+from envserver_clients.weights import Published, WeightPush
 
-from clients.http import SyncEnvClient
-from clients.records import Row
-from clients.weights import Published, WeightPush
 from support.commands import free_port, running
 from support.versions import VersionMaker
 

@@ -12,10 +12,10 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from envserver_records.errors import UsageError
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ...config import ServerConfig
-from ...errors import UsageError
 from ..problems import error_answer
 
 _MOST_DISCARDED: Final = 1 << 20

@@ -15,10 +15,10 @@ from functools import lru_cache
 from typing import Any, Final
 
 import structlog
+from envserver_records.errors import UsageError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...config import ServerConfig, is_loopback
-from ...errors import UsageError
 from ..problems import error_answer
 from .quotas import Strangers, TooManyRequests, Usage, Usages
 from .rules import Rule, rules_of

@@ -13,8 +13,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
+from envserver_records.errors import UsageError
+
 from ...config import Quota
-from ...errors import UsageError
 
 _MEGABYTE: Final = 1_000_000
 _MOST_ADDRESSES: Final = 4096

@@ -28,10 +28,10 @@ from typing import Annotated, Final, Literal
 
 import structlog
 import yaml
+from envserver_records.errors import ConfigError, ConflictError, NotFoundError
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from ...config import Quota
-from ...errors import ConfigError, ConflictError, NotFoundError
 
 Role = Literal["trainer", "environment", "reader", "admin"]
 

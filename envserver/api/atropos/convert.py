@@ -12,8 +12,7 @@ from __future__ import annotations
 from typing import Any, Final, Literal
 
 import numpy as np
-
-from ...records import Group, Sequence, Trajectory
+from envserver_records.records import Group, Sequence, Trajectory
 
 _NOT_TRAINED: Final = -100
 _NO_LOGPROB: Final = np.float32(1.0)

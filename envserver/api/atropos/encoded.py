@@ -13,9 +13,9 @@ from typing import Final, Literal
 
 import msgspec
 import orjson
+from envserver_records.errors import StoreError
+from envserver_records.records import Group, unpack
 
-from ...errors import StoreError
-from ...records import Group, unpack
 from ...store import Store
 from .batching import Waiting
 from .convert import group_to_atropos

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Final
 
 import structlog
+from envserver_records.errors import StoreError
 from msgspec import structs
 
-from ...errors import StoreError
 from ...rollouts.estimates import scored
 from ...store import GroupPut, Store, compression
 from ...store.groups import EncodedPut

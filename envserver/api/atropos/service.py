@@ -17,8 +17,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 import structlog
+from envserver_records.errors import ConflictError, NotFoundError, StoreError, StoreFull
 
-from ...errors import ConflictError, NotFoundError, StoreError, StoreFull
 from ...store import ATROPOS_RUN, Store
 from ...store.damage import DamagedBodies
 from ..presence import Presence

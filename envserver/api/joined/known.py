@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from envserver_records.records import Split
 
-from ...records import Split
 from ...remote.messages import Heartbeat
 from ...rollouts.stream import stream_prefix
 

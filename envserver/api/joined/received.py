@@ -13,9 +13,9 @@ from typing import Any, Final, NoReturn
 import msgspec
 import numpy as np
 import orjson
+from envserver_records.errors import InputError
+from envserver_records.records import Group, Sequence, Split, Trajectory, unpack
 
-from ...errors import InputError
-from ...records import Group, Sequence, Split, Trajectory, unpack
 from ...rollouts.stream import again_prefix, group_id
 from ...tokens.invariants import LOGPROB_ROUNDING
 

@@ -20,8 +20,15 @@ from typing import Any, Final
 
 import msgspec
 import structlog
+from envserver_records.errors import (
+    ConflictError,
+    InputError,
+    NotFoundError,
+    StoreFull,
+    TooLargeError,
+    UsageError,
+)
 
-from ...errors import ConflictError, InputError, NotFoundError, StoreFull, TooLargeError, UsageError
 from ...proxy.gate import InFlight
 from ...remote.messages import (
     Accepted,

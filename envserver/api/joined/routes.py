@@ -17,12 +17,12 @@ from __future__ import annotations
 from typing import Annotated, Any, Final
 
 import orjson
+from envserver_records.errors import UsageError
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...errors import UsageError
 from ...remote.messages import (
     GROUP_MSGPACK,
     KEY_HEADER,

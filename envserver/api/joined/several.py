@@ -14,11 +14,11 @@ from typing import Final
 import msgspec
 import numpy as np
 import orjson
+from envserver_records.errors import InputError, TooLargeError
+from envserver_records.records import Group, Tokens, Trajectory
+from envserver_records.records import Sequence as Row
 from numpy.typing import NDArray
 
-from ...errors import InputError, TooLargeError
-from ...records import Group, Tokens, Trajectory
-from ...records import Sequence as Row
 from ...remote.several import MOST_GROUPS
 from ...store import compression
 from ...store.groups import EncodedPut, encode_puts

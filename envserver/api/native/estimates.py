@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from envserver_records.records import Split
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from ...records import Split
 from ...store import Store
 from ...store.estimates import EstimateRow
 from .answers import answers, json_answer

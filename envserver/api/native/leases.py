@@ -9,13 +9,13 @@ import time
 import uuid
 from typing import Annotated, Final
 
+from envserver_records.errors import ConflictError, NotFoundError
 from fastapi import APIRouter, Query
 from pydantic import TypeAdapter
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...errors import ConflictError, NotFoundError
 from ...store import Lease, Store
 from ...store.damage import DamagedBodies
 from ..atropos.service import AtroposService

@@ -11,13 +11,13 @@ import asyncio
 import uuid
 from typing import Annotated, Any, Final
 
+from envserver_records.errors import ConflictError, InputError
+from envserver_records.records import Split
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...errors import ConflictError, InputError
-from ...records import Split
 from ...rollouts.ordered import Order, Orders
 from ...store import Lease, Store
 from ...store.damage import DamagedBodies

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
+from envserver_records.errors import ConflictError
 from fastapi import APIRouter
 from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...errors import ConflictError
 from ...store import Store
 from ..bodies import read_body, request_body
 from .answers import answers, json_answer

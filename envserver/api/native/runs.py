@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, Final
 
 import msgspec
+from envserver_records.errors import ConflictError, NotFoundError
 from fastapi import APIRouter
 from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...errors import ConflictError, NotFoundError
 from ...store import ATROPOS_RUN, Run, Store
 from ..atropos.service import AtroposService
 from ..bodies import read_body, request_body

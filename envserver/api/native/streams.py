@@ -18,11 +18,11 @@ from collections.abc import AsyncIterator
 from typing import Final, Protocol
 
 import structlog
+from envserver_records.errors import EnvserverError
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...errors import EnvserverError
 from ...store import Lease, Store
 from ...store.damage import DamagedBodies
 from ..leasing import Travelling, zstd_frame

@@ -14,10 +14,10 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Self
 
+from envserver_records.errors import ConflictError, InputError, NotFoundError
 from starlette.requests import Request
 from starlette.types import Receive
 
-from ...errors import ConflictError, InputError, NotFoundError
 from ...store import Lease, Store
 from ...store.damage import DamagedBodies
 from ..access.quotas import TooManyRequests

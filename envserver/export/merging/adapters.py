@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from envserver_records.errors import InputError, NotFoundError
 
-from ...errors import InputError, NotFoundError
 from .dtypes import SIZES, Floats, decoded
 from .tensors import File, Model, Tensor, read_header
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ...errors import InputError
+from envserver_records.errors import InputError
+
 from .tensors import Model, Tensor
 from .vocabulary import differences, has_tokenizer, same_template
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
+from envserver_records.errors import ConfigError, EnvserverError
 
-from ...errors import ConfigError, EnvserverError
 from .adapters import is_adapter
 from .card import Made, digest_of, facts_of, write_card
 from .checks import Allowed, check

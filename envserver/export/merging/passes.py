@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from envserver_records.errors import InputError
 
-from ...errors import InputError
 from .adapters import Adapted, is_adapter, read_adapter_config
 from .card import Made, facts_of, write_card
 from .checks import Allowed, Names, check

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import ConfigError
+from envserver_records.errors import ConfigError
 
 
 @dataclass(frozen=True)

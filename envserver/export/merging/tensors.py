@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol, Self
 
-from ...errors import InputError, NotFoundError
+from envserver_records.errors import InputError, NotFoundError
+
 from .dtypes import FLOATS, SIZES, Floats, decoded
 
 INDEX: Final = "model.safetensors.index.json"

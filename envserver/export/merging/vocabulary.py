@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ...errors import InputError
+from envserver_records.errors import InputError
 
 FAST: Final = "tokenizer.json"
 _OTHERS: Final = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")

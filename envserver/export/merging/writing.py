@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from ...errors import ConflictError, StoreError, StoreFull
+from envserver_records.errors import ConflictError, StoreError, StoreFull
+
 from .tensors import INDEX, File
 
 RECIPE: Final = "merge.json"

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, InputError, NotFoundError
+from envserver_records.errors import ConfigError, InputError, NotFoundError
 
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")

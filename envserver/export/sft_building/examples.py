@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ...errors import ConfigError
+from envserver_records.errors import ConfigError
 
 Json = dict[str, Any]
 Message = dict[str, str]
@@ -97,7 +97,7 @@ def template_of(tokenizer: str) -> Template:
             raise ConfigError(
                 f"The chat template of {tokenizer!r} shows a conversation otherwise once it is "
                 "answered.",
-                hint="Leave --tokenizer out: clients.sft applies the template turn by turn.",
+                hint="Leave --tokenizer out: `envserver_clients.sft` templates turn by turn.",
             )
         return before, whole
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, StoreError, StoreFull
+from envserver_records.errors import ConfigError, StoreError, StoreFull
 
 
 @contextlib.contextmanager

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ...errors import InputError
+from envserver_records.errors import InputError
+
 from ..documents import Document, objects
 from .folder import new_folder, storing, write_lines, write_summary
 from .splits import Held, split_tools, split_tools_by_group

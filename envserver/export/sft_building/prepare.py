@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, InputError
+from envserver_records.errors import ConfigError, InputError
+
 from .examples import Example, Form, Template
 from .folder import new_folder, storing, write_lines, write_summary
 from .splits import Three, split_three

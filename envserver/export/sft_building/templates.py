@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from envserver_records.errors import ConfigError, NotFoundError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from ...errors import ConfigError, NotFoundError
 from ...shipped import shipped
 
 Json = dict[str, Any]

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, StoreError
+from envserver_records.errors import ConfigError, StoreError
+
 from .folder import storing
 
 HUB = "hf://"

@@ -15,9 +15,8 @@ from typing import Any
 
 import orjson
 import torch
+from envserver_records.errors import InputError, NotFoundError
 from safetensors.torch import load_file
-
-from ...errors import InputError, NotFoundError
 
 Part = tuple[slice | torch.Tensor, "Adapter"]
 _ADAPTER, _CONFIG = "adapter_model.safetensors", "adapter_config.json"

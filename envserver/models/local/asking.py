@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from ...errors import EngineRefused
+from envserver_records.errors import EngineRefused
+
 from .adapters import Adapter, Adapters
 from .bodies import Sampled
 from .rows import Row, Sampling

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from envserver_records.errors import ConfigError
 from torch.nn import functional
 from transformers import AttentionInterface
-
-from ...errors import ConfigError
 
 NAME = "envserver_slots"
 _FOREIGN = ("s_aux", "position_bias")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
+from envserver_records.errors import EngineRefused
 
-from ...errors import EngineRefused
 from ..sim import requests
 
 Unit = Annotated[float, msgspec.Meta(gt=0, le=1)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import EngineRefused
-from ...records import Message
+from envserver_records.errors import EngineRefused
+from envserver_records.records import Message
+
 from ..parsers import FORMATS, Tools, chosen
 from .bodies import ChatBody
 from .text import Text

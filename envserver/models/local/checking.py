@@ -8,9 +8,9 @@ a plain pass over them, without a cache and with transformers' own attention.
 from __future__ import annotations
 
 import torch
+from envserver_records.errors import ConfigError
 from transformers import PreTrainedModel
 
-from ...errors import ConfigError
 from . import attention
 from .generation import Generator
 from .rows import Row, Sampling

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from envserver_records.errors import ConfigError
 from transformers import PreTrainedModel
 
-from ...errors import ConfigError
 from . import attention
 from .adapters import Adapters
 from .kv_cache import Place, SlotCache

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import torch
+from envserver_records.errors import ConfigError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -14,7 +15,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ...errors import ConfigError
 from . import attention
 from .options import Options
 from .text import Text

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
+from envserver_records.errors import EngineRefused
 
-from ...errors import EngineRefused
 from . import answers
 from .asking import Asking, check
 from .bodies import CompletionBody

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import orjson
+from envserver_records.errors import EngineRefused
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from ... import __version__
-from ...errors import EngineRefused
 from ..sim.requests import read
 from . import weights
 from .asking import Asking

@@ -10,7 +10,8 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from ...errors import EngineRefused
+from envserver_records.errors import EngineRefused
+
 from ..sim.requests import DetokenizeBody, read
 from . import answers
 from .asking import Asking, check

@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import orjson
+from envserver_records.errors import EngineRefused, NotFoundError, UsageError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from ...errors import EngineRefused, NotFoundError, UsageError
 from ..sim.requests import DetokenizeBody, read
 from .asking import Asking
 from .bodies import ChatBody, CompletionBody, GenerateBody, TokenizeBody, refuse_foreign

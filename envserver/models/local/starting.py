@@ -8,8 +8,8 @@ import sys
 
 import torch
 import uvicorn
+from envserver_records.errors import EnvserverError
 
-from ...errors import EnvserverError
 from ..sim.server import QuietServer, listening_socket
 from .adapters import Adapters
 from .asking import Asking

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from envserver_records.errors import EngineRefused
 from transformers import PreTrainedTokenizerBase
 
-from ...errors import EngineRefused
 from .rows import Row
 
 _TAIL_TOKENS = 16

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from envserver_records.errors import InputError
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
-
-from ...errors import InputError
 
 _PATTERN = "*.safetensors"
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ...errors import ConfigError
+from envserver_records.errors import ConfigError
+
 from .. import vllm_extension
 from .spec import Spec
 

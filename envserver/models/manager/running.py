@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import IO
 
 import aiohttp
+from envserver_records.errors import ConfigError, EngineUnavailable
 
-from ...errors import ConfigError, EngineUnavailable
 from .launches import Kind, Launch, find_vllm, launches
 from .spec import Spec
 

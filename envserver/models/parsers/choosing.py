@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from ...records import Message
+from envserver_records.records import Message
+
 from . import hermes, llama, mistral, pythonic, xml
 from .calls import Found, Tools
 

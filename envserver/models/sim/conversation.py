@@ -10,9 +10,9 @@ import json
 from typing import Any
 
 import msgspec
+from envserver_records.errors import EngineRefused
+from envserver_records.records import Message
 
-from ...errors import EngineRefused
-from ...records import Message
 from .tokenizer import IM_END, IM_START, canonical_arguments, parsed
 
 

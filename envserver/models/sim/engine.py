@@ -14,9 +14,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from envserver_records.errors import EngineGarbage, EngineTimeout, EngineUnavailable
+
 from ... import __version__
 from ...config import SimConfig
-from ...errors import EngineGarbage, EngineTimeout, EngineUnavailable
 from ..engine import ReplicaHealth
 from .answers import MODEL
 from .conversation import refusal

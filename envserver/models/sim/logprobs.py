@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from envserver_records.records import Logprobs
 from numpy.typing import NDArray
-
-from ...records import Logprobs
 
 _MASK = (1 << 64) - 1
 _BASE = 0x9E3779B97F4A7C15

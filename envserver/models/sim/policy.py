@@ -17,8 +17,8 @@ import random
 from typing import Any
 
 import msgspec
+from envserver_records.records import Message
 
-from ...records import Message
 from .conversation import Conversation, refusal
 from .schema_values import drawn_value
 from .solver import Solver

@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 import uvicorn
+from envserver_records.errors import ConfigError, EngineRefused
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -23,7 +24,6 @@ from starlette.routing import Route
 from starlette.types import Send
 
 from ...config import SimConfig
-from ...errors import ConfigError, EngineRefused
 from .answers import FINGERPRINT
 from .engine import SimEngine
 from .planner import Plan

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Protocol
 
-from ...records import Message
+from envserver_records.records import Message
 
 _REMEMBERED_TEXTS = 4096
 

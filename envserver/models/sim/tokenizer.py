@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from envserver_records.records import Message
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from ...records import Message
 from .logprobs import Logits
 
 ASSETS = Path(__file__).parent / "assets"

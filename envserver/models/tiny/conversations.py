@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
+from envserver_records.errors import InputError
+from envserver_records.records import Message
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from ...errors import InputError
-from ...records import Message
 
 TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
 END_OF_TURN = "<|im_end|>"

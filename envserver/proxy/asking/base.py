@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-from ...errors import EngineGarbage, EngineTimeout
+from envserver_records.errors import EngineGarbage, EngineTimeout
+
 from ...models.engine import Engine
 
 Body = dict[str, Any]

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...errors import EngineGarbage
-from ...records import Message
+from envserver_records.errors import EngineGarbage
+from envserver_records.records import Message
+
 from .base import Body, Line, choices_of, has_tools, took
 
 DERENDER = "/v1/chat/completions/derender"

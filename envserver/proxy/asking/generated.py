@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from ...records import Message
+from envserver_records.records import Message
+
 from .base import Answer, Body, check_ended, check_prompt, choices_of, took, top_logprobs
 
 _WHERE = "The engine's generated answer"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from ...errors import EnvserverError
-from ...records import Dialect
+from envserver_records.errors import EnvserverError
+from envserver_records.records import Dialect
+
 from ..ask import Ask
 
 Memory = dict[str, Any]

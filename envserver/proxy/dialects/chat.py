@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import EnvserverError
-from ...records import Dialect
+from envserver_records.errors import EnvserverError
+from envserver_records.records import Dialect
+
 from ..asgi import DONE, error_body, event
 from ..ask import Ask
 from .base import Memory

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ...records import Message
+from envserver_records.records import Message
+
 from .answers import ToolCall
 
 Part = dict[str, Any]

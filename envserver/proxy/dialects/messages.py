@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import EnvserverError
-from ...records import Dialect
+from envserver_records.errors import EnvserverError
+from envserver_records.records import Dialect
+
 from ..ask import Ask
 from .base import Memory
 from .messages_answer import message_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import EnvserverError
+from envserver_records.errors import EnvserverError
 
 _TYPES = {
     401: "authentication_error",

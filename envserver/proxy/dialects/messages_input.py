@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...records import Message
+from envserver_records.records import Message
+
 from .answers import ToolCall
 from .conversation import Conversation, Part, answer_message, image_part, text_part
 from .messages_arguments import Arguments

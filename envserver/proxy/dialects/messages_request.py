@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import InputError
-from ...records import Message
+from envserver_records.errors import InputError
+from envserver_records.records import Message
+
 from .fields import effort_fields, engine_fields
 from .reading import bad, boolean, mapping, objects, string
 

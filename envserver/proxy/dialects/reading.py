@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import InputError
+from envserver_records.errors import InputError
 
 MAX_CHOICES = 128
 _REFUSED = {

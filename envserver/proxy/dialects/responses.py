@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import EnvserverError
-from ...records import Dialect, Message
+from envserver_records.errors import EnvserverError
+from envserver_records.records import Dialect, Message
+
 from ..asgi import error_body
 from ..ask import Ask
 from .answers import choice_of, ending_of, parts_of

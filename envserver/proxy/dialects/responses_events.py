@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import EnvserverError
+from envserver_records.errors import EnvserverError
+
 from ..ask import Ask
 from .answers import Ending, ToolCall, Words, choice_of, named_event, parts_of
 from .base import Memory

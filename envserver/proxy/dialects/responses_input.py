@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...records import Message
+from envserver_records.records import Message
+
 from .answers import ToolCall
 from .conversation import Conversation, Part, image_part, text_part
 from .reading import bad, objects, string

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ...records import Message
+from envserver_records.records import Message
+
 from ..ask import Ask
 from .answers import ToolCall, Words
 from .base import Memory

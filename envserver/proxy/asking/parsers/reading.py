@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ....errors import TemplateRefused
+from envserver_records.errors import TemplateRefused
+from envserver_records.records import Message
+
 from ....models.parsers import FORMATS, Called, Tools, chosen
-from ....records import Message
 from ....tokens.chat_format import ChatFormat
 from ....tokens.refusal import Refused
 from ..base import Answer, Body, has_tools

@@ -1,0 +1,191 @@
+"""SkyRL: a generator whose trajectories are made by a server.
+
+In: SkyRL's `GeneratorInput`, each of whose rows names `task_id` (and `environment`, where that is
+not its `env_class`) in `env_extras`: any column of the data set beside prompt and env_class gets
+there. Out: its `GeneratorOutput`, rows in the order of the input. Step-wise, the rows of a
+trajectory stand together, the last one has `is_last_step`, and the reward is on its last token.
+
+    class Experiment(BasePPOExp):
+        def get_generator(self, cfg, tokenizer, inference_engine_client):
+            return EnvserverGenerator("http://127.0.0.1:8000")
+
+Sampling settings are those of the server. Tried with skyrl 0.3.0: its own checks of outputs, its
+concatenation, merging of steps and metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from envserver_records import Split, Trajectory
+
+from envserver_clients.http import EnvClient
+
+from .completions import completions_of
+from .whole_groups import (
+    Wish,
+    complete_groups,
+    loss_mask,
+    main_completion,
+    masked_logprobs,
+    named,
+    reward_of,
+)
+
+
+class Output(TypedDict):
+    """The fields of SkyRL's `GeneratorOutput` that are filled; all lists have a row's place."""
+
+    prompt_token_ids: list[list[int]]
+    response_ids: list[list[int]]
+    rewards: list[float] | list[list[float]]
+    loss_masks: list[list[int]]
+    stop_reasons: list[str]
+    rollout_metrics: dict[str, float]
+    rollout_logprobs: list[list[float]]
+    trajectory_ids: list[Any] | None
+    is_last_step: list[bool] | None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Tasks of which equally many rollouts are wanted.
+
+    Args:
+        places: for each task, the rows of the input that its rollouts are for.
+    """
+
+    wish: Wish
+    places: list[list[int]]
+
+
+class EnvserverGenerator:
+    """A `GeneratorInterface` of SkyRL (`GeneratorInterface.register(EnvserverGenerator)` says so).
+
+    Args:
+        url: of the server.
+        step_wise: each row of a trajectory is a row of the output (SkyRL's
+            `generator.step_wise_trajectories`); False: the one with the most trained tokens.
+        train_split, eval_split: unset: the one that the server serves.
+        tries: so often a group is asked for of which rollouts are lost by no fault of the model.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        step_wise: bool = False,
+        train_split: Split | None = None,
+        eval_split: Split | None = None,
+        token: str | None = None,
+        tries: int = 3,
+        timeout_seconds: float = 3600.0,
+    ) -> None:
+        self._url = url
+        self._step_wise = step_wise
+        self._splits = {"train": train_split, "eval": eval_split}
+        self._token = token
+        self._tries = tries
+        self._timeout_seconds = timeout_seconds
+
+    async def generate(self, input_batch: Mapping[str, Any]) -> Output:
+        """A trajectory for each row of the input.
+
+        Raises:
+            InputError: a row names no task.
+            RolloutsLost: by no fault of the model, after all tries.
+        """
+        about = input_batch.get("batch_metadata")
+        split = self._splits[about.training_phase if about else "train"]
+        wanted = asked_of(input_batch, split)
+        async with EnvClient(self._url, run=None, token=self._token) as client:
+            came = await asyncio.gather(
+                *(
+                    complete_groups(
+                        client, asked.wish, tries=self._tries, timeout_seconds=self._timeout_seconds
+                    )
+                    for asked in wanted
+                )
+            )
+        found: dict[int, Trajectory] = {}
+        for asked, groups in zip(wanted, came, strict=True):
+            for places, group in zip(asked.places, groups, strict=True):
+                found.update(zip(places, group, strict=True))
+        ordered = [found[place] for place in range(len(found))]
+        identities = input_batch.get("trajectory_ids")
+        return output_of(ordered, identities, step_wise=self._step_wise)
+
+
+def asked_of(input_batch: Mapping[str, Any], split: Split | None) -> list[Asked]:
+    """What is asked for, so that each row of the input is one rollout: rows of the same task and
+    the same instance (SkyRL's repetitions) are a group.
+    """
+    extras = input_batch.get("env_extras") or [{}] * len(input_batch["prompts"])
+    identities = input_batch.get("trajectory_ids") or [None] * len(extras)
+    groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for place, (columns, identity) in enumerate(zip(extras, identities, strict=True)):
+        environment, task_id = named(columns, input_batch["env_classes"][place], "env_extras")
+        instance = "" if identity is None else str(identity.instance_id)
+        groups[environment, task_id, instance].append(place)
+    alike: dict[tuple[str, int], list[tuple[str, list[int]]]] = defaultdict(list)
+    for (environment, task_id, _), places in groups.items():
+        alike[environment, len(places)].append((task_id, places))
+    return [
+        Asked(
+            Wish(environment, [task_id for task_id, _ in tasks], size, split), [p for _, p in tasks]
+        )
+        for (environment, size), tasks in alike.items()
+    ]
+
+
+def output_of(
+    trajectories: Sequence[Trajectory], identities: Sequence[Any] | None, *, step_wise: bool
+) -> Output:
+    """`trajectories` as SkyRL's output.
+
+    Args:
+        identities: SkyRL's `TrajectoryID` of each trajectory.
+
+    Raises:
+        InputError: a trajectory has no trained token, or no reward.
+    """
+    rows = [
+        (place, row)
+        for place, trajectory in enumerate(trajectories)
+        for row in (completions_of(trajectory) if step_wise else [main_completion(trajectory)])
+    ]
+    masks = [loss_mask(trajectories[place], row) for place, row in rows]
+    places = [place for place, _ in rows]
+    last = [place != after for place, after in zip(places, [*places[1:], -1], strict=True)]
+    rewards = [reward_of(trajectories[place]) for place in places]
+    return {
+        "prompt_token_ids": [row.prompt_ids for _, row in rows],
+        "response_ids": [row.completion_ids for _, row in rows],
+        "rewards": [
+            [0.0] * (len(mask) - 1) + [reward if ends else 0.0]
+            for reward, mask, ends in zip(rewards, masks, last, strict=True)
+        ]
+        if step_wise
+        else rewards,
+        "loss_masks": masks,
+        "stop_reasons": ["length" if trajectories[p].truncated else "stop" for p in places],
+        "rollout_metrics": _metrics(trajectories),
+        "rollout_logprobs": [
+            masked_logprobs(row, mask) for (_, row), mask in zip(rows, masks, strict=True)
+        ],
+        "trajectory_ids": [identities[place] for place in places] if identities else None,
+        "is_last_step": last if step_wise else None,
+    }
+
+
+def _metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    count = max(1, len(trajectories))
+    return {
+        "envserver/turns_mean": sum(one.turns for one in trajectories) / count,
+        "envserver/truncated_mean": sum(one.truncated for one in trajectories) / count,
+        "envserver/seconds_mean": sum(one.usage.seconds for one in trajectories) / count,
+    }

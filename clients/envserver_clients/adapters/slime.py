@@ -1,0 +1,81 @@
+"""slime: a custom generate function that has its rollouts made by a server.
+
+In: slime's `Sample` whose `metadata` names `task_id` and, where it is not always the same,
+`environment`. Out: the same sample, filled: `tokens` are prompt and response, `loss_mask` and
+`rollout_log_probs` have the response's length (1 where the policy sampled; 0.0 where it did not).
+A rollout whose agent forked its history is a list of samples that share a `rollout_id`.
+
+    --custom-generate-function-path envserver_clients.adapters.slime.generate
+
+The server is `args.envserver_url` (slime's `--custom-config-path` sets it) or ENVSERVER_URL; the
+environment of samples that name none is `args.envserver_environment`. Sampling settings are those
+of the server. slime is on no package index: this is held against the published fields of its
+`Sample`, and works with any class that has them.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any, Final
+
+from envserver_records import ConfigError, Trajectory
+
+from envserver_clients.http import EnvClient
+
+from .completions import Completion, completions_of
+from .whole_groups import Wish, complete_groups, masked_logprobs, named, reward_of
+
+URL_VARIABLE: Final = "ENVSERVER_URL"
+
+
+async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """One rollout of the task that the sample names: a sample, or a list of them.
+
+    Raises:
+        ConfigError: no server is named.
+        InputError: the sample names no task.
+        RolloutsLost: by no fault of the model, after all tries.
+    """
+    url = getattr(args, "envserver_url", None) or os.environ.get(URL_VARIABLE)
+    if not url:
+        raise ConfigError(
+            "No server is named.", hint=f"Set envserver_url in slime's config, or {URL_VARIABLE}."
+        )
+    default = getattr(args, "envserver_environment", None)
+    environment, task_id = named(sample.metadata or {}, default, "metadata")
+    async with EnvClient(url, run=None) as client:
+        ((trajectory,),) = await complete_groups(client, Wish(environment, [task_id]))
+    samples = samples_of(trajectory, sample)
+    return samples if len(samples) > 1 else samples[0]
+
+
+def samples_of(trajectory: Trajectory, sample: Any) -> list[Any]:
+    """Copies of `sample`, one for each row of the trajectory that has trained tokens."""
+    rows = completions_of(trajectory)
+    return [_filled(copy.copy(sample), trajectory, row, siblings=len(rows) > 1) for row in rows]
+
+
+def _filled(sample: Any, trajectory: Trajectory, row: Completion, *, siblings: bool) -> Any:
+    statuses = type(sample).Status
+    sample.tokens = row.prompt_ids + row.completion_ids
+    sample.response = _last_words(trajectory)
+    sample.response_length = len(row.completion_ids)
+    sample.loss_mask = row.mask
+    sample.rollout_log_probs = masked_logprobs(row, row.mask)
+    sample.reward = reward_of(trajectory)
+    sample.weight_versions = [str(version) for version in sorted({*row.versions} - {-1})]
+    sample.status = statuses.TRUNCATED if trajectory.truncated else statuses.COMPLETED
+    sample.remove_sample = trajectory.truncated
+    sample.metadata = {**(sample.metadata or {}), "rollout_id": trajectory.rollout_id}
+    if siblings and getattr(sample, "rollout_id", None) is None:
+        sample.rollout_id = sample.index
+    return sample
+
+
+def _last_words(trajectory: Trajectory) -> str:
+    """The text of the last answer, for slime's logs: what is trained is `tokens`."""
+    said = (
+        one.get("content") for one in reversed(trajectory.messages) if one["role"] == "assistant"
+    )
+    return next((text for text in said if isinstance(text, str)), "")

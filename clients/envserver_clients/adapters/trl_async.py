@@ -1,0 +1,388 @@
+"""A rollout worker for TRL's `AsyncGRPOTrainer`: groups that a server makes all the time.
+
+    weights = VllmFull(engine_url, folder, server=client)
+    worker = EnvserverRolloutWorker(url, run="my-run", model=model, weights=weights)
+    trainer = AsyncGRPOTrainer(
+        model=model, args=AsyncGRPOConfig(token_budget=..., ...), train_dataset=any_rows,
+        rollout_worker=worker, weight_transfer=worker.weight_transfer,
+        callbacks=[worker.checkpoints()],
+    )
+
+In: leases of groups. Out: `RolloutSample`s on `rollout_buffer`, one for each row, with advantages.
+What holds: what a sample holds was sampled, masked and scored by the server, nothing is made anew;
+its `model_version` is that of its oldest token; a lease is acknowledged when the trainer has
+learned from all of it, so that one that dies loses nothing, and with `checkpoints` one that begins
+again from a checkpoint (`checkpoint="step-40"`) goes on with what came after it. Read from
+TRL 1.16.0 (`RolloutWorkerProtocol`, `WeightTransferProtocol`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from envserver_records import ConfigError, ConflictError, EnvserverError, Message
+
+from envserver_clients.http import SyncEnvClient
+from envserver_clients.records import Batch, ClientGroup, Row
+from envserver_clients.training.advantages import Scaling, advantages
+from envserver_clients.weights import WeightPush
+
+from .trl_weights import Versions
+
+_WAIT_SECONDS: Final = 5.0
+_LEASE_SECONDS: Final = 600.0
+_UPDATES_UNTIL_LEARNED: Final = 3
+"""What was taken from the queue may still lie in the trainer's planner, or be fetched ahead."""
+
+
+class WorkerFailed(EnvserverError):
+    """No samples come any more: the server is gone, or nothing was heard of it for too long."""
+
+    kind = "worker_failed"
+
+
+class EnvserverRolloutWorker:
+    """TRL's `RolloutWorkerProtocol`.
+
+    Args:
+        server_url: of `envserver serve`.
+        run: name of this trainer's run; the same name goes on with it.
+        model: folder or hub name of the model that is trained: its configuration goes along with
+            the weights. Needed where there are `weights`.
+        weights: brings the trainer's weights to the engine of that server, by `weight_transfer`:
+            all of them, those of an adapter merged. None: they get there by other means, and only
+            their version is published.
+        checkpoint: go back to it (see `checkpoints`); None: go on where the run stands.
+        groups: leased at a time; the server makes a few times as many ahead.
+        environments: only groups of these; none named: of all.
+        max_staleness: versions that a group may be behind when it is leased; None: any.
+        scaling: of advantages.
+        queue_size: samples that wait for the trainer; the more, the older they get.
+        token: the server's access token; unset: the environment variable ENVSERVER_TOKEN.
+    """
+
+    def __init__(
+        self,
+        server_url: str,
+        *,
+        run: str,
+        model: str | Path | None = None,
+        weights: WeightPush | None = None,
+        checkpoint: str | None = None,
+        groups: int = 4,
+        environments: Sequence[str] = (),
+        max_staleness: int | None = None,
+        scaling: Scaling = "std",
+        queue_size: int = 64,
+        token: str | None = None,
+    ) -> None:
+        if weights is not None and model is None:
+            raise ConfigError("Weights need the name of their model: model=.")
+        self._client = SyncEnvClient(
+            server_url,
+            run=run,
+            batch_size=groups,
+            environments=environments,
+            keep_leases_seconds=_LEASE_SECONDS,
+            token=token,
+        )
+        self._is_open = False
+        self._checkpoint = checkpoint
+        self._max_staleness = max_staleness
+        self._scaling: Scaling = scaling
+        self._versions: Versions | None = None
+        self._model_version = 0
+        self._held = _Held()
+        self._numbers = itertools.count()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._heard_at = time.monotonic()
+        self.rollout_buffer = _Buffer(queue_size, self._held)
+        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
+        self.weight_transfer = _Transfer(self, weights, model)
+
+    def start(self) -> None:
+        """Begins to lease; called by the trainer after the first weights are at the engine."""
+        self._open()
+        self._heard_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="rollout-worker", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends it. What the trainer has taken is acknowledged, the rest is given back."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        if not self._is_open:
+            return
+        try:
+            for lease_id in self._held.taken():
+                self._ack(lease_id)
+            for lease_id in self._held.untaken():
+                self._client.nack(lease_id, reason="trainer_ended")
+        finally:
+            self._client.__exit__(None, None, None)
+            self._is_open = False
+
+    def update_model_version(self, model_version: int) -> None:
+        """The engine has the weights of this version."""
+        self._open()
+        self._model_version = model_version
+        self._client.publish_policy_version(self.published(model_version))
+        for lease_id in self._held.learned():
+            self._ack(lease_id)
+
+    def check_health(self, stale_after_s: float) -> None:
+        """
+        Raises:
+            WorkerFailed: it has ended by an error, or nothing was heard for so long.
+        """
+        if self._error is not None:
+            raise WorkerFailed(f"No more rollouts: {self._error}") from self._error
+        silent = time.monotonic() - self._heard_at
+        if self._thread is not None and silent > stale_after_s:
+            raise WorkerFailed(f"Nothing was heard of the server for {silent:.0f} s.")
+
+    def checkpoints(self) -> Any:
+        """A `TrainerCallback` that says at the server which checkpoint holds what was learned: its
+        name there is `step-N`."""
+        from transformers import TrainerCallback
+
+        worker = self
+
+        class Checkpoints(TrainerCallback):  # type: ignore[misc]
+            def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+                worker.saved(f"step-{state.global_step}")
+
+        return Checkpoints()
+
+    def saved(self, checkpoint: str) -> None:
+        """The checkpoint of this name holds all that was acknowledged until now."""
+        if self._held.last_acked is not None:
+            self._client.ack(self._held.last_acked, checkpoint=checkpoint)
+
+    def published(self, model_version: int) -> int:
+        """The server's policy version of a trainer's version."""
+        if self._versions is None:
+            self._open()
+            self._versions = Versions(self._client.status()["policy_version"])
+        return self._versions.of(model_version)
+
+    def _open(self) -> None:
+        if self._is_open:
+            return
+        self._client.__enter__()
+        self._is_open = True
+        if self._checkpoint is not None:
+            self._client.resume(self._checkpoint)
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                batch = self._lease()
+                self._heard_at = time.monotonic()
+                if batch is not None:
+                    self._offer(batch)
+        except Exception as error:  # noqa: BLE001 - the trainer hears of it in check_health
+            self._error = error
+
+    def _lease(self) -> Batch | None:
+        if self._max_staleness is None:
+            return self._client.lease(whole=False, wait_seconds=_WAIT_SECONDS)
+        return self._client.lease(
+            whole=False, wait_seconds=_WAIT_SECONDS, max_staleness=self._max_staleness
+        )
+
+    def _offer(self, batch: Batch) -> None:
+        """Puts all samples of a batch on the queue, however long that takes."""
+        samples = [sample for group in batch.groups for sample in self._samples(group)]
+        self._held.add(batch.lease_id, len(samples))
+        for sample in samples:
+            while not self._stop.is_set():
+                try:
+                    self.rollout_buffer.put((batch.lease_id, sample), timeout=_WAIT_SECONDS)
+                    break
+                except queue.Full:
+                    self._heard_at = time.monotonic()
+
+    def _samples(self, group: ClientGroup) -> list[Any]:
+        return samples_of(
+            group,
+            number=next(self._numbers),
+            scaling=self._scaling,
+            model_version=self._model_version,
+            base=self.published(self._model_version) - self._model_version,
+        )
+
+    def _ack(self, lease_id: str) -> None:
+        try:
+            self._client.ack(lease_id)
+        except ConflictError:
+            self.metrics_queue.put({"envserver/lost_leases_total": 1.0})
+            return
+        self._held.last_acked = lease_id
+
+
+def samples_of(
+    group: ClientGroup, *, number: int, scaling: Scaling, model_version: int, base: int
+) -> list[Any]:
+    """The rows of a group as TRL's `RolloutSample`s; those that are not to be learned from count
+    in the group's mean alone.
+
+    Args:
+        number: of the group, for TRL.
+        model_version: of a row of which nobody knows what sampled it.
+        base: the server's policy version of the trainer's version 0.
+    """
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+    rewards = {row.trajectory: row.reward for row in group.rows}
+    if not rewards:
+        return []
+    better = dict(zip(rewards, advantages(list(rewards.values()), scaling), strict=True))
+    spread = float(np.std(list(rewards.values())))
+    samples = []
+    for row in group.rows:
+        if not row.learn or row.logprobs is None or not row.mask.any():
+            continue
+        prompt, completion = _parted(row.messages)
+        samples.append(
+            RolloutSample(
+                prompt=prompt,
+                completion=completion,
+                input_ids=row.tokens.astype(np.int64),
+                completion_mask=row.mask.astype(np.int64),
+                old_log_probs=row.logprobs.astype(np.float32),
+                advantage=float(better[row.trajectory]),
+                model_version=_version(row, base, model_version),
+                group_id=number,
+                metrics={"reward": row.reward, "reward_std": spread},
+                enqueued_at=time.time(),
+            )
+        )
+    return samples
+
+
+def _parted(messages: list[Message]) -> tuple[list[Message], list[Message]]:
+    """What the model was told first, and the rest."""
+    roles = [message.get("role") for message in messages]
+    first = roles.index("assistant") if "assistant" in roles else len(messages)
+    return messages[:first], messages[first:]
+
+
+def _version(row: Row, base: int, unknown: int) -> int:
+    """The trainer's version of the oldest token."""
+    oldest = int(row.versions[row.mask == 1].min())
+    return unknown if oldest < 0 else oldest - base
+
+
+class _Held:
+    """Which leases are open, and how much of each the trainer has taken."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left: dict[str, int] = {}
+        self._taken: deque[list[str]] = deque([[]])
+        self.last_acked: str | None = None
+
+    def add(self, lease_id: str, samples: int) -> None:
+        with self._lock:
+            if samples:
+                self._left[lease_id] = samples
+            else:
+                self._taken[-1].append(lease_id)
+
+    def take(self, lease_id: str) -> None:
+        """The trainer has taken a sample of this lease."""
+        with self._lock:
+            self._left[lease_id] -= 1
+            if not self._left[lease_id]:
+                del self._left[lease_id]
+                self._taken[-1].append(lease_id)
+
+    def learned(self) -> list[str]:
+        """At an update of the weights: the leases that the trainer has learned from by now."""
+        with self._lock:
+            self._taken.append([])
+            if len(self._taken) <= _UPDATES_UNTIL_LEARNED:
+                return []
+            return self._taken.popleft()
+
+    def taken(self) -> list[str]:
+        """At the end: what the trainer has taken, oldest first."""
+        with self._lock:
+            return [lease_id for leases in self._taken for lease_id in leases]
+
+    def untaken(self) -> list[str]:
+        """At the end: what it has not, or not all of."""
+        with self._lock:
+            return list(self._left)
+
+
+class _Buffer(queue.Queue[Any]):
+    """A queue into which samples go with their lease, and from which they come without it."""
+
+    def __init__(self, size: int, held: _Held) -> None:
+        super().__init__(size)
+        self._of_leases = held
+
+    def _get(self) -> Any:
+        lease_id, sample = super()._get()
+        self._of_leases.take(lease_id)
+        return sample
+
+
+class _Transfer:
+    """TRL's `WeightTransferProtocol`: the weights as a folder, brought by
+    `envserver_clients.weights`.
+    """
+
+    def __init__(
+        self,
+        worker: EnvserverRolloutWorker,
+        weights: WeightPush | None,
+        model: str | Path | None,
+    ) -> None:
+        self._worker = worker
+        self._weights = weights
+        self._model = model
+        self._sent = 0
+
+    def init_weight_transfer(self) -> None:
+        """There is nothing to set up."""
+
+    def pause(self) -> None:
+        """`send_weights` pauses the server's calls for as long as it needs."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
+        """Writes them down and lets the engine load them."""
+        self._sent += 1
+        if self._weights is None:
+            for _ in iterator:  # on other ranks it takes part in gathering the weights
+                pass
+            return
+
+        def save(folder: Path) -> None:
+            from safetensors.torch import save_file
+            from transformers import AutoConfig
+
+            AutoConfig.from_pretrained(self._model).save_pretrained(folder)
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in iterator}
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+        self._weights.publish(self._worker.published(self._sent), save, None)
+
+    def resume(self) -> None:
+        """See `pause`."""
+
+    def destroy(self) -> None:
+        """There is nothing to release."""

@@ -1,0 +1,212 @@
+"""Environments for TRL's `environment_factory`: TRL's own loop with our tasks, tools and scores.
+
+    seats = math_seats(data_set="gsm8k", data_path="rows.jsonl")
+    trainer = GRPOTrainer(
+        model=..., args=..., environment_factory=seats,
+        train_dataset=Dataset.from_list(seat_rows(seats)),
+    )
+
+TRL generates and parses the calls itself; so this is for environments whose tools run in the
+trainer's process and whose score comes from what the tools were told. Agents, sandboxes and exact
+tokens of other environments are had through a server (`trl_rollouts`). What holds: each tool has
+the signature of its JSON schema and refuses whatever breaks it; the answer stays out of the model's
+sight. Read from TRL 1.16.0 (`GRPOTrainer.__init__`, `_generate_and_score_completions`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+from envserver_records import ConfigError, InputError, Result, Split, Task
+from envserver_tools.calling import Tool, ToolError, checked_arguments, cut
+
+from envserver import Environment
+
+Tools = Mapping[str, Tool]
+_RESERVED: Final = frozenset({"reset", "get_reward"})
+_TYPES: Final = {
+    "string": str,
+    "integer": int,
+    "number": float,
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+}
+_MOST_TASKS: Final = 100_000
+
+
+@dataclass(frozen=True)
+class Use:
+    """One call of a tool, which was in order."""
+
+    tool: str
+    arguments: dict[str, Any]
+    text: str
+
+
+class Seat:
+    """One rollout at a time of an environment: what TRL calls an environment. See `seats_for`."""
+
+    environment: ClassVar[Environment]
+    tasks: ClassVar[Mapping[str, Task]]
+    # TRL makes a tool of every public function that it finds here.
+    _question: ClassVar[Callable[[dict[str, Any]], str]]
+    _output: ClassVar[Callable[[list[Use]], Any]]
+
+    def __init__(self) -> None:
+        self._task: Task | None = None
+        self._uses: list[Use] = []
+        self._errors = 0
+
+    def reset(self, *, task_id: str, **columns: Any) -> str:
+        """Begins with the task of this id; what the model is asked.
+
+        Raises:
+            InputError: there is none.
+        """
+        if task_id not in self.tasks:
+            raise InputError(f"{self.environment.name} has no task {task_id!r}.", place="task_id")
+        self._task, self._uses, self._errors = self.tasks[task_id], [], 0
+        return type(self)._question(self._task.public)
+
+    def get_reward(self) -> float | None:
+        """What the environment says of what the tools were told; None: it cannot say."""
+        if self._task is None:
+            return None
+        output = type(self)._output(self._uses)
+        metrics = {"tool_errors": float(self._errors)}
+        turns = len(self._uses) + 1
+        result = Result(output=output, turns=turns, metrics=metrics, finish_reason="stop")
+        score = self.environment.score(self._task, result)
+        if inspect.isawaitable(score):
+            score = asyncio.run(_awaited(score))
+        return None if score.error is not None else score.reward
+
+    def _use(self, tools: Tools, name: str, arguments: dict[str, Any]) -> str:
+        """
+        Raises:
+            ToolError: the call is not in order; TRL tells the model.
+        """
+        given = {key: value for key, value in arguments.items() if value is not None}
+        try:
+            tool, valid = checked_arguments(tools, name, given)
+            text = tool.function(**valid)
+        except ToolError:
+            self._errors += 1
+            raise
+        if not isinstance(text, str):
+            raise TypeError(f"{name} is asynchronous; TRL's seats take plain tools.")
+        self._uses.append(Use(name, valid, text))
+        return cut(text, tool.max_characters)
+
+
+def seats_for(
+    environment: Environment,
+    tools: Tools,
+    *,
+    question: Callable[[dict[str, Any]], str],
+    output: Callable[[list[Use]], Any],
+    split: Split = "train",
+    limit: int = _MOST_TASKS,
+) -> type[Seat]:
+    """The factory: a class whose instances TRL makes and uses again.
+
+    Args:
+        tools: plain functions; each becomes a method.
+        question: what the model is asked, from a task's public part.
+        output: what the environment's score takes as the rollout's output, from the calls.
+        split, limit: the tasks that can be played.
+
+    Raises:
+        ConfigError: it cannot be played so.
+    """
+    if environment.sandbox is not None:
+        raise ConfigError(
+            f"{environment.name} needs sandboxes, which TRL's own loop does not have.",
+            hint="Use EnvserverRollouts with a server.",
+        )
+    if taken := _RESERVED & tools.keys():
+        raise ConfigError(f"A tool cannot be called {min(taken)!r} in TRL.")
+    tasks = itertools.islice(environment.tasks(split), limit)
+    members: dict[str, Any] = {
+        "environment": environment,
+        "tasks": {task.id: task for task in tasks},
+        "_question": staticmethod(question),
+        "_output": staticmethod(output),
+        **{name: _method(tools, tool) for name, tool in tools.items()},
+    }
+    return type(f"{environment.name.capitalize()}Seat", (Seat,), members)
+
+
+def seat_rows(seats: type[Seat], prompt: str = "") -> list[dict[str, Any]]:
+    """Rows of a data set: one for each task, with `prompt` before the question."""
+    return [
+        {"prompt": [{"role": "user", "content": prompt}], "task_id": task_id}
+        for task_id in seats.tasks
+    ]
+
+
+def math_seats(split: Split = "train", limit: int = 1000, **settings: Any) -> type[Seat]:
+    """`seats_for` problems with a calculator; `settings` are those of `--env.*`."""
+    from envserver_environments.math.agent import TOOLS
+    from envserver_environments.math.env import Math
+    from envserver_environments.math.prompts import question
+
+    def output(uses: list[Use]) -> dict[str, Any]:
+        answers = (use.text for use in uses if use.tool == "finish")
+        return {"answer": next(answers, None), "text": ""}
+
+    environment = Math(Math.Config(**settings))
+    return seats_for(environment, TOOLS, question=question, output=output, split=split, limit=limit)
+
+
+def _method(tools: Tools, tool: Tool) -> Callable[..., str]:
+    """A method with the name, signature and docstring from which TRL makes the tool's schema."""
+    function = tool.description["function"]
+    properties: dict[str, Any] = function["parameters"].get("properties", {})
+    required = set(function["parameters"].get("required", ()))
+
+    def method(self: Seat, **arguments: Any) -> str:
+        return self._use(tools, tool.name, arguments)
+
+    types = {name: _type(schema, name in required) for name, schema in properties.items()}
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter(
+            name,
+            kind,
+            default=inspect.Parameter.empty if name in required else None,
+            annotation=types[name],
+        )
+        for name in properties
+    ]
+    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    method.__name__ = method.__qualname__ = tool.name
+    method.__doc__ = _docstring(function.get("description", tool.name), properties)
+    method.__annotations__ = {**types, "return": str}
+    method.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [self_parameter, *parameters], return_annotation=str
+    )
+    return method
+
+
+def _type(schema: Mapping[str, Any], is_required: bool) -> Any:
+    kind = _TYPES.get(str(schema.get("type")), str)
+    return kind if is_required else kind | None
+
+
+def _docstring(does: str, properties: Mapping[str, Any]) -> str:
+    lines = [
+        f"    {name}: {' '.join(str(schema.get('description', name)).split())}"
+        for name, schema in properties.items()
+    ]
+    return "\n".join([" ".join(does.split()), "", "Args:", *lines])
+
+
+async def _awaited(value: Any) -> Any:
+    return await value

@@ -1,0 +1,244 @@
+"""A `rollout_func` for TRL's `GRPOTrainer`: rollouts of the prompts' tasks, made by a server.
+
+    rollouts = EnvserverRollouts(url, weights=LocalFull(engine_url, folder, server=client))
+    trainer = GRPOTrainer(
+        model=..., args=GRPOConfig(temperature=1.0, ...),     # that of --sampling.temperature
+        train_dataset=Dataset.from_list(task_prompts(url, "math")),
+        rollout_func=rollouts, reward_funcs=environment_reward,
+    )
+
+What holds: exactly one sequence for each prompt, in their order, with the ids and logprobs that the
+engine sampled; groups are made whole, also those that lie on two ranks; before each generation the
+engine has the trainer's weights (a row of the last batch is scored by both), and the policy version
+is the trainer's step. A rollout that was cut off counts with its reward and teaches nothing; one
+that was lost by no fault of the model is a row without any trained token and without a reward,
+which TRL leaves out of the group's mean. Read from TRL 1.16.0 (`GRPOTrainer._generate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from envserver_records import EnvserverError, Trajectory
+
+from envserver_clients.http import SyncEnvClient
+from envserver_clients.weights import WeightPush
+
+from .completions import Completion
+from .trl_prompts import TaskName, task_of
+from .trl_weights import Versions, check_of, saver
+from .whole_groups import (
+    RolloutsLost,
+    is_trainable,
+    loss_mask,
+    main_completion,
+    masked_logprobs,
+)
+
+
+def environment_reward(completions: list[Any], **columns: Any) -> list[float | None]:
+    """A reward function for TRL: what the environment said; None: nothing is known."""
+    rewards: list[float | None] = columns["env_reward"]
+    return rewards
+
+
+class EnvserverRollouts:
+    """A `rollout_func`. `close` it, or use it as a context manager.
+
+    Args:
+        server_url: of `envserver serve`, best with `--rollouts.max_queued_groups 0`.
+        weights: brings the trainer's weights to the engine of that server. None: they get there by
+            other means (`use_vllm`), and only their version is published.
+        token: the server's access token; unset: the environment variable ENVSERVER_TOKEN.
+        timeout_seconds: for the rollouts of one batch.
+    """
+
+    def __init__(
+        self,
+        server_url: str,
+        *,
+        weights: WeightPush | None = None,
+        token: str | None = None,
+        timeout_seconds: float = 3600.0,
+    ) -> None:
+        self._server = (server_url, token)
+        self._weights = weights
+        self._timeout_seconds = timeout_seconds
+        self._client: SyncEnvClient | None = None
+        self._versions: Versions | None = None
+        self._step: int | None = None
+        self._seen: Row | None = None
+
+    def __enter__(self) -> EnvserverRollouts:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connections."""
+        if self._client is not None:
+            self._client.__exit__(None, None, None)
+            self._client = None
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        """See TRL's `rollout_func`: `prompts` are those of this rank.
+
+        Beside what TRL asks for, reward functions get `env_reward` (None: unknown),
+        `env_truncated` (the model was cut off) and `env_version` (the oldest that sampled it).
+
+        Raises:
+            RolloutsLost: none of them came to an end.
+            EnvserverError: see `SyncEnvClient.rollouts` and `envserver_clients.weights`.
+        """
+        from accelerate.utils import broadcast_object_list, gather_object
+
+        self._bring_weights(trainer)
+        tasks = [task_of(prompt) for prompt in prompts]
+        counts = gather_object([len(tasks)])
+        all_tasks = gather_object(tasks)
+        told: list[Any] = [None]
+        if trainer.accelerator.is_main_process:
+            told = [self._all_rows(all_tasks, _group_size(trainer))]
+        broadcast_object_list(told)
+        if isinstance(told[0], EnvserverError):
+            raise told[0]
+        before = sum(counts[: trainer.accelerator.process_index])
+        return _columns(told[0][before : before + len(tasks)])
+
+    def _bring_weights(self, trainer: Any) -> None:
+        """The engine gets the weights of this step, unless it has them; on all ranks."""
+        step: int = trainer.state.global_step
+        if step == self._step:
+            return
+        save = saver(trainer) if self._weights is not None else None
+        if trainer.accelerator.is_main_process:
+            client = self._connected()
+            if self._versions is None:
+                self._versions = Versions(client.status()["policy_version"])
+            version = self._versions.of(step)
+            if self._weights is not None and save is not None:
+                seen = self._seen
+                check = None
+                if seen is not None:
+                    check = check_of(trainer, seen.prompt_ids, seen.completion_ids)
+                self._weights.publish(version, save, check)
+            client.publish_policy_version(version)
+        self._step = step
+
+    def _connected(self) -> SyncEnvClient:
+        if self._client is None:
+            url, token = self._server
+            self._client = SyncEnvClient(url, run=None, token=token).__enter__()
+        return self._client
+
+    def _all_rows(self, tasks: Sequence[TaskName], group_size: int) -> list[Row] | EnvserverError:
+        """The rows of all ranks; an error is for all of them, too, or the others would wait."""
+        try:
+            rows = rows_of(self._trajectories(tasks, group_size))
+        except EnvserverError as error:
+            return error
+        self._seen = rows[0]
+        return rows
+
+    def _trajectories(self, tasks: Sequence[TaskName], group_size: int) -> list[Trajectory | None]:
+        found: list[Trajectory | None] = [None] * len(tasks)
+        groups = grouped(tasks, group_size)
+        kinds = {(tasks[first].environment, tasks[first].split, size) for first, size in groups}
+        for environment, split, size in sorted(kinds):
+            of_kind = [
+                first
+                for first, count in groups
+                if (tasks[first].environment, tasks[first].split, count)
+                == (environment, split, size)
+            ]
+            made = self._connected().rollouts(
+                environment,
+                [tasks[first].task_id for first in of_kind],
+                group_size=size,
+                split=split,
+                timeout_seconds=self._timeout_seconds,
+            )
+            for first, group in zip(of_kind, made, strict=True):
+                found[first : first + size] = group
+        return found
+
+
+def grouped(tasks: Sequence[TaskName], group_size: int) -> list[tuple[int, int]]:
+    """Where groups begin, and how many rows each has: neighbours with the same task, at most
+    `group_size` of them."""
+    groups: list[tuple[int, int]] = []
+    for index, task in enumerate(tasks):
+        if groups and tasks[groups[-1][0]] == task and groups[-1][1] < group_size:
+            groups[-1] = (groups[-1][0], groups[-1][1] + 1)
+        else:
+            groups.append((index, 1))
+    return groups
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence, named as TRL names its parts."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float]
+    env_mask: list[int]
+    env_reward: float | None
+    env_truncated: bool
+    env_version: int
+
+
+def rows_of(trajectories: Sequence[Trajectory | None]) -> list[Row]:
+    """A row for each, in their order.
+
+    Raises:
+        RolloutsLost: there is not one.
+    """
+    found = [None if one is None else _row(one) for one in trajectories]
+    made = next((row for row in found if row is not None), None)
+    if made is None:
+        raise RolloutsLost(
+            f"All {len(trajectories)} rollouts were lost by no fault of the model.",
+            hint="GET /v1/status of the server says what failed.",
+        )
+    empty = Row(made.prompt_ids, made.completion_ids[-1:], [0.0], [0], None, False, -1)
+    return [row or empty for row in found]
+
+
+def _row(trajectory: Trajectory) -> Row | None:
+    if not is_trainable(trajectory):
+        return None
+    # TRL takes one sequence, also of an agent that forked its history.
+    chosen = main_completion(trajectory)
+    mask = loss_mask(trajectory, chosen)
+    return Row(
+        prompt_ids=chosen.prompt_ids,
+        completion_ids=chosen.completion_ids,
+        logprobs=masked_logprobs(chosen, mask),
+        env_mask=mask,
+        env_reward=trajectory.score.reward,
+        env_truncated=trajectory.truncated,
+        env_version=_oldest(chosen),
+    )
+
+
+def _oldest(completion: Completion) -> int:
+    pairs = zip(completion.versions, completion.mask, strict=True)
+    return min(version for version, trained in pairs if trained)
+
+
+def _columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    columns: dict[str, list[Any]] = {name: [] for name in Row.__dataclass_fields__}
+    for row in rows:
+        for name, value in asdict(row).items():
+            columns[name].append(value)
+    return columns
+
+
+def _group_size(trainer: Any) -> int:
+    training = trainer.model.training
+    size: int = trainer.num_generations if training else trainer.num_generations_eval
+    return size

@@ -1,0 +1,155 @@
+"""verl: an agent loop that has its rollouts made by a server.
+
+In: a row of verl's data set whose `extra_info` (or a column of its own) names `task_id` and, where
+it is not always the same, `environment`. Out: verl's `AgentLoopOutput`: `prompt_ids` up to the
+first sampled token, `response_ids` from there on with `response_mask` 1 where the policy sampled,
+`response_logprobs` 0.0 elsewhere. verl pads; no text is tokenised again.
+
+What verl reads as `agent_loop_config_path`, with `agent_name: envserver` in the data set:
+
+    - name: envserver
+      _target_: envserver_clients.adapters.verl.EnvserverLoop
+      url: http://127.0.0.1:8000
+      environment: math
+
+Sampling settings are those of the server. Tried with verl 0.9.1: its registry, its padding, and the
+batch that its trainer gets.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+from envserver_records import InputError, Split, Trajectory
+
+from envserver_clients.http import EnvClient
+
+from .completions import Completion, completions_of
+from .whole_groups import (
+    Wish,
+    complete_groups,
+    loss_mask,
+    main_completion,
+    masked_logprobs,
+    named,
+    reward_of,
+)
+
+Rows = Literal["one", "all"]
+_UNKNOWN: Final = -1
+
+
+class EnvserverLoop:
+    """Made by verl for each rollout; arguments that verl gives beside these are not needed.
+
+    Args:
+        trainer_config: verl's; the longest prompt and response stand in it.
+        url: of the server.
+        environment: of rows that name none.
+        rows: one: of a rollout whose agent forked its history, the row with the most trained
+            tokens (verl's default trainer takes one for each row of its batch); all: a list of
+            them, which its trainers with a TransferQueue take.
+        split: unset: the one that the server serves.
+        tries: so often a rollout is asked for that is lost by no fault of the model.
+    """
+
+    def __init__(
+        self,
+        trainer_config: Any,
+        *,
+        url: str,
+        environment: str | None = None,
+        rows: Rows = "one",
+        split: Split | None = None,
+        token: str | None = None,
+        tries: int = 3,
+        timeout_seconds: float = 3600.0,
+        **_: Any,
+    ) -> None:
+        rollout = trainer_config.config.actor_rollout_ref.rollout
+        self._prompt_length = int(rollout.prompt_length)
+        self._response_length = int(rollout.response_length)
+        self._url = url
+        self._environment = environment
+        self._rows = rows
+        self._split: Split | None = split
+        self._token = token
+        self._tries = tries
+        self._timeout_seconds = timeout_seconds
+
+    async def run(self, sampling_params: dict[str, Any], **fields: Any) -> Any:
+        """One rollout of the task that the row names: verl's `AgentLoopOutput`, or a list of them.
+
+        Raises:
+            InputError: the row names no task, or the prompt is longer than verl is set.
+            RolloutsLost: by no fault of the model, after all tries.
+        """
+        columns = dict(fields.get("extra_info") or {}) | fields
+        environment, task_id = named(columns, self._environment, "extra_info")
+        wish = Wish(environment, [task_id], split=self._split)
+        async with EnvClient(self._url, run=None, token=self._token) as client:
+            ((trajectory,),) = await complete_groups(
+                client, wish, tries=self._tries, timeout_seconds=self._timeout_seconds
+            )
+        from verl.experimental.agent_loop.agent_loop import (  # type: ignore[import-not-found, unused-ignore]
+            AgentLoopOutput,
+        )
+
+        outputs = [
+            AgentLoopOutput(**output)
+            for output in outputs_of(
+                trajectory,
+                self._rows,
+                prompt_length=self._prompt_length,
+                response_length=self._response_length,
+            )
+        ]
+        return outputs if self._rows == "all" else outputs[0]
+
+
+def outputs_of(
+    trajectory: Trajectory, rows: Rows, *, prompt_length: int, response_length: int
+) -> list[dict[str, Any]]:
+    """The fields of an `AgentLoopOutput` for each row.
+
+    Args:
+        prompt_length: tokens at most; a longer prompt cannot be cut without telling a lie.
+        response_length: tokens at most; what is beyond is left out, as verl's own loops do.
+
+    Raises:
+        InputError: a prompt is too long, or the trajectory has no trained token or no reward.
+    """
+    taken = completions_of(trajectory) if rows == "all" else [main_completion(trajectory)]
+    for one in taken:
+        if len(one.prompt_ids) > prompt_length:
+            raise InputError(
+                f"A prompt of {len(one.prompt_ids)} tokens is longer than {prompt_length}.",
+                hint="Raise data.max_prompt_length, or lower the environment's limits.",
+                place="prompt_length",
+            )
+    return [_output(trajectory, one, response_length) for one in taken]
+
+
+def _output(trajectory: Trajectory, row: Completion, length: int) -> dict[str, Any]:
+    mask = loss_mask(trajectory, row)
+    reward, usage = reward_of(trajectory), trajectory.usage
+    versions = [version for version in row.versions if version != _UNKNOWN]
+    return {
+        "prompt_ids": row.prompt_ids,
+        "response_ids": row.completion_ids[:length],
+        "response_mask": mask[:length],
+        "response_logprobs": masked_logprobs(row, mask)[:length],
+        "reward_score": reward,
+        "num_turns": len(trajectory.messages),
+        "metrics": {
+            "generate_sequences": usage.model_seconds,
+            "tool_calls": max(0.0, usage.seconds - usage.model_seconds),
+        },
+        "extra_fields": {
+            # verl wants the same numbers of every row of a batch.
+            "reward_extra_info": {"truncated": float(trajectory.truncated)},
+            "min_global_steps": min(versions, default=None),
+            "max_global_steps": max(versions, default=None),
+            "rollout_id": trajectory.rollout_id,
+        },
+    }

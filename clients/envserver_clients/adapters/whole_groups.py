@@ -1,0 +1,153 @@
+"""Rollouts of named tasks with none missing, and the one row that stands for a trajectory.
+
+In: which tasks, how many rollouts of each. Out: trajectories in that order, each with a reward and
+at least one trained token: what trainers that can express neither get. A rollout that was lost by
+no fault of the model is never made up for by a reward of 0: its group is made again, whole, so that
+what is compared was scored together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from envserver_records import EnvserverError, InputError, Split, Trajectory
+
+from .completions import Completion, completions_of
+
+_MOST_TASKS: Final = 1024
+"""That may be named at once."""
+
+
+class RolloutsLost(EnvserverError):
+    """Rollouts failed by no fault of the model, however often they were asked for."""
+
+    kind = "rollouts_lost"
+
+
+class Rollouts(Protocol):
+    """What of a client is needed here: `envserver_clients.http.EnvClient` has it."""
+
+    async def rollouts(
+        self,
+        environment: str,
+        task_ids: Sequence[str],
+        *,
+        group_size: int = ...,
+        split: Split | None = ...,
+        timeout_seconds: float = ...,
+    ) -> list[list[Trajectory | None]]: ...
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked for.
+
+    Args:
+        group_size: rollouts of each task.
+        split: None: the one that the server serves.
+    """
+
+    environment: str
+    task_ids: list[str]
+    group_size: int = 1
+    split: Split | None = None
+
+
+async def complete_groups(
+    client: Rollouts, wish: Wish, *, tries: int = 3, timeout_seconds: float = 3600.0
+) -> list[list[Trajectory]]:
+    """A whole group for each task, in the order of the tasks.
+
+    Args:
+        tries: so often a group is asked for.
+        timeout_seconds: for each try.
+
+    Raises:
+        RolloutsLost: groups are not whole after that.
+    """
+    found: list[list[Trajectory]] = [[] for _ in wish.task_ids]
+    lacking = list(range(len(wish.task_ids)))
+    for _ in range(tries):
+        for first in range(0, len(lacking), _MOST_TASKS):
+            places = lacking[first : first + _MOST_TASKS]
+            groups = await client.rollouts(
+                wish.environment,
+                [wish.task_ids[place] for place in places],
+                group_size=wish.group_size,
+                split=wish.split,
+                timeout_seconds=timeout_seconds,
+            )
+            for place, group in zip(places, groups, strict=True):
+                found[place] = [one for one in group if one is not None and is_trainable(one)]
+        lacking = [place for place in lacking if len(found[place]) < wish.group_size]
+        if not lacking:
+            return found
+    lost = ", ".join(wish.task_ids[place] for place in lacking)
+    raise RolloutsLost(
+        f"Rollouts of {wish.environment} were lost {tries} times: {lost}.",
+        hint="The server's log and /v1/status say why: engine, sandbox or scorer.",
+    )
+
+
+def is_trainable(trajectory: Trajectory) -> bool:
+    """It has a reward, and at least one trained token."""
+    return trajectory.score.reward is not None and any(
+        sequence.mask.any() for sequence in trajectory.sequences
+    )
+
+
+def main_completion(trajectory: Trajectory) -> Completion:
+    """The row with the most trained tokens (of several, the last): for those who take only one.
+
+    Raises:
+        InputError: no token of the trajectory is trained.
+    """
+    found = completions_of(trajectory)
+    if not found:
+        raise InputError(f"Rollout {trajectory.rollout_id} has no trained token.", place="mask")
+    return max(reversed(found), key=lambda one: sum(one.mask))
+
+
+def loss_mask(trajectory: Trajectory, completion: Completion) -> list[int]:
+    """Its mask, all 0 when the trajectory was cut off: the reward counts, nothing is learned."""
+    return [0] * len(completion.mask) if trajectory.truncated else completion.mask
+
+
+def masked_logprobs(completion: Completion, mask: list[int]) -> list[float]:
+    """Its logprobs, 0.0 where `mask` is 0."""
+    return [logprob if one else 0.0 for logprob, one in zip(completion.logprobs, mask, strict=True)]
+
+
+def reward_of(trajectory: Trajectory) -> float:
+    """Its reward.
+
+    Raises:
+        InputError: it has none.
+    """
+    if trajectory.score.reward is None:
+        raise InputError(f"Rollout {trajectory.rollout_id} has no reward.", place="reward")
+    return trajectory.score.reward
+
+
+def named(columns: dict[str, Any], environment: str | None, where: str) -> tuple[str, str]:
+    """The environment and the task id that `columns` of a trainer's row name.
+
+    Args:
+        environment: where they name none.
+        where: of the columns, for the error.
+
+    Raises:
+        InputError: there is no task id, or no environment.
+    """
+    found = columns.get("environment") or environment
+    task_id = columns.get("task_id")
+    if not found or not task_id:
+        missing = "environment" if task_id else "task_id"
+        raise InputError(
+            f"A row has no {missing} in {where}.",
+            hint="Make the data set from `client.tasks(environment)`: one row for each task id.",
+            place=where,
+        )
+    return str(found), str(task_id)

@@ -1,0 +1,486 @@
+"""The client for asyncio; `envserver_clients.http` says how a trainer uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, Final, Self, Unpack
+
+import httpx
+import msgspec
+from envserver_records import ConflictError, EnvserverError, InputError, NotFoundError, Split
+
+from .estimates import TaskEstimate, read_estimates
+from .frames import Frames
+from .on_demand import OnDemand
+from .protocol import (
+    LONGEST_WAIT_SECONDS,
+    Answer,
+    Call,
+    Calls,
+    Delivery,
+    InFlight,
+    Retries,
+    Wanted,
+    authorization,
+    batch_of,
+    checked,
+    inflated,
+    pause_before_next,
+)
+from .records import Batch, ClientGroup, GroupSummary, decode_batch, decode_group, decode_page
+
+log = logging.getLogger(__name__)
+
+_RETRIES: Final = Retries()
+_INLINE_BYTES: Final = 256 * 1024
+"""Less than this is inflated on the event loop."""
+
+
+class EnvClient(OnDemand):
+    """An async context manager that registers its run.
+
+    Args:
+        url: of the server.
+        run: name of this trainer's run; the same name goes on with it. None: no run is registered,
+            for who only orders rollouts, publishes or looks; then nothing can be leased.
+        batch_size: groups per batch.
+        delivery: shared: each group goes to one of all shared runs; broadcast: this run gets every
+            group.
+        environments: only groups of these; none named: of all.
+        settings: anything JSON-like that is to be found again with the run.
+        token: the server's access token; unset: the environment variable ENVSERVER_TOKEN.
+        keep_leases_seconds: what was leased and is not acknowledged yet is extended to so many
+            seconds, again and again, for as long as the client is open; unset: leases end as they
+            were made.
+        compress: let groups come as the server has them on disk (zstd): less work for it, less on
+            the way.
+        timeout_seconds: for one request, beyond the waiting it asks for.
+        retries: see `Retries`.
+        transport: for tests.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        run: str | None,
+        batch_size: int = 8,
+        delivery: Delivery = "shared",
+        environments: Sequence[str] = (),
+        settings: dict[str, Any] | None = None,
+        token: str | None = None,
+        keep_leases_seconds: float | None = None,
+        compress: bool = True,
+        timeout_seconds: float = 60.0,
+        retries: Retries = _RETRIES,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._has_run = run is not None
+        self._calls = Calls(
+            run or "",
+            batch_size=batch_size,
+            delivery=delivery,
+            environments=environments,
+            settings=settings,
+        )
+        self._url = url
+        self._keep_seconds = keep_leases_seconds
+        self._compress = compress
+        self._timeout_seconds = timeout_seconds
+        self._retries = retries
+        self._held: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        headers = authorization(token)
+        self._http = httpx.AsyncClient(base_url=url, transport=transport, headers=headers)
+
+    def __repr__(self) -> str:
+        return f"EnvClient({self._url!r}, run={self._calls.name!r})"
+
+    async def __aenter__(self) -> Self:
+        try:
+            if self._has_run:
+                await self.register()
+        except BaseException:
+            await self.close()
+            raise
+        if self._keep_seconds is not None:
+            self._start(self._keep(self._keep_seconds), "keep-leases")
+        return self
+
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Runs `work` until it ends or the client is closed."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connections and ends streams; leases stay as they are."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._http.aclose()
+
+    # The run
+
+    async def register(self) -> dict[str, Any]:
+        """Creates the run or goes on with it; what the server knows of it.
+
+        Raises:
+            ConflictError: there is one of this name with another delivery.
+        """
+        return _object(await self._send(self._calls.register()))
+
+    async def resume(self, checkpoint: str | None) -> dict[str, Any]:
+        """Goes back to a checkpoint: what was acknowledged after it is delivered again, in its old
+        order, and open leases of the run are given back.
+
+        Args:
+            checkpoint: the last one for which `ack` was called with its name; None: the trainer
+                starts from nothing, so all that the run ever acknowledged comes again.
+
+        Raises:
+            NotFoundError: the run has no such checkpoint.
+        """
+        answer = _object(await self._send(self._calls.resume(checkpoint)))
+        self._held.clear()
+        return answer
+
+    async def checkpoints(self) -> list[dict[str, Any]]:
+        """Name, acked_groups and created_at of each checkpoint of the run, oldest first."""
+        answer = _object(await self._send(self._calls.checkpoints()))
+        found: list[dict[str, Any]] = answer["checkpoints"]
+        return found
+
+    async def close_run(self) -> None:
+        """Ends the run: open leases are given back, nothing is kept for it any longer."""
+        await self._send(self._calls.close_run())
+        self._held.clear()
+
+    # Groups
+
+    async def lease(
+        self, *, whole: bool = True, wait_seconds: float = 0.0, **wanted: Unpack[Wanted]
+    ) -> Batch | None:
+        """The oldest groups, or None when too few came within `wait_seconds` (at most 60).
+
+        Args:
+            whole: only a full batch (of `max_groups`, or `batch_size` groups) will do.
+            wanted: see `Wanted`.
+        """
+        call = self._calls.lease(whole=whole, wait_seconds=wait_seconds, wanted=wanted)
+        batch = batch_of(await self._send(call))
+        if batch is not None:
+            self._held.add(batch.lease_id)
+        return batch
+
+    async def batches(
+        self,
+        *,
+        whole: bool = True,
+        idle_seconds: float | None = None,
+        **wanted: Unpack[Wanted],
+    ) -> AsyncGenerator[Batch, None]:
+        """Batches as they come, without end, each asked for when the one before is done with.
+
+        Args:
+            whole, wanted: as for `lease`.
+            idle_seconds: end when no batch came for this long.
+        """
+        while True:
+            idle_until = None if idle_seconds is None else time.monotonic() + idle_seconds
+            batch = None
+            while batch is None:
+                wait = _wait_seconds(idle_until)
+                batch = await self.lease(whole=whole, wait_seconds=wait, **wanted)
+                if batch is None and idle_until is not None and time.monotonic() >= idle_until:
+                    return
+            yield batch
+
+    async def stream(
+        self,
+        *,
+        window: int = 2,
+        whole: bool = True,
+        give_back: bool = False,
+        idle_seconds: float | None = None,
+        **wanted: Unpack[Wanted],
+    ) -> AsyncGenerator[Batch, None]:
+        """Batches that the server pushes: the next ones are here while one is trained on.
+
+        A connection that breaks is made anew, and nothing is lost or doubled. What came and was not
+        yielded when the iterator is closed is given back.
+
+        Args:
+            window: so many batches at a time are leased and not acknowledged. Their leases run
+                while they wait here: see `keep_leases_seconds`.
+            whole, wanted: as for `lease`.
+            give_back: when the connection breaks, the server gives at once to others what was not
+                acknowledged; else that stays leased to this stream until its leases end.
+            idle_seconds: end when no batch came for this long.
+
+        Raises:
+            ServerUnreachable: it could not be made anew, however often it was tried.
+            NotFoundError, ConflictError: there is no such run, or it is closed.
+        """
+        call = self._calls.stream(
+            stream_id=uuid.uuid4().hex,
+            whole=whole,
+            window=window,
+            give_back=give_back,
+            wanted=wanted,
+        )
+        arrived: asyncio.Queue[Batch | None] = asyncio.Queue()  # bounded by the window
+        reader = self._start(self._read_stream(call, arrived), "lease-stream")
+        try:
+            while True:
+                async with asyncio.timeout(idle_seconds):
+                    batch = await arrived.get()
+                if batch is None:
+                    await reader  # raises what ended it
+                    return
+                yield batch
+        except TimeoutError:
+            return
+        finally:
+            reader.cancel()
+            with suppress(asyncio.CancelledError, EnvserverError):
+                await reader
+            while not (arrived.empty() or self._http.is_closed):
+                if unread := arrived.get_nowait():
+                    await self._give_back(unread)
+
+    async def _give_back(self, batch: Batch) -> None:
+        try:
+            await self.nack(batch, reason="unread")
+        except EnvserverError as error:
+            log.info("lease %s ends by itself: %s", batch.lease_id, error)
+
+    async def _read_stream(self, call: Call, arrived: asyncio.Queue[Batch | None]) -> None:
+        """Puts batches into `arrived` until cancelled or in vain; None is the last."""
+        last, failed = "", 0
+        try:
+            while True:
+                problem: Exception | Answer
+                try:
+                    async for batch in self._connected(call, last):
+                        last, failed = batch.lease_id, 0
+                        self._held.add(last)
+                        arrived.put_nowait(batch)
+                    problem = httpx.ReadError("the stream ended")
+                except httpx.TransportError as error:
+                    problem = error
+                except _Refused as refusal:
+                    problem = refusal.answer
+                failed += 1
+                pause = pause_before_next(self._retries, failed, problem)
+                if pause is None:
+                    assert isinstance(problem, Answer)
+                    checked(problem)
+                await asyncio.sleep(pause or 0.0)
+        finally:
+            arrived.put_nowait(None)
+
+    async def _connected(self, call: Call, last: str) -> AsyncIterator[Batch]:
+        """The batches of one connection, behind the lease `last`."""
+        headers = {"accept": call.accept, "accept-encoding": self._encodings}
+        if last:
+            headers["last-event-id"] = last
+        timeout = _timeout(self._timeout_seconds, call)
+        async with self._http.stream(
+            call.method, call.path, headers=headers, timeout=timeout
+        ) as answer:
+            if answer.status_code != 200:
+                raise _Refused(Answer(answer.status_code, answer.headers, await answer.aread()))
+            frames = Frames(answer.headers.get("content-encoding", ""))
+            async for part in answer.aiter_raw():
+                for frame in frames.feed(part):
+                    if frame:
+                        yield decode_batch(frame)
+
+    async def ack(self, batch: Batch | str, *, checkpoint: str | None = None) -> None:
+        """The batch is trained on; it is never delivered again. Twice is fine.
+
+        Args:
+            batch: or the `lease_id` of one, as a checkpoint remembers it.
+            checkpoint: name of the checkpoint that was just saved and holds what was learned from
+                this batch and all that were acknowledged before; `resume` goes back to it.
+
+        Raises:
+            ConflictError: its lease expired and others have its groups.
+        """
+        await self._close_lease("ack", batch, checkpoint=checkpoint)
+
+    async def nack(self, batch: Batch | str, *, reason: str | None = None) -> None:
+        """Gives the batch back; it is delivered again, first. The server counts by `reason`."""
+        await self._close_lease("nack", batch, reason=reason)
+
+    async def _close_lease(self, what: str, batch: Batch | str, **more: Any) -> None:
+        lease_id = _lease_id(batch)
+        try:
+            await self._send(self._calls.on_lease(what, lease_id, **more))
+        except (ConflictError, NotFoundError):
+            self._held.discard(lease_id)
+            raise
+        self._held.discard(lease_id)
+
+    async def extend(self, batch: Batch | str, seconds: float) -> float:
+        """Lets the lease end `seconds` from now; when that is."""
+        call = self._calls.on_lease("extend", _lease_id(batch), seconds=seconds)
+        return float(_object(await self._send(call))["expires_at"])
+
+    async def _keep(self, seconds: float) -> None:
+        """Extends all that is held, again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(seconds / 3)
+            for lease_id in list(self._held):
+                try:
+                    await self.extend(lease_id, seconds)
+                except (ConflictError, NotFoundError) as error:
+                    self._held.discard(lease_id)
+                    log.warning("lease %s was lost: %s", lease_id, error)
+                except EnvserverError as error:
+                    log.warning("lease %s could not be extended: %s", lease_id, error)
+
+    async def list_groups(self, *, after: int = 0, limit: int = 100) -> list[GroupSummary]:
+        """What is known of up to `limit` (at most 1024) groups behind number `after`, oldest first.
+
+        Nothing is leased; the next page begins after the `seq` of the last of them.
+        """
+        return decode_page((await self._send(self._calls.groups(after, limit))).content)
+
+    async def get_group(self, group_id: str) -> ClientGroup:
+        """One group with its rows, whatever its state; it is neither leased nor consumed."""
+        return decode_group((await self._send(self._calls.group(group_id))).content)
+
+    async def task_estimates(
+        self,
+        *,
+        environment: str | None = None,
+        split: Split | None = None,
+        after: int = 0,
+        limit: int | None = None,
+    ) -> list[TaskEstimate]:
+        """How often each task is solved, as far as it was ever scored.
+
+        Args:
+            environment, split: only of these; unset: of all.
+            after: only those behind this `number`; `limit`: at most so many; unset: all.
+        """
+        return await read_estimates(
+            self._send, environment=environment, split=split, after=after, limit=limit
+        )
+
+    # The policy, the engine, the server
+
+    async def publish_policy_version(self, version: int) -> None:
+        """The engine samples with the weights of `version` from now on."""
+        await self._send(self._calls.policy_version(version))
+
+    async def pause_calls(
+        self, in_flight: InFlight = "drain", *, timeout_seconds: float = 60.0
+    ) -> bool:
+        """Lets no new model call reach the engine, for a weight update.
+
+        Args:
+            in_flight: what becomes of the calls that are there: drain (they end first), keep (they
+                go on over the update, and are marked), abort (they are asked again afterwards).
+            timeout_seconds: how long to wait for them.
+
+        Returns:
+            Whether none is left there (always with keep). It is paused in any case.
+        """
+        answer = await self._send(self._calls.pause(in_flight, timeout_seconds))
+        return bool(_object(answer)["idle"])
+
+    async def resume_calls(self, version: int | None = None) -> None:
+        """Lets model calls go on, sampled with the weights of `version` (None: as before)."""
+        await self._send(self._calls.resume_calls(version))
+
+    async def status(self) -> dict[str, Any]:
+        """How things stand at the server."""
+        return _object(await self._send(self._calls.status()))
+
+    # Sending
+
+    @property
+    def _encodings(self) -> str:
+        return "zstd" if self._compress else "identity"
+
+    async def _send(self, call: Call) -> Answer:
+        tried = 0
+        while True:
+            tried += 1
+            problem: Exception | Answer
+            try:
+                problem = await self._ask(call)
+            except httpx.TransportError as error:
+                problem = error
+            pause = pause_before_next(self._retries, tried, problem)
+            if pause is None:
+                assert isinstance(problem, Answer)
+                return checked(problem)
+            await asyncio.sleep(pause)
+
+    async def _ask(self, call: Call) -> Answer:
+        headers = call.headers | {"accept": call.accept}
+        if call.is_packed:
+            headers["accept-encoding"] = self._encodings
+        request = self._http.build_request(
+            call.method,
+            call.path,
+            json=call.json,
+            headers=headers,
+            timeout=_timeout(self._timeout_seconds, call),
+        )
+        answer = await self._http.send(request, stream=True)
+        try:
+            if not call.is_packed:
+                return Answer(answer.status_code, answer.headers, await answer.aread())
+            raw = b"".join([part async for part in answer.aiter_raw()])
+        finally:
+            await answer.aclose()
+        encoding = answer.headers.get("content-encoding", "")
+        if len(raw) < _INLINE_BYTES:
+            content = inflated(raw, encoding)
+        else:
+            content = await asyncio.to_thread(inflated, raw, encoding)
+        return Answer(answer.status_code, answer.headers, content)
+
+
+class _Refused(Exception):
+    """The server answered, and not with a stream."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+
+
+def _lease_id(batch: Batch | str) -> str:
+    return batch if isinstance(batch, str) else batch.lease_id
+
+
+def _timeout(seconds: float, call: Call) -> httpx.Timeout:
+    return httpx.Timeout(seconds, read=seconds + call.extra_seconds)
+
+
+def _object(answer: Answer) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(answer.content, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise InputError(f"The server's answer is no object: {error}.", place="body") from error
+
+
+def _wait_seconds(idle_until: float | None) -> float:
+    """How long one lease request may wait at the server."""
+    if idle_until is None:
+        return LONGEST_WAIT_SECONDS
+    return min(LONGEST_WAIT_SECONDS, max(0.0, idle_until - time.monotonic()))

@@ -1,0 +1,68 @@
+"""Preference training with TRL on pairs that `envserver export --to dpo` wrote.
+
+    python -m envserver_clients.dpo --model FOLDER --data data/dpo --output out/dpo --lora --beta
+    0.1
+
+What holds: of both answers only tokens that the assistant wrote count, also where tools answered
+between them; the same command goes on after a kill, to the same weights.
+`envserver_clients/finetuning/README.md` has the rest.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from envserver_clients.finetuning.command import check_libraries, run_command
+from envserver_clients.finetuning.data import parts_of
+from envserver_clients.finetuning.settings import DpoSettings, read_settings
+
+if TYPE_CHECKING:
+    from envserver_clients.finetuning.examples import Counts, Example
+    from envserver_clients.finetuning.tokens import Encoder
+
+
+def train(arguments: Sequence[str] | None, console: Console) -> None:
+    """Makes the model.
+
+    Raises:
+        EnvserverError: settings, rows or folders are wrong; the message says which.
+    """
+    settings = read_settings(DpoSettings, "dpo", arguments)
+    parts = parts_of(settings.data, whole=True)
+    check_libraries()
+    from envserver_clients.finetuning.examples import PAIR_COLUMNS
+    from envserver_clients.finetuning.runs import Method, Training, prepare
+    from envserver_clients.finetuning.trainers import dpo_trainer
+
+    prepare(settings)
+    method = Method("dpo", PAIR_COLUMNS, _examples, dpo_trainer)
+    for part in parts:
+        Training(settings, method, part, settings.output, console).run()
+
+
+def _examples(
+    settings: DpoSettings, paths: Sequence[Path], encoder: Encoder, counts: Counts
+) -> Iterator[Example]:
+    from envserver_clients.finetuning.examples import pair_examples
+
+    return pair_examples(
+        paths,
+        encoder,
+        counts,
+        max_length=settings.max_length,
+        too_long=settings.too_long,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; its exit status."""
+    return run_command(train, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""A row as it was written -> what is rendered: a conversation, or text that goes on.
+
+In: rows of `envserver export --to messages` or `--to dpo`, of `envserver sft build`, or with a
+`prompt` and a `completion`. Out: `Conversation` (messages, the first of them only to be read) or
+`Plain`. What holds: arguments of tool calls are objects, as chat templates want them, also where
+the row has them as JSON text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from envserver_records import InputError
+
+from .data import Row
+
+Message = dict[str, Any]
+Tools = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages of a chat.
+
+    Args:
+        messages: all of them.
+        given: so many at the beginning are never trained.
+        tools: that the model was offered; None: none.
+    """
+
+    messages: list[Message]
+    given: int = 0
+    tools: Tools | None = None
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Text, and text that goes on from it."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two ways to go on from one prompt."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+
+def read_row(row: Row, place: str, *, plain: Any = None) -> Conversation | Plain:
+    """A row for supervised training.
+
+    Args:
+        place: for errors.
+        plain: says of a text whether it goes on as it is; None: it never does.
+
+    Raises:
+        InputError: the row has none of the forms.
+    """
+    if "messages" in row:
+        return Conversation(_messages(row["messages"], "messages", place), 0, _tools(row, place))
+    if "instruction" in row and "output" in row:
+        prompt, completion = row["instruction"], row["output"]
+    elif "prompt" in row and "completion" in row:
+        prompt, completion = row["prompt"], row["completion"]
+    else:
+        raise InputError(
+            f"{place}: a row has messages, or prompt and completion, or instruction and output; "
+            f"this has {', '.join(map(str, row)) or 'nothing'}."
+        )
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if plain is not None and plain(prompt):
+            return Plain(prompt, completion)
+        return _asked(prompt, completion)
+    before = _messages(prompt, "prompt", place)
+    after = _messages(completion, "completion", place)
+    return Conversation([*before, *after], len(before), _tools(row, place))
+
+
+def read_pair(row: Row, place: str) -> Pair:
+    """A row for preference training: prompt, chosen and rejected, each messages or text. Without a
+    prompt, it is what chosen and rejected begin with alike.
+
+    Raises:
+        InputError: the row has another form, or nothing to prefer.
+    """
+    if missing := [name for name in ("chosen", "rejected") if name not in row]:
+        raise InputError(f"{place}: a pair has chosen and rejected; {missing[0]} is missing.")
+    chosen = _answer(row["chosen"], "chosen", place)
+    rejected = _answer(row["rejected"], "rejected", place)
+    if "prompt" in row:
+        before = _prompt(row["prompt"], place)
+    else:
+        before = chosen[: _alike(chosen, rejected)]
+        chosen, rejected = chosen[len(before) :], rejected[len(before) :]
+    if not chosen or not rejected or chosen == rejected:
+        raise InputError(f"{place}: chosen and rejected are the same, or one is empty.")
+    tools = _tools(row, place)
+    given = len(before)
+    return Pair(
+        Conversation([*before, *chosen], given, tools),
+        Conversation([*before, *rejected], given, tools),
+    )
+
+
+def _asked(prompt: str, completion: str) -> Conversation:
+    messages = [
+        {"role": "user", "content": prompt},
+        {"role": "assistant", "content": completion},
+    ]
+    return Conversation(messages, 1)
+
+
+def _answer(value: Any, name: str, place: str) -> list[Message]:
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    return _messages(value, name, place)
+
+
+def _prompt(value: Any, place: str) -> list[Message]:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    return _messages(value, "prompt", place)
+
+
+def _alike(first: Sequence[Message], second: Sequence[Message]) -> int:
+    """Messages that both begin with."""
+    count = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+def _messages(value: Any, name: str, place: str) -> list[Message]:
+    if not isinstance(value, list):
+        raise InputError(f"{place}: {name} must be a list of messages.")
+    return [_message(one, f"{place}: {name}[{number}]") for number, one in enumerate(value)]
+
+
+def _message(value: Any, place: str) -> Message:
+    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+        raise InputError(f"{place} has no role.")
+    message = {key: one for key, one in value.items() if one is not None or key == "content"}
+    message.setdefault("content", None)
+    if message["content"] is None and value["role"] != "assistant":
+        message["content"] = ""
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [_with_object(call, place) for call in calls]
+    return message
+
+
+def _with_object(call: Any, place: str) -> dict[str, Any]:
+    """A tool call whose arguments are no text."""
+    try:
+        function = call["function"]
+        arguments = function["arguments"]
+    except (TypeError, KeyError) as error:
+        raise InputError(f"{place}: a tool call has a function with name and arguments.") from error
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            return dict(call)  # what the model wrote, broken as it is
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _tools(row: Row, place: str) -> Tools | None:
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise InputError(f"{place}: tools are no JSON: {error}") from error
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise InputError(f"{place}: tools must be a list.")
+    return tools

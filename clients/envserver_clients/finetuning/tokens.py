@@ -1,0 +1,186 @@
+"""A conversation -> token ids, and which of them the model is to learn, by any chat template.
+
+What holds: a trained token stands behind exactly the ids that an engine would have had before it
+when it sampled that turn, which is the template's rendering of the messages so far with its
+generation prompt. For that, every turn of the assistant is rendered by itself, as prompt and as
+prompt with answer; turns whose prompt goes on from the turn before token by token share one row,
+the others (templates that drop earlier thoughts) begin a new one. No marks in the template are
+needed. Trained are the answer's tokens up to the one that ends the turn, nothing before, between
+and behind them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from envserver_records import InputError
+from jinja2 import TemplateError
+
+from .conversation import Conversation, Message, Plain
+
+NOT_TRAINED = -100
+"""The label of what is only context."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One training row.
+
+    Args:
+        ids: T token ids.
+        trained: T times whether the loss counts the token.
+    """
+
+    ids: list[int]
+    trained: list[bool]
+
+    @property
+    def labels(self) -> list[int]:
+        """The ids that are trained, `NOT_TRAINED` elsewhere."""
+        return [
+            token if kept else NOT_TRAINED
+            for token, kept in zip(self.ids, self.trained, strict=True)
+        ]
+
+    def cut(self, length: int) -> Encoded:
+        """Its first tokens."""
+        return Encoded(self.ids[:length], self.trained[:length])
+
+
+class Encoder:
+    """Renders by the chat template of a tokenizer.
+
+    Args:
+        tokenizer: of transformers, as it was loaded with the model.
+        ends: ids of tokens that end a turn, beside the tokenizer's own.
+        last_only: train only the last turn of the assistant.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, ends: frozenset[int] = frozenset(), last_only: bool = False
+    ) -> None:
+        self._tokenizer = tokenizer
+        own = tokenizer.eos_token_id
+        self._ends = ends if own is None else ends | {own}
+        self._last_only = last_only
+        self.rendered_otherwise = 0
+        """Turns whose prompt the template renders in another way once it is answered."""
+
+    @property
+    def has_template(self) -> bool:
+        """The model knows how a chat looks."""
+        return bool(self._tokenizer.chat_template)
+
+    def is_rendered(self, prompt: str) -> bool:
+        """A text is no user's turn: it has special tokens, or there is no template to put it in."""
+        special = self._tokenizer.all_special_tokens
+        return not self.has_template or any(token in prompt for token in special)
+
+    def conversation(self, conversation: Conversation, place: str) -> list[Encoded]:
+        """Its rows, in order; none where there is nothing to train.
+
+        Raises:
+            InputError: the model has no chat template, or it refuses these messages.
+        """
+        messages = conversation.messages
+        turns = [
+            number
+            for number, message in enumerate(messages)
+            if message["role"] == "assistant" and number >= conversation.given
+        ]
+        rows: list[Encoded] = []
+        for number in turns[-1:] if self._last_only else turns:
+            turn = self._turn(messages, number, conversation, place)
+            if rows and (joined := _joined(rows[-1], turn)):
+                rows[-1] = joined
+            else:
+                rows.append(turn)
+        return rows
+
+    def plain(self, text: Plain) -> Encoded:
+        """Text that goes on: one token that begins a text, where the tokenizer has that habit and
+        the text has not; one that ends it."""
+        start = self._beginning(text.prompt)
+        prompt = start + self._ids(text.prompt)
+        both = start + self._ids(text.prompt + text.completion)
+        full = both if both[: len(prompt)] == prompt else prompt + self._ids(text.completion)
+        return self._answered(prompt, full)
+
+    def _turn(
+        self, messages: list[Message], number: int, conversation: Conversation, place: str
+    ) -> Encoded:
+        before = self._render(messages[:number], conversation, place, generation=True)
+        after = self._render(messages[: number + 1], conversation, place, generation=False)
+        if after.startswith(before):
+            prompt, full = self._ids(before), self._ids(after)
+            if full[: len(prompt)] != prompt:
+                # A token across the border: an engine has the prompt's own tokens.
+                full = prompt + self._ids(after[len(before) :])
+            return self._answered(prompt, full)
+        self.rendered_otherwise += 1
+        full = self._ids(after)
+        return self._answered(full[: _common(self._ids(before), full)], full)
+
+    def _render(
+        self, messages: list[Message], conversation: Conversation, place: str, *, generation: bool
+    ) -> str:
+        if not self.has_template:
+            raise InputError(
+                f"{place}: the model has no chat template, the row is a conversation.",
+                hint="Use a chat model, or rows with prompt and completion and --prompts plain.",
+            )
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages,
+                tools=conversation.tools,
+                tokenize=False,
+                add_generation_prompt=generation,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise InputError(f"{place}: the chat template refuses it: {error}") from error
+        return text
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _beginning(self, text: str) -> list[int]:
+        token, number = self._tokenizer.bos_token, self._tokenizer.bos_token_id
+        if number is None or text.startswith(token):
+            return []
+        habit = self._tokenizer("a")["input_ids"][:1]
+        return [number] if habit == [number] else []
+
+    def _answered(self, prompt: list[int], full: list[int]) -> Encoded:
+        """`full` begins with `prompt`; trained is what follows, to the end of the turn."""
+        last = max(
+            (place for place in range(len(prompt), len(full)) if full[place] in self._ends),
+            default=None,
+        )
+        if last is None:
+            if self._tokenizer.eos_token_id is None:
+                return Encoded(full, _mask(len(prompt), len(full), len(full)))
+            full = [*full, self._tokenizer.eos_token_id]
+            last = len(full) - 1
+        return Encoded(full, _mask(len(prompt), last + 1, len(full)))
+
+
+def _mask(start: int, end: int, length: int) -> list[bool]:
+    return [start <= place < end for place in range(length)]
+
+
+def _joined(row: Encoded, turn: Encoded) -> Encoded | None:
+    """Both in one row, where the turn's prompt begins with all of the row that was sampled."""
+    sampled = len(row.ids) - row.trained[::-1].index(True)
+    if turn.ids[:sampled] != row.ids[:sampled] or any(turn.trained[:sampled]):
+        return None
+    return Encoded(turn.ids, row.trained[:sampled] + turn.trained[sampled:])
+
+
+def _common(first: list[int], second: list[int]) -> int:
+    """Length of what both begin with."""
+    for place, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return place
+    return min(len(first), len(second))

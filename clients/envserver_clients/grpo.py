@@ -1,0 +1,228 @@
+"""A GRPO trainer to be read: groups from a server, plain torch, weights to the engine.
+
+    python -m envserver_clients.grpo --server http://127.0.0.1:8000 --engine http://127.0.0.1:9001
+    \\
+        --model FOLDER --output out/run
+
+A step: a batch of groups is leased; each trajectory's advantage is what it was better than its
+group; the policy's tokens are made more or less likely by it, within bounds that are relative to
+the logprobs that came with them (GRPO, arXiv 2402.03300; `envserver_clients.training.loss` has the
+formula). Then what was learned is written down, the batch is acknowledged, and the engine gets the
+weights.
+
+What holds: `kill -9` at any moment, here, at the engine or the server, neither loses a batch nor
+learns twice from one. The order of writing is why: metrics, checkpoint, acknowledgement. Killed
+before the checkpoint is there, the step was never made: its line in the metrics is taken out, and
+its batch comes again. Killed after, the acknowledgement is sent again at the start.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from envserver_records import EnvserverError
+from rich.console import Console
+
+from envserver_clients.records import Batch
+from envserver_clients.training.checkpoints import Checkpoints, Saved
+from envserver_clients.training.curves import draw
+from envserver_clients.training.examples import Learned, Rules, examples_of
+from envserver_clients.training.learner import Learner, StepRules
+from envserver_clients.training.loss import LossRules
+from envserver_clients.training.metrics import (
+    ConsoleLines,
+    JsonLines,
+    Line,
+    Metrics,
+    TensorBoard,
+    Tracker,
+    Writer,
+)
+from envserver_clients.training.policy import Policy
+from envserver_clients.training.publishing import Publisher
+from envserver_clients.training.settings import Settings, from_flags
+from envserver_clients.training.sources import Source, open_source
+
+log = logging.getLogger(__name__)
+
+
+def train(settings: Settings, console: Console) -> None:
+    """Learns until a limit of `settings` is reached; goes on where `settings.output` ends.
+
+    Raises:
+        EnvserverError: server or engine are not there, or refuse; the message says why.
+    """
+    torch.manual_seed(settings.seed)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    checkpoints = Checkpoints(settings.output / "checkpoints", settings.keep_checkpoints)
+    saved = checkpoints.latest()
+    learner = _learner(settings)
+    if saved is not None:
+        learner.load_state(checkpoints.load(saved))
+    saved = saved or Saved(step=0, version=0)
+    with ExitStack() as stack:
+        source, client = open_source(settings, stack)
+        metrics = stack.enter_context(_metrics(settings, saved.step, console))
+        stack.callback(_draw, settings)
+        publisher = stack.enter_context(Publisher(settings, learner.policy, client))
+        source.resume(saved)
+        now = replace(saved, version=publisher.first_version(saved.version))
+        publisher.publish(now.version)
+        for batch, timer in _until(settings, now.step, metrics, source):
+            learned = _examples(settings, batch, now)
+            numbers = learner.step(learned.examples)
+            timer.took("learning")
+            metrics.write(_line(now, learned, numbers, timer))
+            now = Saved(now.step + 1, now.version + 1, batch.lease_id, tuple(learned.group_ids))
+            kept = now.step % settings.checkpoint_every == 0
+            if kept:
+                checkpoints.save(now, learner.state())
+            source.done(batch, now.name if kept else None)
+            timer.took("keeping")
+            if now.step % settings.publish_every == 0:
+                publisher.publish(now.version, learned.examples)
+            timer.took("publishing")
+    learner.policy.save(settings.output / "model")
+
+
+def _line(before: Saved, learned: Learned, numbers: dict[str, float], timer: _Timer) -> Line:
+    """The step after `before`."""
+    about = {"step": before.step + 1, "version": before.version, "group_ids": learned.group_ids}
+    return {**about, **learned.numbers, **numbers, **timer.seconds}
+
+
+def _learner(settings: Settings) -> Learner:
+    policy = Policy(
+        settings.model,
+        lora_rank=settings.lora_rank,
+        device=settings.device,
+        dtype=getattr(torch, settings.dtype),
+        keep_reference=settings.kl_weight > 0,
+    )
+    bounds = LossRules(
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        kl_weight=settings.kl_weight,
+        most_correction=settings.most_correction,
+    )
+    rules = StepRules(
+        learning_rate=settings.learning_rate,
+        warmup_steps=settings.warmup_steps,
+        weight_decay=settings.weight_decay,
+        most_gradient=settings.most_gradient,
+        micro_batch_tokens=settings.micro_batch_tokens,
+        updates=settings.updates,
+        decoupled=settings.decoupled,
+        loss=bounds,
+    )
+    return Learner(policy, rules)
+
+
+def _examples(settings: Settings, batch: Batch, now: Saved) -> Learned:
+    rules = Rules(
+        scaling=settings.advantage,
+        denominator=settings.denominator,
+        constant_tokens=settings.constant_tokens,
+        max_staleness=settings.max_staleness,
+        learn_truncated=settings.learn_truncated,
+    )
+    rng = np.random.default_rng([settings.seed, now.step])
+    shuffle = rng if settings.shuffle_rewards else None
+    return examples_of(batch.groups, now.version, rules, shuffle=shuffle)
+
+
+class _Timer:
+    """Where the seconds of a step went. Those after its line are in the next step's."""
+
+    def __init__(self) -> None:
+        self._begun = self._last = time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    def took(self, name: str) -> None:
+        """All since the last was `name`."""
+        now = time.monotonic()
+        self.seconds[f"seconds_{name}"] = round(now - self._last, 4)
+        self.seconds["seconds"] = round(now - self._begun, 3)
+        self._last = now
+
+
+def _until(
+    settings: Settings, step: int, metrics: Metrics, source: Source
+) -> Iterator[tuple[Batch, _Timer]]:
+    """Batches until the trainer has learned enough.
+
+    Raises:
+        EnvserverError: none came for `idle_minutes`.
+    """
+    timer = _Timer()
+    begun = time.monotonic()
+    batches = source.batches()
+    while settings.steps is None or step < settings.steps:
+        if settings.minutes is not None and time.monotonic() - begun > settings.minutes * 60:
+            return
+        recent = metrics.recent
+        if recent is not None and recent >= (settings.until_reward or np.inf):
+            return
+        batch = next(batches, None)
+        if batch is None:
+            raise EnvserverError(
+                f"No batch came for {settings.idle_minutes:g} minutes.",
+                hint="GET /v1/status at the server says what it waits for.",
+            )
+        timer.took("waiting")
+        step += 1
+        yield batch, timer
+
+
+def _metrics(settings: Settings, step: int, console: Console) -> Metrics:
+    lines = JsonLines(settings.output / "metrics.jsonl", step)
+    writers: list[Writer] = [lines, ConsoleLines(console)]
+    if settings.tensorboard:
+        writers.append(TensorBoard(settings.output / "tensorboard", step))
+    if settings.tracker != "none":
+        named: dict[str, Any] = settings.model_dump(mode="json", exclude={"token"})
+        name = settings.output.name
+        writers.append(
+            Tracker(settings.tracker, project=settings.project, name=name, settings=named)
+        )
+    earlier = [line["reward_mean"] for line in lines.kept if "reward_mean" in line]
+    return Metrics(writers, window=settings.window, earlier=earlier)
+
+
+def _draw(settings: Settings) -> None:
+    draw([settings.output / "metrics.jsonl"], settings.output / "curves.png")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 0 when a limit was reached, 1 with a message when it could not go on."""
+    console = Console()
+    signal.signal(signal.SIGTERM, _end)
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    try:
+        settings = from_flags(Settings, arguments, program="python -m envserver_clients.grpo")
+        train(settings, console)
+    except EnvserverError as error:
+        console.print(f"[red]{error.message}[/] {error.hint}", highlight=False)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    """SIGTERM closes everything on its way out, as Ctrl-C does."""
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,291 @@
+"""What both clients send and how both read the answers; no input or output.
+
+In: what a trainer asks for. Out: `Call`s to be sent, batches and typed errors from what came back.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import random
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypedDict
+from urllib.parse import quote, urlencode
+
+import msgspec
+from envserver_records import ConflictError, EnvserverError, InputError, NotFoundError, StoreError
+
+from .records import Batch, decode_batch
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+MSGPACK: Final = "application/vnd.envserver.groups+msgpack"
+GROUP_MSGPACK: Final = "application/vnd.envserver.group+msgpack"
+STREAM: Final = "application/vnd.envserver.stream"
+TOKEN_VARIABLE: Final = "ENVSERVER_TOKEN"
+
+InFlight = Literal["drain", "keep", "abort"]
+Delivery = Literal["shared", "broadcast"]
+
+LONGEST_WAIT_SECONDS: Final = 60.0
+_PASSING: Final = frozenset({429, 502, 503, 504, 507})
+
+
+class ServerUnreachable(EnvserverError):
+    """No answer, however often it was asked for."""
+
+    kind = "server_unreachable"
+
+
+class NotAllowed(EnvserverError):
+    """The server wants a token, or another one than this."""
+
+    kind = "not_allowed"
+
+
+@dataclass(frozen=True)
+class Retries:
+    """How often and how patiently a request is repeated.
+
+    Args:
+        tries: requests at most, the first one included.
+        first_pause_seconds: before the second; doubles from then on, with jitter.
+        longest_pause_seconds: no pause is longer.
+    """
+
+    tries: int = 6
+    first_pause_seconds: float = 0.2
+    longest_pause_seconds: float = 10.0
+
+    def pause_seconds(self, tried: int) -> float:
+        """The pause after `tried` requests."""
+        pause = self.first_pause_seconds * 2.0 ** min(tried - 1, 32)
+        return min(pause, self.longest_pause_seconds) * random.uniform(0.5, 1.0)
+
+
+class Wanted(TypedDict, total=False):
+    """Which groups a batch is to hold; what is left out does not bound it.
+
+    A batch ends before it would pass a limit, and always has one group. Groups that a filter leaves
+    out stay where they are.
+    """
+
+    max_groups: int
+    """Most groups; unset: `batch_size`, or none where another limit is given."""
+    max_sequences: int
+    """Most trajectories in all groups together."""
+    max_tokens: int
+    """Most tokens in all groups together."""
+    min_groups: int
+    """No batch before so many groups are there; stronger than `whole`."""
+    environments: Sequence[str]
+    """Only groups of these."""
+    min_version: int
+    """Only groups sampled with this policy version or later ones."""
+    max_staleness: int
+    """Only groups at most so many versions older than the one that was published last."""
+    seconds: float
+    """How long the lease lasts; unset: as the server is set."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request before it is sent."""
+
+    method: str
+    path: str
+    json: dict[str, Any] | None = None
+    accept: str = "application/json"
+    extra_seconds: float = 0.0
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether groups are asked for, which come in MessagePack."""
+        return self.accept in (MSGPACK, GROUP_MSGPACK)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back, inflated."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+
+class Calls:
+    """The requests of one run."""
+
+    def __init__(
+        self,
+        run: str,
+        *,
+        batch_size: int,
+        delivery: Delivery,
+        environments: Sequence[str],
+        settings: dict[str, Any] | None,
+    ) -> None:
+        self.name = run
+        self.batch_size = batch_size
+        self._about: dict[str, Any] = {"name": run, "batch_size": batch_size, "delivery": delivery}
+        self._about["environments"] = list(environments)
+        if settings:
+            self._about["settings"] = settings
+        self._path = f"/v1/runs/{quote(run, safe='')}"
+
+    def register(self) -> Call:
+        return Call("POST", "/v1/runs", self._about)
+
+    def resume(self, checkpoint: str | None) -> Call:
+        """Its key makes a copy of the request that comes late harmless."""
+        since = {"from_start": True} if checkpoint is None else {"checkpoint": checkpoint}
+        return Call("POST", "/v1/runs", self._about | since, headers=_key())
+
+    def close_run(self) -> Call:
+        return Call("POST", f"{self._path}/close")
+
+    def lease(self, *, whole: bool, wait_seconds: float, wanted: Wanted) -> Call:
+        body = self._limits(whole, wanted) | {"wait_seconds": wait_seconds}
+        return Call("POST", f"{self._path}/lease", body, MSGPACK, wait_seconds, _key())
+
+    def stream(
+        self, *, stream_id: str, whole: bool, window: int, give_back: bool, wanted: Wanted
+    ) -> Call:
+        query = self._limits(whole, wanted) | {"stream": stream_id, "window": window}
+        query["on_hangup"] = "give_back" if give_back else "keep"
+        path = f"{self._path}/stream?{urlencode(query, doseq=True)}"
+        return Call("GET", path, accept=STREAM)
+
+    def _limits(self, whole: bool, wanted: Wanted) -> dict[str, Any]:
+        limits: dict[str, Any] = dict(wanted)
+        if not {"max_groups", "max_sequences", "max_tokens"} & limits.keys():
+            limits["max_groups"] = self.batch_size
+        least = limits.get("max_groups", 1) if whole else 1
+        limits.setdefault("min_groups", least)
+        if "environments" in limits:
+            limits["environments"] = list(limits["environments"])
+        return limits
+
+    def on_lease(self, what: str, lease_id: str, **more: Any) -> Call:
+        given = {name: value for name, value in more.items() if value is not None}
+        return Call("POST", f"{self._path}/{what}", {"lease_id": lease_id, **given})
+
+    def checkpoints(self) -> Call:
+        return Call("GET", f"{self._path}/checkpoints")
+
+    @staticmethod
+    def groups(after: int, limit: int) -> Call:
+        return Call("GET", f"/v1/groups?after={after}&limit={limit}")
+
+    @staticmethod
+    def group(group_id: str) -> Call:
+        return Call("GET", f"/v1/groups/{quote(group_id, safe='')}", accept=GROUP_MSGPACK)
+
+    @staticmethod
+    def policy_version(version: int) -> Call:
+        return Call("POST", "/v1/policy-version", {"version": version})
+
+    @staticmethod
+    def pause(in_flight: InFlight, timeout_seconds: float) -> Call:
+        body = {"in_flight": in_flight, "timeout_seconds": timeout_seconds}
+        return Call("POST", "/v1/policy/pause", body, extra_seconds=timeout_seconds)
+
+    @staticmethod
+    def resume_calls(version: int | None) -> Call:
+        return Call("POST", "/v1/policy/resume", {} if version is None else {"version": version})
+
+    @staticmethod
+    def status() -> Call:
+        return Call("GET", "/v1/status")
+
+
+def _key() -> dict[str, str]:
+    return {"idempotency-key": uuid.uuid4().hex}
+
+
+def authorization(token: str | None) -> dict[str, str]:
+    """The header that says who asks: `token`, or else that of the environment variable."""
+    known = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
+    return {"authorization": f"Bearer {known}"} if known else {}
+
+
+def pause_before_next(retries: Retries, tried: int, problem: Exception | Answer) -> float | None:
+    """Seconds to wait before asking again; None when the answer stands.
+
+    Raises:
+        ServerUnreachable: it was asked often enough.
+    """
+    if isinstance(problem, Answer) and problem.status not in _PASSING:
+        return None
+    if tried < retries.tries:
+        return max(retries.pause_seconds(tried), _asked_for(problem))
+    if isinstance(problem, Answer):
+        return None
+    raise ServerUnreachable(
+        f"No answer after {tried} tries: {problem or type(problem).__name__}."
+    ) from problem
+
+
+def _asked_for(problem: Exception | Answer) -> float:
+    """The pause that the server asks for itself, in seconds."""
+    after = problem.headers.get("retry-after", "") if isinstance(problem, Answer) else ""
+    return min(float(after), LONGEST_WAIT_SECONDS) if after.isdecimal() else 0.0
+
+
+def inflated(content: bytes, encoding: str) -> bytes:
+    """`content` as it was before it was compressed for the way.
+
+    Raises:
+        InputError: it is damaged, or compressed in another way than was asked for.
+    """
+    try:
+        if encoding in ("", "identity"):
+            return content
+        if encoding == "zstd":
+            return zstd.decompress(content)
+        if encoding == "gzip":
+            return gzip.decompress(content)
+    except (zstd.ZstdError, EOFError, OSError) as error:
+        raise InputError(f"The server's answer is damaged: {error}.", place="body") from error
+    raise InputError(f"The server's answer is compressed as {encoding}.", place="body")
+
+
+def checked(answer: Answer) -> Answer:
+    """The answer, or the error that it says."""
+    if 200 <= answer.status < 300:
+        return answer
+    raise _error(answer)
+
+
+def _error(answer: Answer) -> EnvserverError:
+    try:
+        problem = msgspec.json.decode(answer.content)
+        message = str(problem["detail"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        problem, message = {}, answer.content[:500].decode(errors="replace")
+    kind = _KINDS.get(answer.status)
+    if kind is None:
+        kind = InputError if answer.status < 500 else EnvserverError
+    return kind(message, hint=str(problem.get("hint", "")))
+
+
+_KINDS: Final[dict[int, type[EnvserverError]]] = {
+    401: NotAllowed,
+    403: NotAllowed,
+    404: NotFoundError,
+    409: ConflictError,
+    503: StoreError,
+    507: StoreError,
+}
+
+
+def batch_of(answer: Answer) -> Batch | None:
+    """The batch that was leased; None where there was none."""
+    return None if answer.status == 204 else decode_batch(answer.content)

@@ -1,0 +1,220 @@
+"""What a trainer gets: batches of groups of rows, token data as numpy arrays.
+
+In: the MessagePack answer of `POST /v1/runs/{run}/lease`. Out: a `Batch`. Groups of the server's
+own environments and groups that others posted over the Atropos wire come out alike. Groups are
+decoded when their rows are first asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from envserver_records import Group, InputError, Message, Trajectory, unpack
+from numpy.typing import NDArray
+
+_NOT_TRAINED: Final = -100
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training sequence; arrays have length T and are read-only.
+
+    Args:
+        tokens: int32[T].
+        mask: uint8[T], 1 where the token is trained on.
+        logprobs: float32[T], the sampled token's logprob where mask is 1, else 0. None when whoever
+            made the row did not know them.
+        reward: of the whole trajectory.
+        versions: int32[T], the policy version that sampled each token, -1 where unknown or context.
+        messages: the conversation; empty when it did not come along.
+        learn: False when the trajectory was cut off: count its reward, take no gradient from it.
+        trajectory: which of the group it is of; the rows of one trajectory share its reward.
+    """
+
+    tokens: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+    logprobs: NDArray[np.float32] | None
+    reward: float
+    group_id: str
+    versions: NDArray[np.int32]
+    messages: list[Message] = field(default_factory=list)
+    learn: bool = True
+    trajectory: int = 0
+
+
+class ClientGroup(msgspec.Struct, dict=True):
+    """Rows of one task that are compared with each other. `body` is read as `format` says."""
+
+    group_id: str
+    env: str
+    format: str
+    policy_version: int
+    body: memoryview
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The rows.
+
+        Raises:
+            InputError: the body is of a format that this client does not know, or cannot be read.
+        """
+        try:
+            if self.format == "group":
+                return list(_rows_of_group(self.group_id, unpack(self.body, Group)))
+            if self.format == "atropos":
+                return list(_rows_of_post(self.group_id, self.policy_version, self.body))
+        except (msgspec.DecodeError, OverflowError, ValueError) as error:
+            raise InputError(
+                f"Group {self.group_id} cannot be read: {error}.", place=self.group_id
+            ) from error
+        raise InputError(
+            f"Group {self.group_id} has the unknown format {self.format}.", place=self.group_id
+        )
+
+
+class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server knows of a group without its rows.
+
+    Args:
+        seq: order of arrival.
+        size: trajectories, or rows of a group posted over the Atropos wire.
+        tokens, max_length: of all its rows together, and of the longest.
+        state: buffered, queued, leased, acked or dropped.
+        created_at: seconds of the server's clock.
+    """
+
+    seq: int
+    group_id: str
+    env: str
+    format: str
+    size: int
+    tokens: int
+    max_length: int
+    policy_version: int
+    state: str
+    created_at: float
+
+
+class Batch(msgspec.Struct):
+    """Groups under one lease, to be acknowledged before `expires_at` (the server's clock)."""
+
+    lease_id: str
+    expires_at: float
+    groups: list[ClientGroup]
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of all groups."""
+        return [row for group in self.groups for row in group.rows]
+
+
+def decode_batch(answer: bytes) -> Batch:
+    """The batch in a lease's answer; bodies are views of `answer`.
+
+    Raises:
+        InputError: it is none.
+    """
+    try:
+        return msgspec.msgpack.decode(answer, type=Batch)
+    except msgspec.DecodeError as error:
+        raise InputError(f"The server's answer is no batch: {error}.", place="body") from error
+
+
+def decode_group(answer: bytes) -> ClientGroup:
+    """The group in the answer to `GET /v1/groups/{group_id}`; its body is a view of `answer`.
+
+    Raises:
+        InputError: it is none.
+    """
+    try:
+        return msgspec.msgpack.decode(answer, type=ClientGroup)
+    except msgspec.DecodeError as error:
+        raise InputError(f"The server's answer is no group: {error}.", place="body") from error
+
+
+class _Page(msgspec.Struct):
+    groups: list[GroupSummary]
+
+
+def decode_page(answer: bytes) -> list[GroupSummary]:
+    """The groups in the answer to `GET /v1/groups`.
+
+    Raises:
+        InputError: it is none.
+    """
+    try:
+        return msgspec.json.decode(answer, type=_Page).groups
+    except msgspec.DecodeError as error:
+        raise InputError(f"The server's answer is no list: {error}.", place="body") from error
+
+
+def _rows_of_group(group_id: str, group: Group) -> Iterator[Row]:
+    for number, trajectory in enumerate(group.trajectories):
+        if trajectory.score.reward is not None:
+            yield from _rows_of_trajectory(group_id, number, trajectory, trajectory.score.reward)
+
+
+def _rows_of_trajectory(
+    group_id: str, number: int, trajectory: Trajectory, reward: float
+) -> Iterator[Row]:
+    for sequence in trajectory.sequences:
+        yield Row(
+            tokens=sequence.tokens,
+            mask=sequence.mask,
+            logprobs=sequence.logprobs,
+            reward=reward,
+            group_id=group_id,
+            versions=sequence.versions,
+            messages=trajectory.messages,
+            learn=not trajectory.truncated,
+            trajectory=number,
+        )
+
+
+class _Post(msgspec.Struct):
+    """The fields of a group on the Atropos wire that a trainer reads."""
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    inference_logprobs: list[list[float]] | None = None
+    messages: list[list[dict[str, Any]]] | None = None
+    overrides: list[dict[str, Any]] | None = None
+
+
+_post_decoder: Final = msgspec.json.Decoder(_Post)
+
+
+def _rows_of_post(group_id: str, policy_version: int, body: memoryview) -> Iterator[Row]:
+    post = _post_decoder.decode(body)
+    overrides = post.overrides or []
+    for index, (tokens, masks, score) in enumerate(
+        zip(post.tokens, post.masks, post.scores, strict=True)
+    ):
+        mask = (np.asarray(masks, np.int64) != _NOT_TRAINED).astype(np.uint8)
+        override = overrides[index] if index < len(overrides) else {}
+        yield Row(
+            tokens=np.asarray(tokens, np.int32),
+            mask=mask,
+            logprobs=_logprobs(post.inference_logprobs, index, mask),
+            reward=score,
+            group_id=group_id,
+            versions=np.where(mask, np.int32(policy_version), np.int32(-1)),
+            messages=post.messages[index] if post.messages else [],
+            learn=not override.get("set_advantage_to_zero", False),
+            trajectory=index,
+        )
+
+
+def _logprobs(
+    column: list[list[float]] | None, index: int, mask: NDArray[np.uint8]
+) -> NDArray[np.float32] | None:
+    """The wire writes 1.0 where nothing was sampled; here that is 0."""
+    if not column:
+        return None
+    return np.where(mask, np.asarray(column[index], np.float32), np.float32(0.0))

@@ -1,0 +1,73 @@
+"""Supervised fine-tuning with TRL on what `envserver` wrote: a LoRA or all weights.
+
+    python -m envserver_clients.sft --model FOLDER --data data/sft --output out/sft --lora
+    python -m envserver_clients.sft --model FOLDER --data data/messages.jsonl --output out/sft
+
+Of a folder of `envserver sft build` each tool gets a model of its own, in a folder below
+`--output`; `--tool NAME` makes only that one, into `--output` itself; `--whole` makes one of all.
+What holds: only tokens that the assistant wrote are trained, by any chat template
+(`finetuning/tokens.py`); the same command goes on after a kill, to the same weights.
+`envserver_clients/finetuning/README.md` has the rest.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from envserver_clients.finetuning.command import check_libraries, run_command
+from envserver_clients.finetuning.data import parts_of
+from envserver_clients.finetuning.settings import SftSettings, read_settings
+
+if TYPE_CHECKING:
+    from envserver_clients.finetuning.examples import Counts, Example
+    from envserver_clients.finetuning.tokens import Encoder
+
+
+def train(arguments: Sequence[str] | None, console: Console) -> None:
+    """Makes the models, one after the other.
+
+    Raises:
+        EnvserverError: settings, rows or folders are wrong; the message says which.
+    """
+    settings = read_settings(SftSettings, "sft", arguments)
+    parts = parts_of(settings.data, tool=settings.tool, whole=settings.whole)
+    check_libraries()
+    from envserver_clients.finetuning.examples import SFT_COLUMNS
+    from envserver_clients.finetuning.runs import Method, Training, prepare
+    from envserver_clients.finetuning.trainers import sft_trainer
+
+    prepare(settings)
+    method = Method("sft", SFT_COLUMNS, _examples, sft_trainer, lambda given: given.turns == "last")
+    for part in parts:
+        below = part.tool is not None and settings.tool is None
+        output = settings.output / str(part.tool) if below else settings.output
+        Training(settings, method, part, output, console).run()
+
+
+def _examples(
+    settings: SftSettings, paths: Sequence[Path], encoder: Encoder, counts: Counts
+) -> Iterator[Example]:
+    from envserver_clients.finetuning.examples import sft_examples
+
+    return sft_examples(
+        paths,
+        encoder,
+        counts,
+        max_length=settings.max_length,
+        too_long=settings.too_long,
+        prompts=settings.prompts,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; its exit status."""
+    return run_command(train, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""New weights to the engine, and their version to the server.
+
+In: the policy after a step. Out: an engine that samples with it, checked against the policy's own
+logprobs, and a server that knows which version that is. An engine that is just being started again
+is waited for: the trainer has what it needs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Final, Self
+
+import numpy as np
+from envserver_records import EngineError
+
+from envserver_clients.http import SyncEnvClient
+from envserver_clients.weights import LocalFull, Lora, PromptCheck, VllmFull
+
+from .examples import Example
+from .policy import Policy
+from .settings import Settings
+
+log = logging.getLogger(__name__)
+
+_PATIENCE_SECONDS: Final = 300.0
+_PAUSE_SECONDS: Final = 1.0
+_PASSING: Final = ("engine_unavailable", "engine_timeout")
+
+
+class Publisher:
+    """Gives the engine of `settings` the weights of `policy`.
+
+    A context manager: while it is open, an engine that was started again gets them anew.
+
+    Args:
+        client: tells the server, and has it hold model calls meanwhile; None: nobody does.
+    """
+
+    def __init__(self, settings: Settings, policy: Policy, client: SyncEnvClient | None) -> None:
+        self._policy = policy
+        self._tolerance = settings.check_tolerance
+        self._client = client
+        self._push = _push(settings, client)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._stack.callback(self._push.close)
+        self._stack.enter_context(self._push.watched())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def first_version(self, saved: int) -> int:
+        """Under which version the weights of a checkpoint can be published.
+
+        Versions never go down. Where a trainer had published steps that its checkpoint does not
+        have, its weights get a new number.
+        """
+        there = -1 if self._client is None else int(self._client.status()["policy_version"])
+        return saved if there <= saved else there + 1
+
+    def publish(self, version: int, examples: Sequence[Example] = ()) -> None:
+        """The engine samples with the weights as they are now, which are `version`.
+
+        Args:
+            examples: one of them is what engine and policy are compared by; none: no check.
+
+        Raises:
+            EngineError: the engine refused, was away for minutes, or computes something else.
+        """
+        check = _check(self._policy, examples[0], self._tolerance) if examples else None
+        give_up = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                self._push.publish(version, self._policy.save, check)
+                return
+            except EngineError as error:
+                if error.kind not in _PASSING or time.monotonic() > give_up:
+                    raise
+                log.warning("version %d waits for the engine: %s", version, error)
+            time.sleep(_PAUSE_SECONDS)
+
+
+def _push(settings: Settings, client: SyncEnvClient | None) -> LocalFull | VllmFull | Lora:
+    folder = settings.output / "weights"
+    if settings.lora_rank:
+        return Lora(settings.engine, folder, server=client)
+    if settings.engine_kind == "vllm":
+        return VllmFull(settings.engine, folder, server=client, in_flight=settings.in_flight)
+    return LocalFull(settings.engine, folder, server=client, in_flight=settings.in_flight)
+
+
+def _check(policy: Policy, example: Example, tolerance: float) -> PromptCheck:
+    """What the policy itself says of the example's first answer."""
+    tokens = example.tokens.tolist()
+    first = int(np.flatnonzero(example.mask)[0])
+    logprobs = policy.prompt_logprobs(tokens)[first - 1 :]
+    return PromptCheck(tokens[:first], tokens[first:], logprobs, tolerance)

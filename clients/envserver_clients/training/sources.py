@@ -1,0 +1,144 @@
+"""Where batches come from: a server's native wire, or Atropos's.
+
+In: a server's address. Out: batches of groups, alike on both wires, each acknowledged when a
+checkpoint has what was learned from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Final, Protocol
+
+from envserver_records import EnvserverError, NotFoundError
+
+from envserver_clients.adapters.atropos import AtroposTrainerClient
+from envserver_clients.http import Retries, SyncEnvClient
+from envserver_clients.records import Batch
+
+from .checkpoints import Saved
+from .settings import Settings
+
+log = logging.getLogger(__name__)
+
+_LEASE_SECONDS: Final = 600.0
+_WAIT_SECONDS: Final = 5.0
+_PATIENT: Final = Retries(tries=40, longest_pause_seconds=5.0)
+"""A server that is started again has three minutes."""
+
+
+class Source(Protocol):
+    """Batches for one trainer."""
+
+    def resume(self, saved: Saved) -> None:
+        """Goes back to a checkpoint; step 0 is the very beginning. To be called first, once."""
+
+    def batches(self) -> Iterator[Batch]:
+        """Batches as they come; ends when none came for a long time."""
+
+    def done(self, batch: Batch, checkpoint: str | None) -> None:
+        """The batch is learned; by now `checkpoint`, where it is named, has it."""
+
+
+class NativeSource:
+    """Leases of a run: see `envserver_clients.http`.
+
+    Args:
+        client: open.
+        idle_seconds: batches end when none came for so long.
+    """
+
+    def __init__(self, client: SyncEnvClient, *, idle_seconds: float) -> None:
+        self._client = client
+        self._idle_seconds = idle_seconds
+
+    def resume(self, saved: Saved) -> None:
+        if saved.step == 0:
+            self._client.resume(None)
+            return
+        self._acknowledge_again(saved)
+        try:
+            self._client.resume(saved.name)
+        except NotFoundError as error:
+            raise NotFoundError(
+                f"The server does not know the checkpoint {saved.name}: {error.message}",
+                hint="Its store is another one, or others got the last batch while this trainer "
+                "was away. Begin anew with another --output and --run.",
+            ) from error
+
+    def _acknowledge_again(self, saved: Saved) -> None:
+        """The checkpoint was saved; that the server heard of it is not certain."""
+        if not saved.lease_id:
+            return
+        try:
+            self._client.ack(saved.lease_id, checkpoint=saved.name)
+        except EnvserverError as error:
+            log.warning("lease %s is not acknowledged again: %s", saved.lease_id, error)
+
+    def batches(self) -> Iterator[Batch]:
+        last = time.monotonic()
+        while time.monotonic() - last < self._idle_seconds:
+            # Short questions: a trainer that is told to end has not long to wait for the answer.
+            if batch := self._client.lease(wait_seconds=_WAIT_SECONDS):
+                yield batch
+                last = time.monotonic()
+
+    def done(self, batch: Batch, checkpoint: str | None) -> None:
+        self._client.ack(batch, checkpoint=checkpoint)
+
+
+class AtroposSource:
+    """Batches of Atropos's wire.
+
+    The server remembers what was fetched, not what a checkpoint has: after a restart the batch that
+    was not acknowledged comes again, and what was is gone with the steps since the checkpoint.
+    """
+
+    def __init__(self, client: AtroposTrainerClient, *, idle_seconds: float) -> None:
+        self._client = client
+        self._idle_seconds = idle_seconds
+
+    def resume(self, saved: Saved) -> None:
+        if saved.lease_id:
+            try:
+                self._client.ack(saved.lease_id)
+            except EnvserverError as error:
+                log.warning("lease %s is not acknowledged again: %s", saved.lease_id, error)
+
+    def batches(self) -> Iterator[Batch]:
+        return self._client.batches(idle_seconds=self._idle_seconds)
+
+    def done(self, batch: Batch, checkpoint: str | None) -> None:
+        self._client.ack(batch)
+
+
+def open_source(settings: Settings, stack: ExitStack) -> tuple[Source, SyncEnvClient | None]:
+    """The source that `settings` name, and the client that tells the server of new weights (none
+    over Atropos's wire, which knows no versions).
+    """
+    idle_seconds = settings.idle_minutes * 60
+    if settings.wire == "atropos":
+        stock = AtroposTrainerClient(
+            settings.server,
+            group_size=settings.group_size,
+            batch_size=settings.groups,
+            max_token_length=settings.max_tokens,
+            steps=settings.steps or 1_000_000,
+            acknowledged=True,
+            token=settings.token or None,
+            retries=_PATIENT,
+        )
+        stack.enter_context(stock)
+        return AtroposSource(stock, idle_seconds=idle_seconds), None
+    client = SyncEnvClient(
+        settings.server,
+        run=settings.run,
+        batch_size=settings.groups,
+        token=settings.token or None,
+        keep_leases_seconds=_LEASE_SECONDS,
+        retries=_PATIENT,
+    )
+    stack.enter_context(client)
+    return NativeSource(client, idle_seconds=idle_seconds), client

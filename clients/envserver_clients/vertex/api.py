@@ -1,0 +1,216 @@
+"""The service's tuning jobs over REST: create, get, list; tokens, and patience with failures.
+
+In: settings and a body. Out: jobs as the service describes them. What holds: a token is in no
+message; what may have been done is looked for before it is asked again (`create` is found by its
+label), what failed for the moment is asked again with growing pauses.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import httpx
+from envserver_records import ConfigError, EngineRefused, EngineUnavailable
+
+TOKEN: Final = "VERTEX_ACCESS_TOKEN"
+"""Variable with a token: `gcloud auth print-access-token`."""
+RUN: Final = "envserver_run"
+"""The job's label that names this training."""
+_SCOPE: Final = "https://www.googleapis.com/auth/cloud-platform"
+_TIMEOUT: Final = httpx.Timeout(30.0, connect=10.0)
+_LONGEST_PAUSE: Final = 300.0
+_LATER: Final = (408, 429, 500, 502, 503, 504)
+_HINTS: Final = {
+    400: "The service does not take this request: see --dry-run.",
+    401: f"The token is none, or too old: set {TOKEN} anew, or use google-auth's own.",
+    403: "These credentials may not do this: is the API enabled, the role Vertex AI User given?",
+    404: "Is the base model's name right, and is it there in this location?",
+}
+
+Job = dict[str, Any]
+Say = Callable[[str], None]
+
+
+class Tokens:
+    """Access tokens: of the variable, or of google-auth, which renews them."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        self._given = environ.get(TOKEN, "").strip()
+        self._credentials: Any = None
+
+    def current(self, *, anew: bool = False) -> str:
+        """
+        Raises:
+            ConfigError: there are no credentials.
+        """
+        if self._given:
+            return self._given
+        try:
+            transport = importlib.import_module("google.auth.transport.requests")
+            auth = importlib.import_module("google.auth")
+        except ImportError as error:
+            raise ConfigError(
+                f"There are no credentials: {TOKEN} is not set, and google-auth is not installed.",
+                hint="pip install 'envserver[vertex]', or "
+                f"export {TOKEN}=$(gcloud auth print-access-token)",
+            ) from error
+        try:
+            if self._credentials is None:
+                self._credentials, _ = auth.default(scopes=[_SCOPE])
+            if anew or not self._credentials.valid:
+                self._credentials.refresh(transport.Request())
+        except Exception as error:  # google.auth.exceptions.*, known only there
+            raise ConfigError(
+                f"google-auth has no usable credentials: {error}.",
+                hint="gcloud auth application-default login",
+            ) from error
+        return str(self._credentials.token)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a service that does not answer is asked again, and how pauses begin."""
+
+    seconds: float = 3600.0
+    first_pause: float = 1.0
+
+
+class TuningJobs:
+    """Tuning jobs of a project in a location; a context manager.
+
+    Args:
+        say: gets a line for each failure that is waited out.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        version: str,
+        parent: str,
+        tokens: Tokens,
+        *,
+        patience: Patience | None = None,
+        say: Say = lambda line: None,
+    ) -> None:
+        self._base = f"{address.rstrip('/')}/{version}"
+        self._parent = parent
+        self._tokens = tokens
+        self._patience = patience or Patience()
+        self._say = say
+        self._client = httpx.Client(timeout=_TIMEOUT)
+
+    def __enter__(self) -> TuningJobs:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._client.close()
+
+    def create(self, body: Mapping[str, Any]) -> Job:
+        """Launches a job, once: one with the same run label is taken as this.
+
+        Raises:
+            EngineRefused: the service does not take it.
+            EngineUnavailable: it did not answer in time.
+        """
+        run = body["labels"][RUN]
+        for pause in self._pauses("launching"):
+            if (found := self.find(run)) is not None:
+                return found
+            job = self._once("POST", f"{self._parent}/tuningJobs", json=dict(body))
+            if job is not None:
+                return job
+            pause()
+        raise self._gave_up("launch the job")
+
+    def get(self, name: str) -> Job:
+        """See `create` for errors."""
+        return self._patiently("GET", name)
+
+    def find(self, run: str) -> Job | None:
+        """The job with this run label, if there is one."""
+        page = ""
+        while True:
+            params = {"pageSize": "100", **({"pageToken": page} if page else {})}
+            found = self._patiently("GET", f"{self._parent}/tuningJobs", params=params)
+            for job in found.get("tuningJobs", []):
+                if job.get("labels", {}).get(RUN) == run:
+                    return dict(job)
+            page = str(found.get("nextPageToken", ""))
+            if not page:
+                return None
+
+    def _patiently(self, method: str, path: str, **more: Any) -> Job:
+        for pause in self._pauses(path):
+            answer = self._once(method, path, **more)
+            if answer is not None:
+                return answer
+            pause()
+        raise self._gave_up(f"answer about {path}")
+
+    def _once(self, method: str, path: str, **more: Any) -> Job | None:
+        """The answer; None where asking later may help.
+
+        Raises:
+            EngineRefused: it will not.
+        """
+        url = f"{self._base}/{path}"
+        for anew in (False, True):
+            headers = {"Authorization": f"Bearer {self._tokens.current(anew=anew)}"}
+            try:
+                answer = self._client.request(method, url, headers=headers, **more)
+            except httpx.TransportError as error:
+                self._say(f"{type(error).__name__} at {self._base}")
+                return None
+            if answer.status_code != httpx.codes.UNAUTHORIZED:
+                break
+        if answer.status_code in _LATER:
+            self._say(f"the service answers {answer.status_code}")
+            return None
+        if answer.is_success:
+            return _object(answer)
+        raise EngineRefused(
+            f"The service answers {answer.status_code} to {method} {path}: {_words(answer)}",
+            hint=_HINTS.get(answer.status_code, ""),
+            status=answer.status_code,
+        )
+
+    def _pauses(self, what: str) -> Iterator[Callable[[], None]]:
+        """Pauses that grow, as long as there is patience."""
+        until = time.monotonic() + self._patience.seconds
+        seconds = self._patience.first_pause
+        while True:
+            left = until - time.monotonic()
+            length = min(seconds, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)
+            yield lambda length=length: time.sleep(length)  # type: ignore[misc]
+            if length > left:
+                return
+            seconds *= 2
+
+    def _gave_up(self, what: str) -> EngineUnavailable:
+        return EngineUnavailable(
+            f"The service did not {what} for {self._patience.seconds / 60:g} minutes.",
+            hint="What was launched goes on by itself; the same command looks at it again.",
+        )
+
+
+def _object(answer: httpx.Response) -> Job:
+    try:
+        found = answer.json()
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise EngineRefused(f"The service's answer is no JSON object: {answer.text[:200]!r}.")
+    return found
+
+
+def _words(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return answer.text[:300] or answer.reason_phrase

@@ -1,0 +1,92 @@
+"""Files to and from a bucket, by any URL that fsspec knows (gs:// by gcsfs)."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from envserver_records import ConfigError, EnvserverError, NotFoundError
+
+
+def upload(path: Path, url: str) -> None:
+    """Puts a file there, and looks whether all of it arrived.
+
+    Raises:
+        ConfigError: nothing installed knows such URLs.
+        EnvserverError: it could not be put there.
+    """
+    system, place = _place(url)
+    try:
+        system.makedirs(system._parent(place), exist_ok=True)
+        system.put_file(str(path), place)
+        size = system.info(place)["size"]
+    except Exception as error:  # each kind of storage has its own
+        raise _failed("uploaded to", url, error) from error
+    if size != path.stat().st_size:
+        raise EnvserverError(f"{url} has {size} bytes, {path.name} {path.stat().st_size}.")
+
+
+def download(url: str, folder: Path) -> list[str]:
+    """Gets all files below a URL; the folder appears when all are there.
+
+    Returns:
+        Their names, relative to the folder.
+
+    Raises:
+        NotFoundError: there are none.
+        EnvserverError: they could not be fetched.
+    """
+    system, place = _place(url)
+    with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder.parent) as name:
+        unfinished = Path(name) / "files"
+        unfinished.mkdir()
+        try:
+            found = sorted(system.find(place))
+            for file in found:
+                target = unfinished / _below(place, file)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                system.get_file(file, str(target))
+        except Exception as error:  # as above
+            raise _failed("fetched from", url, error) from error
+        if not found:
+            raise NotFoundError(f"There is nothing at {url}.")
+        if folder.exists():
+            shutil.rmtree(folder)
+        unfinished.rename(folder)
+    return [_below(place, file) for file in found]
+
+
+def _below(place: str, file: str) -> str:
+    """
+    Raises:
+        EnvserverError: the storage names a file elsewhere.
+    """
+    name = file.removeprefix(place).lstrip("/")
+    if ".." in Path(name).parts:
+        raise EnvserverError(f"{file} is not below {place}.")
+    return name or Path(file).name
+
+
+def _place(url: str) -> tuple[Any, str]:
+    """
+    Raises:
+        ConfigError: fsspec, or what it needs for such URLs, is missing.
+    """
+    try:
+        system, place = importlib.import_module("fsspec.core").url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"{url} is no place that can be reached from here: {error}.",
+            hint="pip install 'envserver[vertex]'",
+        ) from error
+    return system, str(place)
+
+
+def _failed(what: str, url: str, error: Exception) -> EnvserverError:
+    return EnvserverError(
+        f"Nothing could be {what} {url}: {type(error).__name__}: {error}.",
+        hint="Is there such a bucket, and may these credentials use it? The same command goes on.",
+    )

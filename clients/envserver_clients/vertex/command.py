@@ -1,0 +1,302 @@
+"""prepare -> upload -> launch -> watch -> fetch; each step only if it was not done before."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from envserver_records import (
+    ConfigError,
+    ConflictError,
+    EngineError,
+    EnvserverError,
+    InputError,
+    NotFoundError,
+)
+from rich.console import Console
+
+from envserver_clients.finetuning.data import digest_of, parts_of
+from envserver_clients.training.settings import from_flags
+
+from .api import RUN, Job, Patience, Tokens, TuningJobs
+from .bucket import download, upload
+from .examples import Prepared, prepare
+from .settings import ADAPTER_SIZES, Settings
+from .state import State, open_state, save, write_json
+
+_ENDED: Final = ("SUCCEEDED", "FAILED", "CANCELLED", "EXPIRED", "PARTIALLY_SUCCEEDED")
+_ABOUT_RUNNING: Final = frozenset(
+    ("until", "dry_run", "poll_seconds", "patience_minutes", "endpoint")
+)
+"""Settings that say how the command runs, not what is trained."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command: 0 when all is done, 2 when settings or rows are wrong, 1 when the job or the
+    service failed, 130 after Ctrl-C."""
+    console = Console(stderr=True)
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        settings = from_flags(Settings, arguments, program="python -m envserver_clients.vertex")
+        tune(settings, console)
+    except (ConfigError, ConflictError, InputError, NotFoundError) as error:
+        _tell(console, error)
+        return 2
+    except EnvserverError as error:
+        _tell(console, error)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def tune(settings: Settings, console: Console) -> None:
+    """Takes all steps that are left.
+
+    Raises:
+        EnvserverError: one failed; the ones before it are kept.
+    """
+    settings.output.mkdir(parents=True, exist_ok=True)
+    train, validation = _rows(settings)
+    state = open_state(settings.output, _lasting(settings, train, validation))
+    if not state.files:
+        _prepare(settings, state, train, validation, console)
+    if settings.dry_run:
+        _print_requests(settings, state)
+        return
+    if settings.until == "prepare":
+        return
+    _upload(settings, state, console)
+    if settings.until == "upload":
+        return
+    with _jobs(settings, console) as jobs:
+        if not state.job:
+            state.job = str(jobs.create(body_of(settings, state))["name"])
+            save(settings.output, state)
+        console.print(f"Job {state.job}", highlight=False, soft_wrap=True)
+        if settings.until == "launch":
+            return
+        try:
+            job = _watch(jobs, state.job, settings.poll_seconds, console)
+        except KeyboardInterrupt:
+            _tell_how_to_go_on(state, settings, console)
+            raise
+    _finish(settings, state, job, console)
+
+
+def body_of(settings: Settings, state: State) -> dict[str, Any]:
+    """What tuningJobs.create is sent."""
+    urls = _urls(settings, state)
+    hyper: dict[str, Any] = {"epochCount": settings.epochs}
+    if settings.tuning_mode == "adapter":
+        hyper["adapterSize"] = f"ADAPTER_SIZE_{ADAPTER_SIZES[settings.adapter_size]}"
+    if settings.learning_rate_multiplier is not None:
+        hyper["learningRateMultiplier"] = settings.learning_rate_multiplier
+    spec: dict[str, Any] = {"trainingDatasetUri": urls["train"], "hyperParameters": hyper}
+    if "validation" in urls:
+        spec["validationDatasetUri"] = urls["validation"]
+    body: dict[str, Any] = {
+        "baseModel": settings.base_model,
+        "supervisedTuningSpec": spec,
+        "tunedModelDisplayName": settings.display_name,
+        "labels": {RUN: state.run_id, "made_by": settings.label},
+    }
+    if settings.is_open:
+        mode = "PEFT_ADAPTER" if settings.tuning_mode == "adapter" else "FULL"
+        spec["tuningMode"] = f"TUNING_MODE_{mode}"
+        body["outputUri"] = _tuned(settings, state)
+        if settings.custom_base:
+            body["customBaseModel"] = settings.custom_base
+    return body
+
+
+def _prepare(
+    settings: Settings,
+    state: State,
+    train: Sequence[Path],
+    validation: Sequence[Path],
+    console: Console,
+) -> None:
+    prepared = prepare(
+        train,
+        validation,
+        settings.output,
+        settings.lines,
+        most_tokens=settings.most_tokens,
+        share=settings.validation_share,
+        seed=settings.seed,
+    )
+    state.files = {name: _digest(path) for name, path in _files(prepared).items()}
+    state.counts = {**asdict(prepared.counts), "dropped": dict(prepared.counts.dropped)}
+    save(settings.output, state)
+    counts = prepared.counts
+    console.print(f"{counts.train:,} examples to train, {counts.validation:,} to validate with")
+    for reason, count in counts.dropped.most_common():
+        console.print(f"  left out: {count:,} ({reason})", highlight=False)
+
+
+def _upload(settings: Settings, state: State, console: Console) -> None:
+    for name, url in _urls(settings, state).items():
+        path = settings.output / f"{name}.jsonl"
+        if state.uploaded.get(name) == url:
+            continue
+        if _digest(path) != state.files[name]:
+            raise ConflictError(
+                f"{path} was changed since it was prepared.",
+                hint="Put it back, or name another --output.",
+            )
+        upload(path, url)
+        state.uploaded[name] = url
+        save(settings.output, state)
+        console.print(f"{path.name} -> {url}", highlight=False, soft_wrap=True)
+
+
+def _watch(jobs: TuningJobs, name: str, seconds: float, console: Console) -> Job:
+    """The job when it has ended."""
+    before = ""
+    while True:
+        job = jobs.get(name)
+        state = str(job.get("state", "")).removeprefix("JOB_STATE_")
+        if state != before:
+            console.print(f"{time.strftime('%H:%M:%S')} {state.lower()}", highlight=False)
+            before = state
+        if state in _ENDED:
+            return job
+        time.sleep(seconds)
+
+
+def _finish(settings: Settings, state: State, job: Job, console: Console) -> None:
+    """Writes result.json, and fetches the adapter.
+
+    Raises:
+        EngineError: the job did not succeed.
+        EnvserverError: the adapter could not be fetched.
+    """
+    write_json(settings.output / "result.json", job)
+    ended = str(job.get("state", "")).removeprefix("JOB_STATE_")
+    if not ended.endswith("SUCCEEDED"):
+        said = (job.get("error") or {}).get("message") or "it gives no reason"
+        raise EngineError(
+            f"The job ended as {ended.lower()}: {said}.",
+            hint="result.json has all of it; another try needs another --output.",
+        )
+    stats = (job.get("tuningDataStats") or {}).get("supervisedTuningDataStats") or {}
+    if dropped := int(stats.get("totalTruncatedExampleCount") or 0):
+        console.print(f"The service left out or cut {dropped:,} examples.", highlight=False)
+    for what in ("model", "endpoint"):
+        if name := (job.get("tunedModel") or {}).get(what):
+            console.print(f"{what}: {name}", highlight=False, soft_wrap=True)
+    if not settings.is_open:
+        console.print("Gemini's adapters stay with the service: call the endpoint.")
+        return
+    folder = settings.output / "adapter"
+    files = download(str(job.get("outputUri") or _tuned(settings, state)), folder)
+    console.print(f"{len(files)} files in {folder}", highlight=False, soft_wrap=True)
+
+
+def _print_requests(settings: Settings, state: State) -> None:
+    """All that would be sent, as JSON on standard output."""
+    base = f"{settings.address.rstrip('/')}/{settings.version}"
+    parent = _parent(settings)
+    requests: list[dict[str, Any]] = [
+        {
+            "upload": f"{name}.jsonl",
+            "to": url,
+            "bytes": (settings.output / f"{name}.jsonl").stat().st_size,
+        }
+        for name, url in _urls(settings, state).items()
+    ]
+    headers = {"Authorization": "Bearer (a token)", "Content-Type": "application/json"}
+    requests += [
+        {"method": "GET", "url": f"{base}/{parent}/tuningJobs?pageSize=100", "headers": headers},
+        {
+            "method": "POST",
+            "url": f"{base}/{parent}/tuningJobs",
+            "headers": headers,
+            "body": body_of(settings, state),
+        },
+        {"method": "GET", "url": f"{base}/{parent}/tuningJobs/(its id)", "headers": headers},
+    ]
+    if settings.is_open:
+        requests.append({"download": _tuned(settings, state), "to": "adapter"})
+    sys.stdout.write(json.dumps(requests, indent=2, ensure_ascii=False) + "\n")
+
+
+def _lasting(
+    settings: Settings, train: Sequence[Path], validation: Sequence[Path]
+) -> dict[str, Any]:
+    """What makes the training what it is, the rows included."""
+    said = settings.model_dump(mode="json", exclude=set(_ABOUT_RUNNING) | {"output"})
+    return {**said, "rows": digest_of([*train, *validation])}
+
+
+def _rows(settings: Settings) -> tuple[Sequence[Path], Sequence[Path]]:
+    """Files to train on, and to validate with."""
+    part = parts_of(settings.data, tool=settings.tool or None, whole=not settings.tool)[0]
+    return part.train, (settings.validation,) if settings.validation else part.validation
+
+
+def _files(prepared: Prepared) -> dict[str, Path]:
+    files = {"train": prepared.train}
+    return {**files, "validation": prepared.validation} if prepared.validation else files
+
+
+def _urls(settings: Settings, state: State) -> dict[str, str]:
+    place = f"{settings.bucket.rstrip('/')}/{state.run_id}"
+    return {name: f"{place}/{name}.jsonl" for name in state.files}
+
+
+def _tuned(settings: Settings, state: State) -> str:
+    return settings.keep_uri or f"{settings.bucket.rstrip('/')}/{state.run_id}/tuned"
+
+
+def _parent(settings: Settings) -> str:
+    return f"projects/{settings.project}/locations/{settings.location}"
+
+
+def _jobs(settings: Settings, console: Console) -> TuningJobs:
+    return TuningJobs(
+        settings.address,
+        settings.version,
+        _parent(settings),
+        Tokens(os.environ),
+        patience=Patience(settings.patience_minutes * 60, min(1.0, settings.poll_seconds)),
+        say=lambda line: console.print(f"Waiting: {line}.", highlight=False, markup=False),
+    )
+
+
+def _tell_how_to_go_on(state: State, settings: Settings, console: Console) -> None:
+    console.print(
+        f"The job runs on: {state.job}\nThe same command looks at it again "
+        f"(its state is in {settings.output}). To end it: POST {settings.address}/"
+        f"{settings.version}/{state.job}:cancel",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise NotFoundError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _tell(console: Console, error: EnvserverError) -> None:
+    text = f"Error: {error.message}\n{error.hint}".rstrip()
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    """SIGTERM ends it as Ctrl-C does."""
+    raise KeyboardInterrupt

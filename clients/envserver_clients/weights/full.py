@@ -1,0 +1,246 @@
+"""All weights of a model, to engines that reload them from a folder.
+
+In: a version and how to save it. Out: engines that sample with it. What holds: no token is sampled
+between the old weights and the new; what fails before the first engine was touched leaves all as it
+was; what fails later leaves every engine paused (and the server's calls with them), so that nothing
+is sampled with weights that nobody knows, until `publish` is called again and succeeds.
+
+    reach    every engine answers                              else: nothing was done
+    save     the files are written, whole                      else: nothing was done
+    drain    the server lets no call pass (drain, keep, abort) else: calls go on as before
+    pause    every engine stands still                         else: calls go on as before
+    load     reload, forget the prefix cache, name the weights else: all stay paused
+    check    resume; the name is still ours, the logprobs fit  else: all are paused again
+    publish  the server: resume, at the new version
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal
+
+from envserver_records import EngineError, EngineTimeout, EngineUnavailable
+
+from .check import PromptCheck
+from .engines import EngineControl, together
+from .errors import WeightsMismatch
+from .folders import Save
+from .push import Phases, Published, PushBase
+
+log = logging.getLogger(__name__)
+
+InFlight = Literal["drain", "keep", "abort"]
+_PAUSE_MODES: Final[dict[InFlight, Literal["wait", "keep", "abort"]]] = {
+    "drain": "wait",
+    "keep": "keep",
+    "abort": "abort",
+}
+_FILES: Final = ("config.json", "*.safetensors")
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What the engines are to have."""
+
+    version: int
+    folder: Path
+    check: PromptCheck | None
+
+    @property
+    def name(self) -> str:
+        return f"version-{self.version}"
+
+
+class _Full(PushBase):
+    """See `PushBase` for the arguments.
+
+    Args:
+        in_flight: what becomes of calls that are at the engine: drain (they end first), keep (they
+            go on with the new weights; each token knows its version where the server asks by
+            tokens), abort (they are asked again).
+    """
+
+    method: ClassVar[str]
+    """What makes the engine reload."""
+    probe: ClassVar[str] = ""
+    """What it knows if it knows `method`; "": every engine does."""
+
+    def __init__(
+        self,
+        engine_url: str | Sequence[str],
+        folder: Path,
+        *,
+        in_flight: InFlight = "drain",
+        **settings: Any,
+    ) -> None:
+        super().__init__(engine_url, folder, **settings)
+        self._in_flight: InFlight = in_flight
+        self._given: _Given | None = None
+        self._old: int | None = None
+        self._agreed = False
+        """Whether all engines and the server are known to have the same version."""
+
+    def publish(self, version: int, save: Save, check: PromptCheck | None = None) -> Published:
+        """See `WeightPush`."""
+        with self._lock:
+            phases = Phases()
+            with phases.phase("reach"):
+                self._server_takes(version)
+                together(self._engines, "reach", self._reach)
+            with phases.phase("save"):
+                folder = self._folders.save(version, save, _FILES)
+            given = _Given(version, folder, check)
+            self._stand_still(phases)
+            difference = self._give(given, phases)
+            with phases.phase("publish"):
+                if self._server is not None:
+                    self._server.resume_calls(version)
+                self._agreed = True
+            kept = [one for one in self._folders.versions() if one <= version][-self._keep :]
+            self._folders.keep(kept)
+            urls = tuple(engine.url for engine in self._engines)
+            return Published(version, None, folder, urls, difference, phases.seconds)
+
+    def restore(self) -> list[str]:
+        """See `WeightPush`."""
+        with self._lock:
+            given = self._given
+            if given is None or not self._agreed:
+                return []
+            mended = []
+            for engine in self._engines:
+                try:
+                    if engine.weights() != given.name:
+                        log.warning("%s lost version %d", engine.url, given.version)
+                        self._give_anew(engine, given)
+                        mended.append(engine.url)
+                except (EngineUnavailable, EngineTimeout) as error:
+                    log.info("%s is left for the next time: %s", engine.url, error)
+            return mended
+
+    def _reach(self, engine: EngineControl) -> None:
+        """
+        Raises:
+            EngineUnavailable: it does not answer.
+            EngineRefused: it was started without what a push needs.
+        """
+        engine.weights()
+        if self.probe:
+            engine.must_know(self.probe)
+
+    def _give_anew(self, engine: EngineControl, given: _Given) -> None:
+        engine.pause("abort")
+        _load(engine, self.method, self._seen(given.folder), given.name, kept=False)
+        engine.resume()
+        try:
+            self._checked(engine, given)
+        except EngineError:
+            engine.pause("abort")
+            raise
+
+    def _stand_still(self, phases: Phases) -> None:
+        """No call reaches an engine, and none is worked on.
+
+        Raises:
+            EngineError: one could not be paused; where nothing was changed before, calls go on.
+        """
+        with phases.phase("drain"):
+            if self._server is not None:
+                seconds = self._timeouts.drain
+                if not self._server.pause_calls(self._in_flight, timeout_seconds=seconds):
+                    log.warning("calls did not end within %g s: they are asked again", seconds)
+                    self._server.pause_calls("abort", timeout_seconds=seconds)
+        with phases.phase("pause"):
+            mode = _PAUSE_MODES[self._in_flight]
+            try:
+                together(self._engines, "pause", lambda engine: engine.pause(mode))
+            except BaseException:
+                if self._agreed:
+                    self._quietly("resume", EngineControl.resume)
+                    if self._server is not None:
+                        self._server.resume_calls()
+                raise
+
+    def _give(self, given: _Given, phases: Phases) -> float | None:
+        """Engines that stand still get the weights, go on and are checked.
+
+        Returns:
+            The greatest difference of all of them.
+        """
+        self._agreed = False
+        seen, kept = self._seen(given.folder), self._in_flight == "keep"
+        try:
+            with phases.phase("load"):
+                together(
+                    self._engines,
+                    "load",
+                    lambda engine: _load(engine, self.method, seen, given.name, kept=kept),
+                )
+            with phases.phase("check"):
+                together(self._engines, "resume", EngineControl.resume)
+                found = together(
+                    self._engines, "check", lambda engine: self._checked(engine, given)
+                )
+        except BaseException:
+            # Calls that were kept must not go on: what they sampled meanwhile is marked as broken.
+            self._quietly("pause", lambda engine: engine.pause("abort"))
+            raise
+        self._given, self._old = given, given.version
+        return max((one for one in found.values() if one is not None), default=None)
+
+    def _checked(self, engine: EngineControl, given: _Given) -> float | None:
+        """How far the engine is from the trainer.
+
+        Raises:
+            EngineUnavailable: it was started again meanwhile, with the weights that it starts with.
+            WeightsMismatch: it is too far.
+        """
+        check = given.check
+        widest = None if check is None else check.widest(engine.logprobs(check, None))
+        if (name := engine.weights()) != given.name:
+            raise EngineUnavailable(
+                f"It has the weights {name!r}, not {given.name!r}: it was started again meanwhile.",
+                hint="Publish again.",
+            )
+        if check is None or widest is None:
+            return None
+        if widest[0] > check.tolerance:
+            old = "none" if self._old is None else str(self._old)
+            raise WeightsMismatch(
+                f"It computes other logprobs than the trainer for version {given.version}: "
+                f"{widest[0]:.3g} apart at token {widest[1]}, {check.tolerance:g} is allowed.",
+                hint=f"It is paused; the last version that was right is {old}. Compare its dtype "
+                "and model with the trainer's (see envserver_clients/weights/README.md), "
+                "then publish again; to go on without, POST /resume at the engine.",
+                version=given.version,
+                old_version=self._old,
+                difference=widest[0],
+                tolerance=check.tolerance,
+                token=widest[1],
+            )
+        return widest[0]
+
+
+class LocalFull(_Full):
+    """To `python -m envserver.models.local`; see `WeightPush`."""
+
+    method = "reload_weights"
+
+
+class VllmFull(_Full):
+    """To vLLM with our worker extension (`envserver.models.vllm_extension`); see `WeightPush`.
+
+    vLLM's own reload leaves the output layer of models with tied embeddings as it was, on a CPU.
+    """
+
+    method = "envserver_reload"
+    probe = "envserver_can_reload"
+
+
+def _load(engine: EngineControl, method: str, folder: Path, name: str, *, kept: bool) -> None:
+    engine.reload(method, folder)
+    engine.reset_prefix_cache(of_kept_calls=kept)
+    engine.name_weights(name)

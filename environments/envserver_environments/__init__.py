@@ -1,0 +1,1 @@
+"""The environments that ship with envserver; each is a package with an `env.py`."""

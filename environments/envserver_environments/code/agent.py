@@ -1,0 +1,141 @@
+"""The agent: one answer, or a loop of chat and tools that ends with a program.
+
+In: a task's public part, and `run`. Out: `{"code", "text"}`: the argument of `submit` if it was
+called, and the model's last text. With tools it ends at a `submit`, at a text with a fenced block
+and no tool call, at an answer that was cut off, after ten turns, or after ten tool errors.
+
+What the model writes runs in the rollout's own sandbox; the tests there are the visible ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import nullcontext
+from typing import Any, Literal
+
+from envserver_tools.calling import (
+    MAX_RESULT_CHARACTERS,
+    Tool,
+    call_tool,
+    descriptions,
+    function_tool,
+    toolbox,
+)
+from envserver_tools.sandboxed import sandbox_tools
+from envserver_tools.visible import visible_text
+
+from envserver import Message, PublicTask, Rollout, Sandbox
+
+from .extraction import MAX_CODE_CHARACTERS, fenced_blocks
+from .hoisting import hoisted
+from .programs import judged_pairs
+from .prompts import REMINDER, ShowTests, question, shown_test, system_prompt
+from .running import Trial, Verdict, run_trial
+from .scoring import judged, program_of
+
+Mode = Literal["single", "tools"]
+MAX_TURNS = 10
+MAX_TOOL_ERRORS = 10
+MAX_ERROR_CHARACTERS = 500
+PYTHON_SECONDS = 6
+
+
+async def solve(
+    task: PublicTask, run: Rollout, mode: Mode, show_tests: ShowTests
+) -> dict[str, Any]:
+    """One attempt at `task`."""
+    messages: list[Message] = [
+        {"role": "system", "content": system_prompt(mode)},
+        {"role": "user", "content": question(task.public, mode, show_tests)},
+    ]
+    if mode == "single":
+        reply = await run.chat(messages)
+        return {"code": None, "text": reply.content}
+    async with run.open_sandbox() as sandbox:
+        return await _with_tools(messages, run, Workbench(task, sandbox))
+
+
+class Workbench:
+    """The tools of one rollout, and what was submitted."""
+
+    def __init__(self, task: PublicTask, sandbox: Sandbox) -> None:
+        self.submitted: str | None = None
+        self._public = task.public
+        self._sandbox = sandbox
+        python = sandbox_tools(sandbox, names=["python"], command_seconds=PYTHON_SECONDS)["python"]
+        self.tools = toolbox(
+            Tool(_described("run_tests", "Runs the visible tests on a program."), self._run_tests),
+            dataclasses.replace(python, max_characters=MAX_RESULT_CHARACTERS),
+            Tool(_described("submit", "Hands in the program and ends the task."), self._submit),
+        )
+
+    async def _run_tests(self, code: str) -> str:
+        tests = self._public["tests"]
+        if not tests:
+            return "There are no visible tests."
+        verdicts = await self._judged(code)
+        lines = [
+            f"{shown_test(test)}\n{_told(verdict)}"
+            for test, verdict in zip(tests, verdicts, strict=True)
+        ]
+        passed = sum(verdict.passed for verdict in verdicts)
+        return "\n".join([f"{passed} of {len(tests)} visible tests passed.", *lines])
+
+    async def _judged(self, code: str) -> list[Verdict]:
+        public = self._public
+        if not public["entry_point"]:
+            seconds = public.get("seconds")
+            return await judged_pairs(
+                code, public["tests"], seconds, lambda: nullcontext(self._sandbox)
+            )
+        tests = [hoisted(test, public["entry_point"]) for test in public["tests"]]
+        calls = [call for test in tests for call in test.calls]
+        trial = Trial(program_of(public, code, tests), calls)
+        return judged(tests, await run_trial(trial, self._sandbox))
+
+    def _submit(self, code: str) -> str:
+        self.submitted = next(iter(fenced_blocks(code)), code)
+        return "Submitted."
+
+
+async def _with_tools(messages: list[Message], run: Rollout, bench: Workbench) -> dict[str, Any]:
+    text, errors = "", 0
+    offered = descriptions(bench.tools.values())
+    for _ in range(min(MAX_TURNS, run.max_turns)):
+        reply = await run.chat(messages, tools=offered)
+        text = reply.content
+        messages.append(reply.message)
+        if reply.finish_reason == "length" or (not reply.tool_calls and _has_block(text)):
+            break
+        if not reply.tool_calls:
+            messages.append({"role": "user", "content": REMINDER})
+        for call in reply.tool_calls:
+            result = await call_tool(bench.tools, call)
+            if bench.submitted is not None:
+                return {"code": bench.submitted, "text": text}
+            errors += not result.ok
+            run.log_metric("tool_errors", errors)
+            messages.append(
+                {"role": "tool", "tool_call_id": call.get("id", ""), "content": result.text}
+            )
+        if errors >= MAX_TOOL_ERRORS:
+            break
+    return {"code": None, "text": text}
+
+
+def _has_block(text: str) -> bool:
+    seen = visible_text(text)
+    return seen is not None and any(fenced_blocks(seen))
+
+
+def _described(name: str, does: str) -> dict[str, Any]:
+    code = {"type": "string", "maxLength": MAX_CODE_CHARACTERS}
+    return function_tool(name, does, {"code": code}, ["code"])
+
+
+def _told(verdict: Verdict) -> str:
+    if verdict.passed:
+        return "  passed"
+    if verdict.error is not None:
+        return f"  failed: {verdict.error[:MAX_ERROR_CHARACTERS]}"
+    return f"  failed: it gave {verdict.values}"[:MAX_ERROR_CHARACTERS]

@@ -1,0 +1,267 @@
+"""The environment `code`: write a Python function or program; half of its tests are hidden.
+
+Tasks: `public` holds what the model may see (`instruction`, `entry_point`, which is "" of a program
+that reads and prints, `preamble`) and what its tools have (`tests`, the visible half); `hidden` the
+other tests, the reference and its full answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from envserver_environments.rows import NumberedRow, file_rows, hub_rows, sample_rows
+from pydantic import Field, field_validator
+
+from envserver import (
+    ConfigError,
+    Environment,
+    InputError,
+    KnownResult,
+    Message,
+    PublicTask,
+    Result,
+    Rollout,
+    Score,
+    Split,
+    Task,
+)
+
+from .agent import Mode, solve
+from .cheats import known_results
+from .data_sets import a_constant_passes, normalised, read_problem
+from .demonstrations import demonstrate
+from .hoisting import NotHoistable, hoisted
+from .loading import DIVISIONS, HUBS, SAMPLE
+from .problem import MAX_INSTRUCTION_CHARACTERS, Problem
+from .prompts import ShowTests
+from .references import checked
+from .running import SPEC
+from .scoring import References, Rules, score_rollout
+
+DataSetName = Literal["sample", "opc", "mbpp", "mbpp_plus", "humaneval", "humaneval_plus", "pairs"]
+
+MAX_UNUSABLE_ROWS = 1000
+"""Unusable rows at the start of a data set, before it is taken for the wrong one."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Code(Environment):
+    """Write Python functions and programs that pass tests, in one answer or with tools."""
+
+    name = "code"
+    sandbox = SPEC
+    score_timeout_seconds = 60.0
+
+    class Config(Environment.Config):
+        """Which tasks, how they are solved, and what counts."""
+
+        data_set: DataSetName = "sample"
+        """Data set; `sample`: 40 own tasks; `pairs`: rows of inputs and outputs (data_path)."""
+        data_path: Path | None = None
+        """Local .jsonl, .json or .parquet file, or folder with one per split, not the hub."""
+        mode: Mode = "single"
+        """single: one answer; tools: run_tests, python and submit."""
+        show_tests: ShowTests = "0"
+        """How many of the visible tests the prompt shows: 0, 1 or all."""
+        partial_credit: bool = False
+        """The reward is the share of tests that pass, not 1 for all of them and else 0."""
+        fuzz: int = Field(default=6, ge=0, le=100)
+        """Calls with changed arguments on which a program is compared with the reference."""
+        check_references: bool = True
+        """Drop rows (but the sample's) whose reference is missing or fails its own tests."""
+
+        @field_validator("show_tests", mode="before")
+        @classmethod
+        def _as_text(cls, value: object) -> object:
+            return str(value) if isinstance(value, int) else value
+
+    class Question(Environment.Question):
+        """What is to be written, and tests of it."""
+
+        entry_point: str = ""
+        """Name of the function; unset: a program that reads and prints."""
+        tests: Path | None = None
+        """File of asserts, one a line, that the function must pass; half of them are hidden."""
+
+        def is_scored(self) -> bool:
+            return self.tests is not None
+
+    def __init__(self, config: Config | None = None) -> None:
+        super().__init__(config)
+        self.dropped: Counter[str] = Counter()
+        """Rows that were dropped by `tasks`, by reason."""
+        self.tests_left_out = 0
+        """Tests of the other rows that cannot be judged outside of a program."""
+        self._references = References()
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        found = self._read_tasks(split)
+        if self.config.data_set != "sample" and self.config.check_references:
+            found = self._with_good_references(found)
+        used = False
+        for task in found:
+            used = True
+            yield task
+        name = self.config.data_set
+        if self.dropped:
+            count = self.dropped.total()
+            _logger.warning("%s: %d rows dropped: %s", name, count, self._reasons())
+        if self.tests_left_out:
+            _logger.warning("%s: %d tests left out", name, self.tests_left_out)
+        if not used:
+            raise ConfigError(
+                f"The data set {name!r} has no usable row: {self._reasons()}.",
+                hint="Do data_set and data_path fit together?",
+            )
+
+    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+        return await solve(task, run, self.config.mode, self.config.show_tests)
+
+    async def score(self, task: Task, result: Result) -> Score:
+        rules = Rules(partial_credit=self.config.partial_credit, fuzz=self.config.fuzz)
+        return await score_rollout(task, result, rules, self.sandboxes, self._references)
+
+    def demonstration(self, task: Task) -> list[Message] | None:
+        return demonstrate(task, self.config.mode)
+
+    def known_results(self, task: Task) -> Iterator[KnownResult]:
+        return known_results(task, partial_credit=self.config.partial_credit)
+
+    def task_from_row(self, row: dict[str, Any]) -> Task:
+        text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
+        task_id = f"row-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        return _task(task_id, read_problem(row))
+
+    def task_from_question(self, asked: Question) -> Task:
+        name = hashlib.sha256(asked.question.encode()).hexdigest()[:12]
+        if not asked.question.strip():
+            raise InputError("The question is empty.")
+        if asked.answer is not None:
+            raise InputError("A program is judged by tests, not by an answer: give --tests.")
+        tests = _asserts(asked.tests, asked.entry_point) if asked.tests else ()
+        half = len(tests) // 2
+        problem = Problem("asked", asked.question.strip(), asked.entry_point, tests, visible=half)
+        return _task(f"asked-{name}", problem)
+
+    def response_from_row(self, response: str, messages: list[Message]) -> Result:
+        return Result(output={"code": None, "text": response}, messages=messages)
+
+    def _rows(self, split: Split) -> Iterator[NumberedRow]:
+        name, path, seed = self.config.data_set, self.config.data_path, self.config.seed
+        if path is not None:
+            return file_rows(path, split, seed, DIVISIONS.get(name))
+        if name == "sample":
+            return sample_rows(SAMPLE, split, seed)
+        if name not in HUBS:
+            raise ConfigError(f"The rows of {name!r} come from a file.", hint="Set data_path.")
+        return hub_rows(HUBS[name], split, seed, DIVISIONS.get(name))
+
+    def _read_tasks(self, split: Split) -> Iterator[Task]:
+        """Tasks of all rows that can be judged and have not been there before."""
+        name = self.config.data_set
+        seen: set[bytes] = set()
+        unusable = 0
+        for number, row in self._rows(split):
+            try:
+                problem = _usable(row, None if name == "sample" else name)
+                key = hashlib.blake2b(
+                    normalised(problem.instruction).encode(), digest_size=8
+                ).digest()
+                if key in seen:
+                    raise InputError("The instruction was there before.")
+            except InputError as error:
+                self.dropped[error.message] += 1
+                unusable += 1
+                if not seen and unusable >= MAX_UNUSABLE_ROWS:
+                    return
+                continue
+            seen.add(key)
+            self.tests_left_out += problem.left_out
+            yield _task(_row_id(name, number, row), problem)
+
+    def _with_good_references(self, tasks: Iterator[Task]) -> Iterator[Task]:
+        if not hasattr(self, "sandboxes"):
+            raise ConfigError(
+                "References are run in a sandbox, and there is none here.",
+                hint="check_references=False leaves that out.",
+            )
+        for task, reason in checked(tasks, self.sandboxes):
+            if reason is None:
+                yield task
+            else:
+                self.dropped[reason] += 1
+
+    def _reasons(self) -> str:
+        return ", ".join(f"{count} x {reason}" for reason, count in self.dropped.most_common(8))
+
+
+def _asserts(path: Path, entry_point: str) -> tuple[str, ...]:
+    """The tests in a file, one a line.
+
+    Raises:
+        InputError: it cannot be read, or a line is no test of that function.
+    """
+    if not entry_point:
+        raise InputError("Tests need the name of the function.", hint="Give --entry_point.")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}.") from None
+    tests = tuple(line.strip() for line in lines if line.strip())
+    for number, test in enumerate(tests, 1):
+        try:
+            hoisted(test, entry_point)
+        except NotHoistable as error:
+            raise InputError(f"{path}:{number}: {error}.") from None
+    if not tests:
+        raise InputError(f"{path} holds no test.")
+    return tests
+
+
+def _usable(row: dict[str, Any] | None, data_set: str | None) -> Problem:
+    """The problem in a row of a data set.
+
+    Raises:
+        InputError: it is of no use for training.
+    """
+    if row is None:
+        raise InputError("The row is no JSON object.")
+    problem = read_problem(row, data_set)
+    if len(problem.instruction) > MAX_INSTRUCTION_CHARACTERS:
+        raise InputError("The instruction is too long.")
+    if len(problem.tests) < 2:
+        raise InputError("The row has fewer than two tests.")
+    if a_constant_passes(problem):
+        raise InputError("A program that always gives the same passes its tests.")
+    return problem
+
+
+def _row_id(name: str, number: int, row: dict[str, Any] | None) -> str:
+    """The sample's rows carry ids of ours; others are known by their place."""
+    return str(row["id"]) if name == "sample" and row and "id" in row else f"{name}-{number}"
+
+
+def _task(task_id: str, problem: Problem) -> Task:
+    return Task(
+        task_id,
+        {
+            "instruction": problem.instruction,
+            "entry_point": problem.entry_point,
+            "preamble": problem.preamble,
+            "tests": list(problem.tests[: problem.visible]),
+            "data_set": problem.data_set,
+            "seconds": problem.seconds,
+        },
+        {
+            "tests": list(problem.tests[problem.visible :]),
+            "code": problem.code,
+            "output": problem.output,
+        },
+    )

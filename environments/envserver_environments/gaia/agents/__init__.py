@@ -1,0 +1,96 @@
+"""Agents that solve a question with files: smolagents' two, and a plain loop as a baseline.
+
+They run in a worker's process (isolation "sandboxed"). Importing this package imports smolagents,
+if it is installed, so that a worker forked afterwards has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from envserver_tools.calling import Tool
+
+from envserver import ConfigError, PublicTask, Rollout
+
+from .plain import PlainRun
+from .prompts import question
+from .rules import Ending, Kind, Rules, Solved
+
+if TYPE_CHECKING:
+    from .smol_run import SmolRun
+
+__all__ = ["Ending", "Kind", "Rules", "Solved", "solve"]
+
+LEAVE_SECONDS = 2.5
+"""Before the rollout's deadline an agent ends by itself, code that does not listen included: so its
+steps are not lost."""
+MOST_LEFT = 0.25
+"""Share of the rollout's time that this may be."""
+STOP_SECONDS = 5.0
+
+
+async def solve(
+    task: PublicTask,
+    run: Rollout,
+    rules: Rules,
+    tools: Sequence[Tool] = (),
+    extra: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """One attempt at `task`; its files lie in the current directory.
+
+    Args:
+        task: `public` holds `question`, and `files`: their names, or objects with a `name`.
+        tools: beside python and final_answer.
+        extra: more fields of each request to the model.
+
+    Returns:
+        {"answer": a text or None, "state": see `Ending`, "steps": see `trace.step_data`}.
+
+    Raises:
+        ConfigError: smolagents or a module of `rules.extra_imports` is not installed.
+        EngineError: the engine failed.
+    """
+    rules.check()
+    seconds = run.deadline - time.time()
+    stop_at = run.deadline - min(LEAVE_SECONDS, MOST_LEFT * seconds)
+    if rules.seconds is not None:
+        stop_at = min(stop_at, time.time() + rules.seconds)
+    kind: type[SmolRun] | type[PlainRun] = PlainRun
+    if rules.agent != "plain":
+        kind = _smol_run()
+    agent = kind(run, rules, tools, loop=asyncio.get_running_loop(), stop_at=stop_at, extra=extra)
+    thread = asyncio.ensure_future(asyncio.to_thread(agent.run, question(task.public)))
+    try:
+        return (await asyncio.shield(thread)).as_output()
+    except asyncio.CancelledError:
+        agent.stop()
+        await asyncio.wait({thread}, timeout=STOP_SECONDS)
+        raise
+
+
+def _smol_run() -> type[SmolRun]:
+    """Imports smolagents.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if importlib.util.find_spec("smolagents") is None:
+        raise ConfigError(
+            "smolagents is not installed.",
+            hint="pip install 'envserver[gaia]', or take the agent `plain`.",
+        )
+    variables = dict(os.environ)
+    from .smol_run import SmolRun
+
+    os.environ.clear()  # smolagents reads the .env of whatever folder it finds one in
+    os.environ.update(variables)
+    return SmolRun
+
+
+if importlib.util.find_spec("smolagents") is not None:
+    _smol_run()

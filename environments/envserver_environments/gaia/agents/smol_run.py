@@ -1,0 +1,189 @@
+"""A run of one of smolagents' agents: driven step by step, stopped by us, told as data."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from envserver_tools.calling import Tool
+from smolagents.agents import ActionOutput
+from smolagents.memory import ActionStep, PlanningStep
+from smolagents.monitoring import AgentLogger, LogLevel
+from smolagents.utils import AgentGenerationError, AgentParsingError
+
+from envserver import LimitReached, Rollout
+
+from .endpoint import CutOff, Endpoint
+from .executor import ProcessExecutor
+from .interpreter import Interpreter
+from .model import ProxyModel
+from .prompts import system_prompt
+from .rules import Ending, Rules, Solved, ending_of
+from .smol import CodeAgent, ToolCallingAgent
+from .tool_use import PYTHON, Tools, as_function
+from .trace import Trace, call_data, step_data
+
+
+class SmolRun:
+    """One run. `run` it in a thread; `stop` it from another.
+
+    Args:
+        tools: beside python and final_answer.
+        loop: where asynchronous tools run.
+        stop_at: `time.time()` at which it ends by itself.
+        extra: more fields of each request to the model.
+    """
+
+    def __init__(
+        self,
+        run: Rollout,
+        rules: Rules,
+        tools: Sequence[Tool],
+        *,
+        loop: asyncio.AbstractEventLoop,
+        stop_at: float,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        self._rules = rules
+        self._trace = Trace(run)
+        is_code = rules.agent == "code"
+        self._interpreter = Interpreter(
+            {tool.name: as_function(tool, loop) for tool in tools} if is_code else None,
+            imports=rules.extra_imports,
+            step_seconds=rules.step_seconds,
+            stop_at=stop_at,
+            characters=rules.observation_characters,
+        )
+        self._tools = Tools(tools, self._interpreter, rules.observation_characters, loop)
+        self._endpoint = Endpoint(
+            run,
+            stop=("</code>",) if is_code else (),
+            tools=None if is_code else self._tools.descriptions,
+            token_budget=rules.token_budget,
+            stop_at=stop_at,
+            extra=extra,
+        )
+        self._agent = self._made(system_prompt(rules.agent, tools, rules.extra_imports))
+
+    def _made(self, prompt: str) -> CodeAgent | ToolCallingAgent:
+        rules = self._rules
+        options: dict[str, Any] = {
+            "planning_interval": rules.planning_interval,
+            "logger": _QUIET if rules.verbosity < 0 else AgentLogger(LogLevel(rules.verbosity)),
+        }
+        model = ProxyModel(self._endpoint)
+        if rules.agent == "tools":
+            return ToolCallingAgent(model, self._tools, prompt, **options)
+        executor = ProcessExecutor(self._interpreter)
+        return CodeAgent(model, executor, prompt, rules.observation_characters, **options)
+
+    def run(self, question: str) -> Solved:
+        """To its end, whatever that is. Raises EngineError, and what is a fault of ours."""
+        try:
+            answer, state = self._drive(question)
+        except (LimitReached, CutOff) as error:
+            answer, state = None, ending_of(error)
+        except AgentGenerationError as error:
+            cause = error.__cause__
+            if not isinstance(cause, LimitReached | CutOff):
+                raise (cause or error) from error
+            answer, state = None, ending_of(cause)
+        finally:
+            self._endpoint.close()
+            self._interpreter.finish()
+        return Solved(answer, state, self._trace.steps)
+
+    def stop(self) -> None:
+        """Makes `run` return soon, from whatever it waits for."""
+        self._endpoint.close()
+        self._interpreter.close()
+
+    def _drive(self, question: str) -> tuple[str | None, Ending]:
+        events = self._agent.run(question, stream=True, max_steps=self._rules.max_steps)
+        answer = ""
+        try:
+            for event in events:
+                if isinstance(event, ActionOutput) and event.is_final_answer:
+                    answer = str(event.output)
+                if isinstance(event, PlanningStep):
+                    self._trace.add(_plan_data(event))
+                if not isinstance(event, ActionStep) or event.model_output_message is None:
+                    continue
+                self._trace.add(self._data(event))
+                if event.is_final_answer:
+                    return answer, "answered"
+                if event.step_number >= self._rules.max_steps:
+                    break
+        finally:
+            events.close()
+        return None, "max_steps"
+
+    def _data(self, step: ActionStep) -> dict[str, Any]:
+        usage = step.token_usage
+        message = step.model_output_message
+        agent = self._agent
+        if isinstance(agent, CodeAgent):
+            action: Any = step.code_action
+            thought = (message.content or "").partition("<code>")[0]
+        else:
+            calls = (message.raw or {}).get("tool_calls") or []
+            action = [call_data(call) for call in calls] or None
+            thought = message.content or ""
+        return step_data(
+            step.step_number,
+            thought=thought,
+            action=action,
+            observation=step.observations or "",
+            error=self._error(step),
+            tokens=(usage.input_tokens, usage.output_tokens) if usage else (0, 0),
+            seconds=(step.timing.end_time or time.time()) - step.timing.start_time,
+            final=step.is_final_answer,
+        )
+
+    def _error(self, step: ActionStep) -> tuple[str, str] | None:
+        """Its kind and words."""
+        if isinstance(step.error, AgentParsingError):
+            return "parsing", str(step.error)
+        agent = self._agent
+        if isinstance(agent, CodeAgent):
+            outcome = agent.python_executor.outcome
+            if step.error is None or outcome is None or outcome.trouble is None:
+                return None if step.error is None else (type(step.error).__name__, str(step.error))
+            return outcome.trouble, outcome.error
+        failed = [text for _, text, ok in agent.results.get(step.step_number, ()) if not ok]
+        if not failed:
+            return None if step.error is None else (type(step.error).__name__, str(step.error))
+        outcome = self._tools.outcome
+        names = [c["function"]["name"] for c in step.model_output_message.raw["tool_calls"]]
+        of_python = names == [PYTHON] and outcome is not None and outcome.trouble is not None
+        return (outcome.trouble if of_python and outcome else "tool") or "tool", failed[-1]
+
+
+class _Silent(AgentLogger):  # type: ignore[misc]  # a class of a library without types
+    """Says nothing, and takes no time for it."""
+
+    def log(self, *args: Any, **options: Any) -> None:
+        """Nothing."""
+
+    def log_error(self, error_message: str) -> None:
+        """Nothing."""
+
+    log_code = log_markdown = log_rule = log_task = log_messages = log
+
+
+_QUIET = _Silent(LogLevel.OFF)
+
+
+def _plan_data(step: PlanningStep) -> dict[str, Any]:
+    usage = step.token_usage
+    return step_data(
+        0,
+        thought=step.plan,
+        action=None,
+        observation="",
+        error=None,
+        tokens=(usage.input_tokens, usage.output_tokens) if usage else (0, 0),
+        seconds=(step.timing.end_time or time.time()) - step.timing.start_time,
+    )

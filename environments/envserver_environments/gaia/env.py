@@ -1,0 +1,334 @@
+"""The environment `gaia`: questions whose answers stand in files, in code, or on the web.
+
+Tasks: `public` holds the question and its file (`data` in base64, under a neutral name); `hidden`
+the answer, the level, the author's id, and the solution of our own tasks. What of the data set an
+agent sees is the question and the file, nothing else: not even the id, which search engines know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import logging
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, Literal
+
+from envserver_tools.documents import document_tools, preload
+from envserver_tools.web import WebSettings, remote_tools, services_of
+from pydantic import Field, field_validator, model_validator
+
+from envserver import (
+    ConfigError,
+    Environment,
+    InputError,
+    KnownResult,
+    Message,
+    PublicTask,
+    Result,
+    Rollout,
+    Score,
+    Service,
+    Split,
+    Task,
+)
+
+from .agents import Kind, Rules, solve
+from .known import demonstrate, known_results
+from .loading import (
+    DEFAULT_COPY,
+    LEVELS,
+    OWN,
+    Item,
+    Refusal,
+    copy_items,
+    is_official,
+    own_items,
+    read_row,
+)
+from .rubric import Weights
+from .scoring import extract_answer
+from .verdict import Contaminated, Terms, Unfinished, judge
+
+_MB = 2**20
+_SUFFIX = re.compile(r"\.[a-z0-9]{1,8}")
+
+_logger = logging.getLogger(__name__)
+
+preload()  # what a worker behind a wall needs, it must have before
+
+
+class Gaia(Environment):
+    """Answer questions with files, code and tools, as smolagents' agents or in a plain loop."""
+
+    name = "gaia"
+    isolation = "sandboxed"
+    preload = ()  # its agents speak HTTP themselves
+
+    class Config(Environment.Config):
+        """Which tasks, who answers them, with what, and what counts."""
+
+        data_set: Literal["sample", "gaia"] = "sample"
+        """sample: 30 own tasks; gaia: the local copy in data/gaia, or in data_path."""
+        data_path: Path | None = None
+        """Folder with GAIA, or with tasks in its shape (metadata.jsonl or .parquet, and files)."""
+        levels: list[int] = list(LEVELS)
+        """Levels of difficulty, of 1, 2, 3."""
+        text_only: bool = False
+        """Leave out tasks with a file."""
+        max_file_mb: float = Field(default=16.0, gt=0, le=64)
+        """Tasks with a larger file are left out."""
+        train_on_gaia: bool = False
+        """Give GAIA's own tasks to the split train, which its authors ask not to do."""
+        agent: Kind = "code"
+        """code: smolagents' CodeAgent; tools: its ToolCallingAgent; plain: a loop of ours."""
+        max_steps: int = Field(default=12, ge=1)
+        """Steps of an agent; plans are not counted."""
+        planning_interval: int | None = Field(default=None, ge=1)
+        """A plan is asked for before the first step and then every so many; unset: never."""
+        extra_imports: list[str] = []
+        """Modules that are imported before the first step."""
+        documents: bool = True
+        """Give agents read_document and find_in_document."""
+        web: Literal["none", "live", "record", "replay"] = "none"
+        """Give agents web_search, visit_page and find_in_page. record: what was never asked before
+        is fetched and kept in web_folder; replay: only what stands there; live: nothing is kept."""
+        web_folder: Path = Path("data/web")
+        """Where the web is recorded."""
+        web_epoch: str = "1"
+        """Which recording in web_folder."""
+        web_provider: Literal["tavily", "duckduckgo"] = "tavily"
+        """Who searches. tavily: with the server's variable TAVILY_API_KEY."""
+        web_provider_url: str = ""
+        """Where the provider is asked, for a gateway of your own; unset: at the provider's. Agents'
+        processes know it: no place for keys."""
+        web_reader: Literal["own", "tavily"] = "own"
+        """Who reads pages: the server itself, or Tavily's extraction."""
+        web_allow_private: bool = False
+        """Let agents read pages of the server's own network."""
+        web_leaks: Literal["hide", "show"] = "hide"
+        """What repeats the question, and places where benchmarks are kept: hide them as if they
+        were not there (the rollout goes on), or show them. Both are told by a flag."""
+        contaminated: Contaminated = "drop"
+        """Rollouts that saw what gives their task away all the same: left out of training, reward
+        0, or scored as all others."""
+        agent_seconds: float | None = Field(default=None, gt=0)
+        """After so long an agent ends by itself; unset: shortly before worker_timeout."""
+        step_seconds: float = Field(default=60.0, gt=0)
+        """The most that the code of one step may take."""
+        verbosity: int = Field(default=-1, ge=-1, le=2)
+        """smolagents' own log on stderr: -1 nothing, 0 errors, 1 steps, 2 all."""
+        unfinished: Unfinished = "score"
+        """Rollouts that end without an answer: 0, or left out of training."""
+        rubric: Weights = Weights()
+        max_turns: int = Field(default=0, ge=0)
+        """Model calls per rollout; 0: as many as steps and plans need."""
+        max_completion_tokens: int = Field(default=16384, ge=1)
+        """Tokens sampled per rollout, over all calls."""
+        max_token_length: int = Field(default=32768, ge=1)
+        """Longest training sequence in tokens; a group with a longer one is dropped and counted."""
+
+        @field_validator("levels", mode="before")
+        @classmethod
+        def _several(cls, value: object) -> object:
+            parts = value.split(",") if isinstance(value, str) else value
+            return [parts] if isinstance(parts, int) else parts
+
+        @field_validator("levels")
+        @classmethod
+        def _known(cls, value: list[int]) -> list[int]:
+            if not value or not set(value) <= set(LEVELS):
+                raise ValueError("must be of 1, 2 and 3")
+            return value
+
+        @model_validator(mode="after")
+        def _calls(self) -> Gaia.Config:
+            if self.max_turns == 0:
+                plans = (
+                    -(-self.max_steps // self.planning_interval) if self.planning_interval else 0
+                )
+                self.max_turns = self.max_steps + plans
+            return self
+
+    class Question(Environment.Question):
+        """A question, and a file that belongs to it."""
+
+        file: Path | None = None
+        """The file."""
+
+    def __init__(self, config: Config | None = None) -> None:
+        super().__init__(config)
+        self.dropped: Counter[str] = Counter()
+        """Rows that were left out by `tasks`, by reason."""
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        items = list(self._items(split))
+        random.Random(f"gaia-{self.config.seed}-{split}").shuffle(items)
+        used = 0
+        for item in items:
+            try:
+                task = _task(item, int(self.config.max_file_mb * _MB))
+            except InputError as error:
+                self.dropped[error.message] += 1
+                continue
+            used += 1
+            yield task
+        reasons = ", ".join(f"{count} x {why}" for why, count in self.dropped.most_common())
+        if reasons:
+            _logger.warning("gaia: rows left out: %s", reasons)
+        if not used:
+            raise ConfigError(f"There is no task of use: {reasons or 'no row is of these levels'}.")
+
+    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+        config, folder = self.config, Path.cwd()
+        names = await asyncio.to_thread(_write_files, task.public["files"], folder)
+        rules = Rules(
+            agent=config.agent,
+            max_steps=config.max_steps,
+            planning_interval=config.planning_interval,
+            extra_imports=tuple(config.extra_imports),
+            token_budget=config.max_completion_tokens,
+            seconds=config.agent_seconds,
+            step_seconds=config.step_seconds,
+            verbosity=config.verbosity,
+        )
+        tools = list(document_tools(folder).values()) if config.documents else []
+        if config.web != "none":
+            tools += remote_tools(run.call_tool).values()
+        shown = PublicTask("task", {"question": task.public["question"], "files": names})
+        return await solve(shown, run, rules, tools)
+
+    def score(self, task: Task, result: Result) -> Score:
+        return judge(task, result, self._terms())
+
+    def services(self) -> AbstractAsyncContextManager[Mapping[str, Service]]:
+        config = self.config
+        if config.web == "none":
+            return super().services()
+        settings = WebSettings(
+            mode=config.web,
+            folder=None if config.web == "live" else config.web_folder,
+            epoch=config.web_epoch,
+            provider=config.web_provider,
+            provider_url=config.web_provider_url,
+            reader=config.web_reader,
+            allow_private=config.web_allow_private,
+            leaks=config.web_leaks,
+        )
+        return services_of(settings)
+
+    def demonstration(self, task: Task) -> list[Message]:
+        return demonstrate(task, self.config.agent)
+
+    def known_results(self, task: Task) -> Iterator[KnownResult]:
+        return known_results(task, self._terms())
+
+    def task_from_row(self, row: dict[str, Any]) -> Task:
+        text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
+        name = hashlib.sha256(text.encode()).hexdigest()[:16]
+        plain = {**row, "file_name": "", "task_id": f"row-{name}"}
+        item = read_row({"Level": "1", "Question": "?", **plain}, OWN, OWN)
+        return _task(item, 0)
+
+    def task_from_question(self, asked: Question) -> Task:
+        if not asked.question.strip():
+            raise InputError("The question is empty.")
+        item = Item(
+            task_id="asked",
+            question=asked.question.strip(),
+            level=1,
+            answer=asked.answer or "?",
+            attachment=asked.file,
+            solution=None,
+        )
+        return _task(item, int(self.config.max_file_mb * _MB))
+
+    def response_from_row(self, response: str, messages: list[Message]) -> Result:
+        answer = extract_answer(response)
+        return Result(output={"answer": answer, "state": "answered", "steps": []})
+
+    def _terms(self) -> Terms:
+        config = self.config
+        return Terms(
+            weights=config.rubric,
+            turns=config.max_turns,
+            tokens=config.max_completion_tokens,
+            unfinished=config.unfinished,
+            contaminated=config.contaminated,
+        )
+
+    def _items(self, split: Split) -> Iterator[Item]:
+        """The rows of use of the levels that are asked for."""
+        for item in self._rows(split):
+            if isinstance(item, Refusal):
+                self.dropped[item.reason] += 1
+            elif item.level in self.config.levels and not (
+                self.config.text_only and item.attachment is not None
+            ):
+                yield item
+
+    def _rows(self, split: Split) -> Iterator[Item | Refusal]:
+        path = self.config.data_path
+        if path is None and self.config.data_set == "sample":
+            return own_items()
+        copy = path or DEFAULT_COPY
+        if not is_official(copy):
+            return copy_items(copy, split)
+        if split == "test":
+            raise ConfigError(
+                "Nobody but its authors has the answers of GAIA's test split: it cannot be scored.",
+                hint="--env.split validation",
+            )
+        if split == "train" and not self.config.train_on_gaia:
+            raise ConfigError(
+                "GAIA's authors ask not to train on its tasks.",
+                hint="--env.split validation evaluates; --env.train_on_gaia true trains all the "
+                "same; data_set sample, or tasks of your own in data_path, are for training.",
+            )
+        return copy_items(copy, "validation")
+
+
+def _task(item: Item, most_bytes: int) -> Task:
+    """The task of an item.
+
+    Raises:
+        InputError: its file is too large or cannot be read.
+    """
+    files = []
+    if item.attachment is not None:
+        suffix = item.attachment.suffix.lower()
+        name = f"attachment{suffix if _SUFFIX.fullmatch(suffix) else ''}"
+        files.append({"name": name, "data": _encoded(item.attachment, most_bytes)})
+    key = f"{item.task_id}\0{item.question}".encode()
+    return Task(
+        f"gaia-{hashlib.blake2b(key, digest_size=8).hexdigest()}",
+        {"question": item.question, "files": files},
+        {
+            "answer": item.answer,
+            "level": item.level,
+            "task_id": item.task_id,
+            "solution": item.solution,
+        },
+    )
+
+
+def _encoded(file: Path, most_bytes: int) -> str:
+    try:
+        if file.stat().st_size > most_bytes:
+            raise InputError("its file is too large")
+        return base64.b64encode(file.read_bytes()).decode("ascii")
+    except OSError as error:
+        raise InputError("its file cannot be read") from error
+
+
+def _write_files(files: list[dict[str, str]], folder: Path) -> list[str]:
+    """Puts the task's files into the agent's folder; their names."""
+    for file in files:
+        (folder / Path(file["name"]).name).write_bytes(base64.b64decode(file["data"]))
+    return [file["name"] for file in files]

@@ -1,0 +1,140 @@
+"""The agent: a loop of chat and tools that ends with an answer.
+
+In: a task's public part, and `run`. Out: `{"answer", "text"}`: the argument of `finish` if it was
+called, and the model's last text. It ends at a `finish`, at a text without a tool call, at an
+answer that was cut off, after `max_turns`, or after ten tool errors; after `finish` nothing more is
+asked.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any, Literal
+
+from envserver_tools.calculator import CALCULATE, calculate
+from envserver_tools.calling import (
+    Tool,
+    ToolError,
+    ToolResult,
+    checked_call,
+    cut,
+    run_tool_call,
+    toolbox,
+)
+
+from envserver import Message, PublicTask, Rollout
+
+from .prompts import question, system_prompt
+
+Mode = Literal["tools", "single", "seed0"]
+MAX_TOOL_ERRORS = 10
+
+FINISH: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "finish",
+        "description": "Gives the final answer and ends the task.",
+        "parameters": {
+            "type": "object",
+            "properties": {"answer": {"type": "string", "maxLength": 500}},
+            "required": ["answer"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+TOOLS = toolbox(Tool(CALCULATE, calculate), Tool(FINISH, lambda answer: answer))
+
+
+async def solve(
+    task: PublicTask, run: Rollout, mode: Mode, prompt: str | None = None
+) -> dict[str, Any]:
+    """One attempt at `task`.
+
+    Args:
+        prompt: the system prompt; "": none; None: the mode's own.
+    """
+    told = system_prompt(mode) if prompt is None else prompt
+    messages: list[Message] = [{"role": "system", "content": told}] if told else []
+    messages.append({"role": "user", "content": question(task.public)})
+    match mode:
+        case "tools":
+            return await _with_tools(messages, run)
+        case "seed0":
+            return await _with_commands(messages, run)
+        case "single":
+            reply = await run.chat(messages)
+            return {"answer": None, "text": reply.content}
+
+
+def finish_answer(message: Message) -> str | None:
+    """The answer in a message's first valid call of `finish`, None without one."""
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else []:
+        try:
+            tool, arguments = checked_call(TOOLS, call)
+        except ToolError:
+            continue
+        if tool.name == "finish":
+            return str(arguments["answer"])
+    return None
+
+
+async def _with_tools(messages: list[Message], run: Rollout) -> dict[str, Any]:
+    text, errors = "", 0
+    descriptions = [tool.description for tool in TOOLS.values()]
+    for _ in range(run.max_turns):
+        reply = await run.chat(messages, tools=descriptions)
+        text = reply.content or text
+        messages.append(reply.message)
+        if reply.finish_reason == "length" or not reply.tool_calls:
+            break
+        for call in reply.tool_calls:
+            result = run_tool_call(TOOLS, call)
+            if result.ok and call["function"]["name"] == "finish":
+                return {"answer": result.text, "text": text}
+            errors += not result.ok
+            run.log_metric("tool_errors", errors)
+            messages.append(
+                {"role": "tool", "tool_call_id": call.get("id", ""), "content": result.text}
+            )
+        if errors >= MAX_TOOL_ERRORS:
+            break
+    return {"answer": None, "text": text}
+
+
+async def _with_commands(messages: list[Message], run: Rollout) -> dict[str, Any]:
+    text, errors = "", 0
+    for _ in range(run.max_turns):
+        reply = await run.chat(messages)
+        text = reply.content
+        messages.append(reply.message)
+        blocks = _FENCE.findall(text)
+        if reply.finish_reason == "length" or not blocks:
+            break
+        result = run_command(blocks)
+        errors += not result.ok
+        run.log_metric("tool_errors", errors)
+        messages.append({"role": "user", "content": f"Output:\n{result.text}"})
+        if errors >= MAX_TOOL_ERRORS:
+            break
+    return {"answer": None, "text": text}
+
+
+_FENCE = re.compile(r"```(?:bash|sh|shell|console|python|py)?[ \t]*\r?\n(.*?)```", re.DOTALL)
+_PRINT = re.compile(r"print\((.*)\)", re.DOTALL)
+
+
+def run_command(blocks: list[str]) -> ToolResult:
+    """What `python -c "print(EXPRESSION)"` prints. Nothing is executed, it is calculated."""
+    if len(blocks) != 1:
+        return ToolResult("Error: write exactly one fenced command.", ok=False)
+    try:
+        words = shlex.split(blocks[0])
+    except ValueError as error:
+        return ToolResult(f"Error: the command cannot be read: {error}.", ok=False)
+    printed = _PRINT.fullmatch(words[2].strip()) if len(words) == 3 else None
+    if printed is None or words[0] not in ("python", "python3") or words[1] != "-c":
+        return ToolResult('Error: the only command is python -c "print(EXPRESSION)".', ok=False)
+    return ToolResult(cut(calculate(printed[1])), ok=True)

@@ -1,0 +1,210 @@
+"""The environment `math`: problems with a checkable answer, with or without a calculator.
+
+Tasks: `public` holds what the model may see (`question`, `options`, and `data_set`), `hidden` the
+answer and how it is compared (`kind`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from envserver_environments.answers import last_boxed
+from envserver_environments.rows import file_rows, hub_rows, sample_rows
+from envserver_environments.usable import mixed, usable_tasks
+from envserver_tools.visible import visible_text
+from pydantic import Field, field_validator
+
+from envserver import (
+    Environment,
+    InputError,
+    KnownResult,
+    Message,
+    PublicTask,
+    Result,
+    Rollout,
+    Score,
+    Split,
+    Task,
+)
+
+from . import arithmetic, procedural
+from .agent import Mode, solve
+from .data_sets import Kind, Problem, read_problem, why_unusable
+from .demonstrations import demonstrate
+from .known import known_answers
+from .literals import is_number_literal
+from .loading import HUBS, SAMPLE
+from .scoring import Rules, said_last, score_rollout
+
+DataSetName = Literal[
+    "sample", "gsm8k", "math", "math500", "svamp", "mawps", "mathqa", "aqua", "aime", "deepmath",
+    "mathx", "procedural", "arithmetic",
+]  # fmt: skip
+
+
+class Math(Environment):
+    """Solve mathematics problems, with a calculator or without tools."""
+
+    name = "math"
+    score_timeout_seconds = 20.0
+
+    class Config(Environment.Config):
+        """Which problems, how they are solved, and what counts as right."""
+
+        data_set: DataSetName | list[DataSetName] = "sample"
+        """Data set or sets (repeat the flag, or separate with commas); `sample`: 48 own tasks."""
+        data_path: Path | None = None
+        """Local .jsonl, .json or .parquet file, or folder with one per split, not the hub."""
+        mode: Mode = "tools"
+        """tools: calculator and finish; single: one answer, no tools; seed0: fenced commands."""
+        literal: Literal["auto"] | bool = "auto"
+        """Must a right number be written out? auto: where the data set's answers are numbers."""
+        lenient: bool = False
+        """Accept malformed LaTeX (such as \\frac12) and plain expressions."""
+        system_prompt: str | None = None
+        """In place of the mode's own system prompt; "": none at all."""
+        max_operand: int = Field(default=9, ge=1)
+        """Largest number in the questions of the data set `arithmetic`."""
+        procedural: list[str] = list(procedural.ALLOWED)
+        """Generators that the data set `procedural` draws from."""
+        partial_credit: bool = False
+        """Pass on the generators' scores between 0 and 1."""
+        tool_error_penalty: float = 0.0
+        """Taken off the reward per failed tool call, down to 0."""
+
+        @field_validator("data_set", "procedural", mode="before")
+        @classmethod
+        def _several(cls, value: object) -> object:
+            return value.split(",") if isinstance(value, str) and "," in value else value
+
+    def __init__(self, config: Config | None = None) -> None:
+        super().__init__(config)
+        self.dropped: Counter[str] = Counter()
+        """Rows that were dropped by `tasks`, by reason."""
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        chosen = self.config.data_set
+        names = [chosen] if isinstance(chosen, str) else list(dict.fromkeys(chosen))
+        streams = [self._tasks_of(name, split) for name in names]
+        return (
+            streams[0] if len(streams) == 1 else mixed(streams, f"mix-{self.config.seed}-{split}")
+        )
+
+    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+        return await solve(task, run, self.config.mode, self.config.system_prompt)
+
+    def score(self, task: Task, result: Result) -> Score:
+        rules = Rules(
+            literal=self._literal,
+            lenient=self.config.lenient,
+            tool_error_penalty=self.config.tool_error_penalty,
+            partial_credit=self.config.partial_credit,
+        )
+        return score_rollout(task, result, rules)
+
+    def demonstration(self, task: Task) -> list[Message]:
+        return demonstrate(task, self.config.mode)
+
+    def known_results(self, task: Task) -> Iterator[KnownResult]:
+        return known_answers(task, literal=self._literal)
+
+    @property
+    def _literal(self) -> bool | None:
+        return None if self.config.literal == "auto" else bool(self.config.literal)
+
+    def task_from_row(self, row: dict[str, Any]) -> Task:
+        text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
+        task_id = f"row-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        if procedural.is_entry(row):
+            return _generated_task(task_id, *procedural.entry_from_row(row))
+        return _task(task_id, read_problem(row))
+
+    def task_from_question(self, asked: Environment.Question) -> Task:
+        if not asked.question.strip():
+            raise InputError("The question is empty.")
+        answer = asked.answer if asked.answer is not None else "0"
+        kind: Kind = "number" if is_number_literal(answer) else "expression"
+        problem = Problem(asked.question.strip(), answer, kind, "asked")
+        if reason := why_unusable(problem):
+            raise InputError(f"The answer cannot be compared: {reason}.")
+        name = hashlib.sha256(asked.question.encode()).hexdigest()[:12]
+        return _task(f"asked-{name}", problem)
+
+    def final_answer(self, result: Result) -> str:
+        output = result.output if isinstance(result.output, dict) else {}
+        text = str(output.get("text") or "")
+        return str(output.get("answer") or last_boxed(text) or visible_text(text) or "")
+
+    def response_from_row(self, response: str, messages: list[Message]) -> Result:
+        words = said_last(messages)
+        output = {"answer": words.finish if messages else None, "text": response}
+        return Result(output=output, messages=messages)
+
+    def _tasks_of(self, name: DataSetName, split: Split) -> Iterator[Task]:
+        seed = self.config.seed
+        if name == "procedural":
+            for entry_id, entry in procedural.entries(self.config.procedural, split, seed):
+                generator = entry["metadata"]["source_dataset"]
+                yield _generated_task(f"{name}-{entry_id}", generator, entry)
+            return
+        if name == "arithmetic":
+            for task_id, problem in arithmetic.problems(self.config.max_operand, split, seed):
+                yield _task(task_id, problem)
+            return
+        # A row of the sample or of a file may say itself which data set it is of.
+        shape = None if name == "sample" else name
+        if self.config.data_path is not None:
+            rows = file_rows(self.config.data_path, split, seed)
+        elif name == "sample":
+            rows = sample_rows(SAMPLE, split, seed)
+        else:
+            rows = hub_rows(HUBS[name], split, seed)
+        read = (_task_of(name, shape, number, row) for number, row in rows)
+        hint = "Do data_set and data_path fit together?"
+        yield from usable_tasks(name, read, self.dropped, hint=hint)
+
+
+def _task_of(name: str, shape: str | None, number: int, row: dict[str, Any] | None) -> Task | str:
+    """The task of a row, or why it is of no use."""
+    if row is None:
+        return "no JSON object"
+    try:
+        problem = read_problem(row, shape)
+    except InputError as error:
+        return error.message
+    return why_unusable(problem) or _task(_row_id(name, number, row), problem)
+
+
+def _row_id(name: str, number: int, row: dict[str, Any] | None) -> str:
+    """The sample's rows carry ids of ours; others are known by their place."""
+    return str(row["id"]) if name == "sample" and row and "id" in row else f"{name}-{number}"
+
+
+def _task(task_id: str, problem: Problem) -> Task:
+    return Task(
+        task_id,
+        {
+            "question": problem.question,
+            "options": problem.options,
+            "data_set": problem.data_set,
+        },
+        {"answer": problem.answer, "kind": problem.kind, "expression": problem.expression},
+    )
+
+
+def _generated_task(task_id: str, generator: str, entry: dict[str, Any]) -> Task:
+    return Task(
+        task_id,
+        {"question": entry["question"], "options": [], "data_set": "procedural"},
+        {
+            "answer": entry["answer"],
+            "kind": "procedural",
+            "generator": generator,
+            "entry": {name: value for name, value in entry.items() if name != "question"},
+        },
+    )

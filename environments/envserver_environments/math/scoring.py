@@ -1,0 +1,130 @@
+"""The score of one rollout: 1 for a right answer, else 0.
+
+The answer is the argument of `finish`, else the last balanced box of the visible text; a letter is
+found by the rules for options. Pure but for the comparison itself, which is `verification`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from envserver_environments.answers import choice_index, last_boxed, option_index, visible_text
+
+from envserver import Result, Score, Task
+
+from . import procedural
+from .agent import finish_answer
+from .data_sets import MAX_ANSWER_CHARACTERS
+from .literals import is_number_literal
+from .verification import Verdict, compare
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What counts as right, beyond being equal.
+
+    Args:
+        literal: numbers must be written out; None: where the data set's answers are numbers.
+        lenient: accept malformed LaTeX.
+        tool_error_penalty: taken off per failed tool call, down to 0.
+        partial_credit: of the generators' own scorers.
+    """
+
+    literal: bool | None = None
+    lenient: bool = False
+    tool_error_penalty: float = 0.0
+    partial_credit: bool = False
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a rollout ended with: the argument of `finish`, and the last text."""
+
+    finish: str | None
+    text: str
+
+    @property
+    def answer(self) -> str | None:
+        """The answer of a problem without options."""
+        if self.finish is not None:
+            boxed = last_boxed(self.finish)
+            return self.finish if boxed is None else boxed
+        seen = visible_text(self.text)
+        return None if seen is None else last_boxed(seen)
+
+
+def score_rollout(task: Task, result: Result, rules: Rules) -> Score:
+    """The score of `result`; `task.hidden` holds `answer` and `kind`, or a generator's `entry`."""
+    tool_errors = float(result.metrics.get("tool_errors", 0.0))
+    metrics = {"tool_errors": tool_errors, "truncated": float(result.truncated)}
+    if metrics["truncated"]:
+        return Score(reward=0.0, components={"correct": 0.0}, metrics=metrics)
+    correct = _correctness(task, said(result), rules, metrics)
+    if correct is None:
+        return Score(reward=None, metrics=metrics)
+    reward = max(0.0, correct - rules.tool_error_penalty * tool_errors)
+    return Score(reward=reward, components={"correct": correct}, metrics=metrics)
+
+
+def said(result: Result) -> Said:
+    """What the rollout ended with, from its output or, where it has none, from the conversation."""
+    output = result.output
+    if isinstance(output, dict):
+        answer, text = output.get("answer"), output.get("text")
+        return Said(
+            answer if isinstance(answer, str) else None, text if isinstance(text, str) else ""
+        )
+    if isinstance(output, str):
+        return Said(None, output)
+    return said_last(result.messages)
+
+
+def said_last(messages: list[dict[str, Any]]) -> Said:
+    """What the last assistant message of a conversation says."""
+    for message in reversed(messages):
+        if message.get("role") == "assistant":
+            content = message.get("content")
+            return Said(finish_answer(message), content if isinstance(content, str) else "")
+    return Said(None, "")
+
+
+def _correctness(task: Task, words: Said, rules: Rules, metrics: dict[str, float]) -> float | None:
+    """1.0 or 0.0 (or a generator's own score), None where the gold is unusable."""
+    if task.hidden["kind"] == "letter":
+        index = _chosen(words, task.public["options"])
+        metrics["answered"] = float(index is not None)
+        return float(index == ord(task.hidden["answer"]) - ord("A"))
+    answer = (words.answer or "").strip()
+    metrics["answered"] = float(bool(answer))
+    if not answer or len(answer) > MAX_ANSWER_CHARACTERS:
+        return 0.0
+    if task.hidden["kind"] == "procedural":
+        return procedural.score_entry(
+            task.hidden["generator"],
+            {**task.hidden["entry"], "question": task.public["question"]},
+            answer,
+            partial_credit=rules.partial_credit,
+        )
+    literal = task.hidden["kind"] == "number" if rules.literal is None else rules.literal
+    if literal and not is_number_literal(answer):
+        metrics["not_literal"] = 1.0
+        return 0.0
+    return _verified(task.hidden["answer"], answer, rules, metrics)
+
+
+def _chosen(words: Said, options: list[str]) -> int | None:
+    if words.finish is None:
+        return choice_index(words.text, options)
+    boxed = last_boxed(words.finish)
+    return option_index(words.finish if boxed is None else boxed, options)
+
+
+def _verified(gold: str, answer: str, rules: Rules, metrics: dict[str, float]) -> float | None:
+    verdict = compare(gold, answer, lenient=rules.lenient)
+    if verdict is Verdict.BAD_GOLD:
+        metrics["bad_gold"] = 1.0
+        return None
+    if verdict is Verdict.KILLED:
+        metrics["verification_killed"] = 1.0
+    return float(verdict is Verdict.EQUAL)

@@ -1,0 +1,276 @@
+"""The agent: decompose, retrieve, reason for each hop, finalize; in one of four ways.
+
+    tools      tool calls: search, read, finish
+    text       the same tools as texts: THOUGHT, TOOL_CALL, FINAL
+    tags       AFM's way: <plan>, <wiki_search>, <reflection>, <answer>
+    scripted   fixed steps: a list of sub-questions, a search and a note for each, the answer
+
+In: a task's public part, and `run`. Out: `{"answer", "text", "facts", "passages", "evidence"}`:
+what was handed in as the answer (None: nothing was), the model's last text, and what it says the
+answer rests on: (title, sentence number) pairs, keys of passages, triples. Every way is one
+conversation to which is only ever added. It ends at `finish`, at `<answer>`, at a text without a
+tool call, at a text that was cut off, after `max_turns`, or after ten tool errors.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from envserver_tools.calling import ToolError, call_tool, descriptions
+from envserver_tools.protocol import parse_message, run_protocol
+from envserver_tools.visible import visible_text
+
+from envserver import Message, PublicTask, Reply, Rollout
+
+from .extraction import extract_answer, has_tagged_answer
+from .prompts import (
+    SUB_QUESTIONS_WANTED,
+    answer_wanted,
+    note_wanted,
+    system_prompt,
+    text_system_prompt,
+)
+from .serving import MAX_QUERY_CHARACTERS, Scope, search_of
+from .shelf import MAX_FINISH_CHARACTERS, Shelf
+
+Mode = Literal["tools", "scripted", "text", "tags"]
+MAX_TOOL_ERRORS = 10
+MAX_HOPS = 5
+OBSERVATION = "<observation>"
+"""Where a model that is to wait for what was found would go on by itself."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How an agent works.
+
+    Args:
+        top_k: hits of a search.
+        unanswerable: tell it that there may be no answer, and how to say so.
+    """
+
+    mode: Mode = "tools"
+    scope: Scope = "question"
+    top_k: int = 3
+    max_searches: int = 8
+    unanswerable: bool = False
+
+
+async def solve(task: PublicTask, run: Rollout, rules: Rules) -> dict[str, Any]:
+    """One attempt at `task`."""
+    shelf = Shelf(
+        search_of(task, run, rules.scope),
+        run,
+        top_k=rules.top_k,
+        max_searches=rules.max_searches,
+        evidence=task.public["data_set"] == "2wiki",
+    )
+    question = task.public["question"]
+    match rules.mode:
+        case "tools":
+            said = await _with_tools(question, run, rules, shelf)
+        case "text":
+            said = await _with_texts(question, run, rules, shelf)
+        case "tags":
+            said = await _with_tags(question, run, rules, shelf)
+        case "scripted":
+            said = await _by_script(question, run, rules, shelf)
+    answer = said.answer if said.answer is not None else extract_answer(said.text)
+    run.log_action("finalize", {"question": question}, answer)
+    finish = shelf.finished or {}
+    return {
+        "answer": said.answer,
+        "text": said.text,
+        "facts": shelf.facts(finish.get("supporting_facts")),
+        "passages": shelf.keys(finish.get("supporting_facts")),
+        "evidence": finish.get("evidence") or [],
+    }
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What was handed in, and the last text."""
+
+    answer: str | None
+    text: str
+
+
+async def _with_tools(question: str, run: Rollout, rules: Rules, shelf: Shelf) -> _Said:
+    messages = _opening(system_prompt("tools", rules.unanswerable), question)
+    thoughts, text, errors = _Thoughts(run, question), "", 0
+    offered = descriptions(shelf.tools.values())
+    for _ in range(run.max_turns):
+        reply = await run.chat(messages, tools=offered)
+        text = reply.content
+        messages.append(reply.message)
+        if reply.finish_reason == "length" or not reply.tool_calls:
+            break
+        thoughts.note(text)
+        for call in reply.tool_calls:
+            result = await call_tool(shelf.tools, call)
+            if shelf.finished is not None:
+                return _Said(shelf.finished["answer"], text)
+            errors += not result.ok
+            run.log_metric("tool_errors", errors)
+            messages.append(
+                {"role": "tool", "tool_call_id": call.get("id", ""), "content": result.text}
+            )
+        if errors >= MAX_TOOL_ERRORS or has_tagged_answer(text):
+            break
+    return _Said(None, text)
+
+
+async def _with_texts(question: str, run: Rollout, rules: Rules, shelf: Shelf) -> _Said:
+    thoughts, text = _Thoughts(run, question), ""
+
+    async def chat(messages: list[Message], **sampling: Any) -> Reply:
+        nonlocal text
+        reply = await run.chat(messages, **sampling)
+        text = reply.content
+        for part in parse_message(text):
+            if part.type == "thought":
+                thoughts.note(part.text)
+        return reply
+
+    system = text_system_prompt(shelf.look.values(), rules.unanswerable)
+    done = await run_protocol(
+        chat,
+        shelf.look,
+        _opening(system, question),
+        max_steps=run.max_turns,
+        max_tool_errors=MAX_TOOL_ERRORS,
+    )
+    run.log_metric("tool_errors", done.tool_errors)
+    return _Said(done.answer, text)
+
+
+async def _with_tags(question: str, run: Rollout, rules: Rules, shelf: Shelf) -> _Said:
+    messages = _opening(system_prompt("tags", rules.unanswerable), question)
+    thoughts, text = _Thoughts(run, question), ""
+    for _ in range(run.max_turns):
+        reply = await run.chat(messages, stop=[OBSERVATION])
+        text = reply.content
+        messages.append(reply.message)
+        queries = tagged_queries(text)
+        if reply.finish_reason == "length" or has_tagged_answer(text) or not queries:
+            break
+        thoughts.note(_TAGS.sub("", _QUERY.sub("", text)))
+        found = "\n\n".join([await _found(shelf, query) for query in queries[: rules.max_searches]])
+        messages.append({"role": "user", "content": f"{OBSERVATION}\n{found}\n</observation>"})
+    return _Said(None, text)
+
+
+async def _by_script(question: str, run: Rollout, rules: Rules, shelf: Shelf) -> _Said:
+    messages = _opening(system_prompt("scripted", rules.unanswerable), question)
+    messages[-1]["content"] += f"\n\n{SUB_QUESTIONS_WANTED}"
+    plan = await _said(run, messages)
+    if plan.cut_off:
+        return _Said(None, plan.text)
+    sub_questions = numbered_list(plan.text)[:MAX_HOPS] or [question]
+    run.log_action("decompose", {"question": question}, sub_questions)
+    answers: list[str] = []
+    for hop, sub_question in enumerate(sub_questions, start=1):
+        asked = substituted(sub_question, answers)
+        found = await _found(shelf, asked)
+        note = await _said(run, messages, note_wanted(hop, asked, found))
+        answers.append(provisional_answer(note.text))
+        run.log_action("reason_hop", {"hop": hop, "question": asked}, note.text)
+        if note.cut_off:
+            return _Said(None, note.text)
+    last = await _said(run, messages, answer_wanted(question))
+    return _Said(None if last.cut_off else final_answer(last.text), last.text)
+
+
+@dataclass(frozen=True)
+class _Spoken:
+    text: str
+    cut_off: bool
+
+
+async def _said(run: Rollout, messages: list[Message], ask: str | None = None) -> _Spoken:
+    """What the model says to `ask`; both are added to `messages`."""
+    if ask is not None:
+        messages.append({"role": "user", "content": ask})
+    reply = await run.chat(messages)
+    messages.append(reply.message)
+    return _Spoken(reply.content, reply.finish_reason == "length")
+
+
+async def _found(shelf: Shelf, query: str) -> str:
+    try:
+        return await shelf.search(query[:MAX_QUERY_CHARACTERS])
+    except ToolError as error:
+        return f"None: {error}"
+
+
+class _Thoughts:
+    """What the model says between calls: first how it divides the question, then of each hop."""
+
+    def __init__(self, run: Rollout, question: str) -> None:
+        self._run = run
+        self._question = question
+        self._hop = 0
+
+    def note(self, text: str) -> None:
+        said = (visible_text(text) or "").strip()
+        if not said:
+            return
+        if self._hop:
+            self._run.log_action("reason_hop", {"hop": self._hop}, said)
+        else:
+            self._run.log_action("decompose", {"question": self._question}, said)
+        self._hop += 1
+
+
+def tagged_queries(text: str) -> list[str]:
+    """What <wiki_search> asks for in what the model said aloud; `|` stands between queries."""
+    asked = _QUERY.findall(visible_text(text) or "")
+    return [query.strip() for one in asked for query in one.split("|") if query.strip()]
+
+
+def numbered_list(text: str) -> list[str]:
+    """The entries of a numbered list in what the model said aloud."""
+    return [found.strip() for found in _ENTRY.findall(visible_text(text) or "") if found.strip()]
+
+
+def substituted(sub_question: str, answers: list[str]) -> str:
+    """`sub_question` with the answers of earlier hops in the place of #1, #2 ..."""
+
+    def answer(found: re.Match[str]) -> str:
+        number = int(found[1])
+        return answers[number - 1] if 0 < number <= len(answers) else found[0]
+
+    return _REFERENCE.sub(answer, sub_question)
+
+
+def provisional_answer(note: str) -> str:
+    """The answer at the end of a note: as it is marked, else its last line."""
+    marked = extract_answer(note)
+    if marked is not None:
+        return marked[:MAX_FINISH_CHARACTERS]
+    lines = (visible_text(note) or "").strip().splitlines()
+    return lines[-1].strip()[:MAX_FINISH_CHARACTERS] if lines else ""
+
+
+def final_answer(text: str) -> str | None:
+    """The answer of a model that was told to say nothing else: marked, else all of a short text."""
+    marked = extract_answer(text)
+    if marked is not None:
+        return marked
+    said = (visible_text(text) or "").strip()
+    return said if said and len(said) <= MAX_FINISH_CHARACTERS else None
+
+
+def _opening(system: str, question: str) -> list[Message]:
+    return [
+        {"role": "system", "content": system},
+        {"role": "user", "content": f"Question: {question}"},
+    ]
+
+
+_ENTRY = re.compile(r"^[ \t]*(?:\d{1,2}[.):]|#\d{1,2}[.):]?)[ \t]+(.+)$", re.MULTILINE)
+_QUERY = re.compile(r"<wiki_search>(.*?)(?:</wiki_search>|\Z)", re.DOTALL)
+_TAGS = re.compile(r"</?(?:plan|reflection)>")
+_REFERENCE = re.compile(r"#(\d{1,2})\b")

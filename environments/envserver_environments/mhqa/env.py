@@ -1,0 +1,284 @@
+"""The environment `mhqa`: questions that need several facts, and passages in which they stand.
+
+Tasks: `public` holds `question`, `data_set`, and `passages` in an order that says nothing (where
+agents search the question's own ones). `hidden` holds what only scoring needs:
+
+    golds          the answer and its aliases
+    kind, hops     as the data set calls it; how many facts are needed
+    supporting     (passage, sentence) pairs: the passage's place in `public`, or its title
+    support        keys of passages, where the data set judges whole passages
+    evidences      triples, each in all its forms
+    decomposition  (sub-question, answer) pairs
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from envserver_environments.rows import NumberedRow, file_rows, hub_rows, sample_rows
+from envserver_environments.usable import mixed, usable_tasks
+from envserver_tools.retrieval import Passage, RetrieverSettings
+from pydantic import Field, field_validator, model_validator
+
+from envserver import (
+    ConfigError,
+    Environment,
+    InputError,
+    KnownResult,
+    Message,
+    PublicTask,
+    Result,
+    Rollout,
+    Score,
+    Service,
+    Split,
+    Task,
+)
+
+from .agent import Mode, Rules, solve
+from .data_sets import DataSet, Item, read_item, why_unusable
+from .demonstrations import demonstrate
+from .known import known_answers
+from .loading import HUBS, SAMPLE, different, own_passages, read_context, read_corpus
+from .scoring import said_in, said_last, score_rollout
+from .serving import MAX_TOP_K, Scope, corpus_services, external_services
+
+
+class Mhqa(Environment):
+    """Answer questions that need several facts, found by searching."""
+
+    name = "mhqa"
+
+    class Config(Environment.Config):
+        """Which questions, where and how agents search, and what counts."""
+
+        data_set: DataSet | list[DataSet] = "sample"
+        """Data set or sets (repeat the flag, or separate with commas); `sample`: 36 own tasks."""
+        data_path: Path | None = None
+        """Local .jsonl, .json or .parquet file, or folder with one per split, not the hub."""
+        mode: Mode = "tools"
+        """tools: tool calls; text: the same tools as THOUGHT / TOOL_CALL / FINAL; tags: AFM's tags;
+        scripted: sub-questions, a search and a note for each, the answer."""
+        scope: Scope = "question"
+        """What is searched. question: the question's own passages; corpus: all that there are, or
+        those in corpus_path; external: what retriever_url knows."""
+        corpus_path: Path | None = None
+        """JSONL of passages (title, and text or sentences) for the scope corpus."""
+        retriever_url: str | None = None
+        """A retriever for the scope external, such as http://localhost:8000/retrieve."""
+        top_k: int = Field(default=3, ge=1, le=MAX_TOP_K)
+        """Passages that a search gives, where the model does not say how many."""
+        max_searches: int = Field(default=8, ge=1)
+        """Searches of a rollout."""
+        unanswerable: bool = False
+        """Also questions whose passages do not tell the answer; `noanswer` is right there."""
+        support_weight: float = Field(default=0.0, ge=0.0, le=1.0)
+        """Share of the reward that is the F1 of what the answer is said to rest on."""
+        max_turns: int = Field(default=10, ge=1)
+        """Model calls per rollout."""
+
+        @field_validator("data_set", mode="before")
+        @classmethod
+        def _several(cls, value: object) -> object:
+            return value.split(",") if isinstance(value, str) and "," in value else value
+
+        @model_validator(mode="after")
+        def _whole(self) -> Self:
+            if self.scope == "external" and not self.retriever_url:
+                raise ValueError("the scope external needs a retriever_url")
+            if self.scope != "external" and self.retriever_url:
+                raise ValueError("retriever_url is for the scope external")
+            if self.scope != "corpus" and self.corpus_path:
+                raise ValueError("corpus_path is for the scope corpus")
+            return self
+
+    class Question(Environment.Question):
+        """One question, and the passages to be searched for its answer."""
+
+        context: Path | None = None
+        """File of passages: text with blank lines between them (`# title` above one), or .json or
+        .jsonl with title and text. Unset: the corpus or the retriever of the settings."""
+
+    def __init__(self, config: Config | None = None) -> None:
+        super().__init__(config)
+        self.dropped: Counter[str] = Counter()
+        """Rows that were dropped by `tasks`, by reason."""
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        streams = [self._tasks_of(name, split) for name in self._data_sets]
+        return (
+            streams[0] if len(streams) == 1 else mixed(streams, f"mix-{self.config.seed}-{split}")
+        )
+
+    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+        config = self.config
+        rules = Rules(
+            mode=config.mode,
+            # What a person brought is searched, whatever the scope is.
+            scope="question" if task.public["passages"] else config.scope,
+            top_k=config.top_k,
+            max_searches=config.max_searches,
+            unanswerable=config.unanswerable,
+        )
+        return await solve(task, run, rules)
+
+    def score(self, task: Task, result: Result) -> Score:
+        return score_rollout(task, result, self.config.support_weight)
+
+    def services(self) -> AbstractAsyncContextManager[Mapping[str, Service]]:
+        config = self.config
+        match config.scope:
+            case "corpus":
+                return corpus_services(self._corpus)
+            case "external":
+                return external_services(RetrieverSettings(url=config.retriever_url))
+        return super().services()
+
+    def demonstration(self, task: Task) -> list[Message] | None:
+        return demonstrate(task, self.config.mode)
+
+    def known_results(self, task: Task) -> Iterator[KnownResult]:
+        return known_answers(task, self.config.support_weight)
+
+    def task_from_row(self, row: dict[str, Any]) -> Task:
+        text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
+        task_id = f"row-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        return make_task(task_id, read_item(row, corpus=own_passages()), "question")
+
+    def response_from_row(self, response: str, messages: list[Message]) -> Result:
+        words = said_last(messages) if messages else said_in(response)
+        output = {
+            "answer": words.answer,
+            "text": response,
+            "facts": words.facts,
+            "passages": words.passages,
+            "evidence": words.evidence,
+        }
+        return Result(output=output, messages=messages)
+
+    def task_from_question(self, asked: Question) -> Task:
+        if asked.context is None and self.config.scope == "question":
+            raise InputError(
+                "There is nothing to search for the answer.",
+                hint="--context FILE, or --env.scope corpus or external.",
+            )
+        item = Item(
+            question=asked.question.strip(),
+            golds=(asked.answer,) if asked.answer is not None else (),
+            data_set="own",
+            passages=tuple(read_context(asked.context)) if asked.context is not None else (),
+        )
+        if not item.question:
+            raise InputError("The question is empty.")
+        question = item.question.encode("utf-8", "surrogatepass")
+        key = hashlib.blake2b(question, digest_size=6).hexdigest()
+        return make_task(f"question-{key}", item, "question")
+
+    @property
+    def _data_sets(self) -> list[DataSet]:
+        chosen: DataSet | list[DataSet] = self.config.data_set
+        return list(dict.fromkeys(chosen)) if isinstance(chosen, list) else [chosen]
+
+    def _tasks_of(self, name: DataSet, split: Split) -> Iterator[Task]:
+        scope = self.config.scope
+        read = (
+            item if isinstance(item, str) else make_task(task_id, item, scope)
+            for task_id, item in self._items(name, split)
+        )
+        hint = "Do data_set, data_path and scope fit together?"
+        return usable_tasks(name, read, self.dropped, hint=hint)
+
+    def _items(self, name: DataSet, split: Split) -> Iterator[tuple[str, Item | str]]:
+        """The questions of a data set with their ids, or why a row is of no use."""
+        for number, row in self._rows(name, split):
+            task_id = _row_id(name, number, row)
+            item = _read(row, None if name == "sample" else name)
+            if isinstance(item, str):
+                yield task_id, item
+            elif not item.answerable and not (
+                self.config.unanswerable and self.config.scope == "question"
+            ):
+                continue
+            elif self.config.scope == "question" and not item.passages:
+                yield task_id, "it has no passages: the scope must be corpus or external"
+            else:
+                yield task_id, item
+
+    def _rows(self, name: DataSet, split: Split) -> Iterator[NumberedRow]:
+        seed = self.config.seed
+        if self.config.data_path is not None:
+            return file_rows(self.config.data_path, split, seed)
+        if name == "sample":
+            return sample_rows(SAMPLE, split, seed)
+        return hub_rows(HUBS[name], split, seed)
+
+    def _corpus(self) -> Iterator[Passage]:
+        """What agents search: the corpus of the settings, else all passages of the data sets."""
+        if self.config.corpus_path is not None:
+            return different(read_corpus(self.config.corpus_path))
+        return different(self._all_passages())
+
+    def _all_passages(self) -> Iterator[Passage]:
+        for name in self._data_sets:
+            if name == "sample" and self.config.data_path is None:
+                yield from own_passages().values()
+                continue
+            found = False
+            for _, row in self._rows(name, self.config.split):
+                item = _read(row, None if name == "sample" else name)
+                if isinstance(item, Item):
+                    found = found or bool(item.passages)
+                    yield from item.passages
+            if not found:
+                raise ConfigError(
+                    f"The data set {name!r} has no passages to search.",
+                    hint="Set corpus_path, or --env.scope external with a retriever_url.",
+                )
+
+
+def make_task(task_id: str, item: Item, scope: Literal["question", "corpus", "external"]) -> Task:
+    """The task of an item; its passages come along where agents search only them."""
+    passages = list(different(item.passages)) if scope == "question" else []
+    random.Random(item.question.encode("utf-8", "surrogatepass")).shuffle(passages)
+    places = {passage.title: place for place, passage in enumerate(passages)}
+    return Task(
+        task_id,
+        {
+            "question": item.question,
+            "data_set": item.data_set,
+            "passages": [passage.as_data() for passage in passages],
+        },
+        {
+            "golds": list(item.golds),
+            "kind": item.kind,
+            "hops": item.hops,
+            "answerable": item.answerable,
+            "supporting": [[places.get(title, title), number] for title, number in item.supporting],
+            "support": list(item.support),
+            "evidences": [[list(way) for way in ways] for ways in item.evidences],
+            "decomposition": [list(step) for step in item.decomposition],
+        },
+    )
+
+
+def _read(row: dict[str, Any] | None, data_set: str | None) -> Item | str:
+    """The question of a row, or why it is of no use."""
+    if row is None:
+        return "no JSON object"
+    try:
+        item = read_item(row, data_set, own_passages() if data_set is None else None)
+    except InputError as error:
+        return error.message
+    return why_unusable(item) or item
+
+
+def _row_id(name: str, number: int, row: dict[str, Any] | None) -> str:
+    """The sample's rows carry ids of ours; others are known by their place."""
+    return str(row["id"]) if name == "sample" and row and "id" in row else f"{name}-{number}"

@@ -1,0 +1,111 @@
+r"""Finds the answer in what a model said, for where it was not given by `finish`. Pure.
+
+Only visible text counts. The first of these that is there is the answer:
+
+    1. the last <answer>...</answer>
+    2. `answer` of the last JSON object that has one which is a text or a number
+    3. what follows FINAL: at the start of a line, to the end
+    4. the inside of the last balanced \boxed{...}
+    5. the rest of the last line that says "answer:" or "final answer:"
+
+A box that is all of the answer is taken off.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from envserver_environments.answers import last_boxed
+from envserver_tools.visible import visible_text
+
+MAX_JSON_CHARACTERS = 20_000
+"""JSON is looked for in so much of the end of a text."""
+
+_TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
+_FINAL = re.compile(r"^[ \t]*FINAL:(.*)", re.MULTILINE | re.DOTALL)
+_LINE = re.compile(r"\b(?:final\s+)?answer\s*:[ \t]*(\S.*)", re.IGNORECASE)
+_WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{(.*)\}", re.DOTALL)
+_DECODER = json.JSONDecoder(parse_float=str, parse_int=str)
+
+
+def extract_answer(text: str) -> str | None:
+    """The answer in `text`; "" where an empty one was given, None where none was."""
+    seen = visible_text(text)
+    if seen is None:
+        return None
+    for find in (_tagged, _json_answer, _final, _boxed, _last_line):
+        answer = find(seen)
+        if answer is not None:
+            return _unboxed(answer)
+    return None
+
+
+def has_tagged_answer(text: str) -> bool:
+    """Whether `text` says <answer>...</answer> aloud."""
+    seen = visible_text(text)
+    return seen is not None and _tagged(seen) is not None
+
+
+def json_objects(text: str) -> Iterator[dict[str, Any]]:
+    """The JSON objects at the end of `text`, those inside others too, in the order of their ends.
+
+    Numbers come as they are written, as texts.
+    """
+    end_of_text = text[-MAX_JSON_CHARACTERS:]
+    position = end_of_text.find("{")
+    while position >= 0:
+        try:
+            value, position = _DECODER.raw_decode(end_of_text, position)
+        except (ValueError, RecursionError):
+            position += 1
+        else:
+            yield from _objects_in(value)
+        position = end_of_text.find("{", position)
+
+
+def _objects_in(value: Any) -> Iterator[dict[str, Any]]:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for one in inner:
+        yield from _objects_in(one)
+    if isinstance(value, dict):
+        yield value
+
+
+def _tagged(seen: str) -> str | None:
+    found = _TAGGED.findall(seen)
+    return str(found[-1]).strip() if found else None
+
+
+def _json_answer(seen: str) -> str | None:
+    answers = [one["answer"] for one in json_objects(seen) if isinstance(one.get("answer"), str)]
+    return answers[-1].strip() if answers else None
+
+
+def _final(seen: str) -> str | None:
+    found = _FINAL.search(seen)
+    return found[1].strip() if found else None
+
+
+def _boxed(seen: str) -> str | None:
+    inside = last_boxed(seen)
+    return None if inside is None else f"\\boxed{{{inside}}}"
+
+
+def _unboxed(answer: str) -> str:
+    r"""`answer` without the \boxed{\text{...}} that is all around it."""
+    inside = last_boxed(answer)
+    if inside is None or answer != f"\\boxed{{{inside}}}":
+        return answer
+    wrapped = _WRAPPED.fullmatch(inside.strip())
+    return (wrapped[1] if wrapped else inside).strip()
+
+
+def _last_line(seen: str) -> str | None:
+    for line in reversed(seen.splitlines()):
+        found = list(_LINE.finditer(line))
+        if found:
+            return found[-1][1].strip().strip("*_` ")
+    return None

@@ -1,0 +1,116 @@
+"""The data sets of this environment, and the corpora that are searched."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from envserver_environments.rows import Hub
+from envserver_tools.retrieval import Passage, passages_from
+
+from envserver import ConfigError, InputError, NotFoundError
+
+_FOLDER = Path(__file__).parent / "data"
+SAMPLE = _FOLDER / "sample.jsonl"
+OWN_CORPUS = _FOLDER / "corpus.jsonl"
+
+HUBS: dict[str, Hub] = {
+    "hotpotqa": Hub(
+        "hotpotqa/hotpot_qa", {"train": "train", "validation": "validation"}, ("distractor",)
+    ),
+    # The authors' own data are not on the hub.
+    "2wiki": Hub("framolfese/2WikiMultihopQA", {"train": "train", "validation": "validation"}),
+    "musique": Hub("dgslibisey/MuSiQue", {"train": "train", "validation": "validation"}),
+    "afm": Hub("PersonalAILab/AFM-MHQA-RL-Dataset", {"train": "train"}),
+}
+"""Nobody but their authors has the answers of the test splits."""
+
+
+def read_corpus(path: Path) -> Iterator[Passage]:
+    """The passages of a JSONL file, one a line: `title`, and `sentences`, `text` or `contents`.
+
+    Raises:
+        NotFoundError: there is no such file.
+        ConfigError: a line is no passage.
+    """
+    if not path.is_file():
+        raise NotFoundError(f"There is no corpus file {str(path)!r}.")
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield Passage.from_data(json.loads(line))
+            except (ValueError, InputError) as error:
+                raise ConfigError(f"{path}, line {number} is no passage: {error}") from error
+
+
+@functools.cache
+def own_passages() -> Mapping[str, Passage]:
+    """The passages of the sample by their titles, of which no two are the same."""
+    return {passage.title: passage for passage in read_corpus(OWN_CORPUS)}
+
+
+def different(passages: Iterable[Passage]) -> Iterator[Passage]:
+    """Each passage once, in the order of their first appearance."""
+    seen: set[str] = set()
+    for passage in passages:
+        if passage.key not in seen:
+            seen.add(passage.key)
+            yield passage
+
+
+def read_context(path: Path) -> list[Passage]:
+    """The passages that a person wrote down for one question.
+
+    `.jsonl` and `.json` hold them as a corpus does. Any other file is text: passages are separated
+    by blank lines; a first line that begins with `#` is a title.
+
+    Raises:
+        NotFoundError: there is no such file.
+        InputError: it holds no passages.
+    """
+    if not path.is_file():
+        raise NotFoundError(f"There is no file {str(path)!r}.")
+    if path.suffix == ".jsonl":
+        passages = list(read_corpus(path))
+    else:
+        text = _read_text(path)
+        passages = list(_of_json(text, path) if path.suffix == ".json" else _of_text(text))
+    if not passages:
+        raise InputError(f"{path} holds no passages.")
+    return passages
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is no UTF-8 text: {error.reason}.") from error
+
+
+def _of_json(text: str, path: Path) -> Iterator[Passage]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{path} is no JSON: {error}") from error
+    return passages_from(value)
+
+
+def _of_text(text: str) -> Iterator[Passage]:
+    blocks: list[list[str]] = [[]]
+    for line in text.splitlines():
+        if line.strip():
+            blocks[-1].append(line.strip())
+        elif blocks[-1]:
+            blocks.append([])
+    title, number = "", 0
+    for block in filter(None, blocks):
+        if block[0].startswith("#"):
+            title, block = block[0].lstrip("#").strip(), block[1:]
+        if block:
+            number += 1
+            yield Passage(title or f"Passage {number}", tuple(block))
+            title = ""

@@ -1,0 +1,48 @@
+"""The texts that the model gets; each system prompt is a file beside this one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+
+from envserver_tools.calling import Tool
+from envserver_tools.protocol import FORMAT, describe_tools
+
+_ANSWERS = (
+    "The answer is as short as it can be: a name, a number, a date, yes or no. Give one answer, "
+    "without alternatives and without an explanation."
+)
+_UNANSWERABLE = "Where the passages do not tell the answer, the answer is: noanswer"
+
+SUB_QUESTIONS_WANTED = (
+    "First divide it. Write a numbered list of two to five sub-questions, one a line, nothing "
+    "else. Each must be answerable from one passage; #1 stands for the answer of the first one, "
+    "#2 for that of the second one, and so on."
+)
+
+
+@functools.cache
+def system_prompt(mode: str, unanswerable: bool) -> str:
+    """The system prompt of a mode."""
+    text = (Path(__file__).parent / f"{mode}.txt").read_text(encoding="utf-8").strip()
+    return "\n\n".join([text, f"{_ANSWERS} {_UNANSWERABLE}" if unanswerable else _ANSWERS])
+
+
+def text_system_prompt(tools: Iterable[Tool], unanswerable: bool) -> str:
+    """The system prompt of the mode `text`, with its tools and its format."""
+    return "\n\n".join([system_prompt("text", unanswerable), describe_tools(tools), FORMAT])
+
+
+def note_wanted(hop: int, sub_question: str, found: str) -> str:
+    """What is asked for each sub-question."""
+    return (
+        f"Sub-question {hop}: {sub_question}\n\nPassages:\n\n{found}\n\n"
+        "Write a short note of what they say about it. End it with a line of this form:\n"
+        "Answer: ..."
+    )
+
+
+def answer_wanted(question: str) -> str:
+    """What is asked in the end."""
+    return f"Question: {question}\n\nNow write the final answer, and nothing else:\nAnswer: ..."

@@ -1,0 +1,253 @@
+"""The score of one rollout: mostly whether the answer is exactly right, a little how near it is.
+
+    reward = 0.8 * EM + 0.2 * F1        of one short answer
+             0.2 * F1                   of a long one
+             0                          of none, of an empty one, of several, of a text cut off
+
+EM and F1 are Hotpot's, the best over the gold and its aliases; they stand in the components as the
+data sets' own programs compute them, whatever the reward is. With a weight for support, so much of
+the reward is the F1 of what the answer is said to rest on. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from envserver_tools.calling import ToolError, checked_call, toolbox
+from envserver_tools.retrieval import passages_from
+from envserver_tools.visible import visible_text
+
+from envserver import Result, Score, Task
+
+from .data_sets import MAX_ANSWER_CHARACTERS
+from .extraction import extract_answer, json_objects
+from .metrics import (
+    Measure,
+    answer_measure,
+    evidence_measure,
+    fact_measure,
+    joint_measure,
+    musique_answer_measure,
+    normalize_answer,
+    support_measure,
+    wiki2_fact_measure,
+)
+from .shelf import FINISH
+
+EM_SHARE, F1_SHARE = 0.8, 0.2
+SHORT_CHARACTERS = 64
+SHORT_WORDS = 12
+"""What is longer, in its normal form, than this and than every gold is no short answer."""
+
+_SEPARATORS = re.compile(r"[|;\n\r｜；]")
+_FINISHING = toolbox(FINISH)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a rollout ended with.
+
+    Args:
+        answer: the argument of `finish`, or what was handed in otherwise.
+        text: the last one; where there is no answer, it is looked for there.
+        facts: (title, sentence number) pairs. passages: keys. evidence: triples.
+    """
+
+    answer: str | None = None
+    text: str = ""
+    facts: list[tuple[str, int]] = field(default_factory=list)
+    passages: list[str] = field(default_factory=list)
+    evidence: list[tuple[str, ...]] = field(default_factory=list)
+
+    @property
+    def final(self) -> str | None:
+        return self.answer if self.answer is not None else extract_answer(self.text)
+
+
+def score_rollout(task: Task, result: Result, support_weight: float = 0.0) -> Score:
+    """The score of `result`; see `env` for what `task.hidden` holds."""
+    metrics = {
+        "tool_errors": float(result.metrics.get("tool_errors", 0.0)),
+        "truncated": float(result.truncated),
+    }
+    if result.truncated:
+        return Score(reward=0.0, components={"em": 0.0, "f1": 0.0}, metrics=metrics)
+    words = said(result)
+    answer, golds = words.final, task.hidden["golds"]
+    if not golds:  # a person asked, who does not know the answer either
+        return Score(reward=None, metrics=metrics)
+    metrics["answered"] = float(answer is not None and bool(normalize_answer(answer)))
+    measure = Measure() if answer is None else answer_measure(answer, golds)
+    components = {"em": measure.em, "f1": measure.f1}
+    metrics |= {"precision": measure.precision, "recall": measure.recall}
+    metrics[f"em_{task.hidden['kind']}"] = measure.em
+    if task.public["data_set"] == "musique" and answer is not None:
+        metrics["musique_f1"] = musique_answer_measure(answer, golds).f1
+    support = _support(task, words, measure, metrics)
+    trouble = "no answer" if answer is None else why_refused(answer, golds)
+    metrics["refused"] = float(trouble is not None)
+    if trouble is not None:
+        return Score(reward=0.0, components=components, metrics=metrics)
+    reward = answer_reward(answer or "", golds, measure)
+    if support is not None and support_weight:
+        components["support"] = support.f1
+        reward = (1 - support_weight) * reward + support_weight * support.f1
+    return Score(reward=reward, components=components, metrics=metrics)
+
+
+def why_refused(answer: str, golds: list[str]) -> str | None:
+    """Why `answer` gets nothing whatever words it shares with the gold, None where it may."""
+    if not normalize_answer(answer):
+        return "it is empty"
+    if len(answer) > max(MAX_ANSWER_CHARACTERS, *map(len, golds)):
+        return "it is too long"
+    if _several(answer) and not any(map(_several, golds)):
+        return "it is several answers"
+    return None
+
+
+def answer_reward(answer: str, golds: list[str], measure: Measure) -> float:
+    """The reward of an answer that is not refused, without support."""
+    exact = EM_SHARE * measure.em if is_short(answer, golds) else 0.0
+    return min(1.0, exact + F1_SHARE * measure.f1)
+
+
+def is_short(answer: str, golds: list[str]) -> bool:
+    """Whether `answer` is no longer than an answer is, or than a gold."""
+    plain = normalize_answer(answer)
+    sizes = [(len(gold), len(gold.split())) for gold in map(normalize_answer, golds)]
+    characters = max(SHORT_CHARACTERS, *(size for size, _ in sizes))
+    words = max(SHORT_WORDS, *(count for _, count in sizes))
+    return len(plain) <= characters and len(plain.split()) <= words
+
+
+def said(result: Result) -> Said:
+    """What the rollout ended with, from its output or, where it has none, from the conversation."""
+    output = result.output
+    if isinstance(output, dict):
+        answer, text = output.get("answer"), output.get("text")
+        return Said(
+            answer if isinstance(answer, str) else None,
+            text if isinstance(text, str) else "",
+            _facts(output.get("facts")),
+            [key for key in _list(output.get("passages")) if isinstance(key, str)],
+            _triples(output.get("evidence")),
+        )
+    if isinstance(output, str):
+        return Said(text=output)
+    return said_last(result.messages)
+
+
+def said_last(messages: list[dict[str, Any]]) -> Said:
+    """What the last assistant message of a conversation says."""
+    for message in reversed(messages):
+        if message.get("role") == "assistant":
+            content = message.get("content")
+            return said_in(content if isinstance(content, str) else "", _finish_call(message))
+    return Said()
+
+
+def said_in(text: str, finish: Mapping[str, Any] | None = None) -> Said:
+    """What a text says, with the arguments of `finish` where it was called.
+
+    Without them, a JSON object with `answer` may also hold `supporting_facts` and `evidence`.
+    """
+    if finish is None:
+        named = [one for one in json_objects(visible_text(text) or "") if "answer" in one]
+        beside = named[-1] if named else {}
+        facts = _facts(_numbered(beside.get("supporting_facts")))
+        return Said(None, text, facts, [], _triples(beside.get("evidence")))
+    return Said(
+        str(finish["answer"]),
+        text,
+        _facts(finish.get("supporting_facts")),
+        [],
+        _triples(finish.get("evidence")),
+    )
+
+
+def _support(task: Task, words: Said, answer: Measure, metrics: dict[str, float]) -> Measure | None:
+    """How right what the answer rests on is, None where the data set does not say it."""
+    hidden = task.hidden
+    if hidden["support"]:
+        keys = words.passages or _keys_of_titles(task, words.facts)
+        support = support_measure(keys, hidden["support"])
+        metrics |= {"support_em": support.em, "support_f1": support.f1}
+        return support
+    if not hidden["supporting"]:
+        return None
+    passages = task.public["passages"]
+    gold = [
+        (passages[name]["title"] if isinstance(name, int) else name, number)
+        for name, number in hidden["supporting"]
+    ]
+    wiki2 = task.public["data_set"] == "2wiki"
+    support = (wiki2_fact_measure if wiki2 else fact_measure)(words.facts, gold)
+    parts = [answer, support]
+    if hidden["evidences"]:
+        evidence = evidence_measure(words.evidence, hidden["evidences"])
+        metrics |= {"evidence_em": evidence.em, "evidence_f1": evidence.f1}
+        parts.append(evidence)
+    joint = joint_measure(*parts)
+    metrics |= {"support_em": support.em, "support_f1": support.f1}
+    metrics |= {"joint_em": joint.em, "joint_f1": joint.f1}
+    return support
+
+
+def _keys_of_titles(task: Task, facts: list[tuple[str, int]]) -> list[str]:
+    titles = {title for title, _ in facts}
+    passages = passages_from(task.public["passages"])
+    return [passage.key for passage in passages if passage.title in titles]
+
+
+def _several(text: str) -> bool:
+    """Whether `text` offers a choice: by "or", or by what separates the entries of a list."""
+    return bool(_SEPARATORS.search(text.strip())) or "or" in normalize_answer(text).split()
+
+
+def _finish_call(message: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a message's first valid call of `finish`, None without one."""
+    for call in _list(message.get("tool_calls")):
+        try:
+            _, arguments = checked_call(_FINISHING, call)
+        except ToolError:
+            continue
+        return arguments
+    return None
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _numbered(value: object) -> list[Any]:
+    """Facts whose numbers may stand in texts."""
+    pairs = [pair for pair in _list(value) if isinstance(pair, list) and len(pair) == 2]
+    return [
+        [name, int(number) if isinstance(number, str) and number.isdecimal() else number]
+        for name, number in pairs
+    ]
+
+
+def _facts(value: object) -> list[tuple[str, int]]:
+    return [
+        (pair[0], pair[1])
+        for pair in _list(value)
+        if isinstance(pair, list | tuple)
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and isinstance(pair[1], int)
+    ]
+
+
+def _triples(value: object) -> list[tuple[str, ...]]:
+    return [
+        tuple(triple)
+        for triple in _list(value)
+        if isinstance(triple, list | tuple)
+        and len(triple) == 3
+        and all(isinstance(part, str) for part in triple)
+    ]

@@ -1,0 +1,173 @@
+"""What one rollout has found, and the tools over it: search, read, finish.
+
+Passages are called p1, p2 ... in the order in which the rollout first saw them: their ids and their
+order say nothing about which of them matter. Sentences are numbered from 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from envserver_tools.calling import MAX_RESULT_CHARACTERS, Tool, ToolError, function_tool, toolbox
+from envserver_tools.retrieval import Passage
+
+from envserver import Rollout
+
+from .serving import MAX_QUERY_CHARACTERS, MAX_TOP_K, Search
+
+MAX_HIT_CHARACTERS = 700
+"""Of one passage in a list of hits; `read` shows all of it."""
+MAX_FINISH_CHARACTERS = 200
+MAX_FACTS = 20
+
+NOTHING_FOUND = "Nothing was found: no passage shares a word with the query."
+
+
+class Shelf:
+    """The tools of one rollout, and what it ended with.
+
+    Args:
+        top_k: hits of a search that does not say how many it wants.
+        max_searches: further ones are refused.
+        evidence: whether `finish` takes evidence triples.
+    """
+
+    def __init__(
+        self, search: Search, run: Rollout, *, top_k: int, max_searches: int, evidence: bool = False
+    ) -> None:
+        self._search = search
+        self._run = run
+        self._top_k = top_k
+        self._searches_left = max_searches
+        self._max_searches = max_searches
+        self._seen: dict[str, Passage] = {}
+        self.finished: dict[str, Any] | None = None
+        """The arguments of `finish`, once it was called."""
+        self.look = toolbox(Tool(_SEARCH, self.search), Tool(_READ, self._read))
+        """The tools that end nothing."""
+        self.tools = self.look | toolbox(Tool(_finish(evidence), self._finish))
+
+    async def search(self, query: str, top_k: int | None = None) -> str:
+        """The hits of `query`, as the model reads them.
+
+        Raises:
+            ToolError: all searches are used up.
+        """
+        if not self._searches_left:
+            raise ToolError(
+                f"all {self._max_searches} searches are used up: answer from what was found."
+            )
+        self._searches_left -= 1
+        wanted = self._top_k if top_k is None else top_k
+        hits = await self._search(query, wanted)
+        self._run.log_metric("searches", self._max_searches - self._searches_left)
+        share = min(MAX_HIT_CHARACTERS, MAX_RESULT_CHARACTERS // max(1, len(hits)) - 10)
+        shown = [self._shown(hit.passage, share) for hit in hits]
+        text = "\n\n".join(shown) if shown else NOTHING_FOUND
+        self._run.log_action("retrieve", {"query": query, "top_k": wanted}, text)
+        return text
+
+    def facts(self, given: Any) -> list[list[Any]]:
+        """Supporting facts as `finish` got them, with the titles of the passages that are meant."""
+        return [
+            [passage.title if (passage := self._meant(name)) else name, number]
+            for name, number in given or []
+        ]
+
+    def keys(self, given: Any) -> list[str]:
+        """Keys of the passages that supporting facts name."""
+        meant = [self._meant(name) for name, _ in given or []]
+        return list(dict.fromkeys(passage.key for passage in meant if passage))
+
+    def _read(self, pid: str) -> str:
+        passage = self._seen.get(pid)
+        if passage is None:
+            known = ", ".join(self._seen) or "none yet"
+            raise ToolError(f"no search has found a passage {pid[:40]!r}; found: {known}.")
+        text = self._shown(passage, MAX_RESULT_CHARACTERS)
+        self._run.log_action("retrieve", {"pid": pid}, text)
+        return text
+
+    def _finish(self, **arguments: Any) -> str:
+        self.finished = arguments
+        return "The answer is handed in."
+
+    def _meant(self, name: str) -> Passage | None:
+        """The passage with that id, else the first that was seen with that title."""
+        if name in self._seen:
+            return self._seen[name]
+        return next((one for one in self._seen.values() if one.title == name), None)
+
+    def _shown(self, passage: Passage, most: int) -> str:
+        pid = self._pid(passage)
+        head = f"[{pid}] {passage.title}"
+        lines, room = [head], most - len(head)
+        for number, sentence in enumerate(passage.sentences):
+            line = f"{number}: {sentence}"
+            if len(line) >= room:
+                lines += [line[: max(0, room)], f"... (read {pid} shows more)"]
+                break
+            lines.append(line)
+            room -= len(line) + 1
+        return "\n".join(lines)
+
+    def _pid(self, passage: Passage) -> str:
+        for pid, known in self._seen.items():
+            if known.key == passage.key:
+                return pid
+        pid = f"p{len(self._seen) + 1}"
+        self._seen[pid] = passage
+        return pid
+
+
+_SEARCH = function_tool(
+    "search",
+    "Finds passages by their words. Each is shown with its id, its title and its sentences.",
+    {
+        "query": {"type": "string", "maxLength": MAX_QUERY_CHARACTERS},
+        "top_k": {"type": "integer", "minimum": 1, "maximum": MAX_TOP_K},
+    },
+    ["query"],
+)
+_READ = function_tool(
+    "read",
+    "Shows the whole of a passage that was found.",
+    {"pid": {"type": "string", "description": "Its id, such as p2."}},
+    ["pid"],
+)
+
+
+def _finish(evidence: bool) -> dict[str, Any]:
+    properties: dict[str, Any] = {
+        "answer": {"type": "string", "maxLength": MAX_FINISH_CHARACTERS},
+        "supporting_facts": {
+            "type": "array",
+            "maxItems": MAX_FACTS,
+            "description": "The sentences that the answer rests on: [id or title, number].",
+            "items": {
+                "type": "array",
+                "prefixItems": [{"type": "string"}, {"type": "integer"}],
+                "minItems": 2,
+                "maxItems": 2,
+            },
+        },
+    }
+    if evidence:
+        properties["evidence"] = {
+            "type": "array",
+            "maxItems": MAX_FACTS,
+            "description": "The facts as triples: [subject, relation, object].",
+            "items": {
+                "type": "array",
+                "items": {"type": "string"},
+                "minItems": 3,
+                "maxItems": 3,
+            },
+        }
+    return function_tool(
+        "finish", "Gives the final answer and ends the task.", properties, ["answer"]
+    )
+
+
+FINISH = Tool(_finish(evidence=True), lambda **arguments: "")
+"""`finish` as a message may call it, for who only reads the call."""

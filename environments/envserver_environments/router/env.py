@@ -1,0 +1,176 @@
+"""The environment `router`: plan which agents answer a query, and let them.
+
+Tasks: `public` holds the `query`, which is all that the router's model sees, its `profile`, and
+what running a plan needs (`documents`, `entry_point`, `runs`: the answer can be checked); `hidden`
+the right plan, the ten keys of the profile `coursegpt`, the answer, and the steps' results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from envserver_environments.code.running import SPEC
+from envserver_environments.rows import NumberedRow, Row, file_rows, hub_rows, sample_rows
+from envserver_environments.usable import usable_tasks
+
+from envserver import (
+    AgentRole,
+    Environment,
+    InputError,
+    KnownResult,
+    Message,
+    PublicTask,
+    Result,
+    Rollout,
+    Score,
+    Split,
+    Task,
+)
+
+from .agent import ROUTER, final_answer, solve
+from .demonstrations import demonstrate
+from .known import known_answers
+from .loading import (
+    DIVISION,
+    HUBS,
+    SAMPLE,
+    SAMPLE_DOCUMENTS,
+    Problem,
+    Profile,
+    answer_of,
+    hidden_part,
+    public_part,
+    read_documents,
+    read_problem,
+)
+from .scoring import said_last, score_rollout
+from .subagents import SUBAGENTS
+
+DataSetName = Literal["sample", "coursegpt"]
+
+
+class Router(Environment):
+    """Plan which agents answer a query, in strict JSON, and run the plan."""
+
+    name = "router"
+    score_timeout_seconds = 60.0
+
+    class Config(Environment.Config):
+        """Which queries, in which form they are routed, and whether plans are run."""
+
+        data_set: DataSetName = "sample"
+        """sample: 40 own tasks; coursegpt: the router data of CourseGPT."""
+        data_path: Path | None = None
+        """Local .jsonl, .json or .parquet file, or folder with one per split, not the hub."""
+        profile: Profile | None = None
+        """graph: steps and handoffs; coursegpt: a route and nine more keys; unset: as the row."""
+        repair: bool = True
+        """A plan that is not valid may be written once more, for four fifths of the reward."""
+        execute: bool = False
+        """Run plans by sub-agents, where the answer can be checked: 0.7 of the reward."""
+
+    class Question(Environment.Question):
+        """A query to be routed."""
+
+        documents: Path | None = None
+        """File that search may use: JSON or JSONL with title and text, or any text."""
+        execute: bool = False
+        """Run the plan, as is done where an answer is given; else the plan is the answer."""
+
+        def settings(self) -> dict[str, Any]:
+            return {"execute": self.execute or self.answer is not None}
+
+    def __init__(self, config: Config | None = None) -> None:
+        super().__init__(config)
+        self.dropped: Counter[str] = Counter()
+        """Rows that were dropped by `tasks`, by reason."""
+        if self.config.execute:
+            # Of the code agent and of functions that are an answer; plans alone need none.
+            self.sandbox = SPEC
+
+    def agents(self) -> Mapping[str, AgentRole]:
+        return {ROUTER: AgentRole(), **dict.fromkeys(SUBAGENTS, AgentRole(trained=False))}
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        name = self.config.data_set
+        shared = read_documents(SAMPLE_DOCUMENTS) if name == "sample" else []
+        read = (self._task_or_reason(number, row, shared) for number, row in self._rows(split))
+        hint = "Do data_set and data_path fit together?"
+        return usable_tasks(name, read, self.dropped, hint=hint)
+
+    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+        return await solve(task, run, repair=self.config.repair, execute=self.config.execute)
+
+    async def score(self, task: Task, result: Result) -> Score:
+        sandboxes = getattr(self, "sandboxes", None)
+        return await score_rollout(task, result, execute=self.config.execute, sandboxes=sandboxes)
+
+    def final_answer(self, result: Result) -> str:
+        if isinstance(result.output, dict):
+            return final_answer(result.output)
+        return super().final_answer(result)
+
+    def demonstration(self, task: Task) -> dict[str, list[Message]] | None:
+        return demonstrate(task, execute=self.config.execute)
+
+    def known_results(self, task: Task) -> Iterator[KnownResult]:
+        return known_answers(task, execute=self.config.execute)
+
+    def task_from_row(self, row: dict[str, Any]) -> Task:
+        text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
+        task_id = f"row-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        return self._task(task_id, read_problem(row))
+
+    def response_from_row(self, response: str, messages: list[Message]) -> Result:
+        said = {"plan": response, "repaired": said_last(messages).repaired}
+        return Result(output=said, messages=messages)
+
+    def task_from_question(self, asked: Question) -> Task:
+        problem = Problem(
+            asked.question,
+            "graph",
+            documents=[] if asked.documents is None else read_documents(asked.documents),
+            answer=None if asked.answer is None else answer_of(asked.answer),
+        )
+        task = self._task("question", problem)
+        return Task(task.id, {**task.public, "runs": True}, task.hidden)
+
+    def _task_or_reason(
+        self, number: int, row: Row | None, shared: Sequence[dict[str, str]]
+    ) -> Task | str:
+        """The task of a row, or why it is of no use."""
+        if row is None:
+            return "The row is no JSON object."
+        try:
+            problem = read_problem(row)
+            if not problem.query:
+                return "The row has no query."
+            if not problem.documents:
+                problem = dataclasses.replace(problem, documents=list(shared))
+            return self._task(_row_id(self.config.data_set, number, row), problem)
+        except InputError as error:
+            return error.message
+
+    def _task(self, task_id: str, problem: Problem) -> Task:
+        profile = self.config.profile or problem.profile
+        return Task(task_id, public_part(problem, profile), hidden_part(problem, profile))
+
+    def _rows(self, split: Split) -> Iterator[NumberedRow]:
+        name, path, seed = self.config.data_set, self.config.data_path, self.config.seed
+        division = None if name == "sample" else DIVISION
+        if path is not None:
+            return file_rows(path, split, seed, division)
+        if name == "sample":
+            return sample_rows(SAMPLE, split, seed)
+        return hub_rows(HUBS[name], split, seed, division)
+
+
+def _row_id(name: str, number: int, row: dict[str, Any]) -> str:
+    """The sample's rows carry ids of ours; others are known by their place."""
+    return str(row["id"]) if name == "sample" and "id" in row else f"{name}-{number}"

@@ -1,0 +1,220 @@
+"""The data sets of this environment, and how their rows are read.
+
+A row is one of: our own (`query`, `plan` as a graph, and what running it needs), a row of the
+CourseGPT router data (`user_query`, `route_plan` and the other keys), its form for fine-tuning
+(`prompt`, `completion`), or a bare right plan in either profile, also under the key `gold`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from envserver_environments.rows import Division, Hub
+
+from envserver import InputError
+
+from .course import chain_of, course_of, plan_of_course, target_of
+from .plans import Plan, PlanError, as_json, plan_of
+
+Profile = Literal["graph", "coursegpt"]
+
+SAMPLE = Path(__file__).parent / "data" / "sample.jsonl"
+SAMPLE_DOCUMENTS = SAMPLE.with_name("documents.jsonl")
+"""What search finds for all tasks of the sample."""
+
+HUBS: dict[str, Hub] = {
+    "coursegpt": Hub(
+        "Alovestocode/Router-agent-data",
+        {"train": "train", "validation": "train", "test": "train"},
+    ),
+}
+
+DIVISION = Division()
+"""Of data sets that have one split of their own."""
+
+_QUERY_KEYS = ("query", "user_query", "question", "task")
+_GOLD_KEYS = ("plan", "gold", "gold_plan", "completion")
+_QUERY_MARK = "User query:\n"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A query that is to be routed.
+
+    Args:
+        profile: the form in which its row has the plan.
+        plan: the right one, None where it is not known.
+        target: the ten keys of the profile `coursegpt`, None where the row has no such plan.
+        documents: what search may find, each with `title` and `text`.
+        answer: what running the plan must give, None: that cannot be checked. Of the kinds number
+            and text (`answers`), and function (`entry_point`, `tests`, `code`).
+        results: of a right run, the result of each step.
+    """
+
+    query: str
+    profile: Profile
+    plan: Plan | None = None
+    target: dict[str, Any] | None = None
+    documents: list[dict[str, str]] = field(default_factory=list)
+    answer: dict[str, Any] | None = None
+    results: dict[str, str] = field(default_factory=dict)
+
+    def gold(self, profile: Profile) -> tuple[Plan, dict[str, Any] | None]:
+        """The right plan as it is scored in `profile`, with the ten keys where that has them.
+
+        Raises:
+            InputError: it cannot be had in that profile.
+        """
+        if self.plan is None:
+            raise InputError("The row has no plan.")
+        if profile == "graph":
+            return self.plan, None
+        target = self.target or course_of(self.plan, self.query)
+        try:
+            return plan_of_course(target), target
+        except PlanError as error:
+            raise InputError(f"The row's plan is not valid: {error.kind}.") from error
+
+
+def read_problem(row: dict[str, Any]) -> Problem:
+    """The problem in a row.
+
+    Raises:
+        InputError: the row has none of the shapes above, or its plan is not valid.
+    """
+    query = _query(row)
+    gold = _gold(row)
+    try:
+        if "route_plan" in gold:
+            target = target_of(gold)
+            if target is None:
+                raise InputError("The row lacks keys of its plan.")
+            return Problem(query, "coursegpt", plan_of_course(target), target)
+        plan = plan_of(gold)
+    except PlanError as error:
+        raise InputError(f"The row's plan is not valid: {error.kind}.") from error
+    return Problem(
+        query,
+        "graph",
+        plan,
+        documents=checked_documents(row.get("documents") or [], "The row"),
+        answer=_answer(row.get("answer")),
+        results=row.get("results") or {},
+    )
+
+
+def answer_of(text: str) -> dict[str, Any]:
+    """What a run must give so that its answer is `text`."""
+    try:
+        float(text.replace(",", ""))
+    except ValueError:
+        return {"kind": "text", "answers": [text]}
+    return {"kind": "number", "answers": [text]}
+
+
+def read_documents(path: Path) -> list[dict[str, str]]:
+    """The documents in a file: JSON or JSONL with objects of `title` and `text`, else one text.
+
+    Raises:
+        InputError: it cannot be read, or holds something else.
+    """
+    try:
+        content = path.read_text(encoding="utf-8")
+        match path.suffix:
+            case ".jsonl":
+                found = [json.loads(line) for line in content.splitlines() if line.strip()]
+            case ".json":
+                found = json.loads(content)
+            case _:
+                found = [{"title": path.name, "text": content}]
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    return checked_documents(found, str(path))
+
+
+def checked_documents(found: Any, where: str) -> list[dict[str, str]]:
+    """`found` as documents.
+
+    Raises:
+        InputError: it is something else.
+    """
+    if not isinstance(found, list) or not all(_is_document(one) for one in found):
+        hint = 'A list is needed of {"title": ..., "text": ...}.'
+        raise InputError(f"{where} holds no documents.", hint=hint)
+    return [{"title": one["title"], "text": one["text"]} for one in found]
+
+
+def public_part(problem: Problem, profile: Profile) -> dict[str, Any]:
+    """What the worker gets. The router's model sees the query, that of search the documents."""
+    return {
+        "query": problem.query,
+        "profile": profile,
+        "documents": problem.documents,
+        "entry_point": (problem.answer or {}).get("entry_point", ""),
+        "runs": problem.answer is not None,
+    }
+
+
+def hidden_part(problem: Problem, profile: Profile) -> dict[str, Any]:
+    """What scoring needs.
+
+    Raises:
+        InputError: the plan cannot be had in that profile.
+    """
+    plan, target = (None, None) if problem.plan is None else problem.gold(profile)
+    return {
+        "plan": None if plan is None else as_json(plan),
+        "target": target,
+        "answer": problem.answer,
+        "results": _results(problem, profile),
+    }
+
+
+def _results(problem: Problem, profile: Profile) -> dict[str, str]:
+    """The steps' results by their ids in that profile."""
+    if problem.plan is None or profile == "graph" or problem.profile == profile:
+        return problem.results
+    steps = enumerate(chain_of(problem.plan), 1)
+    known = problem.results
+    return {f"s{number}": known[step.id] for number, step in steps if step.id in known}
+
+
+def _query(row: dict[str, Any]) -> str:
+    prompt = row.get("prompt")
+    if isinstance(prompt, str) and "completion" in row:
+        return prompt.rpartition(_QUERY_MARK)[2].strip()
+    return next((row[key].strip() for key in _QUERY_KEYS if isinstance(row.get(key), str)), "")
+
+
+def _gold(row: dict[str, Any]) -> dict[str, Any]:
+    """The right plan of a row, in either profile."""
+    gold: Any = next((row[key] for key in _GOLD_KEYS if row.get(key)), row)
+    if isinstance(gold, str):
+        try:
+            gold = json.loads(gold)
+        except ValueError as error:
+            raise InputError("The row's plan is no JSON.") from error
+    if not isinstance(gold, dict) or not gold.keys() & {"steps", "route_plan"}:
+        raise InputError("The row has neither `steps` nor `route_plan`.")
+    return gold
+
+
+def _answer(value: Any) -> dict[str, Any] | None:
+    """What a row says that running its plan must give."""
+    match value:
+        case None:
+            return None
+        case str():
+            return answer_of(value)
+        case {"kind": "number" | "text", "answers": [str(), *_]}:
+            return dict(value)
+        case {"kind": "function", "entry_point": str(), "tests": list(), "code": str() | None}:
+            return dict(value)
+    raise InputError("The row's answer is none that can be checked.")
+
+
+def _is_document(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(k), str) for k in ("title", "text"))

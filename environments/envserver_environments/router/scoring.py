@@ -1,0 +1,172 @@
+"""The score of one rollout: how alike its plan is to the right one, and what running it gave.
+
+A plan that is not valid scores 0: there is nothing for form alone. Otherwise the reward is the
+likeness of the plans; where plans are run, three tenths of that and seven tenths of the outcome. A
+plan that had to be repaired gets four fifths of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from envserver_environments.code.scoring import References
+from envserver_environments.code.scoring import Rules as CodeRules
+from envserver_environments.code.scoring import score_rollout as score_program
+from envserver_environments.math.scoring import Rules as MathRules
+from envserver_environments.math.scoring import score_rollout as score_number
+from envserver_environments.mhqa.metrics import normalize_answer
+
+from envserver import ConfigError, Result, Sandboxes, Score, Task
+
+from .agent import READERS
+from .course_metrics import course_metrics
+from .matching import NOTHING, Likeness, likeness
+from .plans import Plan, PlanError, plan_of
+
+PLAN_SHARE = 0.3
+REPAIR_FACTOR = 0.8
+"""Of the reward, where the plan had to be repaired."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a rollout ended with; see `agent.solve`."""
+
+    plan: str = ""
+    repaired: bool = False
+    cut_off: bool = False
+    executed: bool = False
+    answer: str | None = None
+    program: str | None = None
+
+
+async def score_rollout(
+    task: Task, result: Result, *, execute: bool, sandboxes: Sandboxes | None
+) -> Score:
+    """The score of `result`.
+
+    Args:
+        execute: plans are run, where the task has an answer.
+        sandboxes: for functions that are the answer.
+
+    Raises:
+        SandboxError: a sandbox failed.
+    """
+    said = said_in(result)
+    # Where the plan was run, whatever was cut off behind it is not the plan.
+    cut_off = said.cut_off or (result.truncated and not said.executed)
+    metrics = {"truncated": float(result.truncated), "repaired": float(said.repaired)}
+    target = task.hidden.get("target")
+    if target is not None and not cut_off:
+        metrics |= course_metrics(said.plan, target)
+    try:
+        plan = None if cut_off else READERS[task.public["profile"]](said.plan)
+    except PlanError as error:
+        metrics[f"invalid_{error.kind}"] = 1.0
+        plan = None
+    if plan is None:
+        return Score(reward=0.0, components=_components(NOTHING, valid=0.0), metrics=metrics)
+    metrics["steps"] = float(len(plan.steps))
+    alike = _alike(plan, task)
+    components = _components(alike, valid=1.0)
+    if execute and task.hidden["answer"] is not None:
+        components["outcome"] = await outcome(task, said, sandboxes)
+    reward = _reward(components)
+    if reward is not None and said.repaired:
+        reward *= REPAIR_FACTOR
+    return Score(reward=reward, components=components, metrics=metrics)
+
+
+def said_in(result: Result) -> Said:
+    """What the rollout ended with, from its output or, where it has none, from the conversation."""
+    output = result.output
+    if isinstance(output, dict):
+        return Said(
+            plan=_text(output.get("plan")) or "",
+            repaired=output.get("repaired") is True,
+            cut_off=output.get("cut_off") is True,
+            executed=output.get("executed") is True,
+            answer=_text(output.get("answer")),
+            program=_text(output.get("program")),
+        )
+    if isinstance(output, str):
+        return Said(plan=output)
+    return said_last(result.messages)
+
+
+def said_last(messages: list[dict[str, Any]]) -> Said:
+    """What the last assistant message of a conversation says; a second one is a repair."""
+    texts = [_text(m.get("content")) or "" for m in messages if m.get("role") == "assistant"]
+    return Said(plan=texts[-1], repaired=len(texts) > 1) if texts else Said()
+
+
+async def outcome(task: Task, said: Said, sandboxes: Sandboxes | None) -> float:
+    """1.0 where the run of the plan gave the task's answer, else 0.0.
+
+    Raises:
+        SandboxError: a sandbox failed.
+    """
+    answer = task.hidden["answer"]
+    match answer["kind"]:
+        case "function":
+            return await _passes(task, said.program, sandboxes)
+        case "number":
+            return max(_is_number(gold, said.answer) for gold in answer["answers"])
+    given = normalize_answer(said.answer or "")
+    return float(bool(given) and given in map(normalize_answer, answer["answers"]))
+
+
+def _alike(plan: Plan, task: Task) -> Likeness | None:
+    gold = task.hidden["plan"]
+    return None if gold is None else likeness(plan, plan_of(gold))
+
+
+def _components(alike: Likeness | None, *, valid: float) -> dict[str, float]:
+    if alike is None:
+        return {"valid": valid}
+    return {
+        "valid": valid,
+        "node_f1": alike.node_f1,
+        "edge_f1": alike.edge_f1,
+        "plan": alike.score,
+    }
+
+
+def _reward(components: dict[str, float]) -> float | None:
+    """Of a valid plan; None where there is nothing to compare it with."""
+    plan, done = components.get("plan"), components.get("outcome")
+    if plan is None or done is None:
+        return done if plan is None else plan
+    return PLAN_SHARE * plan + (1 - PLAN_SHARE) * done
+
+
+def _is_number(gold: str, answer: str | None) -> float:
+    """By the rules of the environment `math`."""
+    public = {"question": "", "options": []}
+    task = Task("number", public, {"answer": gold, "kind": "number"})
+    result = Result(output={"answer": answer or "", "text": ""})
+    return float(score_number(task, result, MathRules()).reward or 0.0)
+
+
+async def _passes(task: Task, program: str | None, sandboxes: Sandboxes | None) -> float:
+    """By the rules of the environment `code`."""
+    if program is None:
+        return 0.0
+    if sandboxes is None:
+        raise ConfigError("Programs are scored in a sandbox, and there is none here.")
+    answer = task.hidden["answer"]
+    public = {"entry_point": answer["entry_point"], "preamble": "", "tests": []}
+    hidden = {"tests": answer["tests"], "code": answer["code"]}
+    result = Result(output={"code": program, "text": ""})
+    judged = Task(task.id, public, hidden)
+    score = await score_program(judged, result, CodeRules(), sandboxes, _REFERENCES)
+    return float(score.reward or 0.0)
+
+
+_REFERENCES = References()
+"""What the references of functions give; each is asked once in a process."""
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None

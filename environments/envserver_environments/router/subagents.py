@@ -1,0 +1,191 @@
+"""The sub-agents that carry out a step: those of the environments `math` and `code`, and search.
+
+Each gets a brief in words, and gives a Finding. They ask the model under their own names, so that
+each is a sequence of its own, and each can have a model of its own. One whose last words were cut
+off has found no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from envserver_environments.answers import last_boxed
+from envserver_environments.code.agent import solve as write_program
+from envserver_environments.code.extraction import extract_code
+from envserver_environments.math.agent import solve as solve_problem
+from envserver_tools.calling import Tool, cut, descriptions, function_tool, run_tool_call, toolbox
+from envserver_tools.retrieval import BM25
+from envserver_tools.visible import visible_text
+
+from envserver import ExecResult, Message, PublicTask, Reply, Rollout
+
+from .prompts import system_prompt
+
+MAX_PRINTED_CHARACTERS = 4000
+MAX_TOOL_ERRORS = 10
+DEFAULT_TOP_K = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came of a step.
+
+    Args:
+        text: for the steps that depend on it.
+        answer: the same in short, where it can be an answer to the query.
+        program: what the code agent wrote, None of other agents.
+    """
+
+    text: str
+    answer: str
+    program: str | None = None
+
+
+@dataclass(frozen=True)
+class Brief:
+    """What a sub-agent is told.
+
+    Args:
+        words: its task and what was handed over to it; it does not see the query.
+        entry_point: the name of the function to be written, "": any program that prints.
+        top_k: how many passages a search shows first.
+    """
+
+    task_id: str
+    words: str
+    documents: Sequence[dict[str, str]] = ()
+    entry_point: str = ""
+    top_k: int = DEFAULT_TOP_K
+
+
+async def carry_out(agent: str, brief: Brief, run: Rollout) -> Finding:
+    """What the sub-agent of that name finds.
+
+    Raises:
+        LimitReached: it has no more turns, tokens or time.
+        SandboxError: a sandbox failed.
+    """
+    own = _OwnRun(run, agent)
+    finding = await SUBAGENTS[agent](brief, cast("Rollout", own))
+    return Finding(finding.text, "") if own.cut_off else finding
+
+
+async def do_math(brief: Brief, run: Rollout) -> Finding:
+    """A problem or a calculation, with a calculator at hand."""
+    public = {"question": brief.words, "options": [], "data_set": "router"}
+    done = await solve_problem(PublicTask(brief.task_id, public), run, "tools")
+    seen = (visible_text(done["text"]) or "").strip()
+    answer = done["answer"] if done["answer"] is not None else last_boxed(seen)
+    return Finding(text=answer or seen, answer=answer or "")
+
+
+async def do_code(brief: Brief, run: Rollout) -> Finding:
+    """A program, which is run; what it prints is the finding."""
+    public = {
+        "instruction": brief.words,
+        "entry_point": brief.entry_point,
+        "preamble": "",
+        "tests": [],
+        "data_set": "router",
+    }
+    done = await write_program(PublicTask(brief.task_id, public), run, "single", "0")
+    program = extract_code(done["text"], brief.entry_point)
+    if program is None:
+        return Finding("No program was written.", "")
+    async with run.open_sandbox() as sandbox:
+        printed = _printed(await sandbox.run_python(program))
+    lines = [line for line in printed.splitlines() if line.strip()]
+    text = f"Program:\n```python\n{program}\n```\nIt printed:\n{cut(printed)}"
+    return Finding(text, lines[-1].strip() if lines else "", program)
+
+
+async def do_search(brief: Brief, run: Rollout) -> Finding:
+    """A fact from the task's documents: a loop of searches that ends with an answer."""
+    tools = toolbox(
+        Tool(_SEARCH, lambda query, top_k=DEFAULT_TOP_K: _passages(brief.documents, query, top_k)),
+        Tool(_FINISH, lambda answer: answer),
+    )
+    first = _passages(brief.documents, brief.words, brief.top_k)
+    messages: list[Message] = [
+        {"role": "system", "content": system_prompt("search")},
+        {"role": "user", "content": f"{brief.words}\n\nFound so far:\n{first}"},
+    ]
+    text, errors = "", 0
+    for _ in range(run.max_turns):
+        reply = await run.chat(messages, tools=descriptions(tools.values()))
+        text = reply.content or text
+        messages.append(reply.message)
+        if reply.finish_reason == "length" or not reply.tool_calls:
+            break
+        for call in reply.tool_calls:
+            result = run_tool_call(tools, call)
+            if result.ok and call["function"]["name"] == "finish":
+                return Finding(result.text, result.text)
+            errors += not result.ok
+            run.log_metric("tool_errors", errors)
+            messages.append(
+                {"role": "tool", "tool_call_id": call.get("id", ""), "content": result.text}
+            )
+        if errors >= MAX_TOOL_ERRORS:
+            break
+    seen = (visible_text(text) or "").strip()
+    return Finding(cut(seen), seen)
+
+
+SUBAGENTS: dict[str, Callable[[Brief, Rollout], Awaitable[Finding]]] = {
+    "math": do_math,
+    "code": do_code,
+    "search": do_search,
+}
+
+
+class _OwnRun:
+    """A rollout in which everything is asked by one agent."""
+
+    def __init__(self, run: Rollout, agent: str) -> None:
+        self.cut_off = False
+        self._run = run
+        self._agent = agent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run, name)
+
+    async def chat(self, messages: list[Message], **asked: Any) -> Reply:
+        reply = await self._run.chat(messages, **{**asked, "agent": self._agent})
+        self.cut_off = reply.finish_reason == "length"
+        return reply
+
+
+def _printed(result: ExecResult) -> str:
+    """What a program said, or why it said nothing."""
+    said = result.stdout[:MAX_PRINTED_CHARACTERS].decode(errors="replace")
+    if result.ok:
+        return said
+    if result.killed_by:
+        return f"{said}\n[it passed the limit of {result.killed_by}]"
+    return f"{said}\n[it failed]\n{result.stderr[-1000:].decode(errors='replace')}"
+
+
+def _passages(documents: Sequence[dict[str, str]], query: str, top_k: int) -> str:
+    passages = [f"{one['title']}: {one['text']}" for one in documents]
+    best = BM25(passages).top(query, int(top_k))
+    return "\n".join(passages[number] for number, _ in best) or "Nothing was found."
+
+
+_SEARCH = function_tool(
+    "search",
+    "Finds passages of the documents by their words.",
+    {
+        "query": {"type": "string", "maxLength": 300},
+        "top_k": {"type": "integer", "minimum": 1, "maximum": 20},
+    },
+    ["query"],
+)
+_FINISH = function_tool(
+    "finish",
+    "Gives what was looked for and ends the task.",
+    {"answer": {"type": "string", "maxLength": 500}},
+    ["answer"],
+)

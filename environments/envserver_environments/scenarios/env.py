@@ -1,0 +1,135 @@
+"""The environment `scenarios`: pieces of work in a workspace, by the text protocol, with traces.
+
+Tasks: `public` holds the prompt, the workspace's `files`, the `checks` that are run at the end, and
+what the trace says of the run (model, label, number, seed; `path`: where it is written below the
+folder of all traces); the model sees the prompt and what it looks at. `hidden`: the solution, where
+the scenario has one. The reward is the share of the checks that hold; without checks there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from envserver_tools.protocol import Window
+from envserver_tools.trace import trace_path
+from pydantic import Field
+
+from envserver import (
+    Environment,
+    InputError,
+    Message,
+    PublicTask,
+    Result,
+    Rollout,
+    Score,
+    Split,
+    Task,
+)
+
+from .agent import SPEC, counter, files_of, named, work
+from .loading import Scenario, read_scenario
+
+SAMPLE = Path(__file__).parent / "data"
+
+
+class Scenarios(Environment):
+    """Do a piece of work in a small workspace, by THOUGHT, TOOL_CALL and FINAL."""
+
+    name = "scenarios"
+    sandbox = SPEC
+
+    class Config(Environment.Config):
+        """Which scenarios, and how long a run may be."""
+
+        scenario: list[Path] = Field(default_factory=list)
+        """Folders or YAML files; unset: the sample's."""
+        label: str = "gold"
+        """Which of a scenario's prompts."""
+        max_turns: int = Field(default=30, ge=1)
+        """Messages of the model."""
+        worker_timeout: float = Field(default=900.0, gt=0)
+        """Seconds of wall clock per run."""
+        max_retries: int = Field(default=3, ge=1)
+        """Messages in a row without anything that can be used, before a run ends."""
+        command_seconds: int = Field(default=30, ge=1)
+        """Seconds for one command of the model."""
+        context_tokens: int | None = Field(default=None, ge=256)
+        """Of prompt and answer together: the oldest turns are left out of what the model sees
+        before they pass this; unset: nothing is left out."""
+        answer_tokens: int = Field(default=1024, ge=1)
+        """Of those, kept free for the answer."""
+        tokenizer: Path | None = None
+        """tokenizer.json that counts them; unset: 3.5 characters are one."""
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        paths = self.config.scenario or sorted(SAMPLE.glob("*.yaml"))
+        for path in paths:
+            yield self.task_from_row({"scenario": str(path), "seed": self.config.seed})
+
+    def task_from_row(self, row: dict[str, Any]) -> Task:
+        """The task of one run: `{"scenario": path, "label", "number", "seed", "model": {"name",
+        "hf_id", "backend"}}`; all but the first may be left out."""
+        if not isinstance(row.get("scenario"), str):
+            raise InputError("The row names no scenario.", hint='{"scenario": "path/to/folder"}')
+        scenario, tree = read_scenario(Path(row["scenario"]))
+        label = str(row.get("label", self.config.label))
+        number = int(row.get("number", 0))
+        model = {"name": "", "hf_id": "", "backend": "", **(row.get("model") or {})}
+        public = {
+            "scenario": scenario.name,
+            "prompt": scenario.asked(label),
+            "files": files_of(tree),
+            "checks": [check.model_dump() for check in scenario.checks],
+            "model": model,
+            "label": label,
+            "number": number,
+            "seed": int(row.get("seed", self.config.seed)),
+            "path": trace_path({"model": model, "label": label}, number),
+        }
+        return Task(_task_id(scenario, row, number), public, {"solution": scenario.solution})
+
+    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+        return await work(
+            task,
+            run,
+            max_retries=self.config.max_retries,
+            command_seconds=self.config.command_seconds,
+            window=self._window(),
+        )
+
+    def score(self, task: Task, result: Result) -> Score:
+        if not task.public["checks"]:
+            return Score(reward=None)
+        output = result.output if isinstance(result.output, dict) else {}
+        checks = output.get("checks") or []
+        passed = [bool(check["passed"]) for check in checks]
+        parts = {f"check_{number}": float(one) for number, one in enumerate(passed, 1)}
+        share = sum(passed) / len(task.public["checks"])
+        return Score(reward=share, components=parts)
+
+    def demonstration(self, task: Task) -> list[Message] | None:
+        texts = task.hidden.get("solution") or []
+        return [{"role": "assistant", "content": text} for text in texts] or None
+
+    def final_answer(self, result: Result) -> str:
+        output = result.output if isinstance(result.output, dict) else {}
+        return str(output.get("answer") or "")
+
+    def _window(self) -> Window | None:
+        config = self.config
+        if config.context_tokens is None:
+            return None
+        tokenizer = None
+        if config.tokenizer is not None:
+            from tokenizers import Tokenizer
+
+            tokenizer = Tokenizer.from_file(str(config.tokenizer))
+        return Window(counter(tokenizer), config.context_tokens, config.answer_tokens)
+
+
+def _task_id(scenario: Scenario, row: dict[str, Any], number: int) -> str:
+    if "number" not in row:
+        return named(scenario.name)
+    return named(f"{scenario.name}-{row.get('label', '')}-{number:03d}")

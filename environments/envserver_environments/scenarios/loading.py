@@ -1,0 +1,215 @@
+"""Scenarios from disk: a folder or a YAML file becomes what is asked, a workspace and checks.
+
+Three forms: a folder with `scenario.yaml` (and `workspace/`), a YAML file by itself, or a folder as
+ipsissima/esm-agentbench has them (`real_agent_prompts/LABEL.md`, `targets/`). Every mistake is an
+InputError that names file and key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from envserver_environments.swe.trees import Entry, Tree
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from envserver import InputError, NotFoundError
+
+MOST_BYTES = 8 << 20
+MOST_FILES = 2000
+_SKIPPED = {".git", "__pycache__", ".venv", "node_modules", ".pytest_cache"}
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Check(_Part):
+    """What must hold at the end. Exactly one of `run`, `file` and `answer` says what is looked at.
+
+    Args:
+        name: unset: told from the rest.
+        run: a program with its arguments, never a shell's line; it must end with status 0.
+        files: written before it runs, whatever stands there: tests that the model cannot change.
+        seconds: it may take.
+        file: of the workspace.
+        answer: look at what stands behind FINAL.
+        contains, matches, equals: what the text must do (`matches`: a regular expression).
+        absent: the file must not be there.
+    """
+
+    name: str = ""
+    run: list[str] | None = Field(default=None, min_length=1)
+    files: dict[str, str] = {}
+    seconds: float = Field(default=60.0, gt=0)
+    file: str | None = None
+    answer: bool = False
+    contains: str | None = None
+    matches: str | None = None
+    equals: str | None = None
+    absent: bool = False
+
+    @model_validator(mode="after")
+    def _is_one_thing(self) -> Check:
+        if (self.run is not None) + (self.file is not None) + self.answer != 1:
+            raise ValueError("give one of run, file and answer")
+        if self.run is None and not self.absent and not self._texts:
+            raise ValueError("say what the text must be: contains, matches or equals")
+        if self.matches is not None:
+            try:
+                re.compile(self.matches)
+            except re.error as error:
+                raise ValueError(f"matches is no regular expression: {error}") from error
+        return self
+
+    @property
+    def _texts(self) -> bool:
+        return any(one is not None for one in (self.contains, self.matches, self.equals))
+
+    @property
+    def title(self) -> str:
+        """Its name, or what it looks at."""
+        return self.name or (" ".join(self.run) if self.run else self.file or "answer")
+
+    def holds(self, text: str) -> bool:
+        """Whether `text` is as it must be."""
+        return (
+            (self.contains is None or self.contains in text)
+            and (self.matches is None or re.search(self.matches, text) is not None)
+            and (self.equals is None or self.equals.strip() == text.strip())
+        )
+
+
+class Scenario(_Part):
+    """A piece of work.
+
+    Args:
+        name: unset: of its folder or file.
+        prompt: what is asked; `prompts`: by label, where labels ask differently.
+        files: of the workspace, by path, beside what stands in the folder `workspace`.
+        workspace: folder of files, relative to where this stands.
+        checks: unset: whether the model came to FINAL is all that is known.
+        solution: messages in the text protocol that do it: the simulated engine plays them.
+    """
+
+    name: str = Field(default="", max_length=100)
+    prompt: str = ""
+    prompts: dict[str, str] = {}
+    files: dict[str, str] = {}
+    workspace: str | None = None
+    checks: list[Check] = []
+    solution: list[str] = []
+
+    def asked(self, label: str) -> str:
+        """What is asked under `label`.
+
+        Raises:
+            InputError: nothing is.
+        """
+        text = self.prompts.get(label, self.prompt)
+        if not text.strip():
+            known = ", ".join(self.prompts) or "none"
+            raise InputError(
+                f"The scenario {self.name!r} has no prompt for the label {label!r}.",
+                hint=f"It has prompts for: {known}.",
+            )
+        return text
+
+
+def read_scenario(path: Path) -> tuple[Scenario, Tree]:
+    """The scenario at `path`, and its workspace.
+
+    Raises:
+        NotFoundError: there is none.
+        InputError: it is not whole, or its workspace is too large or leads out of it.
+    """
+    if path.is_dir():
+        inside = path / "scenario.yaml"
+        if not inside.is_file():
+            return _bench_folder(path)
+        scenario, root, name = _from_yaml(inside), path, path.resolve().name
+    elif path.is_file():
+        scenario, root, name = _from_yaml(path), path.parent, path.stem
+    else:
+        raise NotFoundError(f"There is no scenario {str(path)!r}.", hint="A folder or a YAML file.")
+    if not scenario.name:
+        scenario = scenario.model_copy(update={"name": name})
+    folder = scenario.workspace or ("workspace" if path.is_dir() else None)
+    tree: Tree = {}
+    if folder is not None and (scenario.workspace or (root / folder).is_dir()):
+        tree = _tree(root / folder)
+    for inner, text in scenario.files.items():
+        tree[_inner(inner, path)] = Entry(text.encode())
+    return scenario, tree
+
+
+def _bench_folder(path: Path) -> tuple[Scenario, Tree]:
+    prompts = {
+        file.stem: file.read_text(encoding="utf-8")
+        for file in sorted((path / "real_agent_prompts").glob("*.md"))
+    }
+    if not prompts:
+        raise InputError(
+            f"{path} is no scenario.",
+            hint="It needs a scenario.yaml, or real_agent_prompts/LABEL.md and targets/.",
+        )
+    targets = path / "targets"
+    tree = _tree(targets) if targets.is_dir() else {}
+    return Scenario(name=path.resolve().name, prompts=prompts), tree
+
+
+def _from_yaml(path: Path) -> Scenario:
+    try:
+        read: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return Scenario.model_validate(read)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is no YAML: {error}", place=str(path)) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "it"
+        raise InputError(f"{path}: {place}: {first['msg']}.", place=str(path)) from error
+
+
+def _tree(root: Path) -> Tree:
+    if not root.is_dir():
+        raise NotFoundError(f"There is no workspace {str(root)!r}.")
+    tree: Tree = {}
+    size = 0
+    for file in _files(root):
+        if file.is_symlink():
+            raise InputError(f"{file} is a link: a workspace holds files.")
+        size += file.stat().st_size
+        if size > MOST_BYTES or len(tree) >= MOST_FILES:
+            raise InputError(
+                f"The workspace {root} is too large.",
+                hint=f"At most {MOST_FILES} files with {MOST_BYTES >> 20} MB together.",
+            )
+        runs = file.stat().st_mode & 0o100
+        inner = file.relative_to(root).as_posix()
+        tree[inner] = Entry(file.read_bytes(), "program" if runs else "file")
+    return tree
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for entry in sorted(folder.iterdir()):
+        if entry.name in _SKIPPED:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            yield from _files(entry)
+        else:
+            yield entry
+
+
+def _inner(name: str, path: Path) -> str:
+    """`name` as a path below the workspace.
+
+    Raises:
+        InputError: it leads out of it.
+    """
+    parts = Path(name).parts
+    if not parts or name.startswith("/") or ".." in parts or ".git" in parts:
+        raise InputError(f"{path}: the file {name!r} is not below the workspace.", place=str(path))
+    return Path(name).as_posix()

@@ -1,0 +1,14 @@
+"""`python -m environments.smolagents_integration.download_gaia` is
+`envserver_environments.gaia.download`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from envserver_environments.gaia.download import main
+
+__all__ = ["main"]
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,15 @@
+"""`python -m environments.smolagents_integration.smolagents_env process ...` is `envserver process
+--env gaia ...`."""
+
+from __future__ import annotations
+
+import sys
+
+from envserver_environments.gaia.env import Gaia as SmolagentsEnv
+
+from envserver import main
+
+__all__ = ["SmolagentsEnv"]
+
+if __name__ == "__main__":
+    sys.exit(main(environment="gaia"))

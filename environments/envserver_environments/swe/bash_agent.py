@@ -1,0 +1,62 @@
+"""The loop with nothing but bash: the model writes one command block per message.
+
+A message without exactly one block is told the format; after some of these in a row the loop
+ends. The task is handed in by a command whose first line of output is the word for it.
+"""
+
+from __future__ import annotations
+
+import re
+
+from envserver_tools.calling import Tool, ToolError
+from envserver_tools.sandboxed import sandbox_tools
+from envserver_tools.visible import visible_text
+
+from envserver import Message, Rollout, Sandbox
+
+from .prompts import system_prompt
+from .rules import Rules
+from .watching import watched
+
+SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+_BLOCK = re.compile(
+    r"^```(?:bash|sh|shell|console)[ \t]*\r?\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE
+)
+_SUBMITTED = re.compile(rf"\[exit status 0\]\s*{SUBMIT}(?:\s|$)")
+_FORMAT = "Write exactly one block that begins with ```bash and ends with ```; there were {count}."
+
+
+async def work(messages: list[Message], sandbox: Sandbox, run: Rollout, rules: Rules) -> bool:
+    """Whether the repository was handed in, in at most `run.max_turns` messages."""
+    history = [{"role": "system", "content": system_prompt("bash")}, *messages]
+    tools = sandbox_tools(sandbox, names=["bash"], command_seconds=rules.command_seconds)
+    bash = watched(tools, run, rules.confirm)["bash"]
+    errors = in_a_row = 0
+    for _ in range(run.max_turns):
+        reply = await run.chat(history)
+        run.log_action("reason", output=reply.content)
+        history.append(reply.message)
+        if reply.finish_reason == "length":
+            return False
+        commands = _BLOCK.findall(visible_text(reply.content) or "")
+        if len(commands) == 1:
+            in_a_row = 0
+            answer = await _output(bash, commands[0])
+            if _SUBMITTED.match(answer):
+                return True
+        else:
+            errors, in_a_row = errors + 1, in_a_row + 1
+            run.log_metric("format_errors", errors)
+            if in_a_row >= rules.max_format_errors:
+                return False
+            answer = _FORMAT.format(count=len(commands))
+        history.append({"role": "user", "content": answer})
+    return False
+
+
+async def _output(bash: Tool, command: str) -> str:
+    try:
+        result = bash.function(command=command)
+        return result if isinstance(result, str) else await result
+    except ToolError as error:
+        return f"Error: {error}"

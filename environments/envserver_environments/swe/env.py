@@ -1,0 +1,317 @@
+"""The environment `swe`: repair a repository so that tests pass that the agent never sees.
+
+Tasks: `public` holds the problem and where the repository is (`files`, `mirror` and `commit`, or
+`image`), `hidden` the tests, which of them must pass (`fail_to_pass`, `pass_to_pass`) and the gold
+`patch`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.util
+import json
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from envserver_environments.rows import NumberedRow, file_rows, hub_rows
+from envserver_tools.visible import visible_text
+from pydantic import Field
+
+from envserver import (
+    ConfigError,
+    Environment,
+    InputError,
+    KnownResult,
+    Message,
+    PublicTask,
+    Result,
+    Rollout,
+    SandboxError,
+    Score,
+    Service,
+    Split,
+    Task,
+)
+
+from .agent import AgentKind, solve
+from .asking import Terminal, asked_task
+from .cheats import known_results, result_of
+from .demonstrations import demonstrate
+from .grading import Container, Verdict, grade
+from .images import ImageFiles, ImageRules, Images, image_of
+from .loading import HUBS, read_row
+from .local_tasks import folder_rows, task_folders
+from .repositories import SPEC, base_tree, limits_of
+from .rules import Rules
+from .sample import hidden_tests, sample_tasks
+from .watching import CONFIRM
+
+DataSetName = Literal[
+    "sample", "swe_bench", "swe_bench_lite", "swe_bench_verified", "swe_gym", "swe_smith", "r2e"
+]
+
+MAX_UNUSABLE_ROWS = 1000
+"""Unusable rows at the start of a data set, before it is taken for the wrong one."""
+
+T = TypeVar("T")
+
+_logger = logging.getLogger(__name__)
+
+
+class Swe(Environment):
+    """Repair software repositories, with bash, with tools, or with tools in plain text."""
+
+    name = "swe"
+    sandbox = SPEC
+    sandbox_images = True
+    score_timeout_seconds = 700.0
+
+    class Config(Environment.Config):
+        """Which repositories, who repairs them, and what the tests may take."""
+
+        data_set: DataSetName = "sample"
+        """Data set; `sample`: 20 own tasks."""
+        data_path: Path | None = None
+        """Local .jsonl, .json or .parquet file, folder with one per split, or folders of tasks."""
+        mirror: Path | None = None
+        """Folder with the git repositories of a data set: owner__name, or owner__name.git."""
+        image_name: str = ""
+        """Image of rows that name none: sweb.eval.x86_64.{owner}_1776_{name} (of instance_id)."""
+        image_repository: str = "/testbed"
+        """Where a repository is in its image."""
+        image_path: str = "/opt/miniconda3/envs/testbed/bin"
+        """What comes first in PATH in containers: there is the Python that tests need."""
+        agent: AgentKind = "bash"
+        """bash: one command block per message; tools: tool calls; text: THOUGHT and TOOL_CALL."""
+        command_seconds: int = Field(default=60, ge=1, le=590)
+        """The most that one command of an agent may take."""
+        test_seconds: float = Field(default=60.0, gt=0, le=590)
+        """The most that all tests of a task may take together."""
+        max_format_errors: int = Field(default=3, ge=1)
+        """Messages in a row that cannot be used, before an agent is stopped."""
+        check_gold: bool = True
+        """Drop rows (but the sample's) whose gold patch does not pass their tests here."""
+        plugins: list[str] = []
+        """pytest plugins that the tests of a data set need, by module (`pytest_asyncio`)."""
+        max_turns: int = Field(default=40, ge=1)
+        """Model calls per rollout."""
+        worker_timeout: float = Field(default=900.0, gt=0)
+        """Seconds of wall clock per rollout, from start to result."""
+        max_token_length: int = Field(default=32768, ge=1)
+        """Longest training sequence in tokens; a group with a longer one is dropped and counted."""
+
+    class Question(Environment.Question):
+        """A problem of a repository on this machine, which itself is not changed."""
+
+        repo: Path
+        """The repository: a folder."""
+        steps: int = Field(default=40, ge=1)
+        """The most messages of the model."""
+        yolo: bool = False
+        """Run commands without asking on the terminal before each."""
+
+        def settings(self) -> dict[str, Any]:
+            # Who is asked needs time.
+            return {"max_turns": self.steps} | ({} if self.yolo else {"worker_timeout": 7200.0})
+
+    def __init__(self, config: Config | None = None) -> None:
+        super().__init__(config)
+        self.dropped: Counter[str] = Counter()
+        """Rows that were dropped by `tasks`, by reason."""
+        rules = ImageRules(self.config.image_repository, self.config.image_path)
+        self._images = Images(rules)
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        if importlib.util.find_spec("pytest") is None:
+            raise ConfigError(
+                "Patches are graded with pytest, which is not installed.",
+                hint="pip install 'envserver[swe]'",
+            )
+        if self.config.data_set == "sample" and self.config.data_path is None:
+            own = list(sample_tasks())
+            random.Random(f"sample-{self.config.seed}-{split}").shuffle(own)
+            yield from (task.task() for task in own)
+            return
+        used = 0
+        for task in self._row_tasks(split):
+            used += 1
+            yield task
+        if self.dropped:
+            _logger.warning("%s: rows dropped: %s", self.config.data_set, self._reasons())
+        if not used:
+            raise ConfigError(
+                f"The data set {self.config.data_set!r} has no usable row: {self._reasons()}.",
+                hint="Do data_set, data_path and mirror fit together?",
+            )
+
+    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+        rules = Rules(
+            self.config.command_seconds,
+            self.config.max_format_errors,
+            self._images,
+            confirm=bool(task.public.get("confirm")),
+            keep_unfinished=bool(task.public.get("asked")),
+        )
+        return await solve(task, run, self.config.agent, rules)
+
+    async def score(self, task: Task, result: Result) -> Score:
+        output = result.output if isinstance(result.output, dict) else {}
+        patch = output.get("patch")
+        if result.truncated or not isinstance(patch, str):
+            return Score(reward=0.0, metrics={"truncated": float(result.truncated), "patch": 0.0})
+        return _score(task, patch, await self._grade(task, patch))
+
+    def demonstration(self, task: Task) -> list[Message]:
+        return demonstrate(task, self.config.agent)
+
+    def known_results(self, task: Task) -> Iterator[KnownResult]:
+        files = self._files_now(task.public.get("image", ""))
+        return known_results(task, None if files is None else files.tree)
+
+    def task_from_question(self, asked: Question) -> Task:
+        if asked.answer is not None:
+            raise InputError("A repair is judged by tests, not by an answer.")
+        return asked_task(asked.question, asked.repo, confirm=not asked.yolo)
+
+    def services(self) -> AbstractAsyncContextManager[Mapping[str, Service]]:
+        return nullcontext({CONFIRM: Terminal().confirm})
+
+    def task_from_row(self, row: dict[str, Any]) -> Task:
+        text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
+        name = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return self._task(row, f"row-{name}")
+
+    def response_from_row(self, response: str, messages: list[Message]) -> Result:
+        result = result_of(visible_text(response) or "")
+        result.messages = messages
+        return result
+
+    async def _grade(self, task: Task, patch: str) -> Verdict:
+        seconds = task.hidden.get("seconds", self.config.test_seconds)
+        limits = limits_of(min(seconds, self.config.test_seconds))
+        tests = hidden_tests(task.hidden)
+        image = task.public.get("image", "")
+        if not image:
+            return await grade(base_tree(task.public), patch, tests, self.sandboxes, limits)
+        files = await self._images.files(image, self.sandboxes.open)
+        python = task.hidden.get("python", "python")
+        container = Container(image, self._images.rules, files.built, python)
+        tree = base_tree(task.public, files.tree)
+        return await grade(tree, patch, tests, self.sandboxes, limits, container)
+
+    def _task(self, row: dict[str, Any], task_id: str) -> Task:
+        """
+        Raises:
+            InputError, SandboxError: the row cannot be run here.
+        """
+        elsewhere = self.config.mirror is not None or row.get("repo_archive")
+        image = "" if elsewhere else image_of(row, self.config.image_name)
+        files = self._files_now(image)
+        found = None if files is None else (image, files.tree)
+        return read_row(row, task_id, self.config.mirror, tuple(self.config.plugins), found)
+
+    def _files_now(self, image: str) -> ImageFiles | None:
+        """What is in an image, None without one."""
+        if not image:
+            return None
+        return self._waited(lambda: self._images.files(image, self.sandboxes.open))
+
+    def _waited(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What `work` gives, in a thread: whoever reads tasks may itself be in an event loop."""
+        if not hasattr(self, "sandboxes"):
+            raise ConfigError(
+                "Images are read, and gold patches tried, in a sandbox, and there is none here.",
+                hint="check_gold=False leaves the latter out.",
+            )
+        with ThreadPoolExecutor(1, thread_name_prefix="swe") as thread:
+            return thread.submit(lambda: asyncio.run(work())).result()
+
+    def _row_tasks(self, split: Split) -> Iterator[Task]:
+        name, seed = self.config.data_set, self.config.seed
+        if self.config.data_path is not None:
+            rows = _file_rows(self.config.data_path, split, seed)
+        else:
+            rows = hub_rows(HUBS[name], split, seed)
+        used = 0
+        for number, row in rows:
+            task, reason = self._read(row, f"{name}-{number}")
+            if task is None:
+                self.dropped[reason] += 1
+                if not used and self.dropped.total() >= MAX_UNUSABLE_ROWS:
+                    return
+                continue
+            used += 1
+            yield task
+
+    def _read(self, row: dict[str, Any] | None, task_id: str) -> tuple[Task | None, str]:
+        """The task of a row, or why it cannot be run."""
+        if row is None:
+            return None, "no JSON object"
+        try:
+            task = self._task(row, task_id)
+        except InputError as error:
+            return None, error.message
+        except SandboxError as error:
+            return None, self._unusable(task_id, error)
+        if not self.config.check_gold:
+            return task, ""
+        try:
+            verdict = self._waited(lambda: self._grade(task, str(task.hidden["patch"])))
+        except SandboxError as error:
+            if "image" not in task.public:
+                raise
+            return None, self._unusable(task_id, error)
+        return (task, "") if verdict.solved else (None, "the gold patch does not pass its tests")
+
+    def _unusable(self, task_id: str, error: SandboxError) -> str:
+        _logger.info("%s: its image cannot be used: %s", task_id, error.message)
+        return error.message.partition(":")[0]
+
+    def _reasons(self) -> str:
+        reasons = (f"{count} x {reason}" for reason, count in self.dropped.most_common(8))
+        return ", ".join(reasons) or "it is empty"
+
+
+def _file_rows(path: Path, split: Split, seed: int) -> Iterator[NumberedRow]:
+    """Rows of files, or of folders with a task.json each, which are the same for every split."""
+    folders = task_folders(path)
+    if not folders:
+        yield from file_rows(path, split, seed)
+        return
+    random.Random(f"folders-{seed}-{split}").shuffle(folders)
+    yield from folder_rows(folders)
+
+
+def _score(task: Task, patch: str, verdict: Verdict) -> Score:
+    """1 for a patch that solves the task, else 0; how near it came is told as metrics."""
+    lists = {name: task.hidden[name] for name in ("fail_to_pass", "pass_to_pass")}
+    shares = {
+        name: len(verdict.passed.intersection(ids)) / len(ids) if ids else 1.0
+        for name, ids in lists.items()
+    }
+    metrics = {
+        **shares,
+        "patch": float(bool(patch.strip())),
+        "patch_bytes": float(len(patch.encode("utf-8", "replace"))),
+        "files_changed": float(verdict.changed),
+        "changes_dropped": float(verdict.dropped),
+        "test_seconds": verdict.seconds,
+    }
+    for kind, count in verdict.suspicions.items():
+        metrics[f"suspicious_{kind}"] = float(count)
+    for name, reason in (
+        ("refused", verdict.refused),
+        ("tampered", verdict.tampered),
+        ("killed_by", verdict.killed_by),
+    ):
+        if reason:
+            metrics[f"{name}_{reason}"] = 1.0
+    reward = float(verdict.solved)
+    return Score(reward=reward, components={"solved": reward}, metrics=metrics)

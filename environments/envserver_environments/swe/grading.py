@@ -1,0 +1,327 @@
+"""The reward of a patch: pristine tree, patch, hidden tests, one run in a fresh sandbox.
+
+In: the tree that the agent started from, its patch as text, the hidden part of the task, and
+sandboxes. Out: a Verdict. What a program in the sandbox can do is: fail. A test counts as passed
+only where a sealed report says so, the values that it told are the wanted ones, the tests with
+random names that must pass and fail did so, and pytest ended as it must.
+
+Raises SandboxError where the sandbox failed: that says nothing about the patch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from envserver_environments.code.values import BadValue, read_json, read_value
+from msgspec import structs
+
+from envserver import ExecResult, SandboxError, Sandboxes, SandboxLimits, SandboxSpec
+
+from .hoisting import Answer, hoist
+from .images import ImageRules
+from .patches import PatchError, apply_changes, read_patch, split_protected
+from .repositories import GRADING_PRELOAD
+from .trees import Entry, Tree, tar_of
+from .tripwires import FRAUD, added_suspicions
+
+HARNESS = (Path(__file__).parent / "harness.py").read_text(encoding="utf-8")
+_INI = b"[pytest]\n"
+_ARGUMENTS = [
+    "-c", "pytest.ini", "--import-mode=importlib", "--assert=plain", "-q", "-q", "--tb=no",
+    "--continue-on-collection-errors", "-p", "no:cacheprovider", "-p", "no:faulthandler",
+    "-p", "no:doctest", "-p", "no:junitxml", "-p", "no:pastebin", "-p", "no:stepwise",
+]  # fmt: skip
+_FAILED_TESTS = 1
+"""pytest's exit status where tests failed, as some of ours always do."""
+_OURS = frozenset({"lost", "cancelled"})
+
+
+@dataclass(frozen=True)
+class HiddenTests:
+    """What a patch is measured by.
+
+    Args:
+        files: test files that are put into the repository, by path.
+        fail_to_pass, pass_to_pass: ids of pytest, such as `tests/test_a.py::test_b`.
+        gold: the patch that solves the task.
+        hoisted: whether answers are taken out of the tests; else the repository's own conftest
+            files are read too.
+        plugins: pytest plugins, by module.
+        deleted: files that are taken away.
+        protected: patterns of further files, changes of which do not count.
+    """
+
+    files: dict[str, str]
+    fail_to_pass: tuple[str, ...]
+    pass_to_pass: tuple[str, ...]
+    gold: str
+    hoisted: bool
+    plugins: tuple[str, ...] = ()
+    deleted: tuple[str, ...] = ()
+    protected: tuple[str, ...] = ()
+
+    @property
+    def ids(self) -> list[str]:
+        return [*self.fail_to_pass, *self.pass_to_pass]
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """Files that tests are in; changes of them do not count."""
+        return frozenset(self.files) | {name.split("::")[0] for name in self.ids}
+
+
+@dataclass
+class Verdict:
+    """What came of grading a patch.
+
+    Args:
+        solved: every test of both lists passed, and nothing was tampered with.
+        passed: ids of the tests that passed.
+        refused: why the patch was not even tried ("" if it was): see PatchError, and "empty",
+            "fraud".
+        tampered: what was wrong with the run ("" if nothing): "exit", "sentinels", "seal", "order".
+        dropped: changes that did not count.
+        suspicions: kinds of suspicious code in what counted.
+        killed_by: the limit that ended the tests, "" if none.
+    """
+
+    solved: bool = False
+    passed: frozenset[str] = frozenset()
+    refused: str = ""
+    tampered: str = ""
+    changed: int = 0
+    dropped: int = 0
+    suspicions: Counter[str] = field(default_factory=Counter)
+    killed_by: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Container:
+    """In which tests run that need an image.
+
+    Args:
+        built: files beside the repository that its tests need.
+        python: of the image, with pytest and what the repository needs.
+    """
+
+    image: str
+    rules: ImageRules
+    built: Tree
+    python: str
+
+
+async def grade(
+    tree: Tree,
+    patch: str,
+    tests: HiddenTests,
+    sandboxes: Sandboxes,
+    limits: SandboxLimits,
+    container: Container | None = None,
+) -> Verdict:
+    """Grades `patch`, which was made by an agent that started from `tree`.
+
+    Raises:
+        SandboxError: there was no sandbox, or it failed.
+    """
+    verdict = Verdict()
+    try:
+        kept, dropped = split_protected(read_patch(patch), tests.paths, tests.protected)
+        verdict.changed, verdict.dropped = len(kept), len(dropped)
+        if not kept:
+            verdict.refused = "empty"
+            return verdict
+        patched = apply_changes(tree, kept)
+    except PatchError as error:
+        verdict.refused = error.reason
+        return verdict
+    verdict.suspicions = added_suspicions(tree, patched)
+    if verdict.suspicions.keys() & FRAUD - _gold_suspicions(tree, tests).keys():
+        verdict.refused = "fraud"
+        return verdict
+    run = _Run(tests)
+    spec = SandboxSpec(archive=run.archive(patched), preload=GRADING_PRELOAD, limits=limits)
+    if container is not None:
+        archive = run.archive({**container.built, **patched})
+        spec = container.rules.spec(
+            structs.replace(spec, archive=archive, preload=()), container.image, for_agent=False
+        )
+    python = None if container is None else container.python
+    result = await _run_tests(run, tree, spec, python, sandboxes)
+    verdict.killed_by = result.killed_by
+    verdict.seconds = result.usage.wall_seconds
+    verdict.tampered, verdict.passed = run.read(result)
+    clean = not (verdict.tampered or result.killed_by or result.truncated)
+    verdict.solved = clean and verdict.passed >= set(tests.ids)
+    return verdict
+
+
+def _gold_suspicions(tree: Tree, tests: HiddenTests) -> Counter[str]:
+    changes = split_protected(read_patch(tests.gold), tests.paths, tests.protected)[0]
+    return added_suspicions(tree, apply_changes(tree, changes))
+
+
+async def _run_tests(
+    run: _Run, tree: Tree, spec: SandboxSpec, python: str | None, sandboxes: Sandboxes
+) -> ExecResult:
+    request, place = run.request(tree), "/work/grade"
+    async with sandboxes.open(spec) as sandbox:
+        if python is None:
+            result = await sandbox.run_python(HARNESS, stdin=request, cwd=place)
+        else:
+            words = [python, "-I", "-c", HARNESS]
+            result = await sandbox.exec(words, stdin=request, cwd=place)
+    if result.killed_by in _OURS:
+        raise SandboxError(f"The sandbox of the tests was {result.killed_by}.")
+    if not run.began(result):
+        said = result.stderr[-500:].decode("utf-8", "replace")
+        raise SandboxError(f"pytest could not be started in the sandbox: {said}")
+    return result
+
+
+class _Run:
+    """One run of the tests: its secrets, what goes into the sandbox, and what comes out of it."""
+
+    def __init__(self, tests: HiddenTests) -> None:
+        self._tests = tests
+        self._key = secrets.token_bytes(32)
+        self._seen = f"seen_{secrets.token_hex(8)}"
+        self._sentinels = {f"test_{secrets.token_hex(8)}": place % 2 == 0 for place in range(8)}
+        names = [*tests.ids, *self._sentinels]
+        order = secrets.SystemRandom().sample(range(len(names)), len(names))
+        self._numbers = dict(zip(names, order, strict=True))
+        self._answers: dict[str, tuple[Answer, ...]] = {}
+        self._files = dict(tests.files)
+        if tests.hoisted:
+            for path, source in tests.files.items():
+                if path.endswith(".py"):
+                    hoisted = hoist(source, self._seen)
+                    self._files[path] = hoisted.source
+                    self._answers |= {f"{path}::{k}": v for k, v in hoisted.answers.items()}
+
+    def archive(self, patched: Tree) -> bytes:
+        """The patched tree with the hidden tests in it, and a folder of ours beside it."""
+        whole = {f"repo/{p}": e for p, e in patched.items() if p not in self._tests.deleted}
+        whole |= {f"repo/{path}": Entry(text.encode()) for path, text in self._files.items()}
+        names = list(self._sentinels)
+        half = len(names) // 2
+        whole["grade/pytest.ini"] = Entry(_INI)
+        whole[f"grade/{names[0]}.py"] = self._sentinel_file(names[:half])
+        whole[f"grade/{names[-1]}.py"] = self._sentinel_file(names[half:])
+        return tar_of(whole)
+
+    def _sentinel_file(self, names: list[str]) -> Entry:
+        """Half of the tests are functions, half methods that assert as unittest does."""
+        lines = ["import unittest"]
+        for place, name in enumerate(names):
+            number = secrets.randbelow(1000) * 2 + self._sentinels[name]
+            if place // 2 % 2:
+                lines.append(
+                    f"class Test{place}(unittest.TestCase):\n"
+                    f"    def {name}(self):\n        self.assertEqual({number} % 2, 1)"
+                )
+            else:
+                lines.append(f"def {name}():\n    assert {number} % 2")
+        return Entry("\n\n\n".join(lines).encode())
+
+    def request(self, tree: Tree) -> bytes:
+        """What the harness gets on its standard input."""
+        names = list(self._sentinels)
+        confined = "." if self._tests.hoisted else "../repo"
+        conftests = ["--noconftest"] if self._tests.hoisted else []
+        return json.dumps(
+            {
+                "key": self._key.hex(),
+                "seen": self._seen,
+                "numbers": self._numbers,
+                "root": "../repo",
+                "own": sorted(_own_packages(tree)),
+                "files": list(dict.fromkeys(id_.split("::")[0] for id_ in self._tests.ids)),
+                "sentinels": [f"{names[0]}.py", f"{names[-1]}.py"],
+                "plugins": list(self._tests.plugins),
+                "arguments": [*_ARGUMENTS, f"--confcutdir={confined}", *conftests],
+            }
+        ).encode()
+
+    def began(self, result: ExecResult) -> bool:
+        """Whether pytest was there, before anything of the repository could run."""
+        first = self._opened(result.stdout.partition(b"\n")[0])
+        return first is not None and first[2] == "ready"
+
+    def read(self, result: ExecResult) -> tuple[str, frozenset[str]]:
+        """What was wrong with the run ("" if nothing), and the ids of the tests that passed."""
+        names = {number: name for name, number in self._numbers.items()}
+        passed: set[str] = set()
+        failed: set[str] = set()
+        expected, ended, wrong = 1, False, ""
+        for line in result.stdout.splitlines():
+            record = self._opened(line)
+            if record is None:
+                wrong = wrong or "seal"
+                continue
+            place, number, status, values = record
+            if place != expected or ended:
+                wrong = wrong or "order"
+            expected += 1
+            ended = ended or status == "end"
+            name = names.get(number)
+            if name is not None:
+                good = status == "passed" and self._accepts(name, values)
+                (passed if good else failed).add(name)
+        cut_off = bool(result.killed_by) or result.truncated  # a limit is no tampering
+        for name, must_pass in self._sentinels.items():
+            if not cut_off and ((name in passed) != must_pass or (name in failed) == must_pass):
+                wrong = wrong or "sentinels"
+        if not cut_off and (result.exit != _FAILED_TESTS or not ended):
+            wrong = wrong or "exit"
+        return wrong, frozenset(passed - failed) & frozenset(self._tests.ids)
+
+    def _opened(self, line: bytes) -> tuple[int, int, str, str] | None:
+        """A report whose seal is genuine."""
+        seal, _, body = line.partition(b" ")
+        genuine = hmac.new(self._key, body, hashlib.sha256).hexdigest().encode()
+        if not hmac.compare_digest(seal, genuine):
+            return None
+        place, number, status, values = body.split(b" ", 3)
+        return int(place), int(number), status.decode(), values.decode("utf-8", "replace")
+
+    def _accepts(self, name: str, values: str) -> bool:
+        answers = self._answers.get(name)
+        if answers is None:
+            return True
+        told = _values(values)
+        return len(told) == len(answers) and all(
+            answer.accepts(value) for answer, value in zip(answers, told, strict=True)
+        )
+
+
+class _Unreadable:
+    """Equal to nothing that a test could want."""
+
+
+def _values(text: str) -> list[Any]:
+    try:
+        shapes = read_json(text)
+    except BadValue:
+        return []
+    return [_value(shape) for shape in shapes] if isinstance(shapes, list) else []
+
+
+def _value(shape: Any) -> Any:
+    try:
+        return read_value(shape)
+    except BadValue:
+        return _Unreadable()
+
+
+def _own_packages(tree: Tree) -> set[str]:
+    """Names that can be imported from the top of the tree, or from `src`."""
+    tops = {path.removeprefix("src/").split("/")[0] for path in tree if path.endswith(".py")}
+    return {top.removesuffix(".py") for top in tops}

@@ -1,0 +1,293 @@
+"""Rows of SWE-bench, SWE-Gym, SWE-smith and R2E-Gym as tasks, with repositories of a local mirror.
+
+In: a row as it is published, and a folder with git repositories (`owner__name`, `owner__name.git`,
+or only the name). Out: a task whose public part names the mirror and the commit. A row that cannot
+be run here is refused with a reason in a few words; rows of a data set are counted by it.
+
+The shapes differ in what is the problem and what the solution:
+
+    SWE-bench, SWE-Gym   base_commit; patch solves it; test_patch brings the tests
+    SWE-smith            patch makes the problem; the tests are in the repository
+    R2E-Gym              commit_hash is the solution, its parent the problem; the row has the tests
+    of your own          as SWE-bench, but repo_archive (a tar) and hidden_tests (a folder)
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from envserver_environments.rows import Hub
+
+from envserver import InputError, Task
+
+from .images import python_of
+from .local_tasks import FOLDER, read_folder, rules_of
+from .patches import PatchError, apply_changes, is_protected, read_patch
+from .repositories import SPEC, git, mirror_tree
+from .trees import Tree, make_patch
+
+HUBS: dict[str, Hub] = {
+    "swe_bench": Hub(
+        "princeton-nlp/SWE-bench", {"train": "train", "validation": "dev", "test": "test"}
+    ),
+    "swe_bench_lite": Hub("princeton-nlp/SWE-bench_Lite", {"validation": "dev", "test": "test"}),
+    "swe_bench_verified": Hub("princeton-nlp/SWE-bench_Verified", {"test": "test"}),
+    "swe_gym": Hub("SWE-Gym/SWE-Gym", {"train": "train"}),
+    "swe_smith": Hub("SWE-bench/SWE-smith", {"train": "train"}),
+    "r2e": Hub("R2E-Gym/R2E-Gym-Subset", {"train": "train"}),
+}
+
+_ID = re.compile(r"[^:\s]+\.py::\S.*")
+_COMMIT = re.compile(r"[0-9a-f]{7,40}")
+_SMITH_REPOSITORY = re.compile(r"(?:.*/)?(.+?)\.([0-9a-f]{7,40})")
+_MOST_BYTES = SPEC.limits.disk_mb * 2**20 // 4
+
+
+def read_row(
+    row: dict[str, Any],
+    task_id: str,
+    mirror: Path | None,
+    plugins: tuple[str, ...] = (),
+    in_image: tuple[str, Tree] | None = None,
+) -> Task:
+    """The task of a row.
+
+    Args:
+        in_image: an image, and the repository's files in it, instead of a mirror.
+
+    Raises:
+        InputError: the row is of none of the shapes, or cannot be run here.
+    """
+    problem = str(row.get("problem_statement") or "").strip()
+    if not problem:
+        raise InputError("There is no problem statement.")
+    if row.get(FOLDER):
+        mirror = Path(str(row[FOLDER]))
+    if in_image is not None:
+        task = _from_image(row, task_id, *in_image)
+    elif mirror is None:
+        raise InputError("There is no mirror with its repository (--env.mirror).")
+    elif row.get("repo_archive"):
+        task = _local(row, task_id, mirror)
+    elif "expected_output_json" in row:
+        task = _r2e(row, task_id, mirror)
+    elif "test_patch" in row and row.get("base_commit"):
+        task = _bench(row, task_id, mirror)
+    elif "FAIL_TO_PASS" in row and "patch" in row and "repo" in row:
+        task = _smith(row, task_id, mirror)
+    else:
+        raise InputError("The row has none of the known shapes.")
+    task.public["problem"] = problem
+    task.hidden["plugins"] = list(plugins)
+    return task
+
+
+def _from_image(row: dict[str, Any], task_id: str, image: str, tree: Tree) -> Task:
+    if len(tree) * 2 > SPEC.limits.inodes // 2:
+        raise InputError("Its repository has too many files.")
+    public = {"image": image}
+    if "expected_output_json" in row:
+        raise InputError("Images of R2E-Gym hold their Python in the repository: use a mirror.")
+    if row.get("test_patch"):
+        task = _bench_task(row, task_id, tree, public)
+    elif "FAIL_TO_PASS" in row and "patch" in row:
+        task = _smith_task(row, task_id, tree, public)
+    else:
+        raise InputError("The row has none of the known shapes.")
+    task.hidden["python"] = python_of(row)
+    return task
+
+
+def _bench(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
+    repository = _repository(mirror, str(row["repo"]))
+    commit = _commit(repository, str(row["base_commit"]))
+    public = {"mirror": str(repository), "commit": commit}
+    return _bench_task(row, task_id, _tree(repository, commit), public)
+
+
+def _bench_task(row: dict[str, Any], task_id: str, tree: Tree, public: dict[str, Any]) -> Task:
+    tested = _applied(tree, str(row["test_patch"]), "test patch")
+    _applied(tree, str(row["patch"]), "gold patch")
+    fail, keep = _ids(row, "FAIL_TO_PASS", tested), _ids(row, "PASS_TO_PASS", tested)
+    if not fail:
+        raise InputError("FAIL_TO_PASS is empty.")
+    hidden = {
+        "tests": _texts({p: e for p, e in tested.items() if tree.get(p) != e}),
+        "deleted": [path for path in tree if path not in tested],
+        "fail_to_pass": fail,
+        "pass_to_pass": keep,
+        "patch": str(row["patch"]),
+    }
+    return Task(task_id, public, hidden)
+
+
+def _local(row: dict[str, Any], task_id: str, folder: Path) -> Task:
+    """A task in files: a tar of the repository, and a folder with its hidden tests."""
+    archive, tree, files = read_folder(row, folder)
+    _applied(_bounded(tree), str(row["patch"]), "gold patch")
+    fail = _ids(row, "FAIL_TO_PASS", tree | files)
+    if not fail:
+        raise InputError("FAIL_TO_PASS is empty.")
+    hidden = {
+        "tests": _texts(files),
+        "fail_to_pass": fail,
+        "pass_to_pass": _ids(row, "PASS_TO_PASS", tree | files),
+        "patch": str(row["patch"]),
+        **rules_of(row),
+    }
+    return Task(task_id, {"archive": archive}, hidden)
+
+
+def _smith(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
+    match = _SMITH_REPOSITORY.fullmatch(str(row["repo"]))
+    name, wanted = (match[1], match[2]) if match else (str(row["repo"]), "HEAD")
+    repository = _repository(mirror, name)
+    commit = _commit(repository, str(row.get("base_commit") or wanted))
+    public = {"mirror": str(repository), "commit": commit}
+    return _smith_task(row, task_id, _tree(repository, commit), public)
+
+
+def _smith_task(row: dict[str, Any], task_id: str, clean: Tree, public: dict[str, Any]) -> Task:
+    bug = str(row["patch"])
+    broken = _applied(clean, bug, "patch")
+    fail, keep = _ids(row, "FAIL_TO_PASS", clean), _ids(row, "PASS_TO_PASS", clean)
+    if not fail:
+        raise InputError("FAIL_TO_PASS is empty.")
+    # The tests that show the bug are taken away from the agent, and come back for grading.
+    shown = sorted({name.split("::")[0] for name in fail})
+    hidden = {
+        "tests": _texts({path: clean[path] for path in shown}),
+        "fail_to_pass": fail,
+        "pass_to_pass": keep,
+        "patch": make_patch(broken, clean),
+    }
+    return Task(task_id, {**public, "bug": bug, "removed": shown}, hidden)
+
+
+def _r2e(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
+    repository = _repository(mirror, str(row.get("repo_name") or row.get("repo")))
+    solved = _commit(repository, str(row["commit_hash"]))
+    content = _object(row.get("parsed_commit_content"))
+    commit = _commit(repository, str(content.get("old_commit_hash") or f"{solved}^"))
+    tests = _r2e_tests(_object(row.get("execution_result_content")))
+    names = [
+        str(name).split(" - ")[0]
+        for name, status in _object(row["expected_output_json"]).items()
+        if status == "PASSED"
+    ]
+    before, after = _tree(repository, commit), _tree(repository, solved)
+    code = {p: e for p, e in after.items() if not is_protected(p)}
+    kept = {p: e for p, e in before.items() if is_protected(p)}
+    try:
+        gold = make_patch(before, {**kept, **code})
+    except UnicodeDecodeError as error:
+        raise InputError("The solution changes binary files.") from error
+    hidden = {
+        "tests": tests,
+        "fail_to_pass": [_located(name, tests) for name in names],
+        "pass_to_pass": [],
+        "patch": gold,
+    }
+    if not names:
+        raise InputError("No test is expected to pass.")
+    return Task(task_id, {"mirror": str(repository), "commit": commit}, hidden)
+
+
+def _r2e_tests(content: dict[str, Any]) -> dict[str, str]:
+    names, codes = content.get("test_file_names"), content.get("test_file_codes")
+    if not isinstance(names, list) or not isinstance(codes, list) or len(names) != len(codes):
+        raise InputError("The row has no test files.")
+    return {f"r2e_tests/{Path(str(n)).name}": str(c) for n, c in zip(names, codes, strict=True)}
+
+
+def _located(name: str, tests: dict[str, str]) -> str:
+    """The id of a test that the row calls `Class.test[parameters]`."""
+    head, bracket, parameters = name.partition("[")
+    parts = head.split(".")
+    for path, source in tests.items():
+        try:
+            body = ast.parse(source).body
+        except SyntaxError as error:
+            raise InputError("A test file of the row is no Python.") from error
+        if any(getattr(node, "name", None) == parts[0] for node in body):
+            return "::".join([path, *parts]) + bracket + parameters
+    raise InputError("A test that should pass is in none of the row's files.")
+
+
+def _object(value: object) -> dict[str, Any]:
+    """A JSON object, or the text of one; {} where it is neither."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _ids(row: dict[str, Any], field: str, tree: Tree) -> list[str]:
+    """Ids of tests, from a list or the text of one."""
+    value = row.get(field)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise InputError(f"{field} is no JSON list.") from error
+    ids = list(dict.fromkeys(value)) if isinstance(value, list) else []
+    if not all(isinstance(name, str) and _ID.fullmatch(name) for name in ids):
+        raise InputError("Its tests have no ids of pytest.")
+    if any(name.split("::")[0] not in tree for name in ids):
+        raise InputError("A file of its tests is not there.")
+    return ids
+
+
+def _repository(mirror: Path, name: str) -> Path:
+    """The folder of a repository in the mirror."""
+    flat = name.removeprefix("swesmith/").replace("/", "__")
+    for candidate in (flat, f"{flat}.git", flat.split("__")[-1], f"{flat.split('__')[-1]}.git"):
+        if re.fullmatch(r"[\w.-]+", candidate) and (mirror / candidate).is_dir():
+            return (mirror / candidate).resolve()
+    found = sorted(mirror.glob(f"*__{re.sub(r'[^A-Za-z0-9_.-]', '', flat)}"))
+    if len(found) == 1:
+        return found[0].resolve()
+    raise InputError("Its repository is not in the mirror.")
+
+
+def _commit(repository: Path, name: str) -> str:
+    """A commit's id in full."""
+    if name != "HEAD" and not _COMMIT.fullmatch(name.removesuffix("^")):
+        raise InputError("Its commit is not named by an id.")
+    try:
+        said = git(str(repository), "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+    except InputError as error:
+        raise InputError("Its commit is not in the mirror.") from error
+    return said.decode().strip()
+
+
+def _tree(repository: Path, commit: str) -> Tree:
+    return _bounded(mirror_tree(str(repository), commit))
+
+
+def _bounded(tree: Tree) -> Tree:
+    if sum(len(entry.data) for entry in tree.values()) > _MOST_BYTES:
+        raise InputError("Its repository is too large.")
+    if len(tree) * 2 > SPEC.limits.inodes // 2:
+        raise InputError("Its repository has too many files.")
+    return tree
+
+
+def _applied(tree: Tree, patch: str, what: str) -> Tree:
+    try:
+        return apply_changes(tree, read_patch(patch))
+    except PatchError as error:
+        raise InputError(f"Its {what} cannot be applied ({error.reason}).") from error
+
+
+def _texts(tree: Tree) -> dict[str, str]:
+    try:
+        return {path: entry.data.decode() for path, entry in sorted(tree.items())}
+    except UnicodeDecodeError as error:
+        raise InputError("A test file is no text.") from error

@@ -1,0 +1,101 @@
+"""Tasks in folders, without git and without images.
+
+    task.json   the keys of a SWE-bench row, and where the rest is: `repo_archive` (a tar of the
+                tree), `hidden_tests` (a folder), each below the folder of task.json; optional are
+                `protected` (patterns of further files whose changes do not count), `wall` (seconds
+                for the tests), `python` (">=3.10") and `requires` (packages that must be here)
+    repo.tar    the repository at its commit
+    hidden/     files that replace the visible ones for grading
+
+Tests are always run by our own pytest: what `test_cmd` says is not executed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from envserver_environments.rows import NumberedRow
+
+from envserver import InputError
+
+from .repositories import archived_tree
+from .trees import Entry, Tree
+
+TASK = "task.json"
+FOLDER = "folder"
+"""Key of a row, set here: where its task.json was found."""
+_MINIMUM = re.compile(r">=\s*(\d+)\.(\d+)")
+
+
+def task_folders(path: Path) -> list[Path]:
+    """The folders of tasks: `path` itself, or those in it; none where it holds other data."""
+    if (path / TASK).is_file():
+        return [path]
+    return sorted(found.parent for found in path.glob(f"*/{TASK}")) if path.is_dir() else []
+
+
+def folder_rows(folders: list[Path]) -> Iterator[NumberedRow]:
+    """The rows of such folders, which say where they come from."""
+    for number, folder in enumerate(folders):
+        try:
+            row = json.loads((folder / TASK).read_text(encoding="utf-8"))
+        except (ValueError, OSError):
+            row = None
+        yield number, {**row, FOLDER: str(folder)} if isinstance(row, dict) else None
+
+
+def read_folder(row: dict[str, Any], folder: Path) -> tuple[str, Tree, Tree]:
+    """The path of a task's archive, the tree in it, and the files for grading.
+
+    Raises:
+        InputError: something is missing, lies outside of the folder, or is not for this Python.
+    """
+    _check_needs(row)
+    archive = _below(folder, str(row["repo_archive"]))
+    place = _below(folder, str(row.get("hidden_tests") or "hidden"))
+    tree = archived_tree(str(archive))
+    found = sorted(path for path in place.rglob("*") if path.is_file())
+    files = {
+        path.relative_to(place).as_posix(): Entry(path.read_bytes())
+        for path in found
+        if "__pycache__" not in path.parts
+    }
+    if not files:
+        raise InputError("Its hidden tests are not there.")
+    return str(archive), tree, files
+
+
+def rules_of(row: dict[str, Any]) -> dict[str, Any]:
+    """What of a task's own rules holds for grading: `protected` and `seconds`."""
+    protected, wall = row.get("protected") or [], row.get("wall")
+    if not isinstance(protected, list) or not all(isinstance(part, str) for part in protected):
+        raise InputError("Its protected files are no list of patterns.")
+    rules: dict[str, Any] = {"protected": protected}
+    if isinstance(wall, int | float) and wall > 0:
+        rules["seconds"] = float(wall)
+    return rules
+
+
+def _below(folder: Path, name: str) -> Path:
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise InputError("A file of the task lies outside of its folder.")
+    return path
+
+
+def _check_needs(row: dict[str, Any]) -> None:
+    minimum = _MINIMUM.search(str(row.get("python") or ""))
+    if minimum and sys.version_info[:2] < (int(minimum[1]), int(minimum[2])):
+        raise InputError("It needs a newer Python.")
+    for wanted in row.get("requires") or ():
+        name = re.split(r"[^\w.-]", str(wanted).strip(), maxsplit=1)[0]
+        try:
+            importlib.metadata.version(name)
+        except (importlib.metadata.PackageNotFoundError, ValueError) as error:
+            raise InputError("It needs a package that is not here.") from error

@@ -1,0 +1,364 @@
+"""The environment `tau`: an assistant with tools serves a customer by a policy.
+
+Tasks: `public` holds what the conversation needs: the domain's name, `task` (id, scenario, set-up;
+nothing of what is expected), the customer's `user_script`, and whether a judge is asked. What is
+expected stands in the domain's files, which the server and the scorer read by the task's id; of a
+single question, and of a recorded conversation, in `hidden`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from envserver_environments.usable import mixed, usable_tasks
+from pydantic import Field, field_validator, model_validator
+
+from envserver import (
+    AgentRole,
+    ConfigError,
+    Environment,
+    InputError,
+    KnownResult,
+    Message,
+    NotFoundError,
+    PublicTask,
+    Result,
+    Rollout,
+    Score,
+    Service,
+    Split,
+    Task,
+)
+
+from .agent import AGENT, JUDGE, Manner, Protocol, solve
+from .demonstrations import demonstrate
+from .domains.kinds import KINDS, OWN, find_domain
+from .domains.world import Domain
+from .episodes import GREETING, STOP, Rules
+from .evaluation import Strictness
+from .judging import JudgeModel, judge_services
+from .known import known_conversations
+from .rows import RecordedTask, read_recorded_task, replayed
+from .scoring import score_conversation
+from .tasks import TauTask, read_task
+from .texting import as_texts
+from .users import USER, UserKind
+
+MINI = "mini_"
+"""Before the name of a domain of tau2-bench: ours with the same tools."""
+
+
+class Tau(Environment):
+    """Serve a customer with tools, by a policy, in a conversation."""
+
+    name = "tau"
+    score_timeout_seconds = 60.0
+
+    class Config(Environment.Config):
+        """Which tasks, who plays the customer, and what counts."""
+
+        domain: str | list[str] = list(OWN)
+        """Domain or domains (repeat the flag, or separate with commas): ours (mini_...), or those
+        of tau2-bench: mock, retail, airline, telecom, telecom-workflow."""
+        tau2_data: Path | None = None
+        """Folder of tau2-bench (or of its data/tau2); unset: the data of inspect_evals."""
+        task_split: str | None = None
+        """A split by the domain's own name for it (base, small, full); unset: as `split` says."""
+        user: UserKind = "auto"
+        """Who plays the customer. script: the task's script; model: a model, see agents.user; auto:
+        the script where there is one."""
+        protocol: Protocol = "tools"
+        """How the assistant calls tools. tools: tool calls; text: THOUGHT, TOOL_CALL and FINAL in
+        texts, for models without."""
+        nl_assertions: Literal["skip", "ignore", "judge"] = "skip"
+        """Tasks that need a judge: skip them, score what else counts, or ask the one of
+        agents.judge (its base_url, model_name and api_key)."""
+        strict: bool | None = None
+        """Close the holes of tau2-bench's reward (see the README); unset: in domains of ours, and
+        for the split train."""
+        max_steps: int = Field(default=100, ge=1)
+        """Messages and rounds of tools of both sides; then the conversation ends, worth 0."""
+        max_tool_errors: int = Field(default=10, ge=1)
+        """Calls that fail, of both sides; then it ends, worth 0."""
+        max_turns: int = Field(default=30, ge=1)
+        """Model calls of the assistant; of the customer as many again."""
+        max_token_length: int = Field(default=32768, ge=1)
+        """Longest training sequence in tokens; a group with a longer one is dropped and counted."""
+        worker_timeout: float = Field(default=600.0, gt=0)
+        """Seconds of wall clock per rollout, from start to result."""
+
+        @field_validator("domain", mode="before")
+        @classmethod
+        def _several(cls, value: object) -> object:
+            return value.split(",") if isinstance(value, str) and "," in value else value
+
+        @field_validator("domain")
+        @classmethod
+        def _known(cls, value: str | list[str]) -> str | list[str]:
+            names = [value] if isinstance(value, str) else value
+            unknown = [name for name in names if name not in OWN and name not in KINDS]
+            if unknown or not names:
+                raise ValueError(f"must be of {', '.join([*OWN, *KINDS])}")
+            return value
+
+        @model_validator(mode="after")
+        def _has_judge(self) -> Self:
+            judge = self.agents.get(JUDGE)
+            if self.nl_assertions == "judge" and (judge is None or not judge.base_url):
+                raise ValueError("a judge needs --env.agents.judge.base_url")
+            if self.nl_assertions != "judge" and judge is not None:
+                raise ValueError("agents.judge is for --env.nl_assertions judge")
+            return self
+
+    class Question(Environment.Question):
+        """A customer's question to the assistant of a domain."""
+
+        subdomain: str = "retail"
+        """The domain; retail, airline and telecom are ours where tau2-bench's data are missing."""
+        context: Path | None = None
+        """Text file that the assistant is to know beside its policy."""
+
+    def __init__(self, config: Config | None = None) -> None:
+        super().__init__(config)
+        self.dropped: Counter[str] = Counter()
+        """Tasks that were left out by `tasks`, by reason."""
+
+    def agents(self) -> Mapping[str, AgentRole]:
+        roles = {AGENT: AgentRole(), USER: AgentRole(trained=False)}
+        if self.config.nl_assertions == "judge":
+            roles[JUDGE] = AgentRole(trained=False)
+        return roles
+
+    async def setup(self) -> None:
+        for name in self._domains:
+            find_domain(name, self.config.tau2_data, with_tasks=False)
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        hint = "See --env.task_split, --env.user and --env.nl_assertions."
+        streams = [
+            usable_tasks(name, self._tasks_of(name, split), self.dropped, hint=hint)
+            for name in self._domains
+        ]
+        return mixed(streams, f"mix-{self.config.seed}-{split}")
+
+    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+        name, data = task.public["domain"], self.config.tau2_data
+        domain = await asyncio.to_thread(find_domain, name, data, with_tasks=False)
+        return await solve(task, run, domain, self._manner)
+
+    def score(self, task: Task, result: Result) -> Score:
+        output = result.output
+        said = output.get("messages") if isinstance(output, dict) else None
+        if not isinstance(said, list) or not all(isinstance(one, dict) for one in said):
+            return Score(reward=0.0, metrics={"no_conversation": 1.0})
+        domain, known, recorded = self._meant(task)
+        rules = self._rules if recorded is None else recorded.rules
+        try:
+            episode = replayed(domain, known, rules, said)
+        except InputError as error:
+            return Score(reward=None, error=str(error))
+        verdicts = output.get("verdicts") if recorded is None else recorded.nl_verdicts
+        return score_conversation(
+            domain,
+            known,
+            episode.messages,
+            episode.ending or "unfinished",
+            evaluation_type="all" if recorded is None else recorded.evaluation_type,
+            nl_verdicts=verdicts,
+            strictness=Strictness.STRICT if self._is_strict(task) else Strictness.UPSTREAM,
+        )
+
+    def services(self) -> AbstractAsyncContextManager[Mapping[str, Service]]:
+        if self.config.nl_assertions != "judge":
+            return super().services()
+        judge = self.config.agents[JUDGE]
+        model = JudgeModel(
+            base_url=judge.base_url,
+            name=None if judge.model_name == "default" else judge.model_name,
+            api_key=judge.api_key.get_secret_value(),
+            temperature=judge.temperature or 0.0,
+        )
+        return judge_services(model, self._assertions)
+
+    def demonstration(self, task: Task) -> Mapping[str, list[Message]]:
+        domain, known, _ = self._meant(task)
+        turns = demonstrate(domain, known, self._script(task), self._rules).by_agent()
+        if self.config.protocol == "text":
+            turns[AGENT] = list(as_texts(turns[AGENT]))
+        return turns
+
+    def known_results(self, task: Task) -> Iterator[KnownResult]:
+        domain, known, _ = self._meant(task)
+        return known_conversations(
+            domain,
+            known,
+            self._script(task),
+            self._rules,
+            strict=self._is_strict(task),
+            judged=task.public["judged"],
+        )
+
+    def task_from_row(self, row: dict[str, Any]) -> Task:
+        recorded = read_recorded_task(row)
+        _task_of(self._domain(recorded.domain), recorded.task_id)
+        text = json.dumps(row, sort_keys=True, default=str)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return Task(f"row-{digest}", {}, {"recorded": recorded.model_dump()})
+
+    def response_from_row(self, response: str, messages: list[Message]) -> Result:
+        return Result(output={"messages": messages}, messages=messages)
+
+    def task_from_question(self, asked: Question) -> Task:
+        context = _text_of(asked.context) if asked.context is not None else ""
+        script = [
+            {"if": f"^{re.escape(GREETING)}$", "say": asked.question},
+            {"if": "always", "say": STOP},
+        ]
+        public = {
+            "domain": self._subdomain(asked.subdomain),
+            "task": {"id": "question", "user_scenario": {"instructions": asked.question}},
+            "question": asked.question,
+            "user_script": script,
+            "judged": False,
+            "context": context,
+        }
+        criteria: dict[str, Any] = {"reward_basis": ["COMMUNICATE"]}
+        criteria["communicate_info"] = [] if asked.answer is None else [asked.answer]
+        key = hashlib.blake2b(asked.question.encode(), digest_size=6).hexdigest()
+        return Task(f"question-{key}", public, {"criteria": criteria, "strict": True})
+
+    @property
+    def _domains(self) -> list[str]:
+        chosen: str | list[str] = self.config.domain
+        return [chosen] if isinstance(chosen, str) else list(dict.fromkeys(chosen))
+
+    @property
+    def _manner(self) -> Manner:
+        return Manner(self._rules, self.config.user, self.config.protocol)
+
+    @property
+    def _rules(self) -> Rules:
+        return Rules(
+            max_steps=self.config.max_steps,
+            max_errors=self.config.max_tool_errors,
+            whole_numbers=True,
+        )
+
+    def _domain(self, name: str) -> Domain:
+        return find_domain(name, self.config.tau2_data)
+
+    def _subdomain(self, name: str) -> str:
+        """Raises InputError, NotFoundError where there is none of this name."""
+        try:
+            find_domain(name, self.config.tau2_data, with_tasks=False)
+        except NotFoundError:
+            if f"{MINI}{name}" not in OWN:
+                raise
+            return f"{MINI}{name}"
+        return name
+
+    def _tasks_of(self, name: str, split: Split) -> Iterator[Task | str]:
+        """The tasks of a domain, or why one is left out."""
+        domain = self._domain(name)
+        ids = list(_ids(domain, split, self.config.task_split))
+        random.Random(f"tau-{self.config.seed}-{name}-{split}").shuffle(ids)
+        strict = self.config.strict
+        if strict is None:
+            strict = name in OWN or split == "train"
+        for task_id in ids:
+            row = domain.tasks[task_id]
+            task = read_task(row)
+            script = row.get("user_script") or []
+            needs_judge = _needs_judge(task)
+            if needs_judge and self.config.nl_assertions == "skip":
+                yield "it needs a judge (nl_assertions)"
+            elif self.config.user == "script" and not script:
+                yield "its customer has no script"
+            else:
+                judged = needs_judge and self.config.nl_assertions == "judge"
+                yield _task(domain, task, script, judged=judged, strict=strict)
+
+    def _meant(self, task: Task) -> tuple[Domain, TauTask, RecordedTask | None]:
+        """The domain and the whole task that `task` is about; of a row, how it was recorded."""
+        if "recorded" in task.hidden:
+            recorded = read_recorded_task(task.hidden["recorded"])
+            domain = self._domain(recorded.domain)
+            return domain, self._counted(_task_of(domain, recorded.task_id)), recorded
+        domain = self._domain(task.public["domain"])
+        if "criteria" in task.hidden:
+            row = {**task.public["task"], "evaluation_criteria": task.hidden["criteria"]}
+            return domain, read_task(row), None
+        return domain, self._counted(_task_of(domain, task.public["task"]["id"])), None
+
+    def _counted(self, task: TauTask) -> TauTask:
+        """`task` with what counts by the settings."""
+        criteria = task.evaluation_criteria
+        if criteria is None or self.config.nl_assertions != "ignore" or not _needs_judge(task):
+            return task
+        basis = [kind for kind in criteria.reward_basis if kind != "NL_ASSERTION"]
+        changed = criteria.model_copy(update={"reward_basis": basis})
+        return task.model_copy(update={"evaluation_criteria": changed})
+
+    def _assertions(self, task: PublicTask) -> Sequence[str]:
+        known = _task_of(self._domain(task.public["domain"]), task.public["task"]["id"])
+        criteria = known.evaluation_criteria
+        return (criteria.nl_assertions if criteria else None) or ()
+
+    def _is_strict(self, task: Task) -> bool:
+        if "recorded" in task.hidden:
+            return bool(self.config.strict)
+        return bool(task.hidden["strict"])
+
+    def _script(self, task: Task) -> Sequence[Mapping[str, Any]]:
+        return () if self.config.user == "model" else task.public["user_script"]
+
+
+def _task(domain: Domain, task: TauTask, script: list[Any], *, judged: bool, strict: bool) -> Task:
+    public = {
+        "domain": domain.name,
+        "task": task.model_dump(mode="json", exclude={"evaluation_criteria"}, exclude_none=True),
+        "user_script": script,
+        "judged": judged,
+    }
+    if script:
+        public["question"] = script[-1]["say"]
+    return Task(f"{domain.name}/{task.id}", public, {"strict": strict})
+
+
+def _ids(domain: Domain, split: Split, named: str | None) -> Sequence[str]:
+    """The tasks of a split; where a domain does not have ours, all of its `base`."""
+    if named is not None:
+        if named not in domain.splits:
+            raise ConfigError(
+                f"The domain {domain.name!r} has no split {named!r}.",
+                hint=f"It has {', '.join(domain.splits) or 'none'}.",
+            )
+        return domain.splits[named]
+    return domain.splits.get(split) or domain.splits.get("base") or list(domain.tasks)
+
+
+def _task_of(domain: Domain, task_id: str) -> TauTask:
+    if task_id not in domain.tasks:
+        raise InputError(f"The domain {domain.name!r} has no task {task_id!r}.")
+    return read_task(domain.tasks[task_id])
+
+
+def _needs_judge(task: TauTask) -> bool:
+    criteria = task.evaluation_criteria
+    return bool(criteria and criteria.nl_assertions and "NL_ASSERTION" in criteria.reward_basis)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error}") from error

@@ -1,0 +1,144 @@
+"""Where questions and what is known of their videos come from: our sample, files, the hub.
+
+Rows come as in `envserver_environments.rows`; CSV (as NExT-QA's authors have it) is read here, too.
+What is known of videos comes from one JSON file by video, or from a folder with a file for each.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from envserver_environments.rows import Hub, NumberedRow, file_rows, hub_rows, sample_rows
+
+from envserver import ConfigError, InputError, NotFoundError, Split
+
+from .context import VideoContext, video_context
+from .data_sets import DataSetName
+
+DATA = Path(__file__).parent / "data"
+SAMPLE = DATA / "questions.jsonl"
+SAMPLE_VIDEOS = DATA / "videos"
+
+HUBS: dict[str, Hub] = {
+    "nextqa": Hub("lmms-lab/NExTQA", {"test": "test"}, ("MC",)),
+    "egoschema": Hub("lmms-lab/egoschema", {"test": "test"}, ("Subset",)),
+}
+MAX_CONTEXT_BYTES = 16 << 20
+
+
+def rows(name: DataSetName, path: Path | None, split: Split, seed: int) -> Iterator[NumberedRow]:
+    """The rows of a data set, in a seeded order.
+
+    Raises:
+        NotFoundError: there is no such file.
+        ConfigError: the data set must be given as a file, or cannot be loaded.
+    """
+    if path is not None:
+        table = path / f"{_csv_name(path, split)}.csv" if path.is_dir() else path
+        if table.suffix == ".csv" and table.is_file():
+            return _csv_rows(table, split, seed)
+        return file_rows(path, split, seed)
+    if name == "sample":
+        return sample_rows(SAMPLE, split, seed)
+    if name not in HUBS:
+        raise ConfigError(
+            f"The data set {name!r} is a file of yours.", hint="Set data_path to it; see README.md."
+        )
+    return hub_rows(HUBS[name], split, seed)
+
+
+def answers_file(path: Path | None) -> dict[str, Any]:
+    """Answers by video, as EgoSchema's `subset_answers.json`; none without a path."""
+    if path is None:
+        return {}
+    value = _json_of(path)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds no JSON object of answers by video.")
+    return value
+
+
+def context_file(path: Path, fps: float = 1.0) -> VideoContext:
+    """What a .txt or .json file tells of one video.
+
+    Raises:
+        NotFoundError: there is no such file.
+        InputError: it is neither, too large, or cannot be read.
+    """
+    if not path.is_file():
+        raise NotFoundError(f"There is no file {str(path)!r}.")
+    if path.suffix not in (".txt", ".json"):
+        raise InputError(f"{path.name} is neither .txt nor .json.")
+    if path.stat().st_size > MAX_CONTEXT_BYTES:
+        raise InputError(f"{path.name} is larger than {MAX_CONTEXT_BYTES >> 20} MB.")
+    data = path.read_bytes()
+    try:
+        value = data.decode("utf-8") if path.suffix == ".txt" else json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path.name} cannot be read: {error}") from error
+    return video_context(value, fps)
+
+
+class Videos:
+    """What is known of videos, by their names.
+
+    Args:
+        place: a folder with `NAME.json` or `NAME.txt`, or one JSON file by name.
+        fps: captions a second, where they are a plain list.
+
+    Raises:
+        NotFoundError: there is nothing at `place`.
+        ConfigError: the file is no JSON object.
+    """
+
+    def __init__(self, place: Path, fps: float) -> None:
+        self._place = place
+        self._fps = fps
+        self._all: dict[str, Any] | None = None
+        if not place.exists():
+            raise NotFoundError(f"There are no captions at {str(place)!r}.")
+        if place.is_file():
+            value = _json_of(place)
+            if not isinstance(value, dict):
+                raise ConfigError(f"{place} holds no JSON object of captions by video.")
+            self._all = value
+
+    def context(self, name: str) -> VideoContext:
+        """Raises InputError where nothing is known of the video, or it cannot be read."""
+        if self._all is not None:
+            if name not in self._all:
+                raise InputError("nothing is known of its video")
+            return video_context(self._all[name], self._fps)
+        for suffix in (".json", ".txt"):
+            file = self._place / f"{name}{suffix}"
+            # A name comes from a data set: it stays in the folder.
+            if name and file.parent == self._place and file.is_file():
+                return context_file(file, self._fps)
+        raise InputError("nothing is known of its video")
+
+
+def _json_of(path: Path) -> Any:
+    if not path.is_file():
+        raise NotFoundError(f"There is no file {str(path)!r}.")
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from error
+
+
+def _csv_name(folder: Path, split: Split) -> str:
+    """NExT-QA calls its validation split `val`."""
+    short = split == "validation" and not (folder / "validation.csv").exists()
+    return "val" if short else split
+
+
+def _csv_rows(path: Path, split: Split, seed: int) -> Iterator[NumberedRow]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        table = list(csv.DictReader(file))
+    numbers = list(range(len(table)))
+    random.Random(f"file-{seed}-{split}").shuffle(numbers)
+    yield from ((number, dict(table[number])) for number in numbers)

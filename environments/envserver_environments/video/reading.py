@@ -1,0 +1,49 @@
+"""Which answer an agent's words give: an option, or a few words. Agents' votes and scores share it.
+
+Pure. An option is named as `envserver_environments.answers` says, words are found as in `mhqa`.
+"""
+
+from __future__ import annotations
+
+from envserver_environments.answers import choice_index, last_boxed, option_index
+from envserver_environments.mhqa.extraction import extract_answer
+from envserver_environments.mhqa.metrics import normalize_answer
+from envserver_tools.visible import visible_text
+
+from .agent import Said
+
+
+def option_of(said: Said, options: list[str]) -> int | None:
+    """The option that an agent names, None where it names none or more than one."""
+    if said.answer is None:
+        return choice_index(said.text, options)
+    boxed = last_boxed(said.answer)
+    if boxed is not None:
+        return option_index(boxed, options)
+    index = option_index(said.answer, options)
+    return choice_index(said.answer, options) if index is None else index
+
+
+def words_of(said: Said) -> str | None:
+    """The words of an answer without options, None where there is none."""
+    if said.answer is None:
+        return extract_answer(said.text) or None
+    seen = visible_text(said.answer)
+    return None if seen is None else (last_boxed(seen) or seen).strip() or None
+
+
+def same_answer(first: Said, second: Said, options: list[str]) -> bool:
+    """Whether both give an answer, and the same one."""
+    if options:
+        index = option_of(first, options)
+        return index is not None and index == option_of(second, options)
+    words = normalize_answer(words_of(first) or "")
+    return bool(words) and words == normalize_answer(words_of(second) or "")
+
+
+def final_answer(said: Said, options: list[str]) -> str:
+    """The answer as people read it: the option with its letter, or the words; "" for none."""
+    if not options:
+        return words_of(said) or ""
+    place = option_of(said, options)
+    return "" if place is None else f"{chr(ord('A') + place)}) {options[place]}"

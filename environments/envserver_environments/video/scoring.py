@@ -1,0 +1,78 @@
+"""The score of one rollout: 1 for the right option, the F1 of an answer in words, else 0.
+
+Only the agent's last words are read (`result.output`): no votes, no actions. What names no option,
+or several, is wrong; nobody's first letter is taken for an answer, and nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from envserver_environments.mhqa.metrics import answer_measure, normalize_answer
+from envserver_environments.mhqa.scoring import is_short, why_refused
+from envserver_tools.retrieval import STOP_WORDS
+
+from envserver import Result, Score, Task
+
+from .agent import Said
+from .aggregation import kinds_of
+from .evidence import cites_evidence
+from .reading import option_of, words_of
+
+
+def score_rollout(task: Task, result: Result, evidence_bonus: float = 0.0) -> Score:
+    """The score of `result`.
+
+    Args:
+        task: `hidden` holds `answer` (the option) or `golds` (words), and `evidence`.
+        evidence_bonus: the share of the reward that a right answer gets only if it names a time of
+            the evidence, where the task has any.
+    """
+    said = said_of(result.output)
+    metrics = {"truncated": float(result.truncated), "tool_errors": _tool_errors(result.metrics)}
+    if result.truncated:
+        correct, metrics["answered"] = 0.0, 0.0
+    elif task.public["options"]:
+        index = option_of(said, task.public["options"])
+        metrics["answered"] = float(index is not None)
+        correct = float(index == task.hidden["answer"])
+    else:
+        words = words_of(said)
+        metrics["answered"] = float(words is not None)
+        correct = words_score(words or "", task.hidden["golds"])
+    metrics |= {f"correct_{name}": correct for name in kinds_of(task.hidden["type"])}
+    components = {"correct": correct}
+    reward = correct
+    spans = task.hidden["evidence"]
+    if evidence_bonus and spans:
+        components["evidence"] = float(correct > 0 and cites_evidence(said.words, spans))
+        reward *= 1 - evidence_bonus * (1 - components["evidence"])
+    return Score(reward=reward, components=components, metrics=metrics)
+
+
+def said_of(output: Any) -> Said:
+    """What an output says; a bare text is the last text of an agent."""
+    if isinstance(output, str):
+        return Said(text=output)
+    if not isinstance(output, dict):
+        return Said()
+    answer, text = output.get("answer"), output.get("text")
+    return Said(answer if isinstance(answer, str) else None, text if isinstance(text, str) else "")
+
+
+def words_score(answer: str, golds: list[str]) -> float:
+    """The best F1 against `golds`; 0.0 for what is long, a list, or shares but little words."""
+    if why_refused(answer, golds) or not is_short(answer, golds):
+        return 0.0
+    near = [gold for gold in golds if _content(answer) & _content(gold)]
+    return answer_measure(answer, near).f1
+
+
+def _content(text: str) -> set[str]:
+    """The words that say something."""
+    return set(normalize_answer(text).split()) - STOP_WORDS
+
+
+def _tool_errors(metrics: dict[str, float]) -> float:
+    """Of all agents."""
+    return sum(value for name, value in metrics.items() if name.startswith("tool_errors"))

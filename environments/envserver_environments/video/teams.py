@@ -1,0 +1,258 @@
+"""How a question about a video is worked on: by one agent, or by a team of experts.
+
+    single   one agent with all tools
+    report   an expert for each modality that the video has, each by itself, at the same time; if
+             they do not all name the same answer, an organizer reads their reports and decides
+    star     an organizer asks one expert at a time, by `route`, until it knows the answer
+    blind    the question alone: what a text says without any video
+
+In: a task's public part, and `run`. Out: `{"answer", "text", "experts", "final_answer"}`: the last
+agent's argument of `finish`, its last text, and for readers what each expert answered and what the
+answer comes to. Each agent of a team is
+known by its name, and its conversation only grows: it is one sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from envserver_tools.calling import Tool, ToolError, cut, function_tool, toolbox
+
+from envserver import PublicTask, Rollout
+
+from .agent import Agent, Protocol, Said
+from .context import Modality, VideoContext
+from .prompts import about, question, reports, system_prompt
+from .reading import final_answer, same_answer
+from .tools import (
+    MAX_ANSWER_CHARACTERS,
+    TOOLS_OF,
+    Finished,
+    finish_tool,
+    video_tools,
+)
+
+Mode = Literal["single", "report", "star"]
+ORGANIZER = "organizer"
+FINAL_ANSWER = "FINAL_ANSWER"
+MAX_COMMENT_CHARACTERS = 2000
+
+_MODALITY_NAMES: dict[Modality, str] = {
+    "captions": "the captions",
+    "transcript": "the transcript",
+    "scene_graph": "the scene graphs",
+}
+_NO_ANSWER = "(no answer)"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How agents work.
+
+    Args:
+        max_rounds: messages of the organizer of a star.
+        organizer_schema: hold the organizer of `report` to its JSON schema, in the engine.
+    """
+
+    mode: Mode = "single"
+    protocol: Protocol = "tools"
+    blind: bool = False
+    max_rounds: int = 8
+    organizer_schema: bool = False
+
+
+async def solve(task: PublicTask, run: Rollout, rules: Rules) -> dict[str, Any]:
+    """One attempt at `task`."""
+    public = task.public
+    experts: dict[str, Said] = {}
+    if rules.blind:
+        said = await _blind(public, run)
+    else:
+        context = VideoContext.of_json(public["context"])
+        run.log_action("load_context", {"video": public["video"]}, f"{context.characters} chars")
+        team = _Team(run, rules, public, context)
+        said, experts = await team.solve()
+    answers = {name: expert.words for name, expert in experts.items()}
+    final = final_answer(said, public["options"])
+    run.log_action("finalize", {}, final)
+    return {"answer": said.answer, "text": said.text, "experts": answers, "final_answer": final}
+
+
+async def _blind(public: dict[str, Any], run: Rollout) -> Said:
+    messages = [
+        {"role": "system", "content": system_prompt("blind")},
+        {"role": "user", "content": question(public)},
+    ]
+    reply = await run.chat(messages)
+    run.log_action("reason", {"seen": messages[-1]["content"]}, reply.content)
+    return Said() if reply.finish_reason == "length" else Said(text=reply.content)
+
+
+class _Team:
+    """The agents that work on one task."""
+
+    def __init__(
+        self, run: Rollout, rules: Rules, public: dict[str, Any], context: VideoContext
+    ) -> None:
+        self._run = run
+        self._rules = rules
+        self._options: list[str] = public["options"]
+        self._question = question(public)
+        self._context = context
+        self._tools = video_tools(context)
+
+    async def solve(self) -> tuple[Said, dict[str, Said]]:
+        """What is answered, and what each expert said last."""
+        match self._rules.mode:
+            case "single":
+                return await self._single(), {}
+            case "report":
+                return await self._report()
+            case "star":
+                return await self._star()
+
+    async def _single(self) -> Said:
+        agent = self._agent(None, system_prompt("single"), list(self._tools))
+        return await agent.ask(f"{self._question}\n\n{about(self._context)}")
+
+    async def _report(self) -> tuple[Said, dict[str, Said]]:
+        experts = self._experts()
+        asked = [self._told(agent, self._question) for agent in experts.values()]
+        said = dict(zip(experts, await together(asked), strict=True))
+        first, *others = said.values()
+        agreed = all(same_answer(first, other, self._options) for other in [first, *others])
+        self._run.log_metric("disagreed", float(not agreed))
+        return (first if agreed else await self._organized(said)), said
+
+    async def _organized(self, said: dict[str, Said]) -> Said:
+        told = [
+            (_MODALITY_NAMES[name], cut(said[name].words or _NO_ANSWER))
+            for name in self._context.modalities
+        ]
+        messages = [
+            {"role": "system", "content": system_prompt("organizer_report")},
+            {"role": "user", "content": f"{self._question}\n\n{reports(told)}"},
+        ]
+        how: dict[str, Any] = {}
+        if self._rules.organizer_schema:
+            how["response_format"] = _schema(self._options)
+        reply = await self._run.chat(messages, agent=ORGANIZER, **how)
+        self._run.log_action("organize", {"reports": dict(told)}, reply.content)
+        return Said() if reply.finish_reason == "length" else Said(text=reply.content)
+
+    async def _star(self) -> tuple[Said, dict[str, Said]]:
+        star = _Star(self._run, self._question, self._experts(), self._rules.max_rounds)
+        organizer = Agent(
+            self._run,
+            ORGANIZER,
+            system=system_prompt("organizer_star"),
+            tools=toolbox(star.route()),
+            protocol=self._rules.protocol,
+            ending="ending_route",
+            max_turns=self._rules.max_rounds,
+        )
+        return await organizer.ask(f"{self._question}\n\n{about(self._context)}"), star.said
+
+    def _experts(self) -> dict[str, Agent]:
+        """An expert for each modality that there is."""
+        return {
+            name: self._agent(
+                name,
+                system_prompt("expert").format(modality=_MODALITY_NAMES[name]),
+                list(TOOLS_OF[name]),
+            )
+            for name in self._context.modalities
+        }
+
+    def _agent(self, name: str | None, system: str, names: list[str]) -> Agent:
+        tools = {tool: self._tools[tool] for tool in names}
+        if self._rules.protocol == "tools":
+            tools |= toolbox(finish_tool())
+        return Agent(self._run, name, system=system, tools=tools, protocol=self._rules.protocol)
+
+    async def _told(self, agent: Agent, asked: str) -> Said:
+        said = await agent.ask(asked)
+        self._run.log_action("expert_report", {"agent": agent.name}, said.words)
+        return said
+
+
+class _Star:
+    """What an organizer asks experts with, one at a time."""
+
+    def __init__(
+        self, run: Rollout, asked: str, experts: Mapping[str, Agent], max_rounds: int
+    ) -> None:
+        self._run = run
+        self._question = asked
+        self._experts = experts
+        self._rounds_left = max_rounds
+        self.said: dict[str, Said] = {}
+
+    def route(self) -> Tool:
+        """The tool `route`; it raises Finished with the final answer."""
+        description = function_tool(
+            "route",
+            "Asks an expert, or gives the final answer.",
+            {
+                "next": {"type": "string", "enum": [*self._experts, FINAL_ANSWER]},
+                "comment": {
+                    "type": "string",
+                    "maxLength": MAX_COMMENT_CHARACTERS,
+                    "description": "What the expert should find out, or why this is the answer.",
+                },
+                "answer": {
+                    "type": "string",
+                    "maxLength": MAX_ANSWER_CHARACTERS,
+                    "description": f"With {FINAL_ANSWER}: the answer alone.",
+                },
+            },
+            ["next", "comment"],
+        )
+        return Tool(description, self._route)
+
+    async def _route(self, next: str, comment: str, answer: str | None = None) -> str:
+        self._run.log_action("organize", {"next": next, "comment": comment}, answer)
+        if next == FINAL_ANSWER:
+            raise Finished(comment if answer is None else answer)
+        if answer is not None:
+            raise ToolError(f"answer goes with {FINAL_ANSWER} only.")
+        known = next in self.said
+        asked = comment if known else f"{self._question}\n\n{comment}".strip()
+        said = await self._experts[next].ask(asked)
+        self.said[next] = said
+        self._run.log_action("expert_report", {"agent": next}, said.words)
+        self._run.log_metric("experts_asked", float(len(self.said)))
+        self._rounds_left -= 1
+        last = "\n(Your next message must give the final answer.)" if self._rounds_left == 1 else ""
+        return cut(said.words or _NO_ANSWER) + last
+
+
+async def together(asked: list[Coroutine[Any, Any, T]]) -> list[T]:
+    """All of them at the same time; where one raises, the others are ended first."""
+    tasks = [asyncio.ensure_future(one) for one in asked]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _schema(options: list[str]) -> dict[str, Any]:
+    """OpenAI's `response_format` for what the organizer says."""
+    letters = [f"Option {chr(ord('A') + place)}" for place in range(len(options))]
+    answer = {"type": "string", "enum": letters} if options else {"type": "string"}
+    schema = {
+        "type": "object",
+        "properties": {"reasoning": {"type": "string"}, "answer": answer},
+        "required": ["reasoning", "answer"],
+        "additionalProperties": False,
+    }
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "decision", "strict": True, "schema": schema},
+    }

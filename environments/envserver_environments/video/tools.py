@@ -1,0 +1,154 @@
+"""What agents read a video with: ranges of time, and a search.
+
+In: a VideoContext. Out: tools whose results are lines of `h:mm:ss: text`. `finish` ends an agent's
+work: it raises Finished, which is for the agent's loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+from envserver_tools.calling import MAX_RESULT_CHARACTERS, Tool, ToolError, function_tool, toolbox
+from envserver_tools.retrieval import BM25
+
+from .context import Line, Modality, VideoContext
+
+MAX_ITEMS = 60
+MAX_HITS = 10
+DEFAULT_HITS = 5
+MAX_ANSWER_CHARACTERS = 500
+_ROOM = MAX_RESULT_CHARACTERS - 100
+"""Characters of lines in a result; the rest is for what is said of those that are left."""
+
+TOOLS_OF: dict[Modality, tuple[str, ...]] = {
+    "captions": ("get_captions", "search_captions"),
+    "transcript": ("get_transcript",),
+    "scene_graph": ("get_scene_graph",),
+}
+"""Which tools read which modality."""
+
+_RANGE = {
+    "t0": {"type": "number", "minimum": 0, "description": "From this second on; default 0."},
+    "t1": {"type": "number", "minimum": 0, "description": "To this second; default the end."},
+}
+_NOTHING: dict[Modality, str] = {
+    "captions": "Of this video there are no captions.",
+    "transcript": "Of this video there is no transcript.",
+    "scene_graph": "Of this video there are no scene graphs.",
+}
+
+
+class Finished(Exception):
+    """The agent is done; `answer` is what it says."""
+
+    def __init__(self, answer: str) -> None:
+        super().__init__(answer)
+        self.answer = answer
+
+
+def video_tools(context: VideoContext) -> dict[str, Tool]:
+    """The tools that read `context`, by name; `finish` is not among them."""
+
+    def ranged(modality: Modality) -> Callable[..., str]:
+        return partial(_in_range, context, modality)
+
+    return toolbox(
+        Tool(
+            function_tool(
+                "get_captions",
+                "Shows captions of a part of the video, in the order of time.",
+                {
+                    **_RANGE,
+                    "max_items": {
+                        "type": "integer",
+                        "minimum": 1,
+                        "maximum": MAX_ITEMS,
+                        "description": f"The most captions to show; default {MAX_ITEMS}.",
+                    },
+                },
+            ),
+            ranged("captions"),
+        ),
+        Tool(
+            function_tool(
+                "search_captions",
+                "Finds the captions that share words with a query, best first.",
+                {
+                    "query": {"type": "string", "minLength": 1, "maxLength": 300},
+                    "top_k": {
+                        "type": "integer",
+                        "minimum": 1,
+                        "maximum": MAX_HITS,
+                        "description": f"How many; default {DEFAULT_HITS}.",
+                    },
+                },
+                ["query"],
+            ),
+            partial(_found, context),
+        ),
+        Tool(
+            function_tool(
+                "get_transcript", "Shows what is said in a part of the video, and by whom.", _RANGE
+            ),
+            ranged("transcript"),
+        ),
+        Tool(
+            function_tool(
+                "get_scene_graph",
+                "Shows how things are related in a part of the video: (thing, relation, thing).",
+                _RANGE,
+            ),
+            ranged("scene_graph"),
+        ),
+    )
+
+
+def finish_tool() -> Tool:
+    """The tool that ends an agent's work with an answer."""
+    return Tool(
+        function_tool(
+            "finish",
+            "Gives the final answer and ends the task.",
+            {"answer": {"type": "string", "maxLength": MAX_ANSWER_CHARACTERS}},
+            ["answer"],
+        ),
+        _finish,
+    )
+
+
+def _finish(answer: str) -> str:
+    raise Finished(answer)
+
+
+def _in_range(
+    context: VideoContext,
+    modality: Modality,
+    t0: float = 0.0,
+    t1: float = math.inf,
+    max_items: int = MAX_ITEMS,
+) -> str:
+    if t1 < t0:
+        raise ToolError("t1 must not be before t0.")
+    if modality not in context.modalities:
+        return _NOTHING[modality]
+    lines = context.lines(modality, t0, t1)
+    if not lines:
+        return "There is nothing in this part of the video."
+    shown = lines[:max_items]
+    while len(shown) > 1 and sum(len(str(line)) + 1 for line in shown) > _ROOM:
+        shown.pop()
+    left = lines[len(shown) :]
+    rest = [f"({len(left)} more; go on from t0 = {left[0].t0:g})"] if left else []
+    return "\n".join([*map(str, shown), *rest])
+
+
+def _found(context: VideoContext, query: str, top_k: int = DEFAULT_HITS) -> str:
+    lines: list[Line] = context.lines("captions")
+    if not lines:
+        return _NOTHING["captions"]
+    hits = BM25(line.text for line in lines).top(query, top_k)
+    return (
+        "\n".join(str(lines[number]) for number, _ in hits) or "No caption shares a word with it."
+    )

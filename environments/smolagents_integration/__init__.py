@@ -1,1 +1,0 @@
-"""The earlier name of `environments.gaia`: its commands go on working."""

@@ -1,0 +1,140 @@
+"""Hostile programs against the walls: what each holds, and what the weaker ones are known not to.
+
+The programs stand in `hostile/`, and can be run by hand: see `hostile/driver.py`. Walls without
+namespaces are tried as an ordinary user only: what gets through them must not meet root.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+IS_ROOT = os.geteuid() == 0
+DRIVER = ("-m", "hostile.driver")
+AS_IT_IS = (sys.executable, *DRIVER)
+AS_ORDINARY_USER = (sys.executable, "-m", "support.ordinary_user", "python", *DRIVER)
+USERS = (
+    [
+        pytest.param(AS_IT_IS, id="as root"),
+        pytest.param(AS_ORDINARY_USER, id="as an ordinary user"),
+    ]
+    if IS_ROOT
+    else [pytest.param(AS_IT_IS, id="as an ordinary user")]
+)
+
+# What Landlock, a filter of system calls and a watcher do not hold, or do not let work.
+LANDLOCK_LETS_THROUGH = {
+    # Files are counted after they were made, so what is over the limit stays: then no other
+    # program of the sandbox runs.
+    "limits: many big files",
+    "limits: sixty thousand empty files",
+    # They are counted a few times in a tenth of a second (for root the kernel counts them).
+    "limits: many processes",
+    "limits: many threads",
+    # There are no sockets, and no /dev/shm for semaphores.
+    "controls: a server of its own",
+    "controls: a pool of processes",
+}
+# Nothing but limits and a sweep: the categories that it does not stand for at all, and the rest.
+UNSAFE_HAS_NO = ("disclosure:", "process control:", "kernel surface:", "files:", "network:")
+UNSAFE_LETS_THROUGH = {
+    *LANDLOCK_LETS_THROUGH,
+    "limits: big files that were removed and are open",
+    "limits: memory in files without a name",
+    "limits: memory that is shared and mapped no more",
+    "limits: memory of the device of zeros",
+    "limits: huge pages of the host",
+    "limits: memory in shared segments that nobody holds",
+    "limits: memory in message queues",
+    "limits: a big file in each folder",
+    "limits: memory in pipes",
+    "clean-up: modules planted for the next program",
+    "result channel: the modules of its server changed",
+    "agents in process: environment by a format string",
+    "agents in process: commands by a module of a module",
+    "agents in process: files by a subclass",
+    "agents in process: a call to the host",
+}
+
+
+def report(command: tuple[str, ...], wall: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [*command, wall],
+        cwd=TESTS,
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert told["afterwards"] == []
+    assert len(told["programs"]) > 140 and len(told["controls"]) > 10
+    return told
+
+
+def what_got_through(told: dict[str, Any]) -> dict[str, list[str]]:
+    verdicts = told["programs"] + told["controls"]
+    return {
+        f"{one['category']}: {one['name']}": one["escapes"] for one in verdicts if one["escapes"]
+    }
+
+
+@pytest.mark.parametrize("command", USERS)
+@pytest.mark.parametrize("wall", ["namespace", "bubblewrap"])
+def test_the_walls_hold_every_hostile_program_and_no_ordinary_one(
+    command: tuple[str, ...], wall: str, tell: Callable[[str], None]
+) -> None:
+    if wall == "bubblewrap" and shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is missing: install bwrap")
+    told = report(command, wall)
+    assert what_got_through(told) == {}
+    tell(
+        f"{wall}, user {told['user']}: {len(told['programs'])} hostile programs held, "
+        f"{len(told['controls'])} ordinary ones work, {told['seconds']:.0f} s"
+    )
+
+
+@pytest.fixture(scope="module")
+def weaker() -> dict[str, dict[str, list[str]]]:
+    """What got through the weaker walls, which are tried at the same time where users differ."""
+    walls = ("landlock", "unsafe-local")
+    command = AS_ORDINARY_USER if IS_ROOT else AS_IT_IS
+    with ThreadPoolExecutor(2 if IS_ROOT else 1) as pool:
+        reports = pool.map(lambda wall: report(command, wall), walls)
+        return {wall: what_got_through(told) for wall, told in zip(walls, reports, strict=True)}
+
+
+def test_landlock_lets_through_what_it_is_known_to(
+    weaker: dict[str, dict[str, list[str]]], tell: Callable[[str], None]
+) -> None:
+    through = weaker["landlock"]
+    surprises = {name: why for name, why in through.items() if name not in LANDLOCK_LETS_THROUGH}
+    assert surprises == {}
+    tell(f"landlock lets through: {', '.join(sorted(through))}")
+
+
+def test_without_a_wall_many_get_through(
+    weaker: dict[str, dict[str, list[str]]], tell: Callable[[str], None]
+) -> None:
+    """Else the programs would prove nothing."""
+    through = weaker["unsafe-local"]
+    surprises = {
+        name: why
+        for name, why in through.items()
+        if not name.startswith(UNSAFE_HAS_NO) and name not in UNSAFE_LETS_THROUGH
+    }
+    assert surprises == {}
+    assert len(through) > 40
+    tell(f"unsafe-local lets {len(through)} of the hostile programs through")

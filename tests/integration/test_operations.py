@@ -1,0 +1,225 @@
+"""What whoever runs a server can see of it, and how it stops: with the real `serve`."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import signal
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from envserver_clients.http import SyncEnvClient
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from prometheus_client.parser import text_string_to_metric_families
+from support.commands import Running, free_port, running, until
+
+DOCKER = Path(__file__).parents[2] / "docker"
+SECRET = "sk-operations-secret-0123456789"
+MATH = (
+    "serve", "--env", "math", "--model", "sim", "--sim.latency_seconds", 0,
+    "--env.group_size", 2, "--env.ensure_scores_are_not_same", "false", "--store", "groups.db",
+    "--rollouts.max_concurrent", 4, "--workers.processes", 1, "--openai.api_key", SECRET,
+)  # fmt: skip
+
+
+class Traces:
+    """What came to an OTLP/HTTP receiver: spans by trace."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.url = ""
+
+    def by_trace(self) -> dict[bytes, list[Span]]:
+        found: dict[bytes, list[Span]] = defaultdict(list)
+        for body in self.bodies:
+            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                for scope in resource.scope_spans:
+                    for span in scope.spans:
+                        found[span.trace_id].append(span)
+        return found
+
+
+@contextmanager
+def receiver() -> Iterator[Traces]:
+    traces = Traces()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            if self.headers.get("content-encoding") == "gzip":
+                body = gzip.decompress(body)
+            assert self.path == "/v1/traces"
+            traces.bodies.append(body)
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    traces.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield traces
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextmanager
+def serving(folder: Path, *words: object) -> Iterator[tuple[Running, str]]:
+    port = free_port()
+    with running(*MATH, "--port", port, *words, folder=folder) as server:
+        server.wait_for("Trainers: ")
+        yield server, f"http://127.0.0.1:{port}"
+
+
+def families(url: str) -> dict[str, Any]:
+    text = httpx.get(f"{url}/metrics").text
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def dashboard_uses() -> dict[str, set[str]]:
+    """Each series that the dashboard or an alert reads, with the labels it uses."""
+    board = json.loads((DOCKER / "grafana-dashboard.json").read_text())
+    rules = yaml.safe_load((DOCKER / "alerts.yml").read_text())["groups"][0]["rules"]
+    exprs = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    exprs += [rule["expr"] for rule in rules]
+    used: dict[str, set[str]] = defaultdict(set)
+    for expr in exprs:
+        labels = {
+            name.strip() for names in re.findall(r"by \((.*?)\)", expr) for name in names.split(",")
+        }
+        for series in re.findall(r"\b(?:envserver|process)_[a-z0-9_]+", expr):
+            used[series] |= labels - {"le"}
+    return used
+
+
+def test_a_server_shows_its_numbers_its_traces_and_its_end(tmp_path: Path) -> None:
+    with receiver() as traces:
+        words = ("--telemetry.otlp_endpoint", traces.url, "--rollouts.max_queued_groups", 6)
+        with serving(tmp_path, *words) as (server, url):
+            assert httpx.get(f"{url}/readyz").json()["parts"].keys() == {
+                "store", "engine", "workers:math", "scorers:math",
+            }  # fmt: skip
+            with SyncEnvClient(url, run="trainer", batch_size=2) as client:
+                client.publish_policy_version(3)
+                first = client.lease(wait_seconds=60)
+                assert first is not None
+                client.ack(first)
+                second = client.lease(wait_seconds=60)
+                assert second is not None
+                client.nack(second)
+            shown = families(url)
+            check_dashboard(shown)
+            assert shown["envserver_leases"].samples
+            delivered = shown["envserver_groups_delivered"].samples[0]
+            assert delivered.labels == {"environment": "math"}
+            assert delivered.value >= 4
+            server.send(signal.SIGTERM)
+            assert server.end() == 0
+            output = server.output()
+    check_traces(traces.by_trace())
+    for line in output.splitlines():
+        if line.startswith("{"):
+            assert {"event", "level", "timestamp"} <= json.loads(line).keys()
+    assert SECRET not in output
+    assert not any(SECRET.encode() in body for body in traces.bodies)
+
+
+def check_dashboard(shown: dict[str, Any]) -> None:
+    """Every series and every label that is drawn exists."""
+    for series, labels in dashboard_uses().items():
+        name = re.sub(r"_(total|bucket|sum|count)$", "", series)
+        family = shown.get(name) or shown.get(series.removesuffix("_info"))
+        assert family is not None, series
+        if family.samples:
+            names = {sample.name for sample in family.samples}
+            assert series in names, (series, names)
+            own = set().union(*(sample.labels for sample in family.samples))
+            assert labels <= own | {"part"}, (series, labels, own)
+
+
+def check_traces(traces: dict[bytes, list[Span]]) -> None:
+    """One rollout is one trace, and its parts hang together."""
+    whole = 0
+    rollouts = set()
+    for spans in traces.values():
+        names = {span.span_id: span.name for span in spans}
+        parents = {span.name: names.get(span.parent_span_id) for span in spans}
+        (root,) = [span for span in spans if not span.parent_span_id] or [None]
+        if root is None:  # cut off by the end
+            continue
+        about = {one.key: one.value for one in root.attributes}
+        rollouts.add(about["envserver.rollout_id"].string_value)
+        if "store put" not in parents:
+            continue
+        whole += 1
+        assert parents == {
+            "task": None,
+            "invoke_agent math": "task",
+            "chat sim": "invoke_agent math",
+            "score": "task",
+            "store put": "task",
+        }
+        call = next(span for span in spans if span.name == "chat sim")
+        values = {one.key: one.value for one in call.attributes}
+        assert values["gen_ai.usage.output_tokens"].int_value > 0
+        assert values["gen_ai.usage.input_tokens"].int_value > 0
+        assert values["gen_ai.operation.name"].string_value == "chat"
+        keys = {one.key for span in spans for one in span.attributes}
+        assert all(key.startswith(("gen_ai.", "envserver.", "error.")) for key in keys)
+        assert not any("message" in key or "prompt" in key for key in keys)
+    assert whole >= 8
+    assert len(rollouts) >= whole
+
+
+def test_what_does_not_end_in_time_is_cancelled_and_counted(tmp_path: Path) -> None:
+    slow = ("--sim.seconds_per_token", 5, "--server.drain_seconds", 1)
+    with serving(tmp_path, *slow) as (server, url):
+        until(
+            lambda: httpx.get(f"{url}/v1/status").json()["server"]["open_groups"],
+            60,
+            server.output,
+            alive=server.process,
+        )
+        server.send(signal.SIGTERM)
+        server.wait_for("Finishing")
+        answer = httpx.get(f"{url}/readyz")
+        assert answer.status_code == 503
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert answer.json()["parts"]["server"]["state"] == "draining"
+        assert httpx.get(f"{url}/healthz").json()["status"] == "ok"
+        assert server.end() == 1
+    assert re.search(r"Stopped after 1 s: [1-9]\d* groups? cancelled", server.output())
+
+
+def test_the_files_for_containers_are_what_they_claim() -> None:
+    compose = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    assert compose["services"].keys() == {"server", "prometheus", "grafana"}
+    mounted = [
+        volume.split(":")[0].removeprefix("./")
+        for service in compose["services"].values()
+        for volume in service.get("volumes", ())
+        if volume.startswith("./")
+    ]
+    assert all((DOCKER / name).is_file() for name in mounted)
+    prometheus = yaml.safe_load((DOCKER / "prometheus.yml").read_text())
+    assert prometheus["scrape_configs"][0]["metrics_path"] == "/metrics"
+
+
+def test_the_names_that_are_drawn_are_documented() -> None:
+    names = (DOCKER.parent / "envserver/telemetry/README.md").read_text()
+    for series in dashboard_uses():
+        base = re.sub(r"_(bucket|sum|count)$", "", series)
+        short = base.replace("envserver_replica", "", 1)
+        assert f"`{base}`" in names or f"`{short}`" in names or base.startswith("process_"), base

@@ -1,0 +1,162 @@
+"""`envserver join` in real processes: killed, stopped, started again; nothing lost or doubled."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import httpx
+import pytest
+from envserver_clients.http import SyncEnvClient
+from support.api import REGISTRATION, api_process
+from support.commands import Running, free_port, running, until
+
+JOIN = (
+    "--env", "math", "--model", "sim", "--sim.latency_seconds", 0.3, "--env.group_size", 2,
+    "--env.ensure_scores_are_not_same", "false", "--workers.processes", 1,
+    "--rollouts.max_concurrent", 2,
+)  # fmt: skip
+GROUP_ID = re.compile(r"math-train-(\d+)-(\d{6})-")
+
+
+class House:
+    """A server without environments, joiners beside it, and a trainer's view of all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.got: list[str] = []
+
+    @contextlib.contextmanager
+    def server(self) -> Iterator[Running]:
+        words = ("run-api", "--port", self.port, "--store", "groups.db")
+        with running(*words, folder=self.folder) as server:
+            server.wait_for("Trainers and environments")
+            yield server
+
+    def joiner(self, *words: object) -> AbstractContextManager[Running]:
+        return running("join", self.url, *JOIN, *words, folder=self.folder)
+
+    def train(self, *seeds: int, groups: int = 4) -> None:
+        """Takes batches until `groups` of each of these streams came."""
+        wanted = dict.fromkeys(seeds, groups)
+        with SyncEnvClient(self.url, run="trainer", batch_size=2) as client:
+            while any(left > 0 for left in wanted.values()):
+                batch = client.lease(whole=False, wait_seconds=60)
+                assert batch is not None, wanted
+                for group in batch.groups:
+                    self.got.append(group.group_id)
+                    seed = int(_parts(group.group_id)[0])
+                    wanted[seed] = wanted.get(seed, 0) - 1
+                client.ack(batch)
+
+    def take_all(self) -> None:
+        """What is left."""
+        with SyncEnvClient(self.url, run="trainer", batch_size=64) as client:
+            while batch := client.lease(whole=False):
+                self.got += [group.group_id for group in batch.groups]
+                client.ack(batch)
+
+    def environments(self) -> dict[str, dict[str, object]]:
+        shown = httpx.get(f"{self.url}/v1/environments").json()["environments"]
+        return {one["name"]: one for one in shown}
+
+
+def _parts(group_id: str) -> tuple[str, ...]:
+    found = GROUP_ID.match(group_id)
+    assert found is not None, group_id
+    return found.groups()
+
+
+def check_whole(group_ids: list[str]) -> dict[int, int]:
+    """Each stream came from its beginning without a gap, and nothing twice; how long each is."""
+    assert len(group_ids) == len(set(group_ids))
+    streams = defaultdict(set)
+    for group_id in group_ids:
+        seed, index = map(int, _parts(group_id))
+        streams[seed].add(index)
+    for indices in streams.values():
+        assert indices == set(range(len(indices)))
+    return {seed: len(indices) for seed, indices in streams.items()}
+
+
+def end(joiner: Running) -> None:
+    joiner.send(signal.SIGTERM)
+    assert joiner.end() == 0, joiner.output()
+
+
+def test_killed_servers_and_joiners_lose_and_double_nothing(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    place = tmp_path / "groups.db"
+    with house.joiner() as one:
+        with api_process(place, house.port) as server:
+            one.wait_for(r"Joined .* as \S+: math, seed 0")
+            house.train(0)
+            server.kill()
+            server.wait()
+            one.wait_for("server_unreachable")
+        with api_process(place, house.port):
+            one.wait_for("server_reached_again")
+            house.train(0)
+            one.kill()
+            with house.joiner() as again:
+                again.wait_for(r"Joined .* as \S+: math, seed 0")
+                house.train(0)
+                end(again)
+            (shown,) = house.environments().values()
+            assert shown["gone"]
+            house.take_all()
+    assert set(check_whole(house.got)) == {0}
+
+
+@pytest.mark.slow
+def test_many_kills_of_a_server_and_two_joiners(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    with house.joiner() as one, contextlib.ExitStack() as ends:
+        for _ in range(4):
+            with house.server() as server:
+                one.wait_for(r"Joined .* as \S+: math, seed 0")
+                with house.joiner() as two:
+                    two.wait_for(r"Joined .* as \S+-2: math, seed 1")
+                    house.train(0, 1)
+                    two.kill()
+                house.train(0)
+                server.kill()
+        ends.enter_context(house.server())
+        with house.joiner() as two:
+            house.train(0, 1)
+            end(one)
+            end(two)
+        house.take_all()
+    assert set(check_whole(house.got)) == {0, 1}
+
+
+@pytest.mark.slow
+def test_a_stopped_joiner_does_not_count_and_an_atropos_trainer_goes_on(tmp_path: Path) -> None:
+    """Two joiners, the first with a minimum share of every batch."""
+    house = House(tmp_path)
+    with house.server() as server, house.joiner("--minimum_share", 0.5) as one:
+        one.wait_for(r"Joined .* as \S+: math, seed 0")
+        with house.joiner("--name", "second") as two:
+            two.wait_for("Joined .* as second: math, seed 1")
+            registration = REGISTRATION | {"batch_size": 4, "max_token_len": 4096}
+            httpx.post(f"{house.url}/register", json=registration)
+            one.send(signal.SIGSTOP)
+            for _ in range(3):
+                batch = until(
+                    lambda: httpx.get(f"{house.url}/batch").json()["batch"],
+                    90,
+                    server.output,
+                    alive=server.process,
+                )
+                assert sum(len(group["tokens"]) for group in batch) == 4
+            one.send(signal.SIGCONT)
+            end(two)
+        house.train(0)
+        end(one)

@@ -1,0 +1,349 @@
+"""`run`: one question, its readable record in a file; and what is a good record."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import pty
+import select
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+import pytest
+from envserver_environments.swe.asking import asked_task
+from envserver_records.records import Trajectory, Usage, pack
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.commands import ENVSERVER, environment_variables, envserver
+from support.fake_vllm import fake_vllm
+
+from envserver import ConfigError, Environment, InputError, Result, Score, main
+from envserver.actions import CUT, MAX_FIELD_BYTES, MAX_STEPS, Steps, batch, encode
+from envserver.cli.run_command import _with_fields_of as settings_of
+from envserver.environment import answer_text
+from envserver.export.unified import actions_of, problems_of, unified
+
+SIM = ("--model", "sim", "--sim.latency_seconds", "0")
+COMMAND = "```bash\nprintf 'new\\n' > note.txt; echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```"
+
+
+def read(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(path.read_text())
+    assert problems_of(document) == []
+    return document
+
+
+def test_a_question_with_its_answer_is_scored_and_kept(tmp_path: Path) -> None:
+    words = ("run", "--env", "math", *SIM, "--question", "What is 3 + 4?")
+    known = envserver(
+        *words, *("--answer", "7", "--sim.solve_probability", "1", "-o", "deep/er/a.traj.json"),
+        folder=tmp_path,
+    )  # fmt: skip
+    assert known.returncode == 0, known.stderr
+    document = read(tmp_path / "deep/er/a.traj.json")
+    assert known.stdout == f"{document['final_answer']}\n" == "7\n"
+    assert "Reward: 1" in known.stderr
+    assert (document["domain"], document["question"]) == ("math", "What is 3 + 4?")
+    assert document["metadata"]["reward"] == 1.0
+    assert document["actions"][-1]["tool"] in ("finalize", "finish")
+    assert {path.name for path in (tmp_path / "deep/er").iterdir()} == {"a.traj.json"}
+
+
+def test_mistakes_are_told_in_the_words_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("run", "--env", "math", *SIM)
+    for more, wanted in (
+        ((), "--question is needed"),
+        (("--question", "a", "--anser", "b"), "Did you mean --answer?"),
+        (("--question", " "), "The question is empty"),
+    ):
+        assert main([*words, *more]) == 2
+        assert wanted in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+    class Taken(Environment.Question):
+        model: str = ""
+
+    with pytest.raises(ConfigError, match="'model', which is a setting"):
+        settings_of(Taken)
+
+
+async def test_a_repository_is_worked_on_in_a_copy(tmp_path: Path) -> None:
+    repository = tmp_path / "repo"
+    repository.mkdir()
+    (repository / "a.py").write_text("a = 1\n")
+    with pytest.raises(InputError, match="--yolo"):
+        asked_task("Add a note.", repository, confirm=True)
+    words = [
+        *("run", "--env", "swe", "--question", "Add a note.", "--repo", str(repository)),
+        *("--steps", "1", "-o", str(tmp_path / "out.json"), "--openai.server_type", "openai"),
+        *("--openai.model_name", "fake"),
+    ]
+    async with fake_vllm(text=COMMAND) as fake:
+        words += ["--openai.base_url", fake.url]
+        ran = await _ran([*words, "--yolo"], tmp_path)
+        assert ran.returncode == 0, ran.stderr
+        document = read(tmp_path / "out.json")
+        assert "+new" in document["final_answer"]
+        assert [one["tool"] for one in document["actions"]] == ["reason", "bash", "finalize"]
+        assert document["actions"][1]["output"]["returncode"] == 0
+        assert sorted(path.name for path in repository.iterdir()) == ["a.py"]
+        seen = await _on_a_terminal(words, tmp_path, "n\n")
+        assert "printf 'new" in seen
+        document = read(tmp_path / "out.json")
+        assert document["final_answer"] == ""
+        refusals = [one["output"] for one in document["actions"] if one["tool"] == "bash"]
+        assert refusals == ["Error: the user refuses this command"]
+
+
+async def _ran(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    import asyncio
+
+    return await asyncio.to_thread(
+        lambda: envserver(*words, folder=folder, stdin=subprocess.DEVNULL)
+    )
+
+
+async def _on_a_terminal(words: list[str], folder: Path, answer: str) -> str:
+    """What the command says on a terminal where each of its questions is answered so."""
+    import asyncio
+
+    return await asyncio.to_thread(_talk, words, folder, answer)
+
+
+def _talk(words: list[str], folder: Path, answer: str) -> str:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [str(ENVSERVER), *words],
+        cwd=folder,
+        env=environment_variables(),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    seen, answered = b"", 0
+    until = time.monotonic() + 90
+    try:
+        while time.monotonic() < until:
+            if not select.select([ours], [], [], 0.2)[0]:
+                if process.poll() is not None:
+                    break
+                continue
+            try:
+                seen += os.read(ours, 4096)
+            except OSError:  # the other side is closed
+                break
+            while seen.count(b"[a]ll: ") > answered:
+                os.write(ours, answer.encode())
+                answered += 1
+        assert process.wait(30) == 0, seen.decode()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    return seen.decode()
+
+
+SLOW = '''
+import time
+from envserver import Environment, Score, Task
+
+class Slow(Environment):
+    """Says what it does, and does not come to an end."""
+
+    class Config(Environment.Config):
+        worker_timeout: float = 1.5
+
+    class Question(Environment.Question):
+        steps: int = 3
+
+        def settings(self):
+            return {"max_turns": self.steps}
+
+    def tasks(self, split):
+        yield self.task_from_question(self.Question(question="?"))
+
+    def task_from_question(self, asked):
+        return Task("one", {"question": asked.question})
+
+    def rollout(self, task, run):
+        for number in range(run.max_turns):
+            run.log_action("think", {"number": number, "key": run.api_key})
+        run.chat_blocking([{"role": "user", "content": "hi"}])
+        while run.seconds_left:
+            time.sleep(0.01)
+        run.chat_blocking([{"role": "user", "content": "hi"}])
+
+    def score(self, task, result):
+        return Score(reward=len(result.actions) / 10)
+'''
+
+
+def test_what_was_done_before_the_time_was_up_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    ran = envserver(
+        *("run", "--env", "slow.py", *SIM, "--question", "?", "--answer", "!", "--steps", "4"),
+        folder=tmp_path,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "ended by its limit: time" in ran.stderr
+    assert "Reward: 0.4" in ran.stderr
+    document = json.loads((tmp_path / "runs" / "slow_one.traj.json").read_text())
+    assert problems_of(document, domains=["slow"]) == []
+    thoughts = [one for one in document["actions"] if one["tool"] == "think"]
+    assert [one["input"] for one in thoughts] == [{"number": n, "key": "***"} for n in range(4)]
+
+
+GOOD: dict[str, Any] = {
+    "schema_version": 1,
+    "task_id": "math-1",
+    "domain": "math",
+    "question": None,
+    "actions": [
+        {"step": 1, "tool": "reason", "input": {}, "output": "so", "ts": 1.5},
+        {"step": 2, "tool": "finalize", "input": {}, "output": 7},
+    ],
+    "final_answer": "7",
+    "metadata": {"start_ts": 1.0, "end_ts": 2.0, "reward": None, "anything": [1]},
+    "more": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (["schema_version"], 2, "schema_version"),
+        (["task_id"], "code-1", "does not begin with 'math-'"),
+        (["domain"], "maths", "none of swe"),
+        (["final_answer"], None, "final_answer"),
+        (["question"], 7, "question"),
+        (["actions", 0, "step"], 2, "2 where 1 is due"),
+        (["actions", 1, "step"], 3, "3 where 2 is due"),
+        (["actions", 0, "tool"], "", "tool"),
+        (["actions", 0, "ts"], 2.5, "out of order"),
+        (["actions", 1, "ts"], 1.25, "out of order"),
+        (["actions", 1], {"step": 2, "tool": "unknown", "input": {}, "output": ""}, "nothing"),
+        (["metadata", "end_ts"], 0.5, "before it starts"),
+        (["metadata", "start_ts"], "now", "start_ts"),
+        (["metadata", "score"], float("nan"), "is no number"),
+    ],
+)
+def test_each_fault_of_a_record_is_found(place: list[Any], value: Any, words: str) -> None:
+    assert problems_of(GOOD) == []
+    bad = copy.deepcopy(GOOD)
+    at = bad
+    for part in place[:-1]:
+        at = at[part]
+    at[place[-1]] = value
+    assert any(words in problem for problem in problems_of(bad)), problems_of(bad)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=6,
+)
+STEP = st.tuples(st.text("ab ", min_size=1).filter(str.strip), JSON, JSON, st.floats(0, 1e9))
+
+
+@settings(deadline=None)
+@given(st.lists(STEP, max_size=8), st.integers(1, 3), JSON)
+def test_whatever_is_logged_comes_through_as_a_good_record(
+    steps: list[tuple[str, Any, Any, float]], at_once: int, output: Any
+) -> None:
+    taken = Steps()
+    encoded = [encode(*step) for step in steps]
+    for first in range(0, len(encoded), at_once):
+        body = batch(first, encoded[first : first + at_once], 0)
+        taken.take(body)
+        taken.take(body)  # sent again, as after a broken connection
+    actions = taken.taken()
+    assert [one["step"] for one in actions] == list(range(1, len(steps) + 1))
+    assert [(one["tool"], one["input"], one["output"]) for one in actions] == [
+        (tool.strip(), given, gave) for tool, given, gave, _ in steps
+    ]
+    document = unified(_trajectory(actions=actions, output=output), ended_at=10.0, question="?")
+    assert problems_of(orjson.loads(orjson.dumps(document))) == []
+
+
+STEP_SENT = b'{"first":0,"steps":[{"tool":"a","ts":1e300,"input":%b,"output":1}]}'
+
+
+def test_what_is_too_long_or_too_much_is_cut_off_and_says_so() -> None:
+    taken = Steps()
+    long = encode("read", {"text": "x" * 2 * MAX_FIELD_BYTES}, "y" * 2 * MAX_FIELD_BYTES, 1.0)
+    taken.take(batch(0, [long], 0))
+    (action,) = taken.taken()
+    assert action["input"]["truncated"]
+    assert action["output"].endswith(f"[cut off: {2 * MAX_FIELD_BYTES + 2} bytes]")
+    for first in range(1, MAX_STEPS + 11, 100):
+        taken.take(batch(first, [encode("a", None, None, 0.0)] * 100, 0))
+    *kept, last = taken.taken()
+    assert len(kept) == MAX_STEPS
+    assert (last["tool"], last["step"]) == (CUT, MAX_STEPS + 1)
+    assert last["input"]["steps"] > 0
+    for odd in ("\ud800", {1: {"set"}}, 2**70, float("nan"), object()):
+        taken.take(batch(0, [encode("a", odd, odd, 0.0)], 0))
+    for sent in ("[" * 600 + "]" * 600, str(2**80), '"\\ud800"', '"' + "x" * 40_000 + '"'):
+        hostile = Steps()
+        with contextlib.suppress(msgspec.DecodeError):  # then the worker is told so
+            hostile.take(STEP_SENT % sent.encode())
+        pack(hostile.taken())
+        orjson.dumps(hostile.taken())
+    with pytest.raises(ValueError, match="name of a tool"):
+        encode(" ", None, None, 0.0)
+
+
+def test_actions_are_read_off_a_conversation_where_none_was_logged() -> None:
+    call = {"id": "1", "function": {"name": "calculate", "arguments": '{"expression": "3+4"}'}}
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "I calculate.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "7"},
+        {"role": "assistant", "content": [{"type": "text", "text": "It is 7."}]},
+    ]
+    assert [(one["step"], one["tool"], one["output"]) for one in actions_of(messages)] == [
+        (1, "reason", "I calculate."),
+        (2, "calculate", "7"),
+        (3, "reason", "It is 7."),
+    ]
+    document = unified(_trajectory(messages=messages, output=None), ended_at=10.0)
+    assert (document["question"], document["actions"][-1]["output"]) == ("?", "It is 7.")
+
+
+@pytest.mark.parametrize(
+    ("output", "answer"),
+    [("so", "so"), (None, "last"), ({"code": None, "text": "t"}, "t"), ([1], "[1]"), ({}, "last")],
+)
+def test_the_answer_of_an_output(output: Any, answer: str) -> None:
+    messages = [{"role": "assistant", "content": "last"}]
+    assert answer_text(Result(output=output, messages=messages)) == answer
+
+
+def _trajectory(**changes: Any) -> Trajectory:
+    plain: dict[str, Any] = {
+        "rollout_id": "r",
+        "attempt": 1,
+        "task_id": "one",
+        "env": "math",
+        "sequences": [],
+        "messages": [],
+        "tools": [],
+        "output": None,
+        "score": Score(reward=None),
+        "finish_reason": None,
+        "truncated": False,
+        "limit": None,
+        "turns": 0,
+        "usage": Usage(seconds=3.0),
+    }
+    return Trajectory(**{**plain, **changes})

@@ -1,0 +1,282 @@
+"""What the store does while PostgreSQL is gone, silent or another's (envserver/store/README.md).
+
+What holds throughout: what was acknowledged is there, nothing is delivered twice while a lease
+holds, every refusal is a typed StoreError, and the event loop goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
+
+import asyncpg
+import pytest
+from envserver_records.errors import StoreError, StoreLost
+from support.postgres import Postgres
+from support.stores import group, ids, noise, patiently
+
+from envserver.store import Store, database, open_store
+from envserver.store.reach import Reach, Unanswered
+
+
+class Load:
+    """Producers and trainers that go on through failures; knows what they were promised."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.accepted: dict[str, bytes] = {}
+        self.acked: list[str] = []
+        self.failures: list[StoreError] = []
+        self.stopping = False
+
+    async def produce(self, producer: int) -> None:
+        number = 0
+        while not self.stopping:
+            name, body = f"p{producer}-{number}", noise(2_000, number)
+            if await self.asked(self.store.put([group(name, body)])) is not None:
+                self.accepted[name] = body
+                number += 1
+            await asyncio.sleep(0.002)
+
+    async def train(self) -> None:
+        while not self.stopping:
+            lease = await self.asked(self.store.lease("trainer", max_groups=3, seconds=3600))
+            if lease is None:
+                await asyncio.sleep(0.01)
+                continue
+            while await self.asked(self.acknowledge(lease.lease_id)) is None:
+                await asyncio.sleep(0.02)
+            self.acked += ids(lease.groups)
+
+    async def acknowledge(self, lease_id: str) -> bool:
+        await self.store.ack(lease_id)
+        return True
+
+    async def asked(self, request: Awaitable[Any]) -> Any:
+        """Its answer; None and a pause when the store failed."""
+        try:
+            return await request
+        except StoreLost:
+            raise
+        except StoreError as error:
+            self.failures.append(error)
+            await asyncio.sleep(0.02)
+            return None
+
+    async def settle(self) -> None:
+        """What a lost answer left leased comes back, and is delivered to the end."""
+        await self.store.expire(time.time() + 10_000)
+        while lease := await self.store.lease("trainer", max_groups=100, seconds=3600):
+            await self.store.ack(lease.lease_id)
+            self.acked += ids(lease.groups)
+
+    async def check(self) -> None:
+        assert set(self.accepted) <= set(self.acked)
+        twice = [name for name, times in collections.Counter(self.acked).items() if times > 1]
+        assert not twice
+        assert await self.store.bodies(list(self.accepted)) == list(self.accepted.values())
+        counts = await self.store.counts()
+        assert (counts["acked"], counts["queued"], counts["leased"]) == (len(self.acked), 0, 0)
+
+
+@contextlib.asynccontextmanager
+async def under_load(store: Store) -> Any:
+    load = Load(store)
+    async with asyncio.TaskGroup() as tasks:
+        for producer in range(4):
+            tasks.create_task(load.produce(producer))
+        for _ in range(2):
+            tasks.create_task(load.train())
+        yield load
+        load.stopping = True
+
+
+async def has_grown(load: Load, by: int = 30) -> None:
+    before = len(load.accepted), len(load.acked)
+    async with asyncio.timeout(60):
+        while len(load.accepted) < before[0] + by or len(load.acked) < before[1] + by:
+            await asyncio.sleep(0.02)
+
+
+async def kills(postgres: Postgres, store: Store, times: int) -> None:
+    await store.create_run("trainer", batch_size=1)
+    async with under_load(store) as load:
+        for _ in range(times):
+            await has_grown(load)
+            known = len(load.failures)
+            await asyncio.to_thread(postgres.kill)
+            async with asyncio.timeout(60):
+                while len(load.failures) < known + 10:
+                    await asyncio.sleep(0.02)
+            await asyncio.to_thread(postgres.start)
+        await has_grown(load)
+    await load.settle()
+    await load.check()
+
+
+async def test_a_database_that_is_killed_comes_back(postgres: Postgres, postgres_url: str) -> None:
+    async with open_store(postgres_url) as store:
+        await kills(postgres, store, 1)
+        with pytest.raises(StoreError, match="open in another process"):
+            await refused_as_open(postgres_url)
+
+
+async def refused_as_open(where: str) -> None:
+    try:
+        async with open_store(where):
+            pass
+    except Exception as error:
+        raise StoreError(str(error)) from error
+
+
+@pytest.mark.slow
+async def test_a_database_may_be_killed_many_times(postgres: Postgres, postgres_url: str) -> None:
+    async with open_store(postgres_url) as store:
+        await kills(postgres, store, 12)
+
+
+async def test_another_process_that_came_between_ends_this_one(
+    postgres: Postgres, postgres_url: str
+) -> None:
+    refused: list[Exception] = []
+
+    async def serve() -> None:
+        async with open_store(postgres_url) as first:
+            await first.put([group("first's")])
+            await asyncio.to_thread(postgres.kill)
+            with pytest.raises(StoreError):
+                await first.put([group("while it is gone")])
+            await asyncio.to_thread(postgres.start)
+            # As from another machine: nothing in this process knows of it.
+            async with open_store(postgres_url) as second:
+                assert ids(await second.pending()) == ["first's"]
+                await second.put([group("second's")])
+                try:
+                    await patiently(lambda: first.put([group("too late")]))
+                except StoreLost as error:
+                    refused.append(error)
+                await asyncio.sleep(60)  # the body is cancelled
+
+    with pytest.raises(StoreLost, match="Another process"):
+        await asyncio.wait_for(serve(), 50)
+    assert len(refused) == 1
+    async with open_store(postgres_url) as third:
+        assert ids(await third.pending()) == ["first's", "second's"]
+
+
+async def test_a_connection_that_hangs_is_given_up_and_the_lock_taken_again(
+    postgres: Postgres, postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "COMMAND_SECONDS", 1.0)
+    async with open_store(postgres_url) as store:
+        await store.put([group("before")])
+        watcher = await asyncpg.connect(postgres_url)
+        held = "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted"
+        pid = await watcher.fetchval(held)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(StoreError):
+                await store.put([group("hanging")])
+            with pytest.raises(StoreError):  # our own old connection has the lock: no other process
+                await asyncio.sleep(0.3)
+                await store.put([group("still hanging")])
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await patiently(lambda: store.put([group("after")]))
+        assert await watcher.fetchval(held) not in (None, pid)
+        await watcher.close()
+        assert {"before", "after"} <= set(ids(await store.pending()))
+        assert (await store.counts())["queued"] == len(await store.pending())
+
+
+@contextlib.asynccontextmanager
+async def cut_after(word: bytes, port: int, cuts: list[bytes]) -> AsyncIterator[int]:
+    """A port that leads to `port`; says nothing after `word` was sent there, once for each of
+    `cuts`, and hangs up when it was understood.
+    """
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
+        back = asyncio.create_task(copy(far_reader, writer))
+        while data := await reader.read(65_536):
+            if cuts and word in data:
+                cuts.pop()
+                back.cancel()
+                await asyncio.wait([back])
+                far_writer.write(data)
+                await far_reader.read(100)  # it is done
+                break
+            far_writer.write(data)
+        back.cancel()
+        far_writer.close()
+        writer.close()
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65_536):
+            writer.write(data)
+        writer.close()
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+async def test_a_commit_whose_answer_is_lost_has_happened_once(
+    postgres: Postgres, postgres_url: str
+) -> None:
+    cuts: list[bytes] = []
+    async with (
+        cut_after(b"COMMIT;", postgres.port, cuts) as port,
+        open_store(postgres_url.replace(f":{postgres.port}/", f":{port}/")) as store,
+    ):
+        await store.create_run("trainer", batch_size=1)
+        await store.put([group("a"), group("b")])
+        cuts.append(b"put")
+        with pytest.raises(StoreError):
+            await store.put([group("c")])
+        assert await patiently(lambda: store.put([group("c")])) == [False]  # it is there
+        cuts.append(b"lease")
+        with pytest.raises(StoreError):
+            await store.lease("trainer", max_groups=1, seconds=60)
+        lease = await patiently(lambda: store.lease("trainer", max_groups=1, seconds=60))
+        assert ids(lease.groups) == ["b"]  # "a" is leased by whoever did not hear of it
+        cuts.append(b"ack")
+        with pytest.raises(StoreError):
+            await store.ack(lease.lease_id)
+        await patiently(lambda: store.ack(lease.lease_id))
+        assert not cuts
+        counts = await store.counts()
+        assert (counts["queued"], counts["leased"], counts["acked"]) == (1, 1, 1)
+        assert len(await store.expire(time.time() + 100)) == 1
+        assert ids(await store.pending()) == ["a", "c"]
+
+
+def test_tries_are_further_and_further_apart() -> None:
+    now = 0.0
+    reach = Reach(lambda: now)
+    waits = []
+    for _ in range(8):
+        reach.check()
+        reach.failed(Unanswered("gone"))
+        with pytest.raises(StoreError, match="tried again"):
+            reach.check()
+        begin = now
+        while True:
+            now += 0.01
+            with contextlib.suppress(StoreError):
+                reach.check()
+                break
+        waits.append(round(now - begin, 1))
+    assert waits == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    reach.worked()
+    reach.failed(Unanswered("gone"))
+    now += 0.11
+    reach.check()

@@ -1,0 +1,246 @@
+"""Which tokens are trained: with chat templates of several kinds, none of which marks them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from envserver_clients.finetuning.conversation import Conversation, Plain, read_pair, read_row
+from envserver_clients.finetuning.examples import Counts, pair_examples, sft_examples
+from envserver_clients.finetuning.tokens import NOT_TRAINED, Encoded, Encoder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tiny_model import TEMPLATE, tokenizer
+
+from envserver import InputError
+
+BEGIN = "<|begin|>"
+HEADERS = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}<|im_end|>\n\n"
+    "{{ m.content | trim }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant<|im_end|>\n\n{% endif %}"
+)
+BRACKETS = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}"
+    "{{ eos_token }}{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+)
+FORGETS = (  # earlier thoughts are not shown again
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKS = FORGETS.replace(  # the prompt begins a thought that is not shown in the answer
+    "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
+)
+TEMPLATES = {
+    "chatml": TEMPLATE,
+    "headers": HEADERS,
+    "brackets": BRACKETS,
+    "forgets": FORGETS,
+}
+
+
+def words(template: str) -> Any:
+    made = tokenizer()
+    made.chat_template = template
+    if "bos_token" in template:
+        made.add_special_tokens({"bos_token": BEGIN})
+    return made
+
+
+def messages(*contents: str) -> list[dict[str, Any]]:
+    """The user begins."""
+    roles = ("user", "assistant")
+    return [{"role": roles[place % 2], "content": text} for place, text in enumerate(contents)]
+
+
+def runs(row: Encoded) -> list[tuple[list[int], list[int]]]:
+    """What is trained in a row: each piece with all that stands before it."""
+    found = []
+    edges = [
+        place
+        for place in range(1, len(row.ids) + 1)
+        if place == len(row.ids) or row.trained[place] != row.trained[place - 1]
+    ]
+    start = 0
+    for edge in edges:
+        if row.trained[start]:
+            found.append((row.ids[:start], row.ids[start:edge]))
+        start = edge
+    return found
+
+
+def prompt_ids(made: Any, before: list[dict[str, Any]]) -> list[int]:
+    text = made.apply_chat_template(before, tokenize=False, add_generation_prompt=True)
+    ids: list[int] = made(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+texts = st.text(st.sampled_from("ab 1+\n.é"), min_size=1, max_size=12).filter(
+    lambda text: text == text.strip()
+)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=8, deadline=None)
+@given(st.lists(texts, min_size=2, max_size=6), st.booleans())
+def test_each_turn_is_trained_once_behind_what_the_engine_would_have_had(
+    name: str, contents: list[str], thinks: bool
+) -> None:
+    made = words(TEMPLATES[name])
+    if thinks:
+        contents = [f"<think>{text}</think>{text}" for text in contents]
+    chat = messages(*contents)
+    rows = Encoder(made, ends=frozenset({0})).conversation(Conversation(chat), "row")
+    trained = [piece for row in rows for piece in runs(row)]
+    turns = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
+    assert len(trained) == len(turns)
+    for place, (before, answer) in zip(turns, trained, strict=True):
+        assert before == prompt_ids(made, chat[:place])
+        assert answer[-1] in (made.eos_token_id, 0)
+        assert made.decode(answer[:-1]).strip() == chat[place]["content"]
+    if "bos_token" in TEMPLATES[name]:
+        assert all(row.ids.count(made.bos_token_id) == 1 for row in rows)
+    if name != "forgets" or not thinks:
+        assert len(rows) == 1
+
+
+def test_a_template_that_forgets_makes_a_row_of_each_turn() -> None:
+    made = words(FORGETS)
+    chat = messages("a", "<think>b</think>c", "d", "e")
+    assert len(Encoder(made).conversation(Conversation(chat), "row")) == 2
+    (last,) = Encoder(made, last_only=True).conversation(Conversation(chat), "row")
+    assert [made.decode(answer) for _, answer in runs(last)] == ["e<|im_end|>"]
+
+
+def test_a_prompt_that_is_rendered_otherwise_is_told_of() -> None:
+    encoder = Encoder(words(THINKS))
+    (row,) = encoder.conversation(Conversation(messages("a", "b")), "row")
+    assert encoder.rendered_otherwise == 1
+    assert [words(THINKS).decode(answer) for _, answer in runs(row)] == ["b<|im_end|>"]
+
+
+def test_calls_of_tools_are_trained_and_their_results_are_not() -> None:
+    made = tokenizer()
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    chat = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "Two."},
+    ]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    read = read_row({"messages": chat, "tools": json.dumps(tools)}, "row")
+    assert isinstance(read, Conversation)
+    (row,) = Encoder(made).conversation(read, "row")
+    pieces = [made.decode(answer) for _, answer in runs(row)]
+    assert pieces[0].endswith('{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>')
+    assert pieces[1] == "Two.<|im_end|>"
+    assert '"parameters"' in made.decode(row.ids)
+
+
+@pytest.mark.parametrize("prompt", ["Once", f"{BEGIN}Once"])
+def test_plain_text_begins_once_and_ends(prompt: str) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    made = words(BRACKETS)
+    made.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{BEGIN} $A", special_tokens=[(BEGIN, made.bos_token_id)]
+    )
+    row = Encoder(made).plain(Plain(prompt, " upon a time"))
+    assert row.ids[0] == made.bos_token_id and row.ids.count(made.bos_token_id) == 1
+    assert [made.decode(answer) for _, answer in runs(row)] == [" upon a time<|im_end|>"]
+
+
+def examples(folder: Path, *rows: dict[str, Any], **how: Any) -> tuple[list[Any], Counts]:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    counts = Counts()
+    limits = {"max_length": 64, "too_long": "drop", **how}
+    return list(sft_examples([path], Encoder(tokenizer()), counts, **limits)), counts
+
+
+def test_all_forms_of_rows_are_read(tmp_path: Path) -> None:
+    rows = [
+        {"messages": messages("a", "b"), "reward": 1.0},
+        {"prompt": "a", "completion": "b"},
+        {"prompt": messages("a"), "completion": [{"role": "assistant", "content": "b"}]},
+        {"tool": "bash", "instruction": "a", "output": "b", "meta": {}},
+        {"prompt": "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", "completion": "b"},
+    ]
+    made, counts = examples(tmp_path, *rows)
+    assert counts.rows == counts.examples == 5
+    kept = [[one for one in row["labels"] if one != NOT_TRAINED] for row in made]
+    assert {tokenizer().decode(one) for one in kept} == {"b<|im_end|>"}
+    start = len(made[0]["labels"]) - made[0]["labels"][::-1].index(kept[0][0]) - 1
+    assert all(row["input_ids"][: start + 2] == made[0]["input_ids"][: start + 2] for row in made)
+
+
+@pytest.mark.parametrize(
+    ("too_long", "examples_left", "counted"),
+    [
+        ("drop", 1, {"dropped_too_long": 2, "dropped_nothing_to_train": 1}),
+        ("truncate", 2, {"truncated": 2, "dropped_nothing_to_train": 2}),
+    ],
+)
+def test_rows_over_the_limit_are_left_out_or_cut_off_and_counted(
+    tmp_path: Path, too_long: str, examples_left: int, counted: dict[str, int]
+) -> None:
+    rows = [
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "a", "completion": "b 1 " * 60},
+        {"prompt": "a 1 " * 60, "completion": "b"},
+        {"messages": messages("a")},
+    ]
+    made, counts = examples(tmp_path, *rows, too_long=too_long)
+    assert len(made) == examples_left == counts.examples
+    assert all(len(row["input_ids"]) <= 64 for row in made)
+    found = {name: value for name, value in counts.as_dict().items() if name in counted}
+    assert found == counted
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{", "no JSON"),
+        ("[]", "a row is a JSON object"),
+        ('{"text": "a"}', "this has text"),
+        ('{"messages": "a"}', "must be a list of messages"),
+        ('{"messages": [{"content": "a"}]}', "has no role"),
+    ],
+)
+def test_a_wrong_row_is_told_with_its_place(tmp_path: Path, line: str, why: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n' + line + "\n")
+    with pytest.raises(InputError, match=rf"rows.jsonl, line 2.*{why}"):
+        list(sft_examples([path], Encoder(tokenizer()), Counts(), max_length=64, too_long="drop"))
+
+
+def test_a_conversation_needs_a_template() -> None:
+    made = tokenizer()
+    made.chat_template = None
+    with pytest.raises(InputError, match="no chat template"):
+        Encoder(made).conversation(Conversation(messages("a", "b")), "row 1")
+
+
+def test_of_a_pair_only_the_answers_count(tmp_path: Path) -> None:
+    result = {"role": "user", "content": "TOOL RESULT: 2"}
+    chosen = [{"role": "assistant", "content": "call"}, result, *messages("x", "two")[1:]]
+    rejected = [{"role": "assistant", "content": "three"}]
+    whole = {"chosen": messages("a") + chosen, "rejected": messages("a") + rejected}
+    split = {"prompt": messages("a"), "chosen": chosen, "rejected": rejected}
+    assert read_pair(whole, "row") == read_pair(split, "row")
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(split) + "\n")
+    made = tokenizer()
+    (one,) = pair_examples([path], Encoder(made), Counts(), max_length=99, too_long="drop")
+    kept = [
+        made.decode([label for label in one[f"{side}_labels"] if label != NOT_TRAINED])
+        for side in ("chosen", "rejected")
+    ]
+    assert kept == ["call<|im_end|>two<|im_end|>", "three<|im_end|>"]
+    with pytest.raises(InputError, match="are the same"):
+        read_pair({**split, "rejected": chosen}, "row 3")

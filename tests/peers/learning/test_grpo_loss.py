@@ -1,0 +1,233 @@
+"""The trainer's numbers: advantages, weights, padding, clipping, and the gradient's direction."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from envserver_clients.records import ClientGroup, Row
+from envserver_clients.training.advantages import advantages, shuffled
+from envserver_clients.training.examples import Example, Rules, examples_of
+from envserver_clients.training.loss import LossRules, policy_loss, token_logprobs
+from envserver_clients.training.padding import micro_batches, padded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envserver import InputError
+
+torch.set_num_threads(1)
+
+
+def row(
+    trajectory: int, reward: float, length: int = 4, *, version: int = 3, group: str = "g"
+) -> Row:
+    """A row of which all but the first two tokens are trained."""
+    mask = np.array([0, 0] + [1] * (length - 2), np.uint8)
+    return Row(
+        tokens=np.arange(length, dtype=np.int32),
+        mask=mask,
+        logprobs=np.where(mask, np.float32(-0.5), np.float32(0)),
+        reward=reward,
+        group_id=group,
+        versions=np.where(mask, np.int32(version), np.int32(-1)),
+        trajectory=trajectory,
+    )
+
+
+def group(*rows: Row, group_id: str = "g") -> ClientGroup:
+    made = ClientGroup(group_id, "math", "group", 3, memoryview(b""))
+    made.__dict__["rows"] = list(rows)
+    return made
+
+
+def one_token(logprob: float, delivered: float, advantage: float, **more: float) -> float:
+    """The loss of a single token of weight 1."""
+    rules = LossRules(clip_low=0.2, clip_high=0.3)
+    named = {name: torch.tensor([[value]]) for name, value in more.items()}
+    loss, _ = policy_loss(
+        torch.tensor([[logprob]]),
+        torch.tensor([[delivered]]),
+        torch.ones(1, 1),
+        torch.tensor([advantage]),
+        torch.ones(1),
+        rules,
+        **named,  # type: ignore[arg-type]
+    )
+    return float(loss)
+
+
+def test_advantages_of_a_group_by_hand() -> None:
+    assert advantages([1, 0, 0, 0], "mean").tolist() == [0.75, -0.25, -0.25, -0.25]
+    # The population's standard deviation is sqrt(3)/4.
+    expected = np.array([0.75, -0.25, -0.25, -0.25]) / (math.sqrt(3) / 4 + 1e-4)
+    assert np.allclose(advantages([1, 0, 0, 0], "std"), expected)
+    assert advantages([0.1] * 7, "std").tolist() == [0.0] * 7
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=16), st.sampled_from(["std", "mean"]))
+def test_advantages_add_up_to_nothing(rewards: list[float], scaling: str) -> None:
+    found = advantages(rewards, scaling)  # type: ignore[arg-type]
+    assert abs(float(found.sum())) < 1e-3
+    assert np.isfinite(found).all()
+
+
+def test_shuffled_rewards_are_the_same_rewards() -> None:
+    rewards = [0.0, 0.25, 0.5, 1.0]
+    dealt = [shuffled(rewards, np.random.default_rng(seed)) for seed in range(8)]
+    assert all(sorted(one) == rewards for one in dealt)
+    assert any(one != rewards for one in dealt)
+
+
+def test_the_loss_of_a_token_by_hand() -> None:
+    half = math.log(0.5)
+    assert one_token(half, half, 2.0) == pytest.approx(-2.0)  # r = 1
+    assert one_token(half, half - 0.1, 2.0) == pytest.approx(-2 * math.exp(0.1))
+    assert one_token(half, half - 1.0, 2.0) == pytest.approx(-2 * 1.3)  # bounded above
+    assert one_token(half, half + 1.0, 2.0) == pytest.approx(-2 * math.exp(-1))  # it may rise again
+    assert one_token(half, half + 1.0, -2.0) == pytest.approx(2 * 0.8)  # bounded below
+    assert one_token(half, half - 1.0, -2.0) == pytest.approx(2 * math.exp(1))
+
+
+def test_bounds_may_be_relative_to_the_policy_before_the_update() -> None:
+    # r = 1 relative to the policy before; that one made the token e^0.5 times likelier.
+    assert one_token(-1.0, -1.5, 1.0, proximal=-1.0) == pytest.approx(-math.exp(0.5))
+    # The correction is cut off at 2.
+    assert one_token(-1.0, -3.0, 1.0, proximal=-1.0) == pytest.approx(-2.0)
+
+
+def test_the_distance_to_the_reference_costs() -> None:
+    loss, numbers = policy_loss(
+        torch.tensor([[-1.0]]),
+        torch.tensor([[-1.0]]),
+        torch.ones(1, 1),
+        torch.zeros(1),
+        torch.ones(1),
+        LossRules(kl_weight=0.1),
+        reference=torch.tensor([[-1.5]]),
+    )
+    assert numbers["kl"] == pytest.approx(math.exp(-0.5) + 0.5 - 1)
+    assert float(loss) == pytest.approx(0.1 * numbers["kl"])
+
+
+def test_good_tokens_become_likelier_and_bad_ones_less() -> None:
+    for advantage in (1.0, -1.0):
+        logits = torch.zeros(1, 1, 5, requires_grad=True)
+        logprobs = token_logprobs(logits, torch.tensor([[2]]))
+        delivered = logprobs.detach().clone()
+        loss, _ = policy_loss(
+            logprobs,
+            delivered,
+            torch.ones(1, 1),
+            torch.tensor([advantage]),
+            torch.ones(1),
+            LossRules(),
+        )
+        loss.backward()
+        assert logits.grad is not None
+        after = token_logprobs(logits.detach() - logits.grad, torch.tensor([[2]]))
+        assert math.copysign(1, float(after - delivered)) == advantage
+
+
+def test_each_token_is_weighed_by_the_version_that_sampled_it() -> None:
+    """Two tokens, alike but for what was delivered with them: the gradient is r times as large."""
+    logprobs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    delivered = torch.tensor([[-1.0, -1.1]])  # of this version, and of an earlier one
+    loss, numbers = policy_loss(
+        logprobs, delivered, torch.ones(1, 2), torch.ones(1), torch.ones(1), LossRules()
+    )
+    loss.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist()[0] == pytest.approx([-1.0, -math.exp(0.1)])
+    assert numbers["ratio"] == pytest.approx(1 + math.exp(0.1))
+
+
+@pytest.mark.parametrize(
+    ("denominator", "weights"),
+    [
+        ("trajectory", [1 / (2 * 6), 1 / (2 * 6), 1 / (2 * 3)]),
+        ("token", [1 / 9] * 3),
+        ("constant", [1 / (2 * 100)] * 3),
+    ],
+)
+def test_denominators(denominator: str, weights: list[float]) -> None:
+    """A trajectory of two rows (2 and 4 trained tokens) and one of a single row (3)."""
+    batch = [group(row(0, 1.0, 4), row(0, 1.0, 6), row(1, 0.0, 5))]
+    rules = Rules(denominator=denominator, constant_tokens=100, scaling="mean")  # type: ignore[arg-type]
+    learned = examples_of(batch, 3, rules)
+    assert [one.weight for one in learned.examples] == pytest.approx(weights)
+    assert [one.advantage for one in learned.examples] == [0.5, 0.5, -0.5]
+    assert learned.numbers["reward_mean"] == 0.5
+
+
+def test_what_teaches_nothing_is_counted_and_left_out() -> None:
+    cut_off = row(1, 0.0, group="b")
+    object.__setattr__(cut_off, "learn", False)
+    batch = [
+        group(row(0, 1.0), row(1, 1.0), group_id="a"),
+        group(row(0, 1.0, group="b"), cut_off, group_id="b"),
+        group(row(0, 1.0, version=0), row(1, 0.0), group_id="c"),
+    ]
+    learned = examples_of(batch, 3, Rules(max_staleness=2))
+    numbers = learned.numbers
+    assert learned.group_ids == ["a", "b", "c"]
+    assert (numbers["groups"], numbers["groups_equal"], numbers["groups_stale"]) == (3, 1, 1)
+    assert (numbers["trajectories"], numbers["reward_mean"]) == (4, 0.75)
+    assert len(learned.examples) == 1
+    assert learned.examples[0].weight == pytest.approx(1 / (4 * 2))
+    assert len(examples_of(batch, 3, Rules(learn_truncated=True)).examples) == 4
+
+
+def test_rows_without_logprobs_are_refused() -> None:
+    bare = row(0, 1.0)
+    object.__setattr__(bare, "logprobs", None)
+    with pytest.raises(InputError, match="no logprobs"):
+        examples_of([group(bare, row(1, 0.0))], 3, Rules())
+
+
+examples = st.lists(
+    st.builds(
+        lambda length, advantage, seed: Example(
+            tokens=np.random.default_rng(seed).integers(0, 11, length).astype(np.int32),
+            mask=np.r_[0, np.random.default_rng(seed).integers(0, 2, length - 1)].astype(np.uint8),
+            logprobs=-np.random.default_rng(seed).random(length).astype(np.float32),
+            advantage=advantage,
+            weight=0.1,
+        ),
+        st.integers(2, 24),
+        st.floats(-2, 2, width=32),
+        st.integers(0, 1000),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(examples, st.integers(1, 200))
+def test_the_loss_is_the_same_however_rows_are_padded_and_parted(
+    rows: list[Example], most_tokens: int
+) -> None:
+    def total(most: int) -> float:
+        whole = 0.0
+        for part in micro_batches(rows, most):
+            table = torch.linspace(-3, 3, 121).reshape(11, 11)
+            tokens = torch.from_numpy(part.tokens)
+            logprobs = token_logprobs(
+                table[tokens[:, part.first : -1]], tokens[:, part.first + 1 :]
+            )
+            loss, _ = policy_loss(
+                logprobs,
+                torch.from_numpy(part.logprobs[:, part.first :]),
+                torch.from_numpy(part.mask[:, part.first :]),
+                torch.from_numpy(part.advantages),
+                torch.from_numpy(part.weights),
+                LossRules(),
+            )
+            whole += float(loss)
+        return whole
+
+    assert total(most_tokens) == pytest.approx(total(1), rel=1e-4, abs=1e-5)
+    assert sum(len(part.tokens) for part in micro_batches(rows, most_tokens)) == len(rows)
+    assert padded(rows).mask.sum() == sum(int(one.mask.sum()) for one in rows)

@@ -1,0 +1,152 @@
+"""The learner with a real (tiny, random) model: steps, checkpoints, LoRA, metrics of a restart."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from envserver_clients.training.checkpoints import Checkpoints, Saved
+from envserver_clients.training.curves import draw
+from envserver_clients.training.examples import Example
+from envserver_clients.training.learner import Learner, StepRules
+from envserver_clients.training.loss import LossRules
+from envserver_clients.training.metrics import JsonLines, Metrics, TensorBoard, Tracker, read_lines
+from envserver_clients.training.padding import padded
+from envserver_clients.training.policy import Policy
+from support.tiny_model import main as make_tiny
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny(folder)
+    return folder
+
+
+def batch(policy: Policy, seed: int) -> list[Example]:
+    """Rows of random tokens whose delivered logprobs are the policy's own; half were good."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for number in range(4):
+        tokens = rng.integers(10, 4000, 8 + number).astype(np.int32)
+        mask = np.r_[[0] * 4, [1] * (len(tokens) - 4)].astype(np.uint8)
+        logprobs = np.array([0.0, *policy.prompt_logprobs(tokens.tolist())], np.float32)
+        advantage = 1.0 if number % 2 else -1.0
+        made.append(Example(tokens, mask, logprobs * mask, advantage, 0.05))
+    return made
+
+
+def learner(model: Path, **more: int) -> Learner:
+    torch.manual_seed(0)
+    rules = StepRules(learning_rate=1e-3, warmup_steps=2, micro_batch_tokens=24)
+    return Learner(Policy(str(model), **more), rules)
+
+
+def test_a_step_makes_what_was_good_likelier(model: Path) -> None:
+    one = learner(model)
+    rows = batch(one.policy, 0)
+    before = [one.policy.prompt_logprobs(row.tokens.tolist())[3:] for row in rows]
+    numbers = one.step(rows)
+    after = [one.policy.prompt_logprobs(row.tokens.tolist())[3:] for row in rows]
+    for row, old, new in zip(rows, before, after, strict=True):
+        assert np.sign(np.sum(new) - np.sum(old)) == np.sign(row.advantage)
+    assert numbers["ratio_mean"] == pytest.approx(1.0, abs=1e-4)  # it sampled them itself
+    assert numbers["kl_sampling"] == pytest.approx(0.0, abs=1e-6)
+    assert numbers["learning_rate"] == pytest.approx(5e-4)  # half way up
+    assert numbers["clip_fraction"] == 0.0
+    assert one.step([]) == {}
+
+
+def test_rows_are_the_same_alone_and_padded(model: Path) -> None:
+    policy = Policy(str(model))
+    rows = batch(policy, 1)
+    together = padded(rows)
+    with torch.no_grad():
+        found = policy.logprobs(together).numpy()
+    for row, logprobs in zip(rows, found, strict=True):
+        alone = policy.prompt_logprobs(row.tokens.tolist())[together.first :]
+        assert np.allclose(logprobs[: len(alone)], alone, atol=1e-4)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_restart_from_a_checkpoint_leads_to_the_same_weights(
+    model: Path, tmp_path: Path, lora_rank: int
+) -> None:
+    through = learner(model, lora_rank=lora_rank)
+    batches = [batch(through.policy, seed) for seed in range(4)]
+    kept = Checkpoints(tmp_path / "checkpoints", keep=2)
+    for step, rows in enumerate(batches, start=1):
+        through.step(rows)
+        if step <= 2:
+            kept.save(Saved(step, step, f"lease-{step}", (f"g{step}",)), through.state())
+    (tmp_path / "checkpoints" / ".step-3").mkdir()  # killed while it wrote the third
+    saved = kept.latest()
+    assert saved == Saved(2, 2, "lease-2", ("g2",))
+    again = learner(model, lora_rank=lora_rank)
+    again.load_state(kept.load(saved))
+    for rows in batches[2:]:
+        again.step(rows)
+    expected = through.policy.state()
+    assert all(torch.equal(value, expected[name]) for name, value in again.policy.state().items())
+    kept.save(Saved(3, 3), again.state())
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-2",
+        "step-3",
+    ]
+
+
+def test_lora_leaves_the_model_and_is_its_own_reference(model: Path, tmp_path: Path) -> None:
+    policy = Policy(str(model), lora_rank=4)
+    rows = padded(batch(policy, 2))
+    one = Learner(policy, StepRules(learning_rate=1e-2, loss=LossRules(kl_weight=0.1)))
+    before = policy.logprobs(rows).detach()
+    one.step(batch(policy, 3))
+    assert torch.equal(policy.reference_logprobs(rows), before)
+    assert not torch.equal(policy.logprobs(rows), before)
+    policy.save(tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_metrics_of_steps_that_are_made_again_are_taken_out(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    board = TensorBoard(tmp_path / "board", 0)
+    with Metrics([JsonLines(path, 0), board], window=2, earlier=[]) as metrics:
+        for step, reward in enumerate([0.0, 0.5, 1.0], start=1):
+            metrics.write({"step": step, "reward_mean": reward})
+        assert metrics.recent == 0.75
+    assert any(one.stat().st_size > 200 for one in (tmp_path / "board").iterdir())
+    with path.open("a") as file:
+        file.write('{"step": 4, "rew')
+    lines = JsonLines(path, 2)
+    assert [line["reward_mean"] for line in lines.kept] == [0.0, 0.5]
+    lines.write({"step": 3, "reward_mean": 0.25, "staleness_mean": 0.5})
+    lines.close()
+    assert [(line["step"], line["reward_mean"]) for line in read_lines(path)][-1] == (3, 0.25)
+    assert len([json.loads(text) for text in path.read_text().splitlines()]) == 3
+    draw([path], tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_trackio_gets_each_step_once_also_of_a_run_that_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for step in (1, 2):
+        tracker = Tracker("trackio", project="envserver", name="run", settings={"seed": 0})
+        tracker.write({"step": step, "reward_mean": step / 4, "group_ids": ["g"]})
+        tracker.close()
+    kept = sqlite3.connect(Path(os.environ["TRACKIO_DIR"], "envserver.db"))
+    rows = kept.execute("SELECT step, metrics FROM metrics ORDER BY step").fetchall()
+    kept.close()
+    assert [(step, json.loads(data)) for step, data in rows] == [
+        (1, {"reward_mean": 0.25}),
+        (2, {"reward_mean": 0.5}),
+    ]

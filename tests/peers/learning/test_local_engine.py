@@ -1,0 +1,383 @@
+"""The local engine against transformers itself: logprobs, batches, weights, adapters, versions.
+
+Everything is float32 on one thread. What the engine tells of a token is held against a plain
+forward pass of transformers over the whole sequence, with its own attention and no cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from envserver_records.errors import ConfigError, InputError
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from envserver.models.local import weights
+from envserver.models.local.adapters import Adapters
+from envserver.models.local.attention import NAME
+from envserver.models.local.checking import check
+from envserver.models.local.generation import Generator
+from envserver.models.local.loading import Loaded, load
+from envserver.models.local.options import Options
+from envserver.models.local.rows import Row, Sampling
+from envserver.models.local.runner import Runner
+from envserver.models.local.sampling import Settings, chosen, filtered
+from envserver.models.local.scheduler import Scheduler
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+import tiny_model
+
+TOLERANCE = 1e-5
+PROMPTS = [[5, 6, 7], list(range(300, 340)), [1, 428, 201, 3941, 2, 201, 1, 2729, 201], [9]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = tmp_path_factory.mktemp("tiny")
+    tiny_model.main(made)
+    model = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
+    # Its logits are in the tens, where two float32 passes of transformers differ by 2e-5.
+    model.lm_head.weight.data *= 0.25
+    model.save_pretrained(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> Loaded:
+    return load(Options(model=str(folder), device="cpu"))
+
+
+@pytest.fixture
+def batch(loaded: Loaded) -> Generator:
+    return Generator(loaded.model, Adapters(loaded.model))
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Iterator[PreTrainedModel]:
+    yield AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def row(prompt: Sequence[int], count: int = 12, **settings: object) -> Row:
+    return Row(list(prompt), Sampling(max_tokens=count, **{"seed": 7, **settings}))
+
+
+def run(batch: Generator, steps: int) -> None:
+    for _ in range(steps):
+        batch.step()
+
+
+def scores(model: PreTrainedModel, one: Row) -> torch.Tensor:
+    """The logprobs of a row's sampled tokens by a plain pass over prompt and answer."""
+    with torch.no_grad():
+        logits = model(torch.tensor([one.prompt + one.ids])).logits[0].float()
+    logprobs = logits.log_softmax(-1)[len(one.prompt) - 1 : -1]
+    return logprobs.gather(1, torch.tensor(one.ids)[:, None])[:, 0]
+
+
+def off(model: PreTrainedModel, one: Row) -> float:
+    return (scores(model, one) - torch.tensor(one.logprobs)).abs().max().item()
+
+
+def test_logprobs_are_those_of_a_plain_pass(batch: Generator, plain: PreTrainedModel) -> None:
+    rows = [row(prompt, seed=place) for place, prompt in enumerate(PROMPTS)]
+    batch.join(rows)
+    run(batch, 40)
+    assert max(off(plain, one) for one in rows) < TOLERANCE
+
+
+def test_rows_join_and_leave_while_others_go_on(batch: Generator, plain: PreTrainedModel) -> None:
+    rng = random.Random(3)
+    live: list[Row] = []
+    everyone: list[Row] = []
+    for step in range(60):
+        if step % 3 == 0 and len(live) < 9:
+            prompt = [rng.randrange(300, 4000) for _ in range(rng.randrange(1, 200))]
+            come = [row(prompt, seed=step + place) for place in range(rng.randrange(1, 4))]
+            batch.join(come)
+            live += come
+            everyone += come
+        batch.step()
+        if step % 4 == 3:
+            gone = live.pop(rng.randrange(len(live)))
+            batch.leave(gone)
+    assert max(off(plain, one) for one in everyone) < TOLERANCE
+
+
+def test_a_row_is_the_same_alone_and_in_company(batch: Generator) -> None:
+    alone = row(PROMPTS[2], seed=11)
+    batch.join([alone])
+    run(batch, 16)
+    batch.leave(alone, keep=False)
+    beside = row(PROMPTS[2], seed=11)
+    batch.join([row(PROMPTS[1], seed=1), beside, *(row([40 + place]) for place in range(30))])
+    run(batch, 16)
+    assert beside.ids == alone.ids
+    assert (torch.tensor(beside.logprobs) - torch.tensor(alone.logprobs)).abs().max() < TOLERANCE
+
+
+def test_a_conversation_goes_on_from_what_is_kept(batch: Generator, plain: PreTrainedModel) -> None:
+    first = row(PROMPTS[1])
+    batch.join([first])
+    run(batch, 20)
+    batch.leave(first)
+    following = [row([*first.tokens, 77, 78], seed=place) for place in range(3)]
+    batch.join(following)
+    assert batch.prefixes.found == 3 * (len(first.tokens) - 1)
+    run(batch, 8)
+    assert max(off(plain, one) for one in following) < TOLERANCE
+
+
+def test_a_long_prompt_is_read_in_parts(batch: Generator, plain: PreTrainedModel) -> None:
+    rng = random.Random(5)
+    long = row([rng.randrange(300, 4000) for _ in range(3000)])
+    batch.join([long, row(PROMPTS[0])])
+    run(batch, 4)
+    assert off(plain, long) < TOLERANCE
+
+
+def test_prompts_are_scored_as_a_plain_pass_scores(
+    batch: Generator, plain: PreTrainedModel
+) -> None:
+    asked = row(PROMPTS[1], prompt_logprobs=2)
+    told = [of_token[0] for of_token in batch.score(asked)]
+    assert [index for index, _ in told] == asked.prompt[1:]
+    pretended = Row(asked.prompt[:1], asked.sampling)
+    pretended.ids = asked.prompt[1:]
+    expected = scores(plain, pretended)
+    assert (expected - torch.tensor([value for _, value in told])).abs().max() < TOLERANCE
+
+
+def test_what_is_displaced_goes_on_as_if_nothing_was(batch: Generator) -> None:
+    whole, parted = row(PROMPTS[1], seed=4), row(PROMPTS[1], seed=4)
+    batch.join([whole])
+    run(batch, 12)
+    batch.leave(whole, keep=False)
+    batch.join([parted])
+    run(batch, 5)
+    batch.leave(parted, keep=False)
+    batch.join([row(PROMPTS[2]), parted])
+    run(batch, 7)
+    assert parted.ids == whole.ids
+
+
+def test_seeds_and_settings_decide(batch: Generator) -> None:
+    same = [row(PROMPTS[2], seed=5) for _ in range(2)]
+    other, greedy = row(PROMPTS[2], seed=6), row(PROMPTS[2], temperature=0.0)
+    narrow = row(PROMPTS[2], seed=9, top_k=1)
+    batch.join([*same, other, greedy, narrow])
+    run(batch, 12)
+    assert same[0].ids == same[1].ids != other.ids
+    assert greedy.ids == narrow.ids
+
+
+def test_samples_follow_the_distribution() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0]])
+    for settings in ({}, {"temperature": 0.5}, {"top_p": 0.7}, {"top_k": 2}, {"min_p": 0.2}):
+        count = 4_000
+        rows = [row([1], seed=place, **settings) for place in range(count)]
+        table = Settings(rows, torch.device("cpu"))
+        many = logits.expand(count, -1)
+        found = chosen(many, table, torch.zeros(count, dtype=torch.int64).numpy())
+        expected = logits / rows[0].sampling.temperature
+        expected = filtered(expected, table.top_k[:1], table.top_p[:1], table.min_p[:1])
+        seen = torch.bincount(found, minlength=5) / count
+        assert (seen - expected.softmax(-1)[0]).abs().max() < 0.04
+
+
+def test_filters_keep_what_they_say() -> None:
+    logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()[None]
+
+    def kept(top_k: int = 1 << 60, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
+        limits = [torch.tensor([[value]]) for value in (top_k, top_p, min_p)]
+        return filtered(logits, *limits)[0].isfinite().nonzero()[:, 0].tolist()
+
+    assert kept() == [0, 1, 2, 3]
+    assert kept(top_k=2) == [0, 1]
+    assert kept(top_p=0.7) == [0, 1]
+    assert kept(top_p=0.01) == [0]
+    assert kept(min_p=0.25) == [0, 1, 2]
+    assert kept(top_k=3, top_p=0.6) == [0, 1]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_replaced_exactly(folder: Path, tmp_path: Path, tied: bool) -> None:
+    olds = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    olds.config.tie_word_embeddings = tied
+    olds.config.initializer_range = 0.05
+    old = type(olds)(olds.config)
+    new = type(olds)(olds.config)
+    for model, name in ((old, "old"), (new, "new")):
+        model.save_pretrained(tmp_path / name)
+    served = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "old", dtype=torch.float32, attn_implementation=NAME
+    ).eval()
+    batch = Generator(served, Adapters(served))
+    batch.join([row(PROMPTS[1])])
+    run(batch, 3)
+    weights.reload(served, tmp_path / "new")
+    batch.prefixes.clear()
+    fresh = row(PROMPTS[1], seed=8)
+    batch.join([fresh])
+    run(batch, 10)
+    assert off(new.eval(), fresh) < TOLERANCE
+    assert (served.lm_head.weight is served.model.embed_tokens.weight) is tied
+
+
+def test_weights_that_do_not_fit_change_nothing(loaded: Loaded, tmp_path: Path) -> None:
+    before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
+    state = dict(before)
+    lacking = dict(list(state.items())[1:])
+    name = next(iter(state))
+    short = {**state, name: state[name][:-1].clone()}
+    for place, bad in enumerate(({**state, "x": torch.zeros(1)}, lacking, short)):
+        where = tmp_path / str(place)
+        where.mkdir()
+        save_file(bad, where / "model.safetensors")
+        with pytest.raises(InputError):
+            weights.reload(loaded.model, where)
+    with pytest.raises(InputError, match="no weights"):
+        weights.reload(loaded.model, tmp_path / "nowhere")
+    after = loaded.model.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def adapter(folder: Path, into: Path, seed: int, **settings: object) -> PreTrainedModel:
+    """Saves a random adapter; the model with it merged into its weights."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    torch.manual_seed(seed)
+    worn = get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules=targets, **settings))
+    for name, value in worn.named_parameters():
+        if "lora_B" in name:
+            value.data.normal_(std=0.1)
+    worn.save_pretrained(into)
+    merged: PreTrainedModel = worn.merge_and_unload().eval()
+    return merged
+
+
+def test_adapters_beside_each_other_equal_merged_weights(
+    folder: Path, loaded: Loaded, plain: PreTrainedModel, tmp_path: Path
+) -> None:
+    merged = [
+        adapter(folder, tmp_path / "1", 1),
+        adapter(folder, tmp_path / "2", 2, use_rslora=True),
+    ]
+    adapters = Adapters(loaded.model)
+    batch = Generator(loaded.model, adapters)
+    worn = [adapters.load(f"policy@{place}", tmp_path / str(place)) for place in (1, 2)]
+    rows = [row(PROMPTS[1], seed=place) for place in range(6)]
+    for place, one in enumerate(rows):
+        one.adapter = [None, *worn][place % 3]
+    batch.join(rows)
+    run(batch, 5)
+    # Requests in flight keep the adapter that they began with.
+    adapters.unload("policy@1")
+    adapters.load("policy@2", tmp_path / "1", replace=True)
+    run(batch, 10)
+    assert adapters.find("policy@1") is None
+    for place, one in enumerate(rows):
+        assert off([plain, *merged][place % 3], one) < TOLERANCE
+    with pytest.raises(InputError, match="already"):
+        adapters.load("policy@2", tmp_path / "2")
+    with pytest.raises(InputError, match="no LoRA adapter"):
+        adapters.load("other", tmp_path)
+
+
+async def test_tokens_tell_which_version_sampled_them(loaded: Loaded) -> None:
+    batch = Generator(loaded.model, Adapters(loaded.model))
+    async with Runner(batch, Scheduler(8, 10_000), loaded.text, "1") as runner:
+        one = row(PROMPTS[1], count=60)
+        runner.submit([one])
+        await until(lambda: len(one.ids) >= 5)
+        await runner.pause("keep")
+        frozen = len(one.ids)
+        await runner.run(lambda: runner.set_version("2"))
+        assert len(one.ids) == frozen
+        await runner.run(runner.resume)
+        await until(lambda: one.finish is not None)
+        assert one.spans() == [
+            {"version": "1", "start": 0, "end": frozen},
+            {"version": "2", "start": frozen, "end": 60},
+        ]
+        ended, waiting = row(PROMPTS[0], count=30), row(PROMPTS[0], count=2)
+        runner.submit([ended])
+        await until(lambda: len(ended.ids) > 0)
+        await runner.pause("wait")
+        assert ended.finish == "length"
+        runner.submit([waiting])
+        await runner.run(lambda: None)
+        assert waiting.ids == []
+        await runner.pause("abort")
+        assert waiting.finish == "abort"
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not true():
+            await asyncio.sleep(0.005)
+
+
+SIZES = {
+    **dict.fromkeys(("vocab_size", "max_position_embeddings"), 500),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "n_embd", "moe_intermediate_size"), 64),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "n_layer", "num_experts"), 4),
+    "n_head": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+}
+FAMILIES = ("llama", "mistral", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "gpt2")
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "mamba", "bloom"])
+def test_what_is_not_computed_as_by_transformers_is_refused(family: str) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SIZES)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
+    if family in FAMILIES:
+        assert check(Generator(model, Adapters(model))) < TOLERANCE
+    else:
+        with pytest.raises(ConfigError, match="local engine"):
+            check(Generator(model, Adapters(model)))
+
+
+def test_rows_join_in_order_while_there_is_room() -> None:
+    scheduler = Scheduler(most_rows=3, most_tokens=60)
+    rows = [row([1] * length) for length in (9, 9, 9, 39, 9)]
+    for one in rows:
+        scheduler.submit(one)
+    assert scheduler.admitted() == rows[:3] and not scheduler.admitted()
+    assert scheduler.remove(rows[0]) and not scheduler.admitted()
+    scheduler.remove(rows[1])
+    scheduler.remove(rows[2])
+    assert scheduler.admitted() == [rows[3]]
+    scheduler.remove(rows[3])
+    assert scheduler.admitted() == [rows[4]]
+    scheduler.submit(again := row([1] * 9))
+    scheduler.admitted()
+    rows[4].ids.extend([1] * 40)
+    assert scheduler.displaced() == [again] and scheduler.waiting[0] is again
+    scheduler.paused = "wait"
+    assert scheduler.admitted() == []
+    again.ids.append(1)
+    scheduler.remove(rows[4])
+    assert scheduler.steps and scheduler.admitted() == [again]
+    scheduler.paused = "keep"
+    assert not scheduler.steps and not scheduler.admitted()

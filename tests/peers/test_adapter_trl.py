@@ -1,0 +1,208 @@
+"""TRL's own trainers learn from a server, on a CPU: real GRPOTrainer, real AsyncGRPOTrainer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from envserver_clients.adapters.trl_environments import Seat, math_seats, seat_rows
+from envserver_clients.adapters.trl_prompts import TaskName, task_of
+from envserver_clients.adapters.trl_rollouts import RolloutsLost, grouped, rows_of
+from envserver_clients.adapters.trl_weights import Versions
+from envserver_tools.calling import ToolError
+from support.commands import Running, running
+from support.learning import mean, tiny_model
+
+from envserver import InputError
+
+SUPPORT = Path(__file__).parents[1] / "support"
+LETTERS = SUPPORT / "letters.py"
+ROUNDING = 1e-3
+
+
+def alone() -> dict[str, str]:
+    """One thread, no network, our packages."""
+    root = str(SUPPORT.parent.parent)
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    return {**os.environ, **quiet, "PYTHONPATH": root}
+
+
+@contextlib.contextmanager
+def house(python: Path, model: Path, folder: Path, *words: object) -> Iterator[tuple[str, str]]:
+    """A local engine and a server before it; their addresses."""
+    command = ("-m", "envserver.models.local", "--model", model, "--port", 0, "--threads", 1)
+    with running(*command, folder=folder, program=python) as engine:
+        base_url = engine.wait_for(r"http://127\.0\.0\.1:\d+/v1", 300).group()
+        serve = ("serve", "--openai.base_url", base_url, "--port", 0, "--store", "groups.db")
+        serve += ("--rollouts.max_queued_groups", 0, "--workers.processes", 1, *words)
+        with running(*serve, folder=folder) as server:
+            url = server.wait_for(r"Trainers: (http://\S+)", 300)[1]
+            yield url, base_url.removesuffix("/v1")
+
+
+@contextlib.contextmanager
+def trainers(
+    python: Path, model: Path, folder: Path, urls: tuple[str, str], *words: object
+) -> Iterator[Running]:
+    command = (SUPPORT / "trl_trainers.py", "--server", urls[0], "--engine", urls[1])
+    command += ("--model", model, "--output", folder / "out", *words)
+    before = dict(os.environ)
+    os.environ.update(alone())
+    try:
+        with running(*command, folder=folder, program=python) as process:
+            yield process
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def babbler(learn_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model."""
+    folder = tmp_path_factory.mktemp("babbler") / "model"
+    program = [learn_python, SUPPORT / "tiny_model.py", folder]
+    subprocess.run(program, check=True, env=alone(), capture_output=True)
+    return folder
+
+
+LETTER_WORDS = ("--env", LETTERS, "--env.group_size", 4, "--sampling.max_tokens", 24)
+
+
+def test_the_grpo_trainer_takes_exact_rollouts_and_brings_its_weights_to_the_engine(
+    learn_python: Path, babbler: Path, tmp_path: Path
+) -> None:
+    asked = ("--environment", "letters", "--grpo", 2)
+    with (
+        house(learn_python, babbler, tmp_path, *LETTER_WORDS) as urls,
+        trainers(learn_python, babbler, tmp_path, urls, *asked) as process,
+    ):
+        assert process.end(900) == 0, process.output()[-5000:]
+    made = lines(tmp_path / "out/grpo.jsonl")
+    assert [line["step"] for line in made] == [0, 1]
+    for line in made:
+        assert line["farthest"] < ROUNDING  # the engine has the trainer's weights of this step
+        assert set(line["versions"]) == {line["step"]}
+        assert line["prompts"][::4] == line["prompts"][3::4]
+        assert len(set(line["rewards"])) > 1
+        assert not all(line["truncated"])
+        for mask, truncated in zip(line["masks"], line["truncated"], strict=True):
+            assert not any(mask) if truncated else 0 in mask and mask[0] == mask[-1] == 1
+
+
+@pytest.mark.slow
+def test_the_asynchronous_trainer_leases_rollouts_and_brings_its_weights_to_the_engine(
+    learn_python: Path, babbler: Path, tmp_path: Path
+) -> None:
+    asked = ("--environment", "letters", "--asynchronous", 3)
+    with house(learn_python, babbler, tmp_path, *LETTER_WORDS) as urls:
+        with trainers(learn_python, babbler, tmp_path, urls, *asked) as process:
+            assert process.end(900) == 0, process.output()[-5000:]
+        status = httpx.get(f"{urls[0]}/v1/status").json()
+        held = httpx.get(f"{urls[0]}/v1/runs/trl-async/checkpoints").json()["checkpoints"]
+    taken = lines(tmp_path / "out/async.jsonl")
+    assert len(taken) >= 3 * 8
+    assert all(0 <= line["trainer_version"] - line["version"] <= 4 for line in taken)
+    assert next(line["farthest"] for line in taken if "farthest" in line) < ROUNDING
+    for number in {line["group"] for line in taken}:
+        group = [line for line in taken if line["group"] == number]
+        if len(group) == 4:
+            best = max(group, key=lambda line: float(line["reward"]))
+            assert best["advantage"] == max(line["advantage"] for line in group)
+            assert abs(sum(line["advantage"] for line in group)) < ROUNDING
+    assert all(line["prompt"][-1]["role"] == "user" for line in taken)
+    assert all(line["completion"][0]["role"] == "assistant" for line in taken)
+    assert [one["name"] for one in held] == ["step-3"]
+    assert status["groups"]["leased"] == 0  # what was taken is acknowledged, the rest given back
+    assert status["groups"]["acked"] > 0
+
+
+@pytest.mark.slow
+def test_the_reward_of_trls_grpo_trainer_rises_over_100_steps(
+    learn_python: Path, tmp_path: Path, tell: Callable[[str], None]
+) -> None:
+    model = tiny_model(learn_python)
+    words = ("--env", "math", "--env.data_set", "arithmetic", "--env.mode", "single")
+    words += ("--env.system_prompt", "", "--env.max_turns", 1, "--sampling.max_tokens", 24)
+    asked = ("--environment", "math", "--grpo", 100, "--batch", 96, "--group", 8, "--rate", 3e-4)
+    with (
+        house(learn_python, model, tmp_path, *words) as urls,
+        trainers(learn_python, model, tmp_path, urls, *asked) as process,
+    ):
+        assert process.end(3600) == 0, process.output()[-5000:]
+    made = lines(tmp_path / "out/grpo.jsonl")
+    rewards = [mean(line["rewards"]) for line in made]
+    tell(f"TRL GRPOTrainer: first ten {mean(rewards[:10]):.3f}, last ten {mean(rewards[-10:]):.3f}")
+    assert len(made) == 100
+    assert max(line["farthest"] for line in made) < ROUNDING
+    assert mean(rewards[-10:]) > mean(rewards[:10]) + 0.2
+
+
+@pytest.mark.slow
+def test_trls_own_loop_plays_our_environment(
+    learn_python: Path, babbler: Path, tmp_path: Path
+) -> None:
+    nowhere = ("http://127.0.0.1:9", "http://127.0.0.1:9")
+    asked = ("--environment", "math", "--seats", 1)
+    with trainers(learn_python, babbler, tmp_path, nowhere, *asked) as process:
+        assert process.end(900) == 0, process.output()[-5000:]
+    assert "rewards/MathSeat/mean" in process.output()
+
+
+# Pure parts
+
+
+def test_a_prompt_names_its_task_as_text_or_as_messages() -> None:
+    task = TaskName("math", "train", "a/b: c")
+    assert task_of(task.prompt()) == task
+    assert task_of([{"role": "user", "content": task.prompt()}]) == task
+    for wrong in ("math:1", "What is 1+1?", [], [{"role": "user"}], None):
+        with pytest.raises(InputError, match="names no task"):
+            task_of(wrong)
+
+
+def test_neighbours_of_a_task_are_a_group_and_no_group_is_too_large() -> None:
+    one, two = TaskName("e", "train", "1"), TaskName("e", "train", "2")
+    assert grouped([one, one, two, two, two, two, one], 2) == [(0, 2), (2, 2), (4, 2), (6, 1)]
+
+
+def test_rollouts_that_are_all_lost_are_an_error() -> None:
+    with pytest.raises(RolloutsLost):
+        rows_of([None, None])
+
+
+def test_a_trainer_that_begins_again_counts_on() -> None:
+    first = Versions(-1)
+    assert [first.of(0), first.of(1)] == [0, 1]
+    again = Versions(50)
+    assert [again.of(40), again.of(41)] == [51, 52]
+
+
+def test_a_seat_plays_a_task_with_tools_and_is_scored() -> None:
+    seats = math_seats(data_set="arithmetic", limit=3)
+    row = seat_rows(seats)[0]
+    seat: Any = seats()
+    assert isinstance(seat, Seat)
+    question = seat.reset(**row)
+    assert question.startswith("What is")
+    assert seat.calculate(expression="2*3") == "6"
+    assert seat.get_reward() == 0.0
+    with pytest.raises(ToolError):
+        seat.finish(answer=3)
+    seat.finish(answer=str(seats.tasks[row["task_id"]].hidden["answer"]))
+    assert seat.get_reward() == 1.0
+    seat.reset(**row)
+    assert seat.get_reward() == 0.0
+    assert "Args:\n    answer: answer" in str(seats.__dict__["finish"].__doc__)
+    with pytest.raises(InputError, match="no task"):
+        seat.reset(task_id="nowhere")

@@ -1,0 +1,85 @@
+"""verl and SkyRL themselves take what the adapters give them (`make trainers`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from envserver_records.records import Score, Trajectory, pack
+from support.trajectories import sequence, trajectory
+
+from envserver.models.sim.tokenizer import ASSETS
+
+ROOT = Path(__file__).parents[2]
+PEER = Path(__file__).parents[1] / "support" / "trainers_peer.py"
+
+
+def rollouts() -> list[Trajectory]:
+    """Two of each of two tasks: one turn, several, a forked history, one that was cut off."""
+    one_turn = trajectory("a", sequence([1, 2, 3], [0, 1, 1]), task_id="t1")
+    turns = trajectory(
+        "b", sequence([1, 2, 9, 9, 4], [0, 1, 0, 0, 1]), task_id="t1", score=Score(reward=0.0)
+    )
+    forked = trajectory(
+        *("c", sequence([1, 2], [0, 1]), sequence([1, 2, 7, 8, 6], [0, 0, 0, 1, 1], 4)),
+        task_id="t2",
+        score=Score(reward=1.0),
+    )
+    cut = trajectory("d", sequence([5, 6, 7], [0, 0, 1]), task_id="t2", truncated=True)
+    return [one_turn, turns, forked, cut]
+
+
+@pytest.fixture(scope="module")
+def told(trainers_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What both made of them, in one process."""
+    folder = tmp_path_factory.mktemp("trainers")
+    (folder / "rollouts").write_bytes(pack(rollouts()))
+    shutil.copytree(ASSETS, folder / "tokenizer")
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [trainers_python, "-W", "ignore", PEER, folder],
+        env=environ,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    answer: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return answer
+
+
+def test_verl_pads_and_scores_its_rows(told: dict[str, Any]) -> None:
+    batch = told["verl"]
+    assert [row[-1:] for row in batch["prompts"]] == [[1], [1], [7], [6]]
+    assert [row[:4] for row in batch["responses"]][1] == [2, 9, 9, 4]
+    masks = [row[:4] for row in batch["response_mask"]]
+    assert masks == [[1, 1, 0, 0], [1, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0]]
+    assert batch["rollout_log_probs"][1][:5] == [-0.25, 0.0, 0.0, -0.625, 0.0]
+    for mask, logprobs in zip(batch["response_mask"], batch["rollout_log_probs"], strict=True):
+        assert all(trained or one == 0.0 for one, trained in zip(logprobs, mask, strict=True))
+    ends = [row.index(score) if (score := sum(row)) else None for row in batch["rm_scores"]]
+    assert ends == [1, None, 1, 0]
+    assert [sum(row) for row in batch["rm_scores"]] == [0.5, 0.0, 1.0, 0.5]
+    assert batch["versions"] == [3, 3, 4, 3]
+
+
+def test_skyrl_checks_joins_and_merges_them(told: dict[str, Any]) -> None:
+    skyrl = told["skyrl"]
+    assert skyrl["uids"] == ["uid-t1", "uid-t1", "uid-t2", "uid-t2"]
+    rows, steps = skyrl["rows"], skyrl["steps"]
+    assert rows["response_ids"] == [[2, 3], [2, 9, 9, 4], [8, 6], [7]]
+    assert rows["loss_masks"] == [[1, 1], [1, 0, 0, 1], [1, 1], [0]]
+    assert rows["rewards"] == [0.5, 0.0, 1.0, 0.5]
+    assert steps["response_ids"] == [[2, 3], [2, 9, 9, 4], [2], [8, 6], [7]]
+    assert steps["rewards"] == [[0, 0.5], [0, 0, 0, 0], [0], [0, 1.0], [0.5]]
+    assert (rows["together"], steps["together"]) == (8, 10)
+    # The first row of the forked one, and what its second was given beyond that, are one sequence.
+    assert skyrl["merged"][2] == [2, 7, 8, 6]
+    assert (skyrl["metrics"]["avg_score"], skyrl["metrics"]["pass_at_n"]) == (0.5, 1.0)

@@ -1,0 +1,250 @@
+"""PyPI's atroposlib against our server: its HTTP tests, BaseEnv, trainers' loops, its data tools.
+
+All of it runs unchanged in `.venv-atropos` (`make atropos-peer`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.api import Api, api_process, running_api
+from support.commands import free_port, running, until
+
+from envserver.config import SimConfig
+from envserver.models.sim.server import serve_sim
+from envserver.models.sim.tokenizer import ASSETS
+
+PEER = Path(__file__).parents[1] / "support" / "atropos_peer"
+SECONDS = 120
+OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer that transformers can load: that of the simulated engine."""
+    return Path(shutil.copytree(ASSETS, tmp_path_factory.mktemp("tokenizer") / "sim"))
+
+
+@pytest.mark.parametrize(
+    "module", ["test_api_legacy", "test_api_messages_handling", "test_api_compression"]
+)
+def test_its_own_http_tests(atropos_python: Path, tmp_path: Path, module: str) -> None:
+    port = free_port()
+    found = "import atroposlib; print(list(atroposlib.__path__)[0])"
+    library = subprocess.check_output([atropos_python, "-c", found], text=True, cwd=tmp_path)
+    tests = Path(library.strip()) / "tests" / f"{module}.py"
+    command = [atropos_python, "-m", "pytest", "-q", str(tests), "--rootdir", str(tests.parent)]
+    with api_process(tmp_path / "store.db", port):
+        run = subprocess.run(
+            [*command, "-p", "no:cacheprovider", "-p", "point_at_ours"],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(PEER), "ENVSERVER_URL": f"http://127.0.0.1:{port}"},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout
+
+
+@contextmanager
+def environment(
+    python: Path, name: str, api: str, engine: str, tokenizer: Path, folder: Path, *more: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """One of the peer's environments in `serve` mode."""
+    command = [python, str(PEER / "environments.py"), name, "serve"]
+    command += ["--env.rollout_server_url", api, "--env.tokenizer_name", str(tokenizer)]
+    command += ["--openai.base_url", engine, "--openai.model_name", "sim", *more]
+    with (folder / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen(
+            command, cwd=folder, env=os.environ | OFFLINE, stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+
+
+@asynccontextmanager
+async def sim() -> AsyncIterator[str]:
+    """The address of a simulated engine."""
+    addresses: asyncio.Queue[str] = asyncio.Queue()
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        serving = serve_sim(
+            SimConfig(latency_seconds=0),
+            "127.0.0.1",
+            0,
+            listening=addresses.put_nowait,
+            stop=stop,
+        )
+        group.create_task(serving)
+        try:
+            yield await addresses.get()
+        finally:
+            stop.set()
+
+
+async def trainer_batches(api: Api, wanted: int) -> list[list[dict[str, Any]]]:
+    """A loop like that of atroposlib's example trainer: batches until there is none, then sleep."""
+    batches: list[list[dict[str, Any]]] = []
+    async with asyncio.timeout(SECONDS):
+        while len(batches) < wanted:
+            answer = await api.get("/batch")
+            assert answer.get("status") != "error"
+            if answer["batch"] is None:
+                await asyncio.sleep(0.1)
+            else:
+                batches.append(answer["batch"])
+    return batches
+
+
+def check_as_the_example_trainer_reads_them(batches: list[list[dict[str, Any]]], size: int) -> None:
+    for batch in batches:
+        assert sum(len(group["tokens"]) for group in batch) == size
+        for group in batch:
+            assert group["overrides"] is None or isinstance(group["overrides"], list)
+            assert len(group["scores"]) == len(group["tokens"]) == len(group["messages"])
+            for tokens, masks in zip(group["tokens"], group["masks"], strict=True):
+                assert len(tokens) == len(masks)
+                trained = [token for token in masks if token != -100]
+                assert trained
+                assert tokens[-len(trained) :] == trained
+
+
+async def test_its_environments_feed_a_trainer(
+    atropos_python: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    async with running_api(tmp_path / "store.db") as api, sim() as engine:
+        await api.register(batch_size=8, starting_step=0)
+        with (
+            environment(atropos_python, "whole", api.url, engine, tokenizer, tmp_path),
+            environment(atropos_python, "parts", api.url, engine, tokenizer, tmp_path),
+        ):
+            try:
+                batches = await trainer_batches(api, 3)
+                while len(sources(batches)) < 2:
+                    batches += await trainer_batches(api, 1)
+            except TimeoutError:
+                logs = [log.read_text()[-2000:] for log in tmp_path.glob("*.log")]
+                pytest.fail("\n".join(logs))
+            status = await api.get("/v1/status")
+        check_as_the_example_trainer_reads_them(batches, 8)
+        assert (await api.get("/status"))["current_step"] >= len(batches)
+        names = {env["name"] for env in status["atropos"]["environments"]}
+        assert names == {"whole_0", "parts_0"}
+        assert status["atropos"]["refused_posts"] == {}
+
+
+def sources(batches: list[list[dict[str, Any]]]) -> set[int]:
+    return {group["env_id"] for batch in batches for group in batch}
+
+
+def test_its_trainer_is_fed_by_our_rollouts_and_by_its_own_environment(
+    atropos_python: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    """All on one server, whose model its environment samples from token by token."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = ["serve", "--env", "math", "--model", "sim", "--port", port, "--store", "s.db"]
+    with running(*command, folder=tmp_path) as server:
+        engine, key = server.wait_for(r"(http://\S+/r/(\S+)/v1)").groups()
+        trainer = [str(atropos_python), str(PEER / "trainer.py"), url, "8", "2"]
+        run = subprocess.run(trainer, capture_output=True, text=True, timeout=SECONDS, check=False)
+        assert run.returncode == 0, run.stderr[-3000:]
+        trained = json.loads(run.stdout.splitlines()[-1])
+        assert trained["rows"] == 8 * trained["batches"]
+        assert trained["trained"] > trained["rows"]
+        more = ["--openai.server_type", "vllm", "--openai.tokenizer_name", str(tokenizer)]
+        more += ["--openai.api_key", key]
+        with environment(atropos_python, "managed", url, engine, tokenizer, tmp_path, *more):
+            groups: list[dict[str, Any]] = []
+            own = until(
+                lambda: next_of_an_environment(url, groups),
+                SECONDS,
+                lambda: (tmp_path / "managed.log").read_text()[-2000:],
+                alive=server.process,
+            )
+    for tokens, masks, logprobs in zip(
+        own["tokens"], own["masks"], own["inference_logprobs"], strict=True
+    ):
+        assert len(tokens) == len(masks) == len(logprobs)
+        assert all(
+            (logprob <= 0) == (mask != -100) for mask, logprob in zip(masks, logprobs, strict=True)
+        )
+    ours = [group for group in groups if group["env_id"] is None]
+    assert ours
+    assert all(isinstance(group["inference_logprobs"], list) for group in ours)
+
+
+def next_of_an_environment(url: str, groups: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """A group that a registered environment made, as soon as one comes; `groups` gets all."""
+    batch = httpx.get(f"{url}/batch", timeout=10).json()["batch"] or []
+    groups += batch
+    return next((group for group in batch if group["env_id"] is not None), None)
+
+
+@pytest.mark.parametrize(
+    ("tool", "more", "columns"),
+    [
+        ("atropos-sft-gen", ["--tasks-per-step", "2"], ("completion", "prefix", "score")),
+        ("atropos-dpo-gen", [], ("neg", "pos", "prefix", "score")),
+    ],
+)
+async def test_its_data_tools_get_their_data(
+    atropos_python: Path,
+    tokenizer: Path,
+    tmp_path: Path,
+    tool: str,
+    more: list[str],
+    columns: tuple[str, ...],
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    command = [str(atropos_python.with_name(tool)), str(out), "--group-size", "2", *more]
+    command += ["--num-seqs-to-save", "6", "--tokenizer", str(tokenizer)]
+    async with running_api(tmp_path / "store.db") as api:
+        # It resets, and so drops this one; an environment that lives on is no trouble.
+        await api.post("/scored_data", two_rows(99))
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            "--api-url",
+            api.url,
+            env=os.environ | OFFLINE,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        number = 0
+        async with asyncio.timeout(SECONDS):
+            while process.returncode is None:
+                number += 1
+                await api.post("/scored_data", two_rows(number))
+                await asyncio.sleep(0.1)
+        output, _ = await process.communicate()
+    assert process.returncode == 0, output.decode()[-3000:]
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) >= 6
+    assert {tuple(sorted(row)) for row in rows} == {columns}
+    assert all(row["score"] > 0 for row in rows)
+
+
+def two_rows(number: int) -> dict[str, Any]:
+    """Two rows with a common beginning, the second one good."""
+    rows = [[10, 11, 12, 20 + number % 50, last] for last in (80, 90)]
+    return {"tokens": rows, "masks": rows, "scores": [-1.0, 1.0]}

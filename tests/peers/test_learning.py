@@ -1,0 +1,135 @@
+"""The whole loop on this machine: tiny model, engine, server and trainer; the reward rises.
+
+The short form is judged by steps, not by seconds; the long ones (`make test-slow`) are the proof
+for ten minutes on two cores that have nothing else to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from envserver_clients.http import SyncEnvClient
+from envserver_clients.records import GroupSummary
+from support.commands import free_port, running
+from support.learning import Learning, learning, mean, tiny_model
+
+Tell = Callable[[str], None]
+
+TEN_MINUTES = ("--minutes", 10, "--until-reward", 0.88)
+
+
+@pytest.fixture(scope="module")
+def model(learn_python: Path) -> Path:
+    return tiny_model(learn_python)
+
+
+def stored(run: Learning) -> list[GroupSummary]:
+    """All groups in the store that the run left behind."""
+    words = ("run-api", "--port", free_port(), "--store", run.output / "store.db")
+    with running(*words, folder=run.output) as api:
+        url = api.wait_for(r"http://127\.0\.0\.1:\d+")[0]
+        with SyncEnvClient(url, run="judge") as client:
+            found: list[GroupSummary] = []
+            while page := client.list_groups(after=found[-1].seq if found else 0, limit=1024):
+                found += page
+            return found
+
+
+def judge(run: Learning) -> None:
+    """No batch was lost, none was learned from twice: not over all restarts."""
+    lines = run.lines()
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    learned = list(chain.from_iterable(line["group_ids"] for line in lines))
+    assert len(learned) == len(set(learned))
+    acked = {group.group_id for group in stored(run) if group.state == "acked"}
+    assert acked == set(learned)
+
+
+def test_a_model_learns_and_goes_on_after_its_trainer_was_killed(
+    learn_python: Path, model: Path, tmp_path: Path, tell: Tell
+) -> None:
+    words = ("--steps", 24, "--minutes", 30)
+    with learning(learn_python, model, tmp_path / "run", *words) as run:
+        run.wait_for_step(6, 600)
+        run.kill("trainer")
+        assert run.process.end(1200) == 0, run.process.output()[-3000:]
+    rewards = run.rewards()
+    tell(f"24 steps: reward {mean(rewards[:6]):.2f} -> {mean(rewards[-6:]):.2f}")
+    assert mean(rewards[-6:]) > mean(rewards[:6]) + 0.1
+    assert (run.output / "curves.png").stat().st_size > 5000
+    judge(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("task", ["arithmetic", "tool"])
+def test_ten_minutes_are_enough(
+    learn_python: Path, model: Path, tmp_path: Path, tell: Tell, task: str, seed: int
+) -> None:
+    words = ("--task", task, "--seed", seed, *TEN_MINUTES)
+    with learning(learn_python, model, tmp_path / "run", *words) as run:
+        assert run.process.end(1500) == 0, run.process.output()[-3000:]
+    _has_learned(run, tell, f"{task}, seed {seed}")
+    judge(run)
+
+
+@pytest.mark.slow
+def test_the_wire_of_atropos_teaches_as_well(
+    learn_python: Path, model: Path, tmp_path: Path, tell: Tell
+) -> None:
+    words = ("--wire", "atropos", *TEN_MINUTES)
+    with learning(learn_python, model, tmp_path / "run", *words) as run:
+        assert run.process.end(1500) == 0, run.process.output()[-3000:]
+    _has_learned(run, tell, "arithmetic, atropos")
+
+
+@pytest.mark.slow
+def test_a_lora_learns_as_well(learn_python: Path, model: Path, tmp_path: Path, tell: Tell) -> None:
+    words = ("--lora-rank", 16, "--learning-rate", 2e-3, *TEN_MINUTES)
+    with learning(learn_python, model, tmp_path / "run", *words) as run:
+        assert run.process.end(1500) == 0, run.process.output()[-3000:]
+    _has_learned(run, tell, "arithmetic, LoRA")
+    judge(run)
+
+
+@pytest.mark.slow
+def test_rewards_dealt_out_by_chance_teach_nothing(
+    learn_python: Path, model: Path, tmp_path: Path, tell: Tell
+) -> None:
+    words = ("--shuffle-rewards", "--steps", 100, "--minutes", 10)
+    with learning(learn_python, model, tmp_path / "run", *words) as run:
+        assert run.process.end(1500) == 0, run.process.output()[-3000:]
+    rewards = run.rewards()
+    tell(f"by chance: reward {mean(rewards[:10]):.2f} -> {mean(rewards[-10:]):.2f}")
+    assert mean(rewards[-10:]) < mean(rewards[:10]) + 0.1
+
+
+@pytest.mark.slow
+def test_whatever_is_killed_learning_goes_on_from_the_checkpoint(
+    learn_python: Path, model: Path, tmp_path: Path, tell: Tell
+) -> None:
+    victims = ["trainer", "engine", "server", "trainer", "server", "engine", "trainer"]
+    words = ("--steps", 80, "--minutes", 30)
+    with learning(learn_python, model, tmp_path / "run", *words) as run:
+        for step, victim in zip(range(6, 80, 8), victims, strict=False):
+            run.wait_for_step(step, 600)
+            run.kill(victim)
+        assert run.process.end(2400) == 0, run.process.output()[-3000:]
+    rewards = run.rewards()
+    tell(f"seven kills: reward {mean(rewards[:10]):.2f} -> {mean(rewards[-10:]):.2f}")
+    assert mean(rewards[-10:]) > mean(rewards[:10]) + 0.2
+    judge(run)
+
+
+def _has_learned(run: Learning, tell: Tell, name: str) -> None:
+    rewards = run.rewards()
+    seconds = run.lines()[-1]["seconds"]
+    tell(
+        f"{name}: {mean(rewards[:5]):.2f} -> {mean(rewards[-10:]):.2f}, "
+        f"{len(rewards)} steps, {seconds:.0f} s"
+    )
+    assert mean(rewards[:5]) < 0.3
+    assert mean(rewards[-10:]) > 0.8

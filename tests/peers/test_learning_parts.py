@@ -1,0 +1,26 @@
+"""What is computed with torch, in one process of the Python that has it: loading it and what stands
+on it takes as long as most of these tests.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "learning"
+_MOST_SECONDS = 1500
+
+
+def test_computed_with_torch(learn_python: Path) -> None:
+    command = [learn_python, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, FOLDER],
+        cwd=FOLDER.parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=_MOST_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -1,0 +1,221 @@
+"""On a real vLLM: what is delivered is, token by token, what the engine saw and sampled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from envserver_clients.http import SyncEnvClient
+from envserver_clients.records import Row
+from support.commands import envserver, free_port, read_jsonl, running
+from support.relay import Echo, relay
+from support.vllm_server import VllmServer
+
+pytestmark = pytest.mark.vllm
+
+THREE_TURNS = '''
+from envserver import Environment, Score, Task
+
+class ThreeTurns(Environment):
+    """Talk three times, once streamed; the answer's length is the score."""
+
+    def tasks(self, split):
+        for n in range(100):
+            yield Task(f"talk-{n}", {"question": f"Tell me about {n}."}, {"wanted": n})
+
+    async def rollout(self, task, run):
+        messages = [{"role": "user", "content": task.public["question"]}]
+        for turn in range(3):
+            if turn == 1:
+                content = await self.streamed(messages, run)
+            else:
+                content = (await run.chat(messages, max_tokens=12)).content
+            messages += [
+                {"role": "assistant", "content": content},
+                {"role": "user", "content": f"And then? {turn}"},
+            ]
+        return messages[-2]["content"]
+
+    async def streamed(self, messages, run):
+        chunks = await run.client.chat.completions.create(
+            model=run.model, messages=messages, max_tokens=12, stream=True
+        )
+        return "".join([c.choices[0].delta.content or "" async for c in chunks if c.choices])
+
+    def score(self, task, result):
+        return Score(reward=len(result.output) % 10 / 10)
+'''
+
+
+def flags(base_url: str, model: str) -> list[object]:
+    return [
+        "--openai.base_url",
+        base_url,
+        "--openai.model_name",
+        model,
+        "--sampling.max_tokens",
+        24,
+    ]
+
+
+def trained(tokens: list[int], masks: list[int], logprobs: list[float]) -> list[tuple[int, float]]:
+    return [
+        (token, as_float32(logprob))
+        for token, mask, logprob in zip(tokens, masks, logprobs, strict=True)
+        if mask != -100
+    ]
+
+
+def assert_is_what_was_echoed(groups: list[dict[str, Any]], echoes: list[Echo]) -> None:
+    """Every sampled token stands in exactly one row behind exactly what the engine saw."""
+    delivered = Counter(
+        pair
+        for group in groups
+        for row in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True)
+        for pair in trained(*row)
+    )
+    sampled = Counter(
+        (token, as_float32(logprob))
+        for echo in echoes
+        for token, logprob in zip(echo.completion_ids, echo.logprobs, strict=True)
+    )
+    assert delivered == sampled
+    rows = [tokens for group in groups for tokens in group["tokens"]]
+    for echo in echoes:
+        seen = echo.prompt_ids + echo.completion_ids
+        assert any(tokens[: len(seen)] == seen for tokens in rows)
+
+
+def as_float32(value: float) -> float:
+    """The JSON number that a float32 of `value` becomes."""
+    return float(np.float32(value))
+
+
+def assert_scores_again(server: VllmServer, groups: list[dict[str, Any]]) -> int:
+    """Re-scores every row with the engine's `prompt_logprobs`; returns how many tokens must have,
+    and had, the very same logprob.
+    """
+    compared = 0
+    asked = {"model": server.model, "max_tokens": 1, "prompt_logprobs": 0}
+    with httpx.Client(base_url=server.root_url, timeout=120) as client:
+        for group in groups:
+            for tokens, masks, logprobs in zip(
+                group["tokens"], group["masks"], group["inference_logprobs"], strict=True
+            ):
+                answer = client.post(
+                    "/v1/completions",
+                    json={**asked, "prompt": tokens},
+                ).json()
+                again = answer["choices"][0]["prompt_logprobs"]
+                for at, (token, mask) in enumerate(zip(tokens, masks, strict=True)):
+                    if mask == -100:
+                        continue
+                    scored = again[at][str(token)]["logprob"]
+                    if at < server.same_sums_tokens:
+                        assert as_float32(scored) == as_float32(logprobs[at])
+                        compared += 1
+                    else:
+                        assert scored == pytest.approx(logprobs[at], abs=1e-5)
+    return compared
+
+
+def test_process_delivers_exactly_what_vllm_sampled(
+    vllm_server: VllmServer, tmp_path: Path
+) -> None:
+    with relay(vllm_server.root_url) as (url, echoes):
+        ran = envserver(
+            "process", "--env", "math", "--env.mode", "single", *flags(url, vllm_server.model),
+            "--env.group_size", 2,
+            "--env.total_steps", 4, "--env.data_path_to_save_groups", "out.jsonl", folder=tmp_path,
+        )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    groups = read_jsonl(tmp_path / "out.jsonl")
+    assert len(groups) == 4
+    assert_is_what_was_echoed(groups, echoes)
+    assert assert_scores_again(vllm_server, groups) > 20
+
+
+def test_several_turns_streamed_or_not_are_exact(vllm_server: VllmServer, tmp_path: Path) -> None:
+    path = tmp_path / "talk.py"
+    path.write_text(THREE_TURNS)
+    with relay(vllm_server.root_url) as (url, echoes):
+        ran = envserver(
+            "process", "--env", path, *flags(url, vllm_server.model), "--env.group_size", 4,
+            "--env.total_steps", 6, "--env.data_path_to_save_groups", "out.jsonl", folder=tmp_path,
+        )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert len(echoes) == 6 * 4 * 3
+    groups = read_jsonl(tmp_path / "out.jsonl")
+    assert_is_what_was_echoed(groups, echoes)
+    assert assert_scores_again(vllm_server, groups) > 200
+    # Conversations are continued by tokens: hardly any of them takes more than one row.
+    assert sum(len(group["tokens"]) for group in groups) < len(echoes) / 2
+    rendering = groups[0]["envserver"]["rendering"]
+    assert (rendering["mode"], rendering["continues"], rendering["think"]) == (
+        "tokens",
+        True,
+        "template",
+    )
+
+
+@pytest.mark.parametrize(
+    ("env", "setting"),
+    [
+        ("code", ("--env.mode", "single")),
+        ("code", ("--env.mode", "tools")),
+        ("swe", ("--env.agent", "bash")),
+        ("swe", ("--env.agent", "tools")),
+        ("swe", ("--env.agent", "text")),
+    ],
+)
+def test_programs_run_in_sandboxes_and_tokens_stay_exact(
+    vllm_server: VllmServer, tmp_path: Path, env: str, setting: tuple[str, str]
+) -> None:
+    with relay(vllm_server.root_url) as (url, echoes):
+        ran = envserver(
+            "process", "--env", env, *setting, *flags(url, vllm_server.model),
+            "--env.group_size", 2, "--env.total_steps", 2, "--env.max_turns", 3,
+            "--env.data_path_to_save_groups", "out.jsonl", folder=tmp_path,
+        )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    groups = read_jsonl(tmp_path / "out.jsonl")
+    assert len(groups) == 2
+    assert {score for group in groups for score in group["scores"]} <= {0.0, 1.0}
+    assert_is_what_was_echoed(groups, echoes)
+
+
+def test_serve_delivers_exactly_what_vllm_sampled(vllm_server: VllmServer, tmp_path: Path) -> None:
+    port = free_port()
+    with (
+        relay(vllm_server.root_url) as (url, echoes),
+        running(
+            "serve", "--env", "math", "--env.mode", "single", *flags(url, vllm_server.model),
+            "--env.group_size", 2,
+            "--env.ensure_scores_are_not_same", "false", "--env.total_steps", 3,
+            "--port", port, "--store", "groups.db", folder=tmp_path,
+        ) as server,
+    ):  # fmt: skip
+        server.wait_for("Trainers: ")
+        groups = []
+        with SyncEnvClient(f"http://127.0.0.1:{port}", run="trainer", batch_size=1) as client:
+            for _ in range(3):
+                batch = client.lease(wait_seconds=60)
+                assert batch is not None
+                groups += [as_lists(batch.rows)]
+                client.ack(batch)
+        assert server.end() == 0
+    assert_is_what_was_echoed(groups, echoes)
+    assert assert_scores_again(vllm_server, groups) > 20
+
+
+def as_lists(rows: list[Row]) -> dict[str, Any]:
+    """The rows in the form in which `process` writes them."""
+    return {
+        "tokens": [row.tokens.tolist() for row in rows],
+        "masks": [np.where(row.mask, row.tokens, -100).tolist() for row in rows],
+        "inference_logprobs": [np.where(row.mask, row.logprobs, 1.0).tolist() for row in rows],
+    }

@@ -1,0 +1,144 @@
+"""`tau` on a real vLLM, the customer played by it, too: each side is one exact sequence.
+
+The random model is held to a form at each of its turns, so that both sides talk and use tools. The
+domain is a to-do list in tau2-bench's format (mock), short enough for its context.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.commands import envserver, read_jsonl
+from support.relay import relay
+from support.vllm_server import VllmServer
+
+pytestmark = pytest.mark.vllm
+
+HELD = r'''
+from collections import Counter
+
+from envserver_environments.tau.env import Tau
+
+
+def call(name, args=""):
+    return r'<tool_call>\{"name": "' + name + r'", "arguments": \{' + args + r"\}\}</tool_call>"
+
+
+WORDS = "[a-z]{3,8} [a-z]{3,8}"
+TURNS = {
+    "user": [WORDS, call("check_notifications"), WORDS, "###STOP###"],
+    "agent": [
+        call("get_users"),
+        WORDS,
+        call("update_task_status", r'"task_id": "t1", "status": "(pending|completed)"'),
+        WORDS,
+    ],
+}
+
+
+class Held:
+    """A run whose agents say something of the form of their turn."""
+
+    def __init__(self, run):
+        self.run, self.asked = run, Counter()
+
+    def __getattr__(self, name):
+        return getattr(self.run, name)
+
+    async def chat(self, messages, *, agent, **how):
+        form = TURNS[agent][self.asked[agent]]
+        self.asked[agent] += 1
+        return await self.run.chat(
+            messages, agent=agent, structured_outputs={"regex": form}, **how
+        )
+
+
+class HeldTau(Tau):
+    """`tau` with models that obey."""
+
+    async def rollout(self, task, run):
+        return await super().rollout(task, Held(run))
+'''
+DONE = {"name": "update_task_status", "arguments": {"task_id": "t1", "status": "completed"}}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "tau2" / "mock"
+    folder.mkdir(parents=True)
+    task = {"task_id": "t1", "title": "First", "status": "pending"}
+    user = {"user_id": "u", "name": "Uma", "tasks": ["t1"]}
+    note = {"notification_id": "n1", "message": "t1 is yours"}
+    scenario = {"instructions": "Have t1 finished; SECRET-WISH."}
+    asked = {"user_scenario": scenario, "evaluation_criteria": {"actions": [DONE]}}
+    contents: dict[str, Any] = {
+        "db": {"tasks": {"t1": task}, "users": {"u": user}},
+        "user_db": {"notifications": {"n1": note}},
+        "tasks": [{"id": "one", **asked}, {"id": "two", **asked}],
+    }
+    for name, content in contents.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    (folder / "policy.md").write_text("Finish what its owner wants finished.")
+    return folder.parent
+
+
+@pytest.mark.parametrize("user_trained", [False, True])
+def test_each_side_is_one_exact_sequence(
+    vllm_server: VllmServer, tmp_path: Path, data: Path, user_trained: bool
+) -> None:
+    path = tmp_path / "held.py"
+    path.write_text(HELD)
+    with relay(vllm_server.root_url) as (url, echoes):
+        ran = envserver(
+            "process", "--env", f"{path}:HeldTau", "--env.domain", "mock",
+            "--env.tau2_data", data, "--env.agents.user.trained", str(user_trained).lower(),
+            "--openai.base_url", url, "--openai.model_name", vllm_server.model,
+            "--sampling.max_tokens", 200, "--env.group_size", 2,
+            "--env.data_path_to_save_groups", "out.jsonl", folder=tmp_path,
+        )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    groups = read_jsonl(tmp_path / "out.jsonl")
+    rollouts = [one for group in groups for one in group["envserver"]["rollouts"]]
+    ends = [(len(one["rows"]), one["limit"], one["metrics"], one["flags"]) for one in rollouts]
+    assert len(rollouts) == 4 and len(echoes) == 4 * 8, ends
+    sides = ["agent", "user"] if user_trained else ["agent"]
+    for rollout in rollouts:
+        assert sorted(rollout["agents"]) == sides
+        (user,) = rollout["others"]
+        assert (user["agent"], user["trained"], user["turns"]) == ("user", user_trained, 4)
+        assert "SECRET-WISH" in user["messages"][0]["content"]
+        assert rollout["metrics"]["ended_user_stop"] == 1.0
+    for group in groups:
+        told = json.dumps(group["messages"][0])
+        assert ("SECRET-WISH" in told) == (group["envserver"]["rollouts"][0]["agents"][0] == "user")
+    trained = [echo for echo in echoes if user_trained or _is_agents(groups, echo)]
+    assert len(trained) == 4 * 4 * len(sides)
+    assert _delivered(groups) == Counter(
+        (token, float(np.float32(logprob)))
+        for echo in trained
+        for token, logprob in zip(echo.completion_ids, echo.logprobs, strict=True)
+    )
+
+
+def _is_agents(groups: list[dict[str, Any]], echo: Any) -> bool:
+    """Does a row of the assistant hold this call as the engine saw it?"""
+    seen = echo.prompt_ids + echo.completion_ids
+    return any(row[: len(seen)] == seen for group in groups for row in group["tokens"])
+
+
+def _delivered(groups: list[dict[str, Any]]) -> Counter[tuple[float, float]]:
+    """Every trained token with its logprob."""
+    return Counter(
+        (token, float(np.float32(logprob)))
+        for group in groups
+        for tokens, masks, logprobs in zip(
+            group["tokens"], group["masks"], group["inference_logprobs"], strict=True
+        )
+        for token, mask, logprob in zip(tokens, masks, logprobs, strict=True)
+        if mask != -100
+    )

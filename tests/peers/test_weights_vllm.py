@@ -1,0 +1,163 @@
+"""New weights for a real vLLM, while agents sample: every delivered token is of the version that it
+says, by the logprobs that the trainer's own forward pass gives.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import httpx
+import pytest
+from envserver_clients.weights import LocalFull, Lora, VllmFull, WeightsMismatch
+from support.versions import ROUNDING, version_maker
+from support.vllm_server import VllmServer, running_vllm
+from support.weights_house import Proof, prove
+
+pytestmark = pytest.mark.vllm
+
+ONE_AT_A_TIME = ("--openai.num_max_requests_at_once", 1, "--sampling.max_tokens")
+"""Calls that share a batch are added up in another order."""
+WRONG = 0.05
+"""A wrong version is this far away at least."""
+
+Tell = Callable[[str], None]
+
+
+@pytest.fixture(scope="module")
+def tied(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """Its output layer is its embedding: what vLLM's own reload gets wrong on a CPU."""
+    with running_vllm(
+        vllm_python, tmp_path_factory.mktemp("tied"), learning=True, tied=True
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def untied(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    with running_vllm(vllm_python, tmp_path_factory.mktemp("untied"), learning=True) as server:
+        yield server
+
+
+def held(proof: Proof, versions: range, tolerance: float = ROUNDING) -> None:
+    assert set(versions) <= set(proof.tokens)
+    assert proof.furthest < tolerance
+    assert proof.nearest_other > WRONG
+    assert all(one.difference is not None for one in proof.published)
+
+
+def begin_anew(engine: VllmServer, folder: Path) -> None:
+    """Adapters are made for the weights that the engine began with."""
+
+    def save(where: Path) -> None:
+        shutil.copytree(engine.model_folder, where, dirs_exist_ok=True)
+
+    VllmFull(engine.base_url, folder / "base").publish(0, save)
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_each_token_is_of_the_adapter_that_it_names(
+    tied: VllmServer, vllm_python: Path, tmp_path: Path, count: int, tell: Tell
+) -> None:
+    """Published while calls are in flight: they end with the adapter that they began with."""
+    begin_anew(tied, tmp_path)
+    versions = range(1, count + 1)
+    with version_maker(vllm_python, tied.model_folder, "lora") as maker:
+        proof = prove(
+            tmp_path,
+            tied.base_url,
+            maker,
+            lambda client: Lora(tied.base_url, tmp_path / "weights", keep=3, server=client),
+            versions,
+            ("--openai.model_name", "policy@{version}", *ONE_AT_A_TIME, 32),
+        )
+    tell(proof.table(f"vLLM, LoRA, {count} versions"))
+    held(proof, versions)
+    assert proof.mixed == 0
+    served = httpx.get(f"{tied.base_url}/models").json()["data"]
+    names = {card["id"] for card in served} - {tied.model}
+    assert {f"policy@{version}" for version in versions[-3:]} <= names
+    assert len(names) <= 5
+
+
+@pytest.mark.parametrize("in_flight", [pytest.param("drain", marks=pytest.mark.slow), "keep"])
+def test_each_token_is_of_the_weights_that_it_names(
+    tied: VllmServer,
+    vllm_python: Path,
+    tmp_path: Path,
+    in_flight: Literal["drain", "keep"],
+    tell: Tell,
+) -> None:
+    proof = full_weights(tied, vllm_python, tmp_path, in_flight, tell)
+    assert (proof.mixed > 0) == (in_flight == "keep")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_flight", ["drain", "keep", "abort"])
+def test_the_same_of_a_model_whose_output_layer_is_its_own(
+    untied: VllmServer,
+    vllm_python: Path,
+    tmp_path: Path,
+    in_flight: Literal["drain", "keep", "abort"],
+    tell: Tell,
+) -> None:
+    proof = full_weights(untied, vllm_python, tmp_path, in_flight, tell)
+    assert not proof.mixed or in_flight == "keep"  # its answers may all be too short for it
+
+
+def full_weights(
+    engine: VllmServer,
+    python: Path,
+    folder: Path,
+    in_flight: Literal["drain", "keep", "abort"],
+    tell: Tell,
+) -> Proof:
+    """Three versions; with keep, calls go on over the update, and their tokens are of both."""
+    versions = range(1, 4)
+    with version_maker(python, engine.model_folder, "full") as maker:
+        proof = prove(
+            folder,
+            engine.base_url,
+            maker,
+            lambda client: VllmFull(
+                engine.base_url, folder / "weights", in_flight=in_flight, server=client
+            ),
+            versions,
+            (*ONE_AT_A_TIME, 96 if in_flight == "keep" else 32),
+        )
+    tell(proof.table(f"vLLM, full weights, {in_flight}"))
+    held(proof, versions)
+    return proof
+
+
+def test_what_would_go_wrong_unseen_is_seen(
+    tied: VllmServer, vllm_python: Path, tmp_path: Path
+) -> None:
+    with version_maker(vllm_python, tied.model_folder, "full") as maker:
+        right = VllmFull(tied.base_url, tmp_path / "right")
+        right.publish(1, maker.saver(1), maker.check(1))
+        plain = LocalFull(tied.base_url, tmp_path / "plain")
+        with pytest.raises(WeightsMismatch, match="version 2"):
+            plain.publish(2, maker.saver(2), maker.check(2))  # vLLM's own reload
+        assert httpx.get(f"{tied.root_url}/is_paused").json()["is_paused"]
+        right.publish(2, maker.saver(2), maker.check(2))
+        # As after a restart: it names other weights than were published.
+        httpx.post(f"{tied.root_url}/update_weight_version", json={"new_version": "default"})
+        assert right.restore() == [tied.root_url]
+        assert right.restore() == []
+
+
+def test_an_adapter_that_is_not_the_trainers_is_not_published(
+    tied: VllmServer, vllm_python: Path, tmp_path: Path
+) -> None:
+    begin_anew(tied, tmp_path)
+    with version_maker(vllm_python, tied.model_folder, "lora") as maker:
+        push = Lora(tied.base_url, tmp_path / "weights", name="other")
+        push.publish(1, maker.saver(1), maker.check(1))
+        with pytest.raises(WeightsMismatch, match="other@1 is served as before"):
+            push.publish(2, maker.saver(3), maker.check(2))
+    served = {card["id"] for card in httpx.get(f"{tied.base_url}/models").json()["data"]}
+    assert "other@1" in served
+    assert "other@2" not in served

@@ -1,0 +1,446 @@
+"""Access tokens, roles, quotas: who may ask for what, over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, get_args
+
+import httpx
+import pytest
+import yaml
+from envserver_records.errors import ConfigError, ConflictError, NotFoundError
+from envserver_records.records import Group
+from support.api import Api, native_group, put_native, running_api
+from support.proxy_house import house
+
+from envserver.api.access.quotas import Strangers, TooManyRequests
+from envserver.api.access.rules import RULES, rules_of
+from envserver.api.access.tokens import (
+    AccessTokens,
+    Role,
+    create_token,
+    read_tokens,
+    revoke_token,
+)
+from envserver.api.app import create_api
+from envserver.api.server import serve_api
+from envserver.cli import main
+from envserver.config import ServerConfig
+from envserver.proxy.gate import Gate
+from envserver.rollouts.ordered import Orders
+
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "tokens.yaml"
+
+
+@pytest.fixture
+def tokens(path: Path) -> dict[str, str]:
+    """A token of each role."""
+    return {role: create_token(path, role, role)[0] for role in ROLES}
+
+
+class EmptyShelf:
+    """Keeps no group: none is ordered here."""
+
+    async def put(self, group: Group) -> None:
+        raise AssertionError(group.group_id)
+
+    async def known(self, group_ids: list[str]) -> set[str]:
+        return set()
+
+
+@asynccontextmanager
+async def guarded(path: Path, **server: Any) -> AsyncIterator[Api]:
+    settings = {"tokens_file": path, **server}
+    async with running_api(
+        path.with_name("store.db"),
+        server=settings,
+        gate=Gate(),
+        environments=None,
+        orders=Orders([], EmptyShelf()),
+    ) as api:
+        yield api
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"}
+
+
+async def ask(api: Api, token: str | None, method: str, path: str, **more: Any) -> httpx.Response:
+    headers = {**(bearer(token) if token else {}), **more.pop("headers", {})}
+    return await api.http.request(method, path, headers=headers, **more)
+
+
+def filled(path: str) -> str:
+    """`path` as a request has it."""
+    names = {"{run}": "r", "{env_id}": "e", "{group_id:path}": "g", "{group_id}": "g"}
+    for name, value in names.items():
+        path = path.replace(name, value)
+    return path
+
+
+# The file
+
+
+def test_a_token_is_kept_as_a_hash_in_a_file_of_ones_own(path: Path) -> None:
+    text, entry = create_token(path, "one", "trainer", timedelta(days=1))
+    assert text.startswith(f"evs_{entry.id}_")
+    assert len(text) >= 58
+    kept = path.read_text()
+    assert text not in kept and text.rpartition("_")[2] not in kept
+    assert hashlib.sha256(text.encode()).hexdigest() in kept
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConflictError):
+        create_token(path, "one", "admin")
+    with pytest.raises(ConfigError):
+        create_token(path, "../x", "admin")
+    assert [token.name for token in read_tokens(path)] == ["one"]
+    assert revoke_token(path, entry.id) == entry
+    with pytest.raises(NotFoundError):
+        revoke_token(path, "one")
+    assert list(path.parent.iterdir()) == [path]  # nothing is left lying about
+
+
+def test_only_the_very_token_is_found_and_only_in_its_time(path: Path) -> None:
+    text, entry = create_token(path, "one", "trainer", timedelta(hours=1))
+    other, _ = create_token(path, "two", "reader")
+    now = [datetime.now(UTC)]
+    tokens = AccessTokens(path, now=lambda: now[0])
+    assert tokens.find(text) == entry
+    mixed = text[: -len(other.rpartition("_")[2])] + other.rpartition("_")[2]
+    for wrong in ("", "evs_", text[:-1], text + "x", text.upper(), mixed, entry.sha256, "é" * 59):
+        assert tokens.find(wrong) is None
+    now[0] += timedelta(hours=2)
+    assert tokens.find(text) is None
+    assert not tokens.is_valid(entry)
+    assert tokens.find(other) is not None
+
+
+@pytest.mark.parametrize("broken", ["tokens: [", "tokens: [{id: x}]", "- 1", "\0", "tokens: 3"])
+def test_a_broken_file_changes_nothing_for_a_server_that_runs(path: Path, broken: str) -> None:
+    text, _ = create_token(path, "one", "trainer")
+    tokens = AccessTokens(path)
+    good = path.read_text()
+    path.write_text(broken)
+    assert tokens.find(text) is not None
+    with pytest.raises(ConfigError):
+        AccessTokens(path)
+    path.unlink()
+    assert tokens.find(text) is not None
+    path.write_text(good)
+    path.chmod(0o644)
+    assert tokens.find(text) is not None
+    with pytest.raises(ConfigError, match="chmod 600"):
+        AccessTokens(path)
+    path.chmod(0o600)
+    revoke_token(path, "one")
+    assert tokens.find(text) is None
+    with pytest.raises(ConfigError, match="no token"):
+        AccessTokens(path)
+
+
+def test_the_command_makes_lists_and_revokes(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ["--tokens", str(path)]
+    more = ["--role", "trainer", "--name", "t", "--expires", "30d", *place]
+    assert main(["token", "create", *more]) == 0
+    text, told = capsys.readouterr()
+    assert text.strip() not in told
+    (entry,) = read_tokens(path)
+    assert AccessTokens(path).find(text.strip()) == entry
+    assert entry.expires_at is not None
+    assert entry.expires_at - entry.created_at == timedelta(days=30)
+    assert main(["token", "create", *more]) == 2
+    assert main(["token", "create", "--role", "king", "--name", "k", *place]) == 2
+    assert (
+        main(["token", "create", "--role", "admin", "--name", "k", "--expires", "9", *place]) == 2
+    )
+    capsys.readouterr()
+    assert main(["token", "list", *place]) == 0
+    listed = capsys.readouterr().out
+    assert {"t", "trainer", entry.id} <= set(listed.split())
+    assert entry.sha256 not in listed
+    assert main(["token", "revoke", "t", *place]) == 0
+    assert read_tokens(path) == []
+    assert main(["token", "revoke", "t", *place]) == 2
+
+
+# Roles
+
+
+async def test_every_route_is_in_the_table(path: Path, tokens: dict[str, str]) -> None:
+    async with guarded(path) as api:
+        declared = set()
+        document = (await ask(api, tokens["admin"], "GET", "/openapi.json")).json()
+        for place, operations in document["paths"].items():
+            declared |= {(method.upper(), filled(place)) for method in operations}
+        # These are not in the document.
+        for place in ("/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"):
+            declared.add(("GET", place))
+        ruled = {(rule.method, filled(rule.path)) for rule in RULES}
+        assert declared - ruled == set()
+        assert ruled - declared <= {("GET", "/metrics")}  # where there are numbers to show
+
+
+async def test_each_role_may_do_its_own_and_nothing_else(
+    path: Path, tokens: dict[str, str]
+) -> None:
+    async with guarded(path) as api:
+        for rule in RULES:
+            place = filled(rule.path)
+            for role in ROLES:
+                answer = await ask(api, tokens[role], rule.method, place)
+                allowed = rule.roles is None or role == "admin" or role in rule.roles
+                assert (answer.status_code != 403) == allowed, (role, rule)
+                if not allowed:
+                    told = answer.json()
+                    words = " or ".join(sorted({*(rule.roles or ()), "admin"}))
+                    assert words in told["detail"]
+                    if place.startswith("/v1"):
+                        assert told["type"] == "urn:envserver:error:forbidden"
+                        assert "admin" in told["needed_roles"]
+                assert answer.status_code not in (401, 500), (role, rule)
+
+
+async def test_without_a_good_token_there_is_only_health(
+    path: Path, tokens: dict[str, str]
+) -> None:
+    expired = create_token(path, "old", "admin", timedelta(seconds=-1))[0]
+    gone = create_token(path, "gone", "admin")[0]
+    revoke_token(path, "gone")
+    said = set()
+    for sent in (None, "nonsense", "evs_" + "0" * 10 + "_" + "a" * 43, expired, gone):
+        async with guarded(path) as api:  # a stranger may not fail too often
+            assert (await ask(api, sent, "GET", "/healthz")).status_code == 200
+            for method, place in (
+                ("GET", "/v1/status"), ("POST", "/scored_data"), ("GET", "/nowhere"),
+                ("GET", "/docs"), ("GET", "/readyz"), ("PATCH", "/v1/runs"), ("GET", "/r/key/v1"),
+            ):  # fmt: skip
+                answer = await ask(api, sent, method, place)
+                assert answer.status_code == 401, (method, place)
+                assert answer.headers["www-authenticate"].startswith("Bearer")
+                if sent:
+                    said.add(answer.json()["detail"])
+                    assert sent not in answer.text
+    assert len(said) == 1  # whether it was ever a token is not told
+
+
+async def test_no_body_is_read_before_the_token(path: Path, tokens: dict[str, str]) -> None:
+    async with guarded(path, max_body_bytes=2000) as api:
+        body = b"x" * 100_000
+        for token, status in ((None, 401), (tokens["reader"], 403), (tokens["trainer"], 413)):
+            answer = await ask(api, token, "POST", "/v1/runs", content=body)
+            assert answer.status_code == status
+
+
+async def test_ways_to_send_a_token_that_do_not_count(path: Path, tokens: dict[str, str]) -> None:
+    good = tokens["admin"]
+    async with guarded(path) as api:
+        for headers in (
+            [("authorization", good)],
+            [("authorization", f"Basic {good}")],
+            [("x-api-key", good)],
+            [("authorization", f"Bearer {good}"), ("authorization", f"Bearer {good}")],
+        ):
+            assert (await api.http.get("/v1/status", headers=headers)).status_code == 401
+        found = await api.http.get("/v1/status", params={"token": good})
+        assert found.status_code == 401
+        fine = [("authorization", f"bearer  {good}")]
+        assert (await api.http.get("/v1/status", headers=fine)).status_code == 200
+
+
+async def test_a_page_of_another_origin_may_ask_the_wire_with_a_token(
+    path: Path, tokens: dict[str, str]
+) -> None:
+    origin = {"origin": "http://example.org"}
+    asks = origin | {
+        "access-control-request-method": "GET",
+        "access-control-request-headers": "authorization",
+    }
+    async with guarded(path) as api:
+        assert (await api.http.options("/info", headers=asks)).status_code == 200
+        refused = await api.http.get("/info", headers=origin)
+        assert refused.status_code == 401
+        assert "access-control-allow-origin" in refused.headers
+        answer = await ask(api, tokens["reader"], "GET", "/info", headers=origin)
+        assert answer.status_code == 200
+
+
+async def test_revoking_needs_no_restart(path: Path, tokens: dict[str, str]) -> None:
+    async with guarded(path) as api:
+        assert (await ask(api, tokens["reader"], "GET", "/v1/status")).status_code == 200
+        revoke_token(path, "reader")
+        assert (await ask(api, tokens["reader"], "GET", "/v1/status")).status_code == 401
+        again, _ = create_token(path, "reader", "reader")
+        assert (await ask(api, again, "GET", "/v1/status")).status_code == 200
+
+
+async def test_keys_of_attempts_and_guests_are_worth_nothing_to_the_trainer_api(
+    path: Path, tokens: dict[str, str]
+) -> None:
+    """And nothing for other attempts, or after the end of their own: see test_proxy_keys."""
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    async with house() as home, guarded(path) as api:
+        attempt, _ = home.open()
+        for key in (attempt.key, home.proxy.open_guest()):
+            assert (await ask(api, key, "GET", "/v1/status")).status_code == 401
+            assert (await api.http.get(f"/r/{key}/v1/models")).status_code == 401
+        # Nor is a token one of the proxy's keys.
+        place = "v1/chat/completions"
+        assert (await home.post(attempt.key, place, body, **bearer(tokens["admin"])))[0] == 401
+        assert (await home.post(tokens["admin"], place, body))[0] == 404
+
+
+# Quotas
+
+
+def set_quota(path: Path, name: str, **quota: Any) -> None:
+    """Changes the file as a person does."""
+    tree = yaml.safe_load(path.read_text())
+    for token in tree["tokens"]:
+        if token["name"] == name:
+            token["quota"] = quota
+    path.write_text(yaml.safe_dump(tree))
+
+
+async def test_who_asks_too_often_waits(path: Path, tokens: dict[str, str]) -> None:
+    async with guarded(path, quota={"requests_per_second": 0.01, "burst": 3}) as api:
+        for _ in range(3):
+            assert (await ask(api, tokens["reader"], "GET", "/v1/runs")).status_code == 200
+        answer = await ask(api, tokens["reader"], "GET", "/v1/runs")
+        assert answer.status_code == 429
+        assert 90 <= int(answer.headers["retry-after"]) <= 100
+        assert answer.json()["type"] == "urn:envserver:error:too_many_requests"
+        assert (await ask(api, tokens["trainer"], "GET", "/v1/runs")).status_code == 200
+        # Its own quota counts more, and at once.
+        set_quota(path, "reader", requests_per_second=None)
+        for _ in range(5):
+            assert (await ask(api, tokens["reader"], "GET", "/v1/runs")).status_code == 200
+
+
+async def test_bytes_are_counted_in_both_directions(path: Path, tokens: dict[str, str]) -> None:
+    set_quota(path, "trainer", megabytes_per_minute=0.01)
+    set_quota(path, "reader", megabytes_per_minute=0.01)
+    async with guarded(path) as api:
+        body = b'{"name": "run"}' + b" " * 20_000
+        answer = await ask(api, tokens["trainer"], "POST", "/v1/runs", content=body)
+        assert answer.is_success
+        answer = await ask(api, tokens["trainer"], "GET", "/v1/runs")
+        assert answer.status_code == 429
+        assert 50 <= int(answer.headers["retry-after"]) <= 65
+        plain = {"accept-encoding": "identity"}
+        assert (
+            await ask(api, tokens["reader"], "GET", "/openapi.json", headers=plain)
+        ).status_code == 200
+        assert (await ask(api, tokens["reader"], "GET", "/v1/runs")).status_code == 429
+
+
+async def test_streams_have_a_number_and_end_with_their_token(
+    path: Path, tokens: dict[str, str]
+) -> None:
+    async with guarded(path, quota={"open_streams": 1}) as api:
+        await ask(api, tokens["trainer"], "POST", "/v1/runs", json={"name": "run"})
+        place = "/v1/runs/run/stream"
+        sse = {"accept": "text/event-stream"}
+        headers = bearer(tokens["trainer"]) | sse
+        async with api.http.stream("GET", place, headers=headers) as first:
+            assert first.status_code == 200
+            second = await ask(api, tokens["trainer"], "GET", place, headers=sse)
+            assert second.status_code == 429
+        async with asyncio.timeout(10):
+            while (answer := await _opened(api, headers, place)) == 429:
+                await asyncio.sleep(0.02)
+        assert answer == 200
+        async with api.http.stream("GET", place, headers=headers) as stream:
+            revoke_token(path, "trainer")
+            await put_native(api.store, native_group("late"))
+            async with asyncio.timeout(10):
+                told = b"".join([part async for part in stream.aiter_bytes()])
+        assert b"late" not in told
+
+
+async def _opened(api: Api, headers: dict[str, str], place: str) -> int:
+    async with api.http.stream("GET", place, headers=headers) as stream:
+        return stream.status_code
+
+
+async def test_strangers_may_not_fail_for_ever(path: Path, tokens: dict[str, str]) -> None:
+    async with guarded(path) as api:
+        seen = [(await api.http.get("/v1/status")).status_code for _ in range(30)]
+        assert seen[:20] == [401] * 20
+        assert 429 in seen[20:]
+        # Who shares their address and has a token is not harmed.
+        assert (await ask(api, tokens["reader"], "GET", "/v1/status")).status_code == 200
+
+
+def test_what_is_kept_of_strangers_has_an_end() -> None:
+    now = [0.0]
+    strangers = Strangers(lambda: now[0])
+    for number in range(10_000):
+        strangers.failed(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}")
+    assert len(strangers._failures) == 4096
+    for number in range(20):
+        strangers.failed(f"2001:db8:0:1::{number:x}")
+    with pytest.raises(TooManyRequests):
+        strangers.failed("2001:db8:0:1:ffff::1")
+    strangers.failed("2001:db8:0:2::1")
+    now[0] = 60.0
+    strangers.failed("2001:db8:0:1::7")
+
+
+# Where it listens
+
+
+async def test_beyond_this_machine_only_with_tokens(path: Path, tokens: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="loopback"):
+        ServerConfig(host="0.0.0.0")
+    async with guarded(path) as api:
+        settings = ServerConfig(tokens_file=path, host="0.0.0.0")
+        app = create_api(api.store, settings=settings)
+        async with await serve_api(app, "0.0.0.0", 0, settings) as everywhere:
+            url = f"http://127.0.0.1:{everywhere.port}/v1/runs"
+            assert (await api.http.get(url)).status_code == 401
+            answer = await api.http.get(url, headers=bearer(tokens["reader"]))
+            assert answer.status_code == 200
+    with pytest.raises(ConfigError, match="tokens file"):
+        create_api(api.store, settings=ServerConfig(tokens_file=path.with_name("none")))
+
+
+async def test_names_that_are_not_the_servers_are_refused_where_there_are_no_tokens(
+    path: Path, tokens: dict[str, str]
+) -> None:
+    place = path.with_name("open.db")
+    async with running_api(place, server={"allowed_hosts": ["Trainer.local"]}) as api:
+        for host in ("127.0.0.1", "localhost:8000", "[::1]:9", "127.9.9.9:1", "trainer.LOCAL:80"):
+            answer = await api.http.get("/v1/runs", headers={"host": host})
+            assert answer.status_code == 200, host
+        for host in (
+            "evil.example",
+            "evil.example:80",
+            "localhost.evil.example",
+            "10.0.0.1",
+            "[",
+        ):
+            answer = await api.http.get("/v1/runs", headers={"host": host})
+            assert answer.status_code == 421, host
+            assert answer.json()["type"] == "urn:envserver:error:misdirected"
+    async with guarded(path) as api:
+        headers = bearer(tokens["reader"]) | {"host": "trainer.example"}
+        assert (await api.http.get("/v1/runs", headers=headers)).status_code == 200
+
+
+def test_a_path_has_its_rules_however_deep_it_goes() -> None:
+    assert rules_of("/v1/groups/a/b/c")["GET"].path == "/v1/groups/{group_id:path}"
+    assert rules_of("/v1/runs/a/b") == {}
+    assert rules_of("/v1/runs/") == {}
+    assert rules_of("//healthz") == {}

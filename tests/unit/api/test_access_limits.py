@@ -1,0 +1,275 @@
+"""Bounds of connections and requests, and HTTPS, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trustme
+from cryptography.hazmat.primitives import serialization
+from envserver_records.errors import ConfigError
+from support.api import Api, native_group, put_native, running_api
+
+from envserver.api.access.tokens import create_token
+from envserver.api.app import create_api
+from envserver.api.server import serve_api
+from envserver.config import ServerConfig
+
+try:
+    from compression import zstd
+except ImportError:
+    from backports import zstd
+
+GET = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n"
+POST = b"POST /v1/runs HTTP/1.1\r\nhost: localhost\r\n"
+
+
+@asynccontextmanager
+async def bounded(tmp_path: Path, **server: Any) -> AsyncIterator[Api]:
+    async with running_api(tmp_path / "store.db", server=server) as api:
+        yield api
+        assert (await api.http.get("/healthz")).status_code == 200  # it lives, whatever came
+
+
+async def say(api: Api, *parts: bytes, pause: float = 0.0) -> bytes:
+    """All that the server answers to `parts`, until it hangs up."""
+    host, _, port = api.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    answer = asyncio.create_task(_all_of(reader))
+    try:
+        for part in parts:
+            if answer.done():
+                break
+            writer.write(part)
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
+            await asyncio.sleep(pause)
+        return await answer
+    finally:
+        writer.close()
+
+
+async def _all_of(reader: asyncio.StreamReader) -> bytes:
+    parts = []
+    async with asyncio.timeout(30):
+        with contextlib.suppress(ConnectionError):
+            while part := await reader.read(65536):
+                parts.append(part)
+    return b"".join(parts)
+
+
+def told(answer: bytes) -> tuple[int, str]:
+    """Status and kind of the only answer."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    assert b"application/problem+json" in head
+    problem = json.loads(body)
+    status = int(head.split(b" ", 2)[1])
+    assert problem["status"] == status
+    return status, problem["type"].removeprefix("urn:envserver:error:")
+
+
+async def test_heads_have_a_size_and_a_number(tmp_path: Path) -> None:
+    small = {"max_header_bytes": 2000, "max_headers": 10, "max_url_bytes": 300}
+    async with bounded(tmp_path, **small) as api:
+        many = b"".join(b"x-%d: 1\r\n" % number for number in range(10))
+        assert told(await say(api, GET + many + b"\r\n")) == (431, "headers_too_large")
+        large = b"x: " + b"y" * 2000
+        assert told(await say(api, GET + large + b"\r\n\r\n")) == (431, "headers_too_large")
+        # However slowly it grows, or if it is never ended.
+        growing = [GET + large, *[b"z" * 1500] * 3]
+        assert told(await say(api, *growing, pause=0.02)) == (431, "headers_too_large")
+        long = b"GET /" + b"a" * 300 + b" HTTP/1.1\r\n\r\n"
+        assert told(await say(api, long)) == (414, "url_too_long")
+
+
+async def test_heads_have_a_time(tmp_path: Path) -> None:
+    async with bounded(tmp_path, header_seconds=0.3) as api:
+        assert told(await say(api, GET)) == (408, "too_slow")
+        assert told(await say(api, GET[:9], *[b"x"] * 9, pause=0.05)) == (408, "too_slow")
+        # A second request on the same connection has the same time.
+        twice = await say(api, GET + b"\r\n", GET[:9])
+        assert b"200 OK" in twice and b"HTTP/1.1 408" in twice
+        assert await say(api) == b""  # said nothing: told nothing
+
+
+async def test_bodies_have_a_time(tmp_path: Path) -> None:
+    head = POST + b"content-length: 1000\r\n\r\n"
+    async with bounded(tmp_path, body_idle_seconds=0.3, body_seconds=1.0) as api:
+        assert told(await say(api, head + b"{")) == (408, "too_slow")
+        assert told(await say(api, head)) == (408, "too_slow")
+        chunked = POST + b"transfer-encoding: chunked\r\n\r\n"
+        assert told(await say(api, chunked, *[b"1\r\n{\r\n"] * 30, pause=0.05)) == (408, "too_slow")
+        # A request that was sent whole may take its time.
+        await api.http.post("/v1/runs", json={"name": "run"})
+        waiting = await api.http.post("/v1/runs/run/lease", json={"wait_seconds": 1.3})
+        assert waiting.status_code == 204
+
+
+async def test_connections_have_a_number(tmp_path: Path) -> None:
+    async with bounded(tmp_path, max_connections=3) as api:
+        await api.http.get("/healthz")
+        host, _, port = api.url.removeprefix("http://").partition(":")
+        held = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+        assert told(await say(api)) == (503, "too_many_connections")
+        for _, writer in held:
+            writer.close()
+            await writer.wait_closed()
+        async with asyncio.timeout(10):
+            while b"200 OK" not in await say(api, GET + b"connection: close\r\n\r\n"):
+                await asyncio.sleep(0.02)
+
+
+async def test_what_nobody_reads_of_a_body_is_not_read_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.yaml"
+    create_token(path, "one", "reader")
+    async with bounded(tmp_path, tokens_file=path) as api:
+        head = POST + b"content-length: 100000000\r\n\r\n"
+        answer = await say(api, head + b"x" * 1000, *[b"x" * 65536] * 40)
+        assert answer == b"" or b" 401 " in answer  # and it has hung up
+        # What is short is read, and the connection goes on.
+        both = POST + b"content-length: 5\r\n\r\nhello" + GET + b"connection: close\r\n\r\n"
+        answer = await say(api, both)
+        assert b" 401 " in answer and b" 200 " in answer
+
+
+async def test_small_things_that_become_large_are_refused(tmp_path: Path) -> None:
+    bomb = b" " * 50_000_000
+    async with bounded(tmp_path, max_body_bytes=100_000) as api:
+        for coding, packed in (
+            ("gzip", gzip.compress(bomb)),
+            ("zstd", zstd.compress(bomb)),
+        ):
+            assert len(packed) < 100_000
+            answer = await api.http.post(
+                "/scored_data", content=packed, headers={"content-encoding": coding}
+            )
+            assert answer.status_code in (400, 413, 415), coding
+        nested = b'{"name": "run", "settings": ' + b'{"a":' * 10_000 + b"1" + b"}" * 10_001
+        for raw in (nested, b"[" * 90_000):
+            answer = await api.http.post("/v1/runs", content=raw)
+            assert answer.status_code in (400, 422)
+
+
+async def test_a_run_has_so_many_leases_open(tmp_path: Path) -> None:
+    async with bounded(tmp_path, max_open_leases=2) as api:
+        await api.http.post("/v1/runs", json={"name": "run"})
+        for number in range(4):
+            await put_native(api.store, native_group(f"group-{number}"))
+        place, one = "/v1/runs/run/lease", {"max_groups": 1}
+        first = (await api.http.post(place, json=one)).json()
+        again = {"idempotency-key": "k"}
+        second = (await api.http.post(place, json=one, headers=again)).json()
+        refused = await api.http.post(place, json=one)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        # An answer that was lost is had again all the same.
+        repeated = (await api.http.post(place, json=one, headers=again)).json()
+        assert repeated["lease_id"] == second["lease_id"] != first["lease_id"]
+        await api.http.post("/v1/runs/run/ack", json={"lease_id": first["lease_id"]})
+        assert (await api.http.post(place, json=one)).status_code == 200
+        large = await api.http.post(place, json={"max_groups": 10**6})
+        assert large.status_code == 422
+
+
+# HTTPS
+
+
+class Certificates:
+    """An authority, and what it certified, as files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._authority = trustme.CA()
+        self._folder = folder
+        self.authority = folder / "authority.pem"
+        self._authority.cert_pem.write_to_path(self.authority)
+        made = self._authority.issue_cert("localhost", "127.0.0.1")
+        self.chain, self.key = folder / "chain.pem", folder / "key.pem"
+        made.cert_chain_pems[0].write_to_path(self.chain)
+        made.private_key_pem.write_to_path(self.key)
+
+    def locked_key(self, password: str) -> Path:
+        """The server's key under a password."""
+        key = serialization.load_pem_private_key(self.key.read_bytes(), None)
+        locked = self._folder / "locked.pem"
+        locked.write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.BestAvailableEncryption(password.encode()),
+            )
+        )
+        return locked
+
+    def for_client(self, *, certified: bool) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=self.authority)
+        if certified:
+            self._authority.issue_cert("client").configure_cert(context)
+        return context
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+async def status_of(url: str, context: ssl.SSLContext) -> int:
+    async with httpx.AsyncClient(verify=context) as http:
+        return (await http.get(f"{url}/healthz")).status_code
+
+
+async def test_https_with_a_key_under_a_password(
+    tmp_path: Path, certificates: Certificates
+) -> None:
+    password = "tls-password-1"
+    tls = {"ssl_certfile": certificates.chain, "ssl_keyfile": certificates.locked_key(password)}
+    async with running_api(tmp_path / "store.db") as api:
+        settings = ServerConfig(**tls, ssl_keyfile_password=password)
+        app = create_api(api.store, settings=settings)
+        async with await serve_api(app, "127.0.0.1", 0, settings) as server:
+            assert server.url.startswith("https://")
+            assert await status_of(server.url, certificates.for_client(certified=False)) == 200
+            with pytest.raises(httpx.ConnectError):
+                await status_of(server.url, ssl.create_default_context())
+            with pytest.raises(httpx.HTTPError):
+                await api.http.get(server.url.replace("https", "http") + "/healthz")
+        for more in ({}, {"ssl_keyfile_password": "wrong-password"}):
+            settings = ServerConfig(**tls, **more)
+            with pytest.raises(ConfigError, match="certificate") as refused:
+                await serve_api(app, "127.0.0.1", 0, settings)
+            assert "wrong-password" not in str(refused.value)
+        settings = ServerConfig(ssl_certfile=tmp_path / "none.pem")
+        with pytest.raises(ConfigError, match="No such file"):
+            await serve_api(app, "127.0.0.1", 0, settings)
+
+
+async def test_clients_may_have_to_be_certified(tmp_path: Path, certificates: Certificates) -> None:
+    settings = ServerConfig(
+        ssl_certfile=certificates.chain,
+        ssl_keyfile=certificates.key,
+        ssl_ca_certs=certificates.authority,
+        ssl_cert_reqs="required",
+    )
+    async with running_api(tmp_path / "store.db") as api:
+        app = create_api(api.store, settings=settings)
+        async with await serve_api(app, "127.0.0.1", 0, settings) as server:
+            assert await status_of(server.url, certificates.for_client(certified=True)) == 200
+            with pytest.raises((httpx.HTTPError, ssl.SSLError)):
+                await status_of(server.url, certificates.for_client(certified=False))
+
+
+@pytest.mark.parametrize(
+    "unfit", [{"ssl_keyfile": "key.pem"}, {"ssl_certfile": "c.pem", "ssl_cert_reqs": "required"}]
+)
+def test_settings_of_certificates_that_do_not_fit(unfit: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="need"):
+        ServerConfig(**unfit)  # type: ignore[arg-type]

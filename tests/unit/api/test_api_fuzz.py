@@ -1,0 +1,432 @@
+"""Whatever is sent, the trainer API answers 4xx or better, shows no traceback and goes on.
+
+By its own OpenAPI document (schemathesis), to which its answers keep, by a corpus of malformed
+bodies and by rubbish on the socket. 503 and 507 are for a store that fails, and here it does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+import pytest
+import schemathesis
+from envserver_records.records import pack
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from support.api import (
+    ENVIRONMENT,
+    REGISTRATION,
+    Api,
+    native_group,
+    put_native,
+    running_api,
+    wire_group,
+)
+
+from envserver.proxy.gate import Gate
+
+try:
+    from compression import zstd
+except ImportError:
+    from backports import zstd
+
+JSON: Final = "application/json"
+MSGPACK: Final = "application/vnd.envserver.group+msgpack"
+SHOWN_NEVER: Final = ("Traceback", 'File "', "site-packages", "sqlalchemy")
+
+
+@asynccontextmanager
+async def busy_api(tmp_path: Path) -> AsyncIterator[Api]:
+    """An API with a run, groups, a trainer and an environment, behind bounds that are soon met."""
+    bounds = {"body_idle_seconds": 0.5, "header_seconds": 0.5, "max_body_bytes": 1_000_000}
+    async with running_api(tmp_path / "store.db", server=bounds, gate=Gate()) as api:
+        await api.http.post("/v1/runs", json={"name": "run", "batch_size": 2})
+        for number in range(4):
+            await put_native(api.store, native_group(f"group-{number}"))
+        await api.start()
+        await api.add_environment()
+        yield api
+        assert (await api.http.get("/healthz")).status_code == 200
+        assert (await api.http.get("/v1/status")).status_code == 200
+        assert (await api.http.post("/v1/runs", json={"name": "after"})).status_code == 201
+        assert (await api.http.post("/v1/runs/after/lease", json={})).status_code in (200, 204)
+
+
+def check(answer: httpx.Response | Any, sent: object) -> None:
+    """It is an answer that may be given to anything."""
+    text = answer.text
+    assert answer.status_code < 500, (answer.status_code, sent, text[:500])
+    for word in SHOWN_NEVER:
+        assert word not in text, (sent, text[:500])
+    kind = str(answer.headers.get("content-type", ""))
+    if answer.status_code >= 400 and "json" in kind and text:
+        assert len(text) < 100_000
+        json.loads(text)
+
+
+# By the document
+
+CONFORMANCE: Final = [
+    response_schema_conformance,
+    status_code_conformance,
+    content_type_conformance,
+]
+
+
+def judge(url: str, examples: int) -> None:
+    """Asks what the document allows and what it does not, `examples` times each."""
+    document = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    for found in document.get_all_operations():
+        operation = found.ok()
+        if not operation.path.endswith("/stream"):  # it has no end
+            for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+                # Groups are slow to make up; the corpus has some.
+                _judge(operation, mode, examples // 2 if "scored" in operation.path else examples)
+
+
+def _judge(operation: Any, mode: GenerationMode, examples: int) -> None:
+    bodies = [body.media_type for body in operation.body]
+    if not examples or (bodies and not any(kind.endswith("json") for kind in bodies)):
+        return  # the corpus has those, too
+
+    @seed(7)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode), known=st.booleans())
+    def ask(case: Any, known: bool) -> None:
+        if known and "run" in (case.path_parameters or {}):
+            case.path_parameters["run"] = "run"
+        if isinstance(case.body, dict) and "wait_seconds" in case.body:
+            case.body["wait_seconds"] = 0
+        if isinstance(case.body, dict) and "timeout_seconds" in case.body:
+            case.body["timeout_seconds"] = 0.01
+        answer = case.call(timeout=30)
+        check(answer, case.as_curl_command())
+        if operation.path.startswith("/v1/"):  # of the Atropos wire the document says less
+            case.validate_response(answer, checks=CONFORMANCE)
+
+    if mode is GenerationMode.POSITIVE or bodies or list(operation.query):
+        with contextlib.suppress(Unsatisfiable):  # nothing of it can be wrong
+            ask()
+
+
+async def test_the_api_keeps_to_its_own_document(tmp_path: Path) -> None:
+    async with busy_api(tmp_path) as api:
+        await asyncio.to_thread(judge, api.url, 1)
+
+
+@pytest.mark.slow
+async def test_the_api_keeps_to_its_own_document_for_long(tmp_path: Path) -> None:
+    async with busy_api(tmp_path) as api:
+        await asyncio.to_thread(judge, api.url, 200)
+
+
+# By a corpus
+
+
+def malformed(good: bytes) -> Iterator[tuple[bytes, dict[str, str]]]:
+    """Bodies that nobody should send, with their headers, made of one that is fine."""
+    plain = {"content-type": JSON}
+    for cut in (1, len(good) // 2, len(good) - 1):
+        yield good[:cut], plain
+    deep = 5000
+    for raw in (
+        b"",
+        b" ",
+        b"{",
+        b"[]",
+        b"{}",
+        b"null",
+        b"true",
+        b"0",
+        b'""',
+        b"NaN",
+        b"Infinity",
+        b"-",
+        b"\0",
+        b"[" * deep,
+        b"[" * deep + b"]" * deep,
+        b'{"a":' * deep + b"1" + b"}" * deep,
+        b'{"a":1,"a":2,"name":"x","name":"y"}',
+        b'{"name": "\xff\xfe"}',
+        b'{"name": "\\ud800"}',
+        b'{"name": "\xed\xa0\x80"}',
+        b'{"name": "\\u0000"}',
+        b'{"name": 1e999}',
+        b'{"version": -0.0}',
+        b'{"version": 1' + b"0" * 5000 + b"}",
+        b'{"version": 99999999999999999999999999}',
+        b'{"env_id": 9e99}',
+        b'{"lease_id": {"$ne": 1}}',
+        b'{"lease_id": "\' OR 1=1 --"}',
+        b'{"name": "' + b"A" * 300_000 + b'"}',
+        b'{"' + b"k" * 300_000 + b'": 1}',
+        b"\xef\xbb\xbf" + good,
+        good + b"x",
+        good + good,
+        good.decode().encode("utf-16"),
+        b"--x\r\ncontent-disposition: form-data; name=a\r\n\r\n1\r\n--x--",
+        b"a=1&b=2",
+    ):
+        yield raw, plain
+    for kind in (
+        "text/plain",
+        "x",
+        "",
+        "application/x-www-form-urlencoded",
+        "application/msgpack",
+        "multipart/form-data; boundary=x",
+        "application/json; charset=utf-7",
+        MSGPACK,
+    ):
+        yield good, {"content-type": kind}
+    packed, small = gzip.compress(good), zstd.compress(good)
+    for coding, body in (
+        ("gzip", good),
+        ("gzip", packed[:-5]),
+        ("gzip", packed + b"x"),
+        ("gzip", packed * 3),
+        ("gzip", gzip.compress(b"[" * 900_000)),
+        ("gzip", b""),
+        ("gzip, gzip", gzip.compress(packed)),
+        ("gzip", gzip.compress(b" " * 5_000_000)),
+        ("zstd", good),
+        ("zstd", small[:-2]),
+        ("zstd", small),
+        ("zstd", zstd.compress(b" " * 5_000_000)),
+        ("br", good),
+        ("deflate", good),
+        ("identity", good),
+        ("x" * 500, good),
+        ("\x7f", good),
+    ):
+        yield body, plain | {"content-encoding": coding}
+    group = pack(native_group("g"))
+    for body in (
+        group,
+        group[:-3],
+        group + b"x",
+        b"\xc1",
+        b"\xdd\xff\xff\xff\xff",
+        b"\x91" * deep,
+        b"\x81\xa1a" * deep,
+        msgspec.msgpack.encode({"group_id": 1}),
+        b"\xc9\xff\xff\xff\xff\x00",
+    ):
+        yield body, {"content-type": MSGPACK}
+
+
+TARGETS: Final[dict[str, Any]] = {
+    "/v1/runs": {"name": "run"},
+    "/v1/runs/run/lease": {"max_groups": 1},
+    "/v1/runs/run/ack": {"lease_id": "x"},
+    "/v1/runs/run/nack": {"lease_id": "x"},
+    "/v1/runs/run/extend": {"lease_id": "x", "seconds": 1},
+    "/v1/policy-version": {"version": 1},
+    "/v1/policy/pause": {"in_flight": "keep"},
+    "/v1/policy/resume": {},
+    "/v1/environments": {"name": "e", "env": "math"},
+    "/v1/environments/e/heartbeat": {},
+    "/v1/environments/e/groups": {},
+    "/v1/environments/e/known": {"group_ids": []},
+    "/register": REGISTRATION,
+    "/register-env": ENVIRONMENT,
+    "/disconnect-env": {"env_id": 0},
+    "/ack": {"lease_id": "x"},
+    "/scored_data": wire_group(),
+    "/scored_data_list": [wire_group()],
+}
+
+
+async def post_malformed(tmp_path: Path, *, one_in: int) -> None:
+    """Every body to one in so many targets, and every target gets some."""
+    async with busy_api(tmp_path) as api:
+        for turn, (path, good) in enumerate(TARGETS.items()):
+            bodies = list(malformed(json.dumps(good).encode()))
+            for body, headers in bodies[turn % one_in :: one_in]:
+                answer = await api.http.post(path, content=body, headers=headers)
+                check(answer, (path, headers, body[:80]))
+        for body, headers in [*malformed(b'{"env_id": 0}')][::one_in]:
+            answer = await api.http.request("GET", "/status-env", content=body, headers=headers)
+            check(answer, (headers, body[:80]))
+
+
+async def test_malformed_bodies_are_the_senders_fault(tmp_path: Path) -> None:
+    await post_malformed(tmp_path, one_in=6)
+
+
+@pytest.mark.slow
+async def test_all_malformed_bodies_are_the_senders_fault(tmp_path: Path) -> None:
+    await post_malformed(tmp_path, one_in=1)
+
+
+ODD_PATHS: Final = (
+    "/v1/runs/%00",
+    "/v1/runs/%ff",
+    "/v1/runs/..%2f..%2fetc",
+    "/v1/runs/" + "a" * 3000,
+    "/v1/groups/%00",
+    "/v1/groups/%f0%9f%98%80",
+    "/v1/groups/a%0d%0aset-cookie:x",
+    "/v1/groups?limit=1e9",
+    "/v1/groups?after=-1",
+    "/v1/groups?after=9999999999999999999999",
+    "/v1/groups?limit=0&limit=1",
+    "/v1/groups?after=%ff",
+    "//",
+    "/%2e%2e/",
+    "/v1//runs",
+    "/v1/runs/",
+    "/status/",
+    "/v1/environments/%00/heartbeat",
+    "/?%00",
+)
+
+
+async def test_odd_paths_and_methods(tmp_path: Path) -> None:
+    async with busy_api(tmp_path) as api:
+        for path in ODD_PATHS:
+            for method in ("GET", "POST", "DELETE"):
+                check(await api.http.request(method, path, content=b"{}"), (method, path))
+        for path in (*TARGETS, "/v1/groups", "/batch", "/healthz"):
+            for method in ("PUT", "PATCH", "DELETE", "OPTIONS", "HEAD", "TRACE", "BREW"):
+                check(await api.http.request(method, path), (method, path))
+
+
+# By values that nobody thought of
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@st.composite
+def spoiled(draw: Callable[[Any], Any]) -> tuple[str, bytes]:
+    """A path and a body: a good one of which fields are lost, changed or added, or any bytes."""
+    path = draw(st.sampled_from(sorted(TARGETS)))
+    good = TARGETS[path]
+    if draw(st.integers(0, 3)) == 0:
+        return path, draw(st.binary(max_size=60))
+    tree = dict(good[0] if isinstance(good, list) else good)
+    for name in draw(st.lists(st.sampled_from([*tree, "more"]), max_size=3)):
+        if draw(st.booleans()):
+            tree.pop(name, None)
+        else:
+            tree[name] = draw(VALUES)
+    return path, json.dumps([tree] if isinstance(good, list) else tree).encode()
+
+
+def spoil(url: str, examples: int) -> None:
+    with httpx.Client(base_url=url, timeout=30) as http:
+
+        @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(spoiled())
+        def ask(sent: tuple[str, bytes]) -> None:
+            path, body = sent
+            if b"wait_seconds" not in body:
+                check(http.post(path, content=body, headers={"content-type": JSON}), sent)
+
+        ask()
+
+
+async def test_values_that_nobody_thought_of(tmp_path: Path) -> None:
+    async with busy_api(tmp_path) as api:
+        await asyncio.to_thread(spoil, api.url, 40)
+
+
+@pytest.mark.slow
+async def test_many_values_that_nobody_thought_of(tmp_path: Path) -> None:
+    async with busy_api(tmp_path) as api:
+        await asyncio.to_thread(spoil, api.url, 10_000)
+
+
+# By rubbish on the socket
+
+LINE: Final = b"POST /v1/runs HTTP/1.1\r\nhost: localhost\r\n"
+RUBBISH: Final = (
+    b"\x00" * 100,
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"GET\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"\r\n" * 500,
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"GET  /  HTTP/1.1\r\n\r\n",
+    LINE + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}",
+    LINE + b"content-length: -1\r\n\r\n",
+    LINE + b"content-length: 99999999999999999999\r\n\r\n{}",
+    LINE + b"content-length: 1e3\r\n\r\n{}",
+    LINE + b"content-length: 0x2\r\n\r\n{}",
+    LINE + b"content-length: 2, 2\r\n\r\n{}",
+    LINE + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    LINE + b"transfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+    LINE + b"transfer-encoding: chunked\r\n\r\nffffffffffffffffff\r\n{}",
+    LINE + b"transfer-encoding: chunked\r\n\r\n2\r\n{}{}\r\n0\r\n\r\n",
+    LINE + b"transfer-encoding: chunked\r\n\r\n",
+    LINE + b"transfer-encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    LINE + b"transfer-encoding: x\r\n\r\n{}",
+    LINE + b"content-length: 2\r\n\r\n{}" + b"\xff\xfe rubbish" * 50,
+    LINE + b"content-length: 2\r\n\r\n{}" * 1 + (LINE + b"content-length: 2\r\n\r\n{}") * 30,
+    LINE + b"x\r\n\r\n",
+    LINE + b": y\r\n\r\n",
+    LINE + b"a b: c\r\n\r\n",
+    LINE + b"x: a\x00b\r\n\r\n",
+    LINE + b"x: a\r\n b\r\n\r\n",
+    b"POST http://evil.example/v1/runs HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n{}",
+    b"CONNECT localhost:1 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"GET * HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+    b"\r\n",
+    LINE + b"expect: 100-continue\r\ncontent-length: 5\r\n\r\n",
+    LINE + b"content-length: 5\r\n\r\n{}",
+    b"GET /v1/groups/\xff\xfe HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"GET /healthz HTTP/1.0\r\n\r\n",
+)
+
+
+async def test_rubbish_on_the_socket_ends_only_its_own_connection(tmp_path: Path) -> None:
+    async with busy_api(tmp_path) as api:
+        answers = await asyncio.gather(*(_answers(api.url, raw) for raw in RUBBISH))
+        for raw, answer in zip(RUBBISH, answers, strict=True):
+            assert b"HTTP/1.1 5" not in answer, (raw[:200], answer[:500])
+            assert b"Traceback" not in answer
+
+
+async def _answers(url: str, raw: bytes) -> bytes:
+    """All that comes back until nothing more does: the server hangs up, or waits for more."""
+    place = urlsplit(url)
+    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    try:
+        writer.write(raw)
+        async with asyncio.timeout(30):
+            with contextlib.suppress(ConnectionError):
+                return await reader.read()
+        return b""
+    finally:
+        writer.close()

@@ -1,0 +1,287 @@
+"""Streams of leases over real HTTP: windows, hang-ups, broken connections, a killed server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from envserver_clients.frames import Frames
+from envserver_clients.http import EnvClient, Retries, SyncEnvClient
+from envserver_clients.records import decode_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.api import Api, api_process, native_group, put_native, running_api, wire_group
+from support.commands import free_port
+from support.stores import group, noise
+
+from envserver import ConflictError, NotFoundError
+from envserver.store import open_store
+
+PATIENT = Retries(tries=40, first_pause_seconds=0.05, longest_pause_seconds=0.2)
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[Api]:
+    async with running_api(tmp_path / "store.db") as running:
+        await running.http.post("/v1/runs", json={"name": "run", "batch_size": 1})
+        yield running
+
+
+async def put(api: Api, *group_ids: str) -> None:
+    for group_id in group_ids:
+        await put_native(api.store, native_group(group_id))
+
+
+async def lease(api: Api, **body: Any) -> list[str]:
+    answer = await api.http.post("/v1/runs/run/lease", json=body)
+    return [group["group_id"] for group in answer.json()["groups"]] if answer.content else []
+
+
+async def close(api: Api, what: str, lease_id: str) -> None:
+    answer = await api.http.post(f"/v1/runs/run/{what}", json={"lease_id": lease_id})
+    assert answer.status_code == 204, answer.text
+
+
+class Listener:
+    """What one connection of server-sent events says."""
+
+    def __init__(self, lines: AsyncIterator[str]) -> None:
+        self._lines = lines
+
+    async def next(self) -> tuple[str, list[str]]:
+        """The id of the next lease and its groups."""
+        event: dict[str, str] = {}
+        async with asyncio.timeout(20):
+            async for line in self._lines:
+                name, _, value = line.partition(": ")
+                event[name] = value
+                if not line and "data" in event:
+                    lease = json.loads(event["data"])
+                    assert (event["event"], event["id"]) == ("lease", lease["lease_id"])
+                    return event["id"], [group["group_id"] for group in lease["groups"]]
+                if not line:
+                    event = {}
+        raise EOFError
+
+    async def is_silent(self) -> bool:
+        """Whether nothing comes for a while."""
+        waiting = asyncio.ensure_future(self.next())
+        await asyncio.wait({waiting}, timeout=0.3)
+        waiting.cancel()
+        return not waiting.done()
+
+
+@asynccontextmanager
+async def events(api: Api, *, last: str = "", **query: Any) -> AsyncIterator[Listener]:
+    headers = {"accept": "text/event-stream"} | ({"last-event-id": last} if last else {})
+    async with api.http.stream(
+        "GET", "/v1/runs/run/stream", params=query, headers=headers
+    ) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        yield Listener(answer.aiter_lines())
+
+
+async def test_events_come_as_far_as_the_window_reaches(api: Api) -> None:
+    async with events(api, window=2) as listener:
+        await put(api, "a", "b", "c", "d")
+        first, groups = await listener.next()
+        assert groups == ["a"]
+        assert (await listener.next())[1] == ["b"]
+        assert await listener.is_silent()
+    async with events(api, window=1) as another:
+        assert (await another.next())[1] == ["c"]
+        assert await another.is_silent()
+    await close(api, "ack", first)
+    assert await lease(api) == ["d"]
+
+
+async def test_an_ack_or_nack_makes_room(api: Api) -> None:
+    await put(api, "a", "b", "c")
+    await api.post("/scored_data", wire_group(2, 5))
+    async with events(api, window=1) as listener:
+        seen = []
+        for what in ("ack", "nack", "ack", "ack"):
+            lease_id, groups = await listener.next()
+            seen += groups
+            await close(api, what, lease_id)
+        assert seen == ["a", "b", "b", "c"]
+        assert len((await listener.next())[1]) == 1  # what was posted over the other wire
+
+
+async def test_who_connects_again_goes_on_behind_what_it_has_seen(api: Api) -> None:
+    await put(api, "a", "b", "c", "d")
+    async with events(api, window=3) as listener:
+        first, _ = await listener.next()
+        second, _ = await listener.next()
+        third, _ = await listener.next()
+    async with events(api, window=3, last=first) as again:
+        assert [await again.next(), await again.next()] == [(second, ["b"]), (third, ["c"])]
+        assert await lease(api) == ["d"]
+        async with events(api, window=3, last=second) as newest:
+            assert await newest.next() == (third, ["c"])
+            with pytest.raises(EOFError):  # the older connection of a stream ends
+                await again.next()
+
+
+async def test_a_client_that_hangs_up_keeps_its_leases_or_gives_them_back(api: Api) -> None:
+    await put(api, "a", "b")
+    async with events(api, window=1, on_hangup="keep") as keeping:
+        assert (await keeping.next())[1] == ["a"]
+    async with events(api, window=1, on_hangup="give_back") as giving:
+        assert (await giving.next())[1] == ["b"]
+    assert await lease(api, max_groups=9, wait_seconds=20) == ["b"]
+
+
+async def test_a_lease_that_expires_makes_room(api: Api) -> None:
+    await put(api, "a")
+    async with events(api, window=1, seconds=0.2) as listener:
+        first, groups = await listener.next()
+        second, again = await listener.next()
+        assert (groups, again) == (["a"], ["a"])
+        assert second > first
+
+
+async def test_no_stream_of_what_is_not_there(api: Api) -> None:
+    for path, status in (
+        ("/v1/runs/nobody/stream", 404),
+        ("/v1/runs/run/stream?window=0", 422),
+        ("/v1/runs/run/stream?stream=a.b", 422),
+        ("/v1/runs/run/stream?nothing=1", 422),
+    ):
+        answer = await api.http.get(path)
+        assert answer.status_code == status
+        assert answer.headers["content-type"] == "application/problem+json"
+    await api.post("/v1/runs/run/close", None)
+    async with EnvClient(api.url, run="other") as client:
+        await client.close_run()
+        with pytest.raises(ConflictError, match="closed"):
+            await anext(client.stream())
+    with pytest.raises(NotFoundError):
+        await anext(EnvClient(api.url, run="nobody").stream())
+
+
+@pytest.mark.parametrize("compress", [True, False])
+async def test_the_client_trains_while_the_next_batches_come(api: Api, compress: bool) -> None:
+    names = [f"g{number}" for number in range(6)]
+    await put(api, *names)
+    await api.post("/scored_data", wire_group(2, 5))
+    seen = []
+    async with EnvClient(api.url, run="run", batch_size=2, compress=compress) as client:
+        async for batch in client.stream(window=2, whole=False):
+            seen += [group.group_id for group in batch.groups]
+            assert all(len(row.tokens) > 2 for row in batch.rows)
+            await client.ack(batch)
+            if len(seen) == 7:
+                break
+        assert [batch async for batch in client.stream(idle_seconds=0.3)] == []
+    assert seen[:6] == names
+
+
+async def test_what_was_not_read_is_given_back(api: Api) -> None:
+    await put(api, "a", "b", "c")
+    async with EnvClient(api.url, run="run", batch_size=1) as client:
+        batches = client.stream(window=3)
+        assert [g.group_id for g in (await anext(batches)).groups] == ["a"]
+        while (await api.store.counts())["leased"] < 3:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        await batches.aclose()
+    assert await lease(api, max_groups=9, wait_seconds=20) == ["b", "c"]
+
+
+async def test_for_who_does_not_read_nothing_piles_up(api: Api) -> None:
+    """The server leases no more than it can send, however wide the window is."""
+    groups = [group(f"g{number}", noise(2**20, number)) for number in range(24)]
+    for one in groups:
+        await api.store.put([one])
+    async with api.http.stream("GET", "/v1/runs/run/stream?window=64") as answer:
+        assert answer.status_code == 200
+        leased = -1
+        while leased != (leased := (await api.store.counts())["leased"]):
+            await asyncio.sleep(0.5)
+        assert 0 < leased < len(groups)
+
+
+async def test_streams_without_asyncio(api: Api) -> None:
+    await put(api, "a", "b", "c")
+
+    def train() -> list[str]:
+        with SyncEnvClient(api.url, run="run", batch_size=1) as client:
+            seen = []
+            for batch in client.stream():
+                seen.append(batch.groups[0].group_id)
+                client.ack(batch)
+                if len(seen) == 3:
+                    break
+            assert list(client.stream(idle_seconds=0.3)) == []
+            return seen
+
+    assert await asyncio.to_thread(train) == ["a", "b", "c"]
+
+
+async def test_a_killed_server_costs_a_stream_nothing(tmp_path: Path) -> None:
+    names = [f"g{number}" for number in range(8)]
+    place, port = tmp_path / "store.db", free_port()
+    async with open_store(place) as store:
+        for name in names:
+            await put_native(store, native_group(name))
+    acked: list[str] = []
+    async with EnvClientAt(port) as client:
+        with api_process(place, port) as first:
+            await client.register()
+            batches = client.stream(window=3)
+            held = [await anext(batches), await anext(batches)]
+            await client.ack(held.pop(0))
+            acked.append("g0")
+            first.kill()
+        with api_process(place, port):
+            for _ in range(7):
+                batch = held.pop() if held else await anext(batches)
+                acked += [group.group_id for group in batch.groups]
+                await client.ack(batch)
+            await batches.aclose()
+    assert acked == names
+
+
+class EnvClientAt(EnvClient):
+    """A client of a server that is not there yet."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(f"http://127.0.0.1:{port}", run="run", batch_size=1, retries=PATIENT)
+
+    async def __aenter__(self) -> EnvClientAt:
+        return self
+
+
+@given(st.lists(st.binary(max_size=40), max_size=6), st.data())
+@settings(max_examples=20, deadline=None)
+def test_frames_come_out_however_the_stream_is_cut(
+    frames: list[bytes], data: st.DataObject
+) -> None:
+    stream = b"".join(len(frame).to_bytes(4, "big") + frame for frame in frames)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=5)))
+    reader = Frames("")
+    parts = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
+    assert [frame for part in parts for frame in reader.feed(part)] == frames
+
+
+async def test_a_binary_stream_can_be_read_by_anybody(api: Api) -> None:
+    await put(api, "a")
+    async with api.http.stream(
+        "GET", "/v1/runs/run/stream", headers={"accept-encoding": "identity"}
+    ) as answer:
+        assert answer.headers["content-type"] == "application/vnd.envserver.stream"
+        reader = Frames("")
+        async for part in answer.aiter_raw():
+            if found := [frame for frame in reader.feed(part) if frame]:
+                (only,) = decode_batch(found[0]).groups
+                assert only.rows[0].tokens.tolist() == [1, 2, 3, 4, 5]
+                return
+    raise httpx.ReadError("the stream ended")

@@ -1,0 +1,317 @@
+"""The native trainer API over real HTTP: runs, leases, policy versions, health, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from envserver_records.errors import ConfigError, StoreError, StoreFull
+from envserver_records.records import Group, unpack
+from fastapi import FastAPI
+from support.api import KEYS, Api, native_group, put_native, running_api, wire_group
+
+from envserver.api.server import serve_api
+
+MSGPACK = "application/vnd.envserver.groups+msgpack"
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[Api]:
+    async with running_api(tmp_path / "store.db") as running:
+        await running.http.post("/v1/runs", json={"name": "run", "batch_size": 2})
+        yield running
+
+
+async def put(api: Api, *group_ids: str) -> None:
+    for group_id in group_ids:
+        await put_native(api.store, native_group(group_id))
+
+
+async def lease(api: Api, **body: Any) -> list[str]:
+    answer = await api.http.post("/v1/runs/run/lease", json=body)
+    if answer.status_code == 204:
+        return []
+    assert answer.status_code == 200, answer.text
+    return [group["group_id"] for group in answer.json()["groups"]]
+
+
+def problem(answer: httpx.Response, status: int) -> Any:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    body = answer.json()
+    assert {"type", "title", "status", "detail"} <= set(body)
+    assert body["status"] == status
+    return body
+
+
+async def test_runs_are_created_once_and_resumed(api: Api) -> None:
+    body = {"name": "other", "batch_size": 4, "settings": {"lr": 0.1}}
+    created = await api.http.post("/v1/runs", json=body)
+    assert created.status_code == 201
+    again = await api.http.post("/v1/runs", json=body)
+    assert (again.status_code, again.json()) == (200, created.json())
+    changed = await api.http.post("/v1/runs", json={"name": "other", "batch_size": 8})
+    assert changed.json() == created.json() | {"batch_size": 8}
+    assert await api.get("/v1/runs/other") == changed.json()
+    names = [run["name"] for run in (await api.get("/v1/runs"))["runs"]]
+    assert {"run", "other"} <= set(names)
+    problem(await api.http.get("/v1/runs/nobody"), 404)
+    problem(await api.http.post("/v1/runs", json={"name": "atropos"}), 409)
+    for name in ("", "a/b", "x" * 200, 5):
+        problem(await api.http.post("/v1/runs", json={"name": name}), 422)
+
+
+async def test_lease_ack_and_nack(api: Api) -> None:
+    await put(api, "a", "b", "c")
+    first = (await api.http.post("/v1/runs/run/lease", json={})).json()
+    assert [group["group_id"] for group in first["groups"]] == ["a", "b"]
+    assert await lease(api) == ["c"]
+    assert await lease(api) == []
+    nack = {"lease_id": first["lease_id"]}
+    assert (await api.http.post("/v1/runs/run/nack", json=nack)).status_code == 204
+    problem(await api.http.post("/v1/runs/run/ack", json=nack), 409)
+    second = (await api.http.post("/v1/runs/run/lease", json={"max_groups": 1})).json()
+    assert [group["group_id"] for group in second["groups"]] == ["a"]
+    ack = {"lease_id": second["lease_id"]}
+    for _ in range(2):
+        assert (await api.http.post("/v1/runs/run/ack", json=ack)).status_code == 204
+    assert await lease(api, max_groups=9) == ["b"]
+    problem(await api.http.post("/v1/runs/run/ack", json={"lease_id": "none"}), 404)
+    problem(await api.http.post("/v1/runs/nobody/lease", json={}), 404)
+
+
+async def test_leases_expire_and_can_be_extended(api: Api) -> None:
+    await put(api, "a", "b")
+    kept, short = [
+        (
+            await api.http.post("/v1/runs/run/lease", json={"max_groups": 1, "seconds": seconds})
+        ).json()
+        for seconds in (600, 0.2)
+    ]
+    body = {"lease_id": kept["lease_id"], "seconds": 1200}
+    extended = await api.http.post("/v1/runs/run/extend", json=body)
+    assert extended.json()["expires_at"] > kept["expires_at"] + 500
+    assert await lease(api, wait_seconds=20) == ["b"]
+    problem(await api.http.post("/v1/runs/run/ack", json={"lease_id": short["lease_id"]}), 409)
+
+
+async def test_a_lease_waits_for_groups(api: Api) -> None:
+    waiting = asyncio.create_task(lease(api, min_groups=2, wait_seconds=30))
+    await put(api, "a")
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await put(api, "b")
+    assert await waiting == ["a", "b"]
+    assert await lease(api, wait_seconds=0.05) == []
+
+
+async def test_a_client_that_went_away_takes_nothing(api: Api) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        body = {"wait_seconds": 30}
+        await api.http.post("/v1/runs/run/lease", json=body, timeout=0.3)
+    await put(api, "a")
+    assert await lease(api, wait_seconds=5) == ["a"]
+
+
+async def test_a_lease_as_messagepack_holds_bodies_as_stored(api: Api) -> None:
+    await put(api, "a")
+    await api.post("/scored_data", wire_group(2, 5))
+    answer = await api.http.post("/v1/runs/run/lease", json={}, headers={"accept": MSGPACK})
+    assert answer.headers["content-type"] == MSGPACK
+    native, posted = msgspec.msgpack.decode(answer.content)["groups"]
+    assert (native["format"], native["env"]) == ("group", "math")
+    assert unpack(native["body"], Group).group_id == "a"
+    assert posted["format"] == "atropos"
+    assert list(json.loads(posted["body"])) == KEYS
+
+
+async def test_a_lease_as_json_has_the_keys_of_the_wire(api: Api) -> None:
+    await put(api, "a")
+    answer = await api.http.post("/v1/runs/run/lease", json={})
+    (group,) = answer.json()["groups"]
+    assert list(group["group"]) == KEYS
+    assert group["group"]["masks"] == [[-100, -100, 3, 4, 5]] * 2
+
+
+async def test_groups_are_listed_and_read_without_being_leased(api: Api) -> None:
+    await put(api, "a", "math/b", "c")
+    await api.post("/scored_data", wire_group(2, 5))
+    before = await api.store.counts()
+    first = await api.get("/v1/groups?limit=2")
+    assert [group["group_id"] for group in first["groups"]] == ["a", "math/b"]
+    rest = await api.get(f"/v1/groups?after={first['next']}")
+    assert [group["format"] for group in rest["groups"]] == ["group", "atropos"]
+    assert rest["next"] is None
+    assert rest["groups"][0] | {"seq": 0, "created_at": 0} == {
+        "seq": 0, "group_id": "c", "env": "math", "format": "group", "size": 2, "tokens": 10,
+        "max_length": 5, "policy_version": 7, "env_id": None, "state": "queued", "created_at": 0,
+    }  # fmt: skip
+    assert (await api.get("/v1/groups/a"))["group"]["masks"] == [[-100, -100, 3, 4, 5]] * 2
+    answer = await api.http.get(
+        "/v1/groups/math%2Fb", headers={"accept": "application/vnd.envserver.group+msgpack"}
+    )
+    assert answer.headers["content-type"] == "application/vnd.envserver.group+msgpack"
+    assert unpack(msgspec.msgpack.decode(answer.content)["body"], Group).group_id == "math/b"
+    assert await api.store.counts() == before
+    problem(await api.http.get("/v1/groups/none"), 404)
+    for query in ("limit=0", "limit=x", "after=-1", f"after={2**64}"):
+        body = problem(await api.http.get(f"/v1/groups?{query}"), 422)
+        assert body["errors"][0]["loc"] == ["query", query.partition("=")[0]]
+
+
+async def test_policy_versions_go_up_and_survive(tmp_path: Path) -> None:
+    seen: list[int] = []
+    place = tmp_path / "store.db"
+    async with running_api(place, on_policy_version=seen.append) as api:
+        assert await api.get("/v1/policy-version") == {"version": -1}
+        for version in (0, 3, 3):
+            answer = await api.post("/v1/policy-version", {"version": version})
+            assert answer == {"version": version}
+        assert problem(await api.http.post("/v1/policy-version", json={"version": 2}), 409)
+        for bad in (-1, 1.5, "4", None, True, 2**40):
+            problem(await api.http.post("/v1/policy-version", json={"version": bad}), 422)
+    assert seen == [0, 3]
+    async with running_api(place, on_policy_version=seen.append) as api:
+        assert await api.get("/v1/policy-version") == {"version": 3}
+    assert seen == [0, 3, 3]
+
+
+async def test_errors_name_the_place(api: Api) -> None:
+    answer = await api.http.post("/v1/runs/run/lease", json={"max_groups": 0, "more": 1})
+    body = problem(answer, 422)
+    assert {tuple(error["loc"]) for error in body["errors"]} == {
+        ("body", "max_groups"),
+        ("body", "more"),
+    }
+    for content in (b"", b"{", b"[]", b'{"min_groups": 3, "max_groups": 2}'):
+        problem(await api.http.post("/v1/runs/run/lease", content=content), 422)
+    problem(await api.http.post("/v1/runs/run/lease", content=b'"\xff"'), 400)
+    problem(await api.http.get("/v1/nothing"), 404)
+    problem(await api.http.delete("/v1/runs"), 405)
+
+
+async def test_status_and_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_api(tmp_path / "s.db", status=lambda: {"rollouts": 5}) as api:
+        await api.post("/scored_data", wire_group())
+        status = await api.get("/v1/status")
+        assert status["server"] == {"rollouts": 5}
+        assert status["groups"]["queued"] == 1
+        assert status["policy_version"] == -1
+        assert (await api.get("/healthz"))["status"] == "ok"
+        assert (await api.get("/readyz"))["parts"]["store"]["state"] == "ready"
+
+        async def get_value(key: str) -> None:
+            raise StoreError("The disk is gone.")
+
+        monkeypatch.setattr(api.store, "get_value", get_value)
+        assert (await api.get("/healthz"))["status"] == "ok"
+        assert "The disk is gone." in problem(await api.http.get("/readyz"), 503)["detail"]
+
+
+async def test_the_document_describes_every_route(api: Api) -> None:
+    paths = (await api.get("/openapi.json"))["paths"]
+    assert {"/v1/runs/{run}/lease", "/v1/policy-version", "/scored_data", "/healthz"} <= set(paths)
+    body = paths["/v1/runs/{run}/lease"]["post"]["requestBody"]["content"]["application/json"]
+    assert "wait_seconds" in body["schema"]["properties"]
+    listing = paths["/v1/groups"]["get"]["parameters"]
+    assert {(one["name"], one["schema"]["default"]) for one in listing} == {
+        ("after", 0),
+        ("limit", 100),
+    }
+    content = paths["/v1/groups/{group_id}"]["get"]["responses"]["200"]["content"]
+    assert {"application/vnd.envserver.group+msgpack", "application/json"} == set(content)
+
+
+async def test_the_document_says_what_each_route_of_a_trainer_answers(api: Api) -> None:
+    paths = (await api.get("/openapi.json"))["paths"]
+    ours = ("/v1/runs", "/v1/groups", "/v1/policy-version", "/v1/status")
+    routes = {
+        f"{method} {path}": route
+        for path, methods in paths.items()
+        for method, route in methods.items()
+        if path.startswith(ours)
+    }
+    assert {"post /v1/runs/{run}/close", "get /v1/runs/{run}/stream"} <= set(routes)
+    for name, route in routes.items():
+        assert route["description"], name
+        good = [answer for status, answer in route["responses"].items() if status < "300"]
+        assert good, name
+        assert all("schema" in one for a in good for one in a.get("content", {}).values()), name
+        for status, answer in route["responses"].items():
+            if status >= "400":
+                assert set(answer["content"]) == {"application/problem+json"}, (name, status)
+        if name.startswith("post") and not name.endswith("/close"):
+            assert "requestBody" in route, name
+            assert {"400", "413", "422", "503"} <= set(route["responses"]), name
+    stream = routes["get /v1/runs/{run}/stream"]
+    assert set(stream["responses"]["200"]["content"]) == {
+        "application/vnd.envserver.stream",
+        "text/event-stream",
+    }
+    assert {"window", "on_hangup", "max_tokens"} <= {one["name"] for one in stream["parameters"]}
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.168.1.1", "example.org"])
+async def test_nobody_beyond_this_machine_is_let_in(api: Api, host: str) -> None:
+    with pytest.raises(ConfigError, match="tokens"):
+        await serve_api(httpx.ASGITransport, host, 0)  # type: ignore[arg-type]
+
+
+async def test_a_port_that_is_taken_is_named(api: Api) -> None:
+    port = int(api.url.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=str(port)):
+        await serve_api(httpx.ASGITransport, "127.0.0.1", port)  # type: ignore[arg-type]
+
+
+async def test_what_an_application_raises_at_its_start_reaches_the_caller(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    @asynccontextmanager
+    async def full(app: FastAPI) -> AsyncIterator[None]:
+        raise StoreFull("No space.")
+        yield
+
+    with pytest.raises(StoreFull, match="No space"):
+        await serve_api(FastAPI(lifespan=full), "127.0.0.1", 0)
+    assert not caplog.records  # no traceback in anybody's face
+
+
+async def test_a_start_that_is_cancelled_ends_the_application() -> None:
+    seen: list[str] = []
+    starting = asyncio.Event()
+
+    @asynccontextmanager
+    async def watched(app: FastAPI) -> AsyncIterator[None]:
+        seen.append("started")
+        starting.set()
+        try:
+            yield
+        finally:
+            seen.append("ended")
+
+    serving = asyncio.create_task(serve_api(FastAPI(lifespan=watched), "127.0.0.1", 0))
+    await starting.wait()
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    assert seen == ["started", "ended"]
+
+
+async def test_a_page_of_another_site_may_look_and_not_touch(api: Api) -> None:
+    foreign = {"sec-fetch-site": "cross-site", "content-type": "text/plain"}
+    for answer in (
+        await api.http.post("/v1/policy-version", content=b'{"version": 3}', headers=foreign),
+        await api.http.post("/scored_data", json=wire_group(2, 1), headers=foreign),
+        await api.http.get("/reset_data", headers=foreign),
+        await api.http.get("/batch", headers=foreign),
+    ):
+        assert answer.status_code == 403
+    assert (await api.http.get("/v1/status", headers=foreign)).status_code == 200
+    assert (await api.get("/v1/policy-version"))["version"] == -1

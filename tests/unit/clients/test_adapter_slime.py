@@ -1,0 +1,84 @@
+"""What slime gets of a rollout: its published `Sample`, filled."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from envserver_clients.adapters.completions import completions_of
+from envserver_clients.adapters.slime import generate, samples_of
+from envserver_records.records import Trajectory
+from hypothesis import given, settings
+from support.trajectories import sequence, trajectories, trajectory
+
+from envserver import ConfigError, InputError
+
+
+class Status(enum.Enum):
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass
+class Sample:
+    """Fields of slime's own that a generate function reads or fills, as published."""
+
+    group_index: int | None = None
+    index: int | None = None
+    rollout_id: int | None = None
+    prompt: str = ""
+    tokens: list[int] = field(default_factory=list)
+    response: str = ""
+    response_length: int = 0
+    label: str | None = None
+    reward: float | None = None
+    loss_mask: list[int] | None = None
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    remove_sample: bool = False
+    status: Status = Status.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    Status = Status
+
+
+@settings(max_examples=40, deadline=None)
+@given(trajectories())
+def test_samples_are_rows(made: Trajectory) -> None:
+    asked = Sample(group_index=4, index=9, prompt="1+1?", label="2", metadata={"task_id": "t"})
+    before = dataclasses.replace(asked)
+    samples = samples_of(made, asked)
+    assert asked == before
+    rows = completions_of(made)
+    for sample, row in zip(samples, rows, strict=True):
+        assert sample.tokens == row.prompt_ids + row.completion_ids
+        assert sample.response_length == len(sample.loss_mask) == len(sample.rollout_log_probs)
+        assert sample.tokens[-sample.response_length :] == row.completion_ids
+        assert (sample.loss_mask, sample.rollout_log_probs) == (row.mask, row.logprobs)
+        assert sample.reward == made.score.reward
+        assert (sample.index, sample.group_index, sample.label) == (9, 4, "2")
+        cut = (sample.status is Status.TRUNCATED, sample.remove_sample)
+        assert cut == (made.truncated, made.truncated)
+    assert {sample.rollout_id for sample in samples} == ({9} if len(samples) > 1 else {None})
+
+
+def test_a_sample_says_what_was_answered_and_by_which_weights() -> None:
+    (sample,) = samples_of(trajectory("r", sequence([1, 2, 3, 4], [0, 1, 0, 1])), Sample())
+    assert (sample.response, sample.weight_versions) == ("2", ["3"])
+    assert (sample.loss_mask, sample.rollout_log_probs) == ([1, 0, 1], [-0.25, 0.0, -0.5])
+
+
+async def test_what_is_not_named_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ENVSERVER_URL", raising=False)
+    with pytest.raises(ConfigError, match="No server is named"):
+        await generate(SimpleNamespace(), Sample(), {})
+    with pytest.raises(InputError, match="no environment in metadata"):
+        args = SimpleNamespace(envserver_url="http://127.0.0.1:1")
+        await generate(args, Sample(metadata={"task_id": "t"}), {})

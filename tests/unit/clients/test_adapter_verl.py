@@ -1,0 +1,68 @@
+"""What verl gets of a rollout. Against verl itself: `test_adapters_real.py`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from envserver_clients.adapters.completions import completions_of
+from envserver_clients.adapters.verl import EnvserverLoop, Rows, outputs_of
+from envserver_records.records import Trajectory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.trajectories import sequence, trajectories, trajectory
+
+from envserver import InputError
+
+FORKED = trajectory("r", sequence([1, 2, 3], [0, 1, 0]), sequence([1, 4, 5, 6], [0, 1, 0, 1]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(trajectories(), st.integers(1, 12), st.sampled_from(["one", "all"]))
+def test_every_list_has_the_length_of_the_response(
+    made: Trajectory, length: int, rows: Rows
+) -> None:
+    rowed = completions_of(made)
+    outputs = outputs_of(made, rows, prompt_length=12, response_length=length)
+    assert len(outputs) == (len(rowed) if rows == "all" else 1)
+    for output in outputs:
+        response, mask = output["response_ids"], output["response_mask"]
+        row = next(
+            one
+            for one in rowed
+            if one.prompt_ids == output["prompt_ids"] and one.completion_ids[:length] == response
+        )
+        assert len(response) == len(mask) == len(output["response_logprobs"]) <= length
+        assert mask == ([0] * len(mask) if made.truncated else row.mask[:length])
+        logprobs = zip(output["response_logprobs"], row.logprobs, mask, strict=False)
+        assert all(given == (one if trained else 0.0) for given, one, trained in logprobs)
+        assert output["reward_score"] == made.score.reward
+
+
+def test_a_forked_history_is_its_richest_row_or_all_rows() -> None:
+    (one,) = outputs_of(FORKED, "one", prompt_length=9, response_length=9)
+    assert (one["prompt_ids"], one["response_ids"]) == ([1], [4, 5, 6])
+    assert one["response_mask"] == [1, 0, 1]
+    assert one["response_logprobs"] == [-0.25, 0.0, -0.5]
+    assert one["extra_fields"]["min_global_steps"] == 3
+    rows = outputs_of(FORKED, "all", prompt_length=9, response_length=9)
+    assert [row["response_ids"] for row in rows] == [[2], [4, 5, 6]]
+
+
+def test_a_prompt_that_is_too_long_is_not_cut() -> None:
+    long = trajectory("r", sequence([1, 2, 3], [0, 0, 1]))
+    with pytest.raises(InputError, match="2 tokens is longer than 1") as caught:
+        outputs_of(long, "one", prompt_length=1, response_length=9)
+    assert "max_prompt_length" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("row", "lacks"), [({}, "task_id"), ({"extra_info": {"task_id": "t"}}, "environment")]
+)
+async def test_a_row_that_names_no_task_is_told(row: dict[str, Any], lacks: str) -> None:
+    lengths = SimpleNamespace(prompt_length=9, response_length=9)
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=lengths))
+    loop = EnvserverLoop(SimpleNamespace(config=config), url="http://127.0.0.1:1", tools=None)
+    with pytest.raises(InputError, match=f"no {lacks} in extra_info"):
+        await loop.run({}, **row)

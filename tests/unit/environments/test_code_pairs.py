@@ -1,0 +1,297 @@
+"""The environment `code` with tests that are inputs and outputs: of programs, and of functions."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import pickle
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from envserver_environments.code.agent import Workbench
+from envserver_environments.code.demonstrations import fenced
+from envserver_environments.code.env import Code
+from envserver_environments.code.extraction import extract_code
+from envserver_environments.code.pair_rows import read_pairs
+from envserver_environments.code.programs import same_lines
+from envserver_environments.code.prompts import question
+from envserver_environments.code.running import SPEC
+from support.code_house import code
+from support.commands import envserver, read_jsonl
+
+from envserver import ConfigError, InputError, Result
+
+SUM = "print(sum(map(int, input().split())))"
+INPUTS, OUTPUTS = ["1 2\n", "3 4 5\n", "-1 1\n", "7\n"], ["3\n", "12\n", "0\n", "7\n"]
+PAIRS = [{"input": i, "output": o} for i, o in zip(INPUTS, OUTPUTS, strict=True)]
+TEXT = "Add the numbers of a line."
+
+
+def packed(tests: list[dict[str, str]]) -> str:
+    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests)))).decode()
+
+
+APPS = {
+    "question": TEXT, "solutions": json.dumps([SUM]), "starter_code": "",
+    "input_output": json.dumps({"inputs": INPUTS, "outputs": OUTPUTS}),
+}  # fmt: skip
+TESTS = {"instruction": TEXT, "tests": PAIRS, "code": SUM}
+CASES = {
+    "question_title": "Sum", "question_content": TEXT, "starter_code": "", "metadata": "{}",
+    "public_test_cases": json.dumps([{**pair, "testtype": "stdin"} for pair in PAIRS[:2]]),
+    "private_test_cases": packed(PAIRS[2:]), "code": SUM,
+}  # fmt: skip
+CONTESTS = {
+    "name": "1_A. Sum", "description": TEXT, "time_limit": {"seconds": 2, "nanos": 500_000_000},
+    "public_tests": {"input": INPUTS[:2], "output": OUTPUTS[:2]},
+    "private_tests": {"input": INPUTS[2:3], "output": OUTPUTS[2:3]},
+    "generated_tests": {"input": INPUTS[3:], "output": OUTPUTS[3:]},
+    "solutions": {"language": [2, 3], "solution": ["int main() {}", SUM]},
+}  # fmt: skip
+ROWS: dict[str, dict[str, Any]] = {
+    "apps": APPS,
+    "apps, no JSON": {**APPS, "input_output": {"inputs": INPUTS, "outputs": OUTPUTS}},
+    "tests": TESTS, "tests as JSON": {**TESTS, "tests": json.dumps(PAIRS)},
+    "cases": CASES, "contests": CONTESTS,
+    "lines one by one": {
+        **APPS, "input_output": {"inputs": [["1 2"], ["4", ""]], "outputs": [["3"], ["4", ""]]},
+        "tests": [], "solutions": [SUM, "print(0)"],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+async def test_rows_of_programs_become_tasks_that_only_a_solution_solves(name: str) -> None:
+    async with code() as env:
+        task = env.task_from_row(ROWS[name])
+        assert task.public["entry_point"] == ""
+        if "lines" not in name:
+            assert (task.public["tests"], task.hidden["tests"]) == (PAIRS[:2], PAIRS[2:])
+        assert task.hidden["code"] == SUM
+        for program, reward in ((SUM, 1.0), (f"{SUM}\nprint(1)", 0.0), ("print(3)", 0.0)):
+            assert (await env.score(task, Result(output=fenced(program)))).reward == reward
+
+
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "apps": {
+        "question": TEXT, "solutions": ["def add(a, b): return a + b"],
+        "input_output": {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]},
+    },
+    "cases": {
+        "question_content": TEXT, "metadata": json.dumps({"func_name": "add"}),
+        "starter_code": "class Solution:\n    def add(self, a: int, b: int) -> int:",
+        "public_test_cases": [{"input": "1\n2", "output": "3", "testtype": "functional"}],
+        "private_test_cases": [{"input": "3\n4", "output": "7", "testtype": "functional"}],
+    },
+    "tests": {
+        "question": TEXT, "fn_name": "add",
+        "tests": [{"input": [1, 2], "output": 3}, {"input": [3, 4], "output": 7}],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+async def test_rows_that_name_a_function_are_calls(name: str) -> None:
+    async with code() as env:
+        task = env.task_from_row(FUNCTIONS[name])
+        assert task.public["tests"] == ["assert close(add(*[1, 2]), 3)"]
+        assert task.hidden["tests"] == ["assert close(add(*[3, 4]), 7)"]
+        hint = ": List[int]" if name == "cases" else ""
+        method = f"class Solution:\n    def add(self, a{hint}, b): return a + b"
+        programs = {"def add(a, b): return a + b": 1.0, method: 1.0, "def add(a, b): return 3": 0.0}
+        for program, reward in programs.items():
+            assert (await env.score(task, Result(output=fenced(program)))).reward == reward
+        if name == "cases":
+            assert "class Solution" in question(task.public, "single", "0")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"input_output": "{"}, {"input_output": {"inputs": ["1"], "outputs": []}},
+        {"input_output": []}, {"input_output": {"fn_name": "no name", "inputs": [], "outputs": []}},
+        {"input_output": {"inputs": [], "outputs": []}}, {"question": ""},
+    ],
+)  # fmt: skip
+def test_rows_that_are_no_pairs_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        Code().task_from_row({**APPS, **change})
+
+
+def test_packed_tests_run_no_code() -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (Path("/tmp/never"),))
+
+    for content in (pickle.dumps(Evil()), pickle.dumps([1]), b"no pickle", b""):
+        text = base64.b64encode(zlib.compress(content)).decode()
+        with pytest.raises(InputError):
+            read_pairs({**CASES, "private_test_cases": text})
+    assert not Path("/tmp/never").exists()
+
+
+def test_tests_are_bounded_and_each_is_there_once() -> None:
+    large = [{"input": str(n) * 10_000, "output": "x"} for n in range(100)]
+    found = read_pairs(
+        {**TESTS, "tests": [*PAIRS, *PAIRS, *large, {"input": "9" * 2**21, "output": ""}]}
+    )
+    assert (len(found.tests), found.visible, found.left_out) == (40, 20, 69)
+    assert read_pairs(CONTESTS).seconds == 2.5
+    assert read_pairs({**TESTS, "time_limit": 3}).seconds == 3.0
+
+
+@pytest.mark.parametrize(
+    ("printed", "wanted", "same"),
+    [
+        (b"1\n2\n", "1\n2", True), (b"1 \r\n2", "1\n2\n\n", True), (b"1\n2\n\n \n", "1\n2\n", True),
+        (b"1\n\n2", "1\n2", False), (b" 1", "1", False), (b"1 2", "1\n2", False),
+        (b"YES", "Yes", False), (b"", "\n", True), (b"\xff", "\xff", False), (b"1.0", "1", False),
+        ("\u00e4".encode(), "\u00e4", True), (b"1\x00", "1", False),
+    ],
+)  # fmt: skip
+def test_lines_are_compared_but_for_blanks_at_ends(printed: bytes, wanted: str, same: bool) -> None:
+    assert same_lines(printed, wanted) is same
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (f"```python\n{SUM}\n```\nIt prints:\n```\n3\n```", f"{SUM}\n"),
+        (f"```\n{SUM}\n```\nRun it:\n```bash\npython a.py\n```", f"{SUM}\n"),
+        (f"```python\nx = 1\n```\n```python\n{SUM}\n```", f"{SUM}\n"),
+        (f"```python\n{SUM}\n```\n```python\n# the end\n```", f"{SUM}\n"),
+        (f"```python\n{SUM}\n```\n```python\nfor x in\n```", f"{SUM}\n"),
+        ("```cpp\nint main() {}\n```", "int main() {}\n"),
+        (SUM, None),
+    ],
+)
+def test_the_program_of_an_answer_is_found(text: str, found: str | None) -> None:
+    assert extract_code(text, "") == found
+
+
+# Name, program, share of the four pairs above that it passes.
+PROGRAMS: list[tuple[str, str, float]] = [
+    ("a main", f"def main():\n    {SUM}\n\nif __name__ == '__main__':\n    main()", 1.0),
+    ("all of stdin", "import sys\nprint(sum(map(int, sys.stdin.read().split())))", 1.0),
+    ("lines", "import sys\nfor line in sys.stdin: print(sum(map(int, line.split())))", 1.0),
+    ("bytes", "import os, sys\nxs = map(int, sys.stdin.buffer.read().split())\n"
+     "os.write(1, str(sum(xs)).encode())", 1.0),
+    ("descriptor 0", "print(sum(map(int, open(0).read().split())))", 1.0),
+    ("exit()", f"{SUM}\nexit()", 1.0),
+    ("sys.exit(0)", f"import sys\n{SUM}\nsys.exit(0)", 1.0),
+    ("says something on stderr", f"import sys\nprint('hm', file=sys.stderr)\n{SUM}", 1.0),
+    ("warns and logs", f"import logging, warnings\nwarnings.warn('x')\nlogging.error('y')\n{SUM}",
+     1.0),
+    ("a deep recursion in a thread", "import sys, threading\nsys.setrecursionlimit(10 ** 6)\n"
+     "threading.stack_size(64 * 2 ** 20)\ndef add(xs): return xs[0] + add(xs[1:]) if xs else 0\n"
+     "def main(): print(add([0] * 5000 + list(map(int, input().split()))))\n"
+     "t = threading.Thread(target=main)\nt.start()\nt.join()", 1.0),
+    ("globals and classes", "from dataclasses import dataclass\n@dataclass\nclass N:\n    x: int\n"
+     "total = 0\ndef add(n):\n    global total\n    total += n.x\nfor x in input().split():\n"
+     "    add(N(int(x)))\nprint(total)", 1.0),
+    ("asyncio", "import asyncio\nasync def main(): print(sum(map(int, input().split())))\n"
+     "asyncio.run(main())", 1.0),
+    ("status 1", f"{SUM}\nraise SystemExit(1)", 0.0),
+    ("fails for one", f"a = input()\nassert a != '7'\n{SUM.replace('input()', 'a')}", 0.75),
+    ("hangs for one", f"a = input()\nwhile a == '-1 1': pass\n{SUM.replace('input()', 'a')}", 0.75),
+    ("waits for more input", f"{SUM}\ninput()", 0.0),
+    ("no Python", "print(", 0.0),
+    ("too much behind it", f"{SUM}\nprint(' ' * (1 << 22))", 0.0),
+]  # fmt: skip
+
+
+async def test_programs_get_the_share_of_tests_that_they_pass() -> None:
+    async with code() as env:
+        task = env.task_from_row(TESTS)
+
+        async def share(program: str) -> float:
+            score = await env.score(task, Result(output=fenced(program)))
+            assert score.reward == float(score.components["fraction"] == 1.0)
+            return score.components["fraction"]
+
+        shares = await asyncio.gather(*(share(program) for _, program, _ in PROGRAMS))
+    got = {name: found for (name, *_), found in zip(PROGRAMS, shares, strict=True)}
+    assert got == {name: wanted for name, _, wanted in PROGRAMS}
+
+
+async def test_no_cheat_is_rewarded() -> None:
+    async with code() as env:
+        task = env.task_from_row(TESTS)
+        known = list(env.known_results(task))
+        assert len(known) > 20
+
+        scores = await asyncio.gather(*(env.score(task, one.result) for one in known))
+        wrong = [
+            (one.name, score.reward)
+            for one, score in zip(known, scores, strict=True)
+            if score.reward is None or not one.least <= score.reward <= one.most
+        ]
+        assert wrong == []
+
+
+async def test_slow_programs_take_bounded_time() -> None:
+    tests = [{"input": str(n), "output": str(n)} for n in range(30)]
+    async with code() as env:
+        task = env.task_from_row({**TESTS, "tests": tests, "time_limit": 1})
+        async with asyncio.timeout(20):
+            endless = Result(output=fenced("while True: pass"))
+            assert (await env.score(task, endless)).reward == 0.0
+
+
+async def test_rows_of_a_file_are_tasks_and_bad_ones_are_counted(tmp_path: Path) -> None:
+    wrong = [{"input": "1", "output": "2"}, {"input": "2", "output": "3"}]
+    same = [{"input": "1 2", "output": "3"}, {"input": "3", "output": "3\n"}]
+    rows = [
+        TESTS, {**TESTS, "question": TEXT, "instruction": "Wrong."},
+        {**TESTS, "instruction": "Always the same.", "tests": same},
+        {**TESTS, "instruction": "Fails.", "tests": wrong}, {**TESTS, "tests": PAIRS[:1]},
+    ]  # fmt: skip
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    async with code(data_set="pairs", data_path=path) as env:
+        assert [task.id for task in env.tasks("train")] == ["pairs-0", "pairs-1"]
+        assert dict(env.dropped) == {
+            "A program that always gives the same passes its tests.": 1,
+            "the reference fails its own tests": 1,
+            "The row has fewer than two tests.": 1,
+        }
+    with pytest.raises(ConfigError, match="file"):
+        next(Code(Code.Config(data_set="pairs", check_references=False)).tasks("train"))
+
+
+async def test_tools_and_prompts_show_the_visible_pairs_only() -> None:
+    async with code() as env:
+        task = env.task_from_row(TESTS)
+        asked = question(task.public, "single", "1")
+        assert "Input:\n```\n1 2\n```\nOutput:\n```\n3\n```" in asked
+        assert "3 4 5" not in asked and "named" not in asked and "standard input" in asked
+        async with env.sandboxes.open(SPEC) as sandbox:
+            bench = Workbench(task.without_hidden(), sandbox)
+            run = bench.tools["run_tests"].function
+            assert (await run(code=SUM)).startswith("2 of 2 visible tests passed.")
+            told = await run(code="print(input()[5])")
+        assert told.startswith("0 of 2") and "IndexError" in told and "'5\\n'" not in told
+        assert "-1 1" not in told
+
+
+def test_answers_to_rows_are_scored_by_the_command(tmp_path: Path) -> None:
+    function = {"instruction": "Square it.", "entry_point": "f", "testcase": ["assert f(3) == 9"]}
+    rows = [
+        {"task": TESTS, "response": f"So:\n{fenced(SUM)}"},
+        {"task": TESTS, "response": SUM},
+        {"task": function, "response": fenced("def f(x): return x * x")},
+        {"task": "sample-strings-01", "response": fenced("def initials(name): return ''")},
+        {"task": function, "messages": [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": fenced("def f(x): return x ** 2")},
+        ]},
+    ]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = "score --env code --input rows.jsonl --output scores.jsonl"
+    ran = envserver(*words.split(), folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    scored = read_jsonl(tmp_path / "scores.jsonl")
+    assert [row["reward"] for row in scored] == [1.0, 0.0, 1.0, 0.0, 1.0]

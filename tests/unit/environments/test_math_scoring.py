@@ -1,0 +1,233 @@
+"""The environment `math`: what it takes for a right answer."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from envserver_environments.answers import choice_index, last_boxed, visible_text
+from envserver_environments.math.env import Math
+from envserver_environments.math.literals import is_number_literal
+
+from envserver import Result, Score, Task
+
+
+def score(row: dict[str, Any], response: str, **settings: Any) -> Score:
+    env = Math(Math.Config(**settings))
+    return env.score(env.task_from_row(row), env.response_from_row(response, []))
+
+
+def reward(gold: str, response: str, **settings: Any) -> float | None:
+    row = {"problem": "p", "solution": "s", "answer": gold}
+    return score(row, response, **settings).reward
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "verdict"),
+    [
+        ("1200", "1,200", 1.0),
+        ("1200", "1{,}200", 1.0),
+        ("1200", r"1\,200", 0.0),
+        ("0.75", r"\frac{3}{4}", 1.0),
+        ("0.75", r"75\%", 1.0),
+        ("0.75", "0.749", 0.0),
+        (r"\frac{2}{3}", "0.666667", 1.0),
+        (r"\frac{2}{3}", "0.667", 0.0),
+        ("60", r"60^\circ", 1.0),
+        ("60", r"60\text{ km}", 1.0),
+        (r"\sqrt{18}", r"3\sqrt{2}", 1.0),
+        (r"\sqrt{18}", r"3\sqrt2", 0.0),
+        ("x^2+2x", "x(x+2)", 1.0),
+        ("x^2+2x", "x(x-2)", 0.0),
+        ("y=3x-1", "3x-1", 1.0),
+        ("1-2i", "-2i+1", 1.0),
+        (r"\{1,4\}", r"\{4,1\}", 1.0),
+        (r"\{1,4\}", r"\{1,4,5\}", 0.0),
+        ("[0,3)", "[0,3)", 1.0),
+        ("[0,3)", "[0,3]", 0.0),
+        ("(0,3)", "0<x<3", 0.0),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}", 1.0),
+        ("$5$", "5", 1.0),
+        (r"\(5\)", "5", 1.0),
+        ("5", "", 0.0),
+        ("5", "1" * 301, 0.0),
+    ],
+)
+def test_equality(gold: str, answer: str, verdict: float) -> None:
+    assert reward(gold, f"So \\boxed{{{answer}}}.") == verdict
+
+
+@pytest.mark.parametrize(
+    ("response", "verdict"),
+    [
+        (r"\boxed{4}", 1.0),
+        (r"\boxed{3}, no, \boxed{4}", 1.0),
+        (r"\boxed{4}, no, \boxed{3}", 0.0),
+        (r"\boxed{2} + \boxed{2}", 0.0),
+        (r"\boxed{\boxed{4}}", 1.0),
+        (r"\boxed{4} or \boxed{5", 1.0),
+        (r"\boxed{4", 0.0),
+        (r"\boxed 4", 0.0),
+        ("The answer is 4", 0.0),
+        ("", 0.0),
+        (r"<think>\boxed{3}</think>\boxed{4}", 1.0),
+        (r"<think>\boxed{4}</think> I do not know", 0.0),
+        (r"<think>hm \boxed{4}", 0.0),
+        (r"<think>a</think><think>\boxed{4}", 0.0),
+        (r"\boxed{4}</think>", 0.0),
+    ],
+)
+def test_the_answer_is_the_last_visible_box(response: str, verdict: float) -> None:
+    assert reward("4", response) == verdict
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["7", "-7", "+7", "1,234.5", "1{,}234", ".5", "007", r"\$7", "-$7", "$-7",
+     r"7\%", "7%", "x=7", "n = -7", r"\frac{1}{2}", r"-\dfrac{1}{2}", r"1\frac{1}{2}",
+     "1/2", "3 1/2", "10^6", "10^{-6}",
+     r"1.5 \times 10^{3}", r"7\text{ cm}", r"7\,\mathrm{m}^2",
+     r"90^\circ", r"90\,^{\circ}", " 7 ", "$7$"],
+)  # fmt: skip
+def test_number_literals(text: str) -> None:
+    assert is_number_literal(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "2+2", r"3 \cdot 4", "2^{10}", r"\sqrt{4}", r"\pm 2", "5!", r"\frac{x}{2}",
+     "(7)", r"\sum_{k=1}^4 k", "xy=7", "7=7", "1/2/3", "--7", r"\frac{1}{2}+1",
+     r"7\text{ or }8 9", "7 8"],
+)  # fmt: skip
+def test_expressions_are_no_number_literals(text: str) -> None:
+    assert not is_number_literal(text)
+
+
+def test_numeric_data_sets_do_not_pay_for_echoing_the_question() -> None:
+    gsm8k = {"question": "What is 12 times 3?", "answer": "#### 36"}
+    echo = r"\boxed{12 \cdot 3}"
+    assert score(gsm8k, echo).reward == 0.0
+    assert score(gsm8k, echo).metrics["not_literal"] == 1.0
+    assert score(gsm8k, r"\boxed{36}").reward == 1.0
+    assert score(gsm8k, echo, literal=False).reward == 1.0
+    assert score({"problem": "p", "answer": "36"}, echo).reward == 0.0
+    assert reward("36", echo) == 1.0
+    assert reward("36", echo, literal=True) == 0.0
+
+
+def test_lenient_accepts_malformed_latex() -> None:
+    assert reward(r"\frac{1}{2}", r"\boxed{\frac12}") == 0.0
+    assert reward(r"\frac{1}{2}", r"\boxed{\frac12}", lenient=True) == 1.0
+
+
+def test_a_gold_that_no_answer_can_equal_is_never_trained_on() -> None:
+    task = Task("t", {"options": []}, {"answer": "", "kind": "expression"})
+    scored = Math().score(task, Result(output=r"\boxed{4}"))
+    assert scored.reward is None and scored.metrics["bad_gold"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "index"),
+    [
+        (r"\boxed{B}", 1),
+        (r"\boxed{b) 38}", 1),
+        (r"\boxed{\text{(B)}}", 1),
+        (r"\boxed{38}", 1),
+        (r"\boxed{37}", None),
+        (r"\boxed{F}", None),
+        ("Answer: B because it fits", 1),
+        ("Answer: B because the answer is clear", 1),
+        ("Answer: A\nNo.\n**Final answer: (B)**", 1),
+        ("FINAL: B.", 1),
+        ('I say {"answer": "B"}', 1),
+        ('{"answer": 2}', None),
+        ("(b)", 1),
+        ("OptionB", 1),
+        ("B and more text", None),
+        ("A train leaves.", None),
+        ("Answer: A train", None),
+        ("Answer: A or B", None),
+        ("Answer: A/B", None),
+        ("Answer: A, and also B", None),
+        ("<think>Answer: B</think>", None),
+        ("<think>Answer: B", None),
+        ("", None),
+    ],
+)
+def test_options_are_named_in_one_way_only(response: str, index: int | None) -> None:
+    assert choice_index(response, ["27", "38", "49", "none of these"]) == index
+
+
+def test_letters_are_scored_by_the_option_rules() -> None:
+    row = {"question": "q", "options": ["A)27", "B)38"], "correct": "B"}
+    assert score(row, r"\boxed{B) 38}").reward == 1.0
+    assert score(row, r"\boxed{38}").reward == 1.0
+    assert score(row, r"\boxed{A}").reward == 0.0
+    assert score(row, "no idea").metrics["answered"] == 0.0
+
+
+def test_visible_text_and_boxes() -> None:
+    assert visible_text("a</think>b</think>c") == "c"
+    assert visible_text("</think>a<think>") is None
+    assert last_boxed(r"\boxed{\{1,2\}} \boxed{\left\{3\right.}") == r"\left\{3\right."
+
+
+def test_cut_off_texts_score_zero_and_whole_ones_count() -> None:
+    env = Math()
+    task = env.task_from_row({"question": "q", "answer": "#### 4"})
+    output = {"answer": None, "text": r"\boxed{4}"}
+    cut = Result(output=output, finish_reason="length", truncated=True)
+    out_of_turns = Result(output=output, limit="turns")
+    out_of_tokens = Result(output=output, truncated=True, limit="tokens")
+    assert env.score(task, cut).reward == 0.0 and env.score(task, cut).metrics["truncated"] == 1.0
+    assert env.score(task, out_of_turns).reward == 1.0
+    assert env.score(task, out_of_tokens).reward == 0.0
+
+
+FINISH_5 = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"type": "function", "function": {"name": "finish", "arguments": '{"answer": "5"}'}}
+    ],
+}
+
+
+def test_without_an_output_the_conversation_is_scored() -> None:
+    env = Math()
+    task = env.task_from_row({"question": "q", "answer": "#### 4"})
+    said = {"role": "assistant", "content": r"\boxed{4}"}
+    assert env.score(task, Result(messages=[said])).reward == 1.0
+    assert env.score(task, Result(messages=[said, FINISH_5])).reward == 0.0
+    assert env.score(task, Result()).reward == 0.0
+
+
+@pytest.mark.parametrize(
+    "calls", [5, "x", [5], [{}], [{"function": 5}], [{"function": {"name": []}}]]
+)
+def test_malformed_tool_calls_in_a_conversation_are_no_calls(calls: Any) -> None:
+    message = {"role": "assistant", "content": r"\boxed{4}", "tool_calls": calls}
+    env = Math()
+    task = env.task_from_row({"question": "q", "answer": "#### 4"})
+    assert env.score(task, env.response_from_row(r"\boxed{4}", [message])).reward == 1.0
+
+
+def test_failed_tool_calls_cost_only_when_asked_for() -> None:
+    row = {"question": "q", "answer": "#### 4"}
+    for penalty, expected in ((0.0, 1.0), (0.05, 0.9), (0.9, 0.0)):
+        env = Math(Math.Config(tool_error_penalty=penalty))
+        result = Result(output=r"\boxed{4}", metrics={"tool_errors": 2})
+        scored = env.score(env.task_from_row(row), result).reward
+        assert scored == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [r"10^{8}!", r"2^{10^{10}}", "(" * 140 + "1"],
+)
+def test_hostile_answers_are_wrong_in_time(answer: str) -> None:
+    started = time.monotonic()
+    assert reward("7", f"\\boxed{{{answer}}}") == 0.0
+    assert time.monotonic() - started < 12
+    assert reward("7", r"\boxed{7}") == 1.0

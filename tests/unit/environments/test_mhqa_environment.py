@@ -1,0 +1,257 @@
+"""The environment `mhqa`: its questions, where they come from, and how passages are found."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from envserver_environments.mhqa.demonstrations import queries
+from envserver_environments.mhqa.env import Mhqa
+from envserver_environments.mhqa.loading import HUBS, own_passages, read_context
+from envserver_environments.mhqa.metrics import normalize_answer
+from envserver_tools.retrieval import FewPassages, Hit, Passage, PassageIndex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envserver import ConfigError, InputError, Result, Task
+
+bm25s = pytest.importorskip("bm25s", reason="needs the extra `retrieval`")
+
+HOTPOT = {
+    "id": "h1",
+    "question": "Where was the mayor of Osk born?",
+    "answer": "Vell",
+    "type": "bridge",
+    "level": "hard",
+    "supporting_facts": {"title": ["Osk", "Ida Rann"], "sent_id": [1, 0]},
+    "context": {
+        "title": ["Osk", "Ida Rann", "Osk (river)"],
+        "sentences": [
+            ["Osk is a town.", " Its mayor is Ida Rann."],
+            ["Ida Rann was born in Vell."],
+            ["The Osk is a river."],
+        ],
+    },
+}
+ROWS: dict[str, dict[str, Any]] = {
+    "hotpotqa": HOTPOT,
+    "2wiki": {
+        **HOTPOT,
+        "type": "compositional",
+        "evidences": [["Osk", "mayor", "Ida Rann"], ["Ida Rann", "place of birth", "Vell"]],
+    },
+    "musique": {
+        "id": "2hop__1_2",
+        "question": "Where was the mayor of Osk born?",
+        "answer": "Vell",
+        "answer_aliases": ["Vell-on-Osk"],
+        "answerable": True,
+        "paragraphs": [
+            {"idx": 0, "title": "Osk", "paragraph_text": "A river.", "is_supporting": False},
+            {
+                "idx": 1,
+                "title": "Osk",
+                "paragraph_text": "Its mayor is Ida.",
+                "is_supporting": True,
+            },
+            {"idx": 2, "title": "Ida", "paragraph_text": "Born in Vell.", "is_supporting": True},
+        ],
+        "question_decomposition": [
+            {"id": 1, "question": "mayor of Osk", "answer": "Ida", "paragraph_support_idx": 1},
+            {"id": 2, "question": "#1 born", "answer": "Vell", "paragraph_support_idx": 2},
+        ],
+    },
+    "afm": {"question": "Where?", "answer": ["Vell", "Vell-on-Osk"], "data_source": "musique"},
+}
+
+
+def sample(**settings: Any) -> list[Task]:
+    return list(Mhqa(Mhqa.Config(**settings)).tasks("train"))
+
+
+def test_the_sample_has_the_documented_questions() -> None:
+    tasks = sample()
+    kinds = Counter(task.id.split("-")[1] for task in tasks)
+    assert kinds == {"bridge": 12, "comparison": 6, "chain3": 8, "chain4": 6, "alias": 4}
+    assert {len(task.public["passages"]) for task in tasks} == {10}
+    twins = [task for task in sample(unanswerable=True) if not task.hidden["answerable"]]
+    assert len(twins) == 4 and len(own_passages()) == 63
+
+
+def test_no_constant_answer_gets_far() -> None:
+    golds = Counter(normalize_answer(task.hidden["golds"][0]) for task in sample())
+    assert golds.most_common(1)[0][1] == 2
+    assert golds["yes"] == golds["no"]
+
+
+def test_the_answer_stands_only_at_the_end_of_the_chain() -> None:
+    for task in sample():
+        if task.hidden["kind"] == "comparison":
+            continue
+        passages = task.public["passages"]
+        steps = [passages[place] for place, _ in task.hidden["supporting"]]
+        gold = task.hidden["golds"][0]
+        holding = [p["title"] for p in passages if gold in f"{p['title']} {p['sentences']}"]
+        assert len(steps) == task.hidden["hops"], task.id
+        assert holding[:1] == [steps[-1]["title"]] or steps[-1]["title"] in holding, task.id
+        assert not any(step["title"] in holding for step in steps[:-1]), task.id
+        assert steps[-1]["title"] not in task.public["question"], task.id
+
+
+def test_each_hop_is_found_in_the_whole_corpus() -> None:
+    index = PassageIndex(own_passages().values())
+    for task in sample():
+        wanted = [task.public["passages"][place]["title"] for place, _ in task.hidden["supporting"]]
+        for query, title in zip(queries(task), wanted, strict=True):
+            assert title in [hit.passage.title for hit in index.search(query, 3)], (task.id, query)
+
+
+def test_unanswerable_twins_lack_what_they_need() -> None:
+    tasks = {task.id: task for task in sample(unanswerable=True)}
+    for name, twin in tasks.items():
+        if twin.hidden["answerable"]:
+            continue
+        task = tasks[name.removesuffix("-unanswerable")]
+        assert task.public["question"] == twin.public["question"]
+        assert task.hidden["golds"][0] not in json.dumps(twin.public["passages"])
+        assert twin.hidden["golds"][0] == "noanswer"
+
+
+def test_nothing_public_tells_which_passages_matter() -> None:
+    places = Counter(place for task in sample() for place, _ in task.hidden["supporting"])
+    assert len(places) == 10 and max(places.values()) < 2.5 * sum(places.values()) / 10
+    task = Mhqa().task_from_row(ROWS["musique"])
+    assert all(set(one) == {"title", "sentences"} for one in task.public["passages"])
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_each_data_set_are_read(name: str, tmp_path: Path) -> None:
+    row = ROWS[name]
+    path = tmp_path / "rows.jsonl"
+    empty = {**row, "answer": "the", "answer_aliases": []}
+    path.write_text(f"{json.dumps(row)}\nno JSON\n{json.dumps(empty)}\n")
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"title": "Osk", "text": "A town."}\n')
+    scope: dict[str, Any] = {"scope": "corpus", "corpus_path": corpus} if name == "afm" else {}
+    env = Mhqa(Mhqa.Config(data_set=name, data_path=path, **scope))
+    (task,) = env.tasks("train")
+    assert sum(env.dropped.values()) == 2
+    assert env.score(task, Result(output={"answer": "Vell", "text": ""})).reward == 1
+    if "answer_aliases" in row or name == "afm":
+        assert env.score(task, Result(output={"answer": "Vell on Osk"})).reward < 0.2
+        assert env.score(task, Result(output={"answer": "vell-on-osk"})).reward == 1
+    for known in env.known_results(task):
+        reward = env.score(task, known.result).reward
+        assert reward is not None and known.least <= reward <= known.most + 1e-9, known
+    assert env.task_from_row(row).hidden["golds"] == task.hidden["golds"]
+
+
+def test_support_is_judged_as_its_data_set_does() -> None:
+    env = Mhqa(Mhqa.Config(support_weight=1.0))
+    for name in ("hotpotqa", "2wiki", "musique"):
+        task = env.task_from_row(ROWS[name])
+        (best, *_) = env.known_results(task)
+        score = env.score(task, best.result)
+        assert score.reward == score.metrics["support_f1"] == 1
+        assert env.score(task, Result(output={"answer": "Vell", "facts": []})).reward == 0
+    musique = env.task_from_row(ROWS["musique"])
+    facts = {"answer": "Vell", "facts": [["Ida", 0]]}
+    assert env.score(musique, Result(output=facts)).reward == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("name", HUBS)
+def test_the_hubs_copies_are_read_by_datasets(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("datasets", reason="needs the extra `data`")
+    monkeypatch.chdir(tmp_path)
+    folder = Path(HUBS[name].path)
+    folder.mkdir(parents=True)
+    config = HUBS[name].configs[0] or "default"
+    (folder / "train.jsonl").write_text(json.dumps(ROWS[name]) + "\n")
+    (folder / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: {config}\n  data_files:\n"
+        "  - split: train\n    path: train.jsonl\n---\n"
+    )
+    scope = "corpus" if name == "afm" else "question"
+    (task,) = Mhqa(Mhqa.Config(data_set=name, scope=scope)).tasks("train")
+    assert task.hidden["golds"][0] == "Vell"
+
+
+def test_other_spellings_of_rows() -> None:
+    env = Mhqa()
+    listed = {
+        "_id": "x",
+        "question": "?",
+        "answer": "Vell",
+        "supporting_facts": [["Osk", 0]],
+        "context": json.dumps([["Osk", ["In Vell."]]]),
+    }
+    assert env.task_from_row(listed).hidden["supporting"] == [[0, 0]]
+    rl = {
+        "data_source": "afm",
+        "reward_model": {"ground_truth": {"target": ["Vell", "V."]}},
+        "extra_info": {"question": "Where?"},
+    }
+    assert env.task_from_row(rl).hidden["golds"] == ["Vell", "V."]
+    for bad in ({"answer": "x"}, {"question": "?"}, {"question": "?", "answer": {}}, {}):
+        with pytest.raises(InputError):
+            env.task_from_row(bad)
+    with pytest.raises(InputError, match="titles and sentences"):
+        env.task_from_row({**listed, "context": [["Osk", "In Vell."]]})
+
+
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    for wrong in ({"scope": "external"}, {"retriever_url": "http://x"}, {"corpus_path": "x"}):
+        with pytest.raises(ValueError, match="scope"):
+            Mhqa.Config(**wrong)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROWS["afm"]))
+    with pytest.raises(ConfigError, match="no passages"):
+        next(Mhqa(Mhqa.Config(data_set="afm", data_path=path)).tasks("train"))
+
+
+def test_a_person_writes_passages_down(tmp_path: Path) -> None:
+    path = tmp_path / "some.txt"
+    path.write_text("# Osk\nA town.\nOn a river.\n\nNobody's.\n\n# Vell\n\nAnother town.\n")
+    assert read_context(path) == [
+        Passage("Osk", ("A town.", "On a river.")),
+        Passage("Passage 2", ("Nobody's.",)),
+        Passage("Vell", ("Another town.",)),
+    ]
+    path = tmp_path / "some.json"
+    path.write_text('[{"title": "Osk", "text": "A town."}, "\\"Vell\\"\\nAnother town."]')
+    assert read_context(path) == [
+        Passage("Osk", ("A town.",)),
+        Passage("Vell", ("Another town.",)),
+    ]
+    path.write_text("[]")
+    with pytest.raises(InputError, match="no passages"):
+        read_context(path)
+
+
+WORDS = st.sampled_from(["osk", "vell", "mayor", "river", "the", "a", "Ida", "über", "3.5"])
+TEXTS = st.lists(WORDS, max_size=6).map(" ".join)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(TEXTS, max_size=8), TEXTS)
+def test_both_indexes_find_the_same(texts: list[str], query: str) -> None:
+    passages = [Passage(str(number), (text,)) for number, text in enumerate(texts)]
+    few, all_ = FewPassages(passages).search(query, 5), PassageIndex(passages).search(query, 5)
+    assert [round(hit.score, 4) for hit in few] == [round(hit.score, 4) for hit in all_]
+    assert all(hit.score > 0 for hit in few)
+    assert titles(few) == titles(all_)
+
+
+def titles(hits: list[Hit]) -> list[str]:
+    return [hit.passage.title for hit in hits]
+
+
+def test_a_large_corpus_is_searched_in_order() -> None:
+    passages = [Passage(f"t{n}", ("osk " * (1 + n % 7) + "vell",)) for n in range(9000)]
+    hits = PassageIndex(passages).search("osk", 3)
+    assert titles(hits) == ["t6", "t13", "t20"]

@@ -1,0 +1,270 @@
+"""Plans of the environment `router`: what is valid, how alike two are, what the authors measure."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from envserver_environments.router.course import course_of, plan_of_course, read_course
+from envserver_environments.router.course_metrics import course_metrics
+from envserver_environments.router.matching import likeness
+from envserver_environments.router.plans import Plan, PlanError, Step, as_json, plan_of, read_plan
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+TOOLS = {
+    "math": ("solve", "calculate"),
+    "code": ("write", "run_tests"),
+    "search": ("query",),
+}
+ARGUMENT = {"solve": "problem", "calculate": "expression", "write": "task", "query": "q"}
+
+
+def plan(*steps: str, edges: str = "") -> Plan:
+    """`plan("search.query", "math.solve", edges="12")`: an edge from the first to the second."""
+    pairs = [(int(pair[0]), int(pair[1])) for pair in edges.split()]
+    made = []
+    for number, name in enumerate(steps, 1):
+        agent, _, tool = name.partition(".")
+        tool = tool or TOOLS[agent][0]
+        before = tuple(f"s{one}" for one, other in pairs if other == number)
+        made.append(Step(f"s{number}", agent, tool, {ARGUMENT.get(tool, "target"): "x"}, before))
+    payloads = {(f"s{one}", f"s{other}"): "result" for one, other in pairs}
+    return Plan(tuple(made), payloads, f"s{len(steps)}", "It is needed.")
+
+
+CHAIN = plan("search", "math", "code", edges="12 23")
+
+
+def broken(change: Callable[[dict[str, Any]], Any]) -> str:
+    """CHAIN as JSON, changed."""
+    value = copy.deepcopy(as_json(CHAIN))
+    change(value)
+    return json.dumps(value)
+
+
+def error_of(text: str) -> str:
+    with pytest.raises(PlanError) as caught:
+        read_plan(text)
+    return caught.value.kind
+
+
+TEXT = json.dumps(as_json(CHAIN))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("unclosed_think", f"<think>{TEXT}"),
+        ("json", ""),
+        ("json", f"<think>{TEXT}</think>"),
+        ("json", f"```json\n{TEXT}\n```"),
+        ("json", f"Plan: {TEXT}"),
+        ("json", f"{TEXT} Done."),
+        ("json", TEXT[:-3]),
+        ("json", TEXT[:-1] + ', "final_step": "s3"}'),
+        ("json", TEXT[:-1] + ', "x": NaN}'),
+        ("json", TEXT[:-1] + ', "x": 1e999}'),
+        ("json", TEXT.replace('"', "'")),
+        ("json", "[" * 90_000),
+        ("schema", TEXT + " " * 8 + "x" * 100_000),
+        ("schema", "[]"),
+        ("schema", "7"),
+        ("schema", broken(lambda p: p.pop("handoffs"))),
+        ("schema", broken(lambda p: p.update(note="more"))),
+        ("schema", broken(lambda p: p.update(rationale=""))),
+        ("schema", broken(lambda p: p.update(rationale="x" * 2001))),
+        ("schema", broken(lambda p: p.update(steps=p["steps"] * 3))),
+        ("schema", broken(lambda p: p["steps"][0].update(agent="browser"))),
+        ("schema", broken(lambda p: p["steps"][0].update(id="S 1"))),
+        ("schema", broken(lambda p: p["steps"][1].update(depends_on=["s1", "s1"]))),
+        ("schema", broken(lambda p: p["handoffs"][0].update(payload=""))),
+        ("unknown_tool", broken(lambda p: p["steps"][0].update(tool="solve"))),
+        ("tool_args", broken(lambda p: p["steps"][0]["args"].update(top_k=True))),
+        ("tool_args", broken(lambda p: p["steps"][1].update(args={"problem": ""}))),
+        ("tool_args", broken(lambda p: p["steps"][2]["args"].update(language="rust"))),
+        ("duplicate_id", broken(lambda p: p["steps"][1].update(id="s1"))),
+        ("unknown_dependency", broken(lambda p: p["steps"][1].update(depends_on=["s7"]))),
+        ("cycle", broken(lambda p: p["steps"][0].update(depends_on=["s3"]))),
+        ("cycle", broken(lambda p: p["steps"][0].update(depends_on=["s1"]))),
+        ("final_step", broken(lambda p: p.update(final_step="s9"))),
+        ("final_step_not_last", broken(lambda p: p.update(final_step="s2"))),
+        ("orphan_step", broken(lambda p: p["steps"][2].update(depends_on=[]))),
+        ("handoffs_mismatch", broken(lambda p: p["handoffs"].pop())),
+        ("handoffs_mismatch", broken(lambda p: p["handoffs"].append(p["handoffs"][0]))),
+        ("handoffs_mismatch", broken(lambda p: p["handoffs"][0].update(to="s3"))),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_plan_is_named(kind: str, text: str) -> None:
+    assert error_of(text) == kind
+
+
+def test_a_plan_is_read_behind_thoughts_and_written_again() -> None:
+    assert read_plan(f"<think>{{</think>\n {TEXT}\n") == CHAIN
+    assert as_json(read_plan(TEXT)) == as_json(CHAIN)
+    backwards = broken(lambda p: p["steps"].reverse())
+    assert [step.id for step in read_plan(backwards).in_order()] == ["s1", "s2", "s3"]
+
+
+@pytest.mark.parametrize(
+    ("given", "node_f1", "edge_f1"),
+    [
+        (CHAIN, 1, 1),
+        (plan("code", "math", "search", edges="12 23"), 1, 0),
+        (plan("math"), 1 / 2, 0),
+        (plan("search", "math.calculate", "code", edges="12 23"), 5 / 6, 1),
+        (plan("search", "math", edges="12"), 4 / 5, 2 / 3),
+        (plan("search", "math", "code", edges="13 23"), 1, 1 / 2),
+        (plan("math", "math", "math", edges="12 23"), 1 / 3, 0),  # edges of strangers are none
+        (plan(*["search", "math", "code"] * 2, edges="12 23 34 45 56"), 2 / 3, 4 / 7),
+    ],
+)
+def test_likeness_to_a_chain(given: Plan, node_f1: float, edge_f1: float) -> None:
+    found = likeness(given, CHAIN)
+    assert (found.node_f1, found.edge_f1) == pytest.approx((node_f1, edge_f1))
+    assert found.score == pytest.approx(0.6 * node_f1 + 0.4 * edge_f1)
+    assert likeness(CHAIN, given) == found
+
+
+@st.composite
+def plans(draw: st.DrawFn, most: int = 4) -> Plan:
+    """Sound plans: every step but the last is used by a later one."""
+    names = [f"{agent}.{tool}" for agent, tools in TOOLS.items() for tool in tools]
+    steps = draw(st.lists(st.sampled_from(names), min_size=1, max_size=most))
+    edges = set()
+    for number in range(1, len(steps)):
+        later = st.integers(number + 1, len(steps))
+        edges |= {(number, other) for other in draw(st.sets(later, min_size=1, max_size=2))}
+    return plan(*steps, edges=" ".join(f"{a}{b}" for a, b in sorted(edges)))
+
+
+def best_by_trying(one: Plan, other: Plan) -> tuple[float, int]:
+    """Sum of weights and hits of the best of all maps."""
+    edges = {(a, b) for a, b in other.payloads}
+    best = (0.0, 0)
+    targets = [*other.steps, *[None] * len(one.steps)]
+    for chosen in itertools.permutations(targets, len(one.steps)):
+        pairs = {
+            a.id: (b.id, 1.0 if a.tool == b.tool else 0.5)
+            for a, b in zip(one.steps, chosen, strict=True)
+            if b is not None and a.agent == b.agent
+        }
+        hits = sum(
+            a in pairs and b in pairs and (pairs[a][0], pairs[b][0]) in edges
+            for a, b in one.payloads
+        )
+        best = max(best, (sum(weight for _, weight in pairs.values()), hits))
+    return best
+
+
+@settings(max_examples=60, deadline=None)
+@given(one=plans(3), other=plans())
+def test_likeness_is_that_of_the_best_of_all_maps(one: Plan, other: Plan) -> None:
+    weight, hits = best_by_trying(one, other)
+    edges = len(one.payloads) + len(other.payloads)
+    found = likeness(one, other)
+    assert found.node_f1 == pytest.approx(2 * weight / (len(one.steps) + len(other.steps)))
+    assert found.edge_f1 == pytest.approx(2 * hits / edges if edges else 1.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(one=plans(6), other=plans(6), order=st.randoms(use_true_random=False))
+def test_likeness_knows_neither_names_nor_the_order_of_steps(
+    one: Plan, other: Plan, order: Any
+) -> None:
+    names = {step.id: f"n{number}" for number, step in enumerate(one.steps)}
+    steps = [
+        Step(names[s.id], s.agent, s.tool, s.args, tuple(names[n] for n in s.depends_on))
+        for s in one.steps
+    ]
+    order.shuffle(steps)
+    payloads = {(names[a], names[b]): text for (a, b), text in one.payloads.items()}
+    renamed = Plan(tuple(steps), payloads, names[one.final_step], one.rationale)
+    assert plan_of(as_json(renamed)).final_step == names[one.final_step]
+    assert likeness(renamed, one).score == 1.0
+    assert likeness(renamed, other) == likeness(one, other) == likeness(other, one)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["steps", "id", "args", "route_plan", "s1"]), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(value=JSON, key=st.sampled_from(sorted(as_json(CHAIN))), place=st.integers(0, 2))
+def test_no_answer_is_worse_than_not_valid(value: Any, key: str, place: int) -> None:
+    inside = as_json(CHAIN)
+    inside["steps"][place]["args"] = value
+    answers = [value, {**as_json(CHAIN), key: value}, inside]
+    for text in map(json.dumps, answers):
+        for read in (read_plan, read_course):
+            try:
+                assert likeness(read(text), CHAIN).score <= 1.0
+            except PlanError as error:
+                assert str(error)
+
+
+COURSE = course_of(CHAIN, "Find the rule and write a program")
+
+
+def test_a_route_is_a_chain() -> None:
+    assert likeness(plan_of_course(COURSE), CHAIN).score == 1.0
+    assert read_course(json.dumps(COURSE)).steps[0].args == {"q": "x"}
+    spoken = {**COURSE, "route_plan": ['/general-search(query="a \\"b\\" (c)", mode=both)']}
+    assert plan_of_course(spoken).steps[0].args == {"q": 'a "b" (c)'}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("unknown_tool", {"route_plan": ["/browser(open it)"]}),
+        ("unknown_tool", {"route_plan": ["math(1 + 1)"]}),
+        ("tool_args", {"route_plan": ["/math()"]}),
+        ("tool_args", {"route_plan": ['/general-search(query="x")']}),
+        ("schema", {"route_plan": ["/math(a)", "/math(b)"]}),
+        ("schema", {"route_plan": []}),
+        ("schema", {"route_plan": "/math(a)"}),
+        ("schema", {"difficulty": "hard"}),
+        ("schema", {"quality_score": 99}),
+    ],
+)
+def test_what_is_wrong_with_a_route_is_named(kind: str, change: dict[str, Any]) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_of_course({**COURSE, **change})
+    assert caught.value.kind == kind
+
+
+def measured(**change: Any) -> dict[str, float]:
+    return course_metrics(json.dumps({**COURSE, **change}), COURSE)
+
+
+def test_the_authors_metrics_are_theirs_to_the_letter() -> None:
+    route = COURSE["route_plan"]
+    right = measured()
+    assert right["route_plan_exact"] == right["todo_covers_all_tools"] == right["length_ratio"] == 1
+    swapped = measured(route_plan=route[::-1])
+    assert (swapped["route_tool_precision"], swapped["route_first_tool_match"]) == (1, 0)
+    empty = measured(route_plan=[])
+    assert (empty["route_tool_precision"], empty["route_tool_recall"]) == (1, 0)
+    spelled = measured(route_plan="/math")
+    assert (spelled["route_length_match"], spelled["route_tool_precision"]) == (0, 0)
+    assert measured(todo_list=["- [ ] Router QA"])["todo_tool_alignment"] == 1
+    assert measured(todo_list=["- [ ] /math: a", "b"])["todo_tool_alignment"] == 1 / 2
+    assert measured(handoff_plan="/MATH, /code")["handoff_tools_covered"] == 0
+    assert measured(metrics={"primary": "much"})["metrics_primary_list"] == 0
+    assert course_metrics(f"```\n{json.dumps(COURSE)}\n```", COURSE) == {"json_valid": 0}
+    assert course_metrics("[1]", COURSE) == {"json_valid": 0}
+    deep = json.loads("[" * 600 + "]" * 600)
+    assert measured(tags=deep).keys() <= right.keys()
+    assert error_of(broken(lambda p: p["steps"][0]["args"].update(q=deep))) == "tool_args"
+    thought = course_metrics(f"<think>so</think>{json.dumps(COURSE)}", COURSE)
+    assert (thought["json_valid"], thought["route_plan_exact"]) == (0, 1)

@@ -1,0 +1,308 @@
+"""`swe` as a whole: agents, the command, workers that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from envserver_environments.swe.agent import AgentKind
+from envserver_environments.swe.cheats import result_of
+from envserver_environments.swe.env import Swe
+from envserver_environments.swe.patches import apply_changes, read_patch
+from envserver_environments.swe.sample import sample_tasks
+from envserver_environments.swe.trees import tree_of
+from envserver_records.records import Group
+from support.commands import envserver, read_jsonl
+from support.swe_scripts import ROMAN, SUBMIT, Scripted, attempt, bash, call
+
+from envserver import Sandboxes, Task
+from envserver.cli.runtime import machinery
+from envserver.config import SandboxConfig, Settings
+from envserver.rollouts.group import Ticket, make_group
+from envserver.sandbox.service import SandboxService
+from envserver.sandbox.watched import WatchedSandboxes
+from envserver.tokens.flags import chosen
+
+SIM = ("--model", "sim", "--sim.latency_seconds", 0)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def rooms() -> AsyncIterator[Sandboxes]:
+    """As the server has them: `tasks` opens them in an event loop of its own."""
+    async with SandboxService(SandboxConfig()) as service:
+        yield WatchedSandboxes(service.address)
+
+
+@pytest.mark.parametrize("kind", ["bash", "tools", "text"])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_scripted_agent_with_the_gold_patch_solves_all(
+    rooms: Sandboxes, kind: AgentKind
+) -> None:
+    swe = Swe(Swe.Config(agent=kind))
+    swe.sandboxes = rooms
+
+    async def reward(task: Task) -> float | None:
+        run = Scripted(rooms, [*swe.demonstration(task), "Done."], max_turns=40)
+        output = await swe.rollout(task.without_hidden(), run)  # type: ignore[arg-type]
+        result = result_of("")
+        result.output = output
+        return (await swe.score(task, result)).reward
+
+    rewards = [await reward(task) for task in swe.tasks("train")]
+    assert rewards == [1.0] * 20
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_bash_shows_heads_and_tails_and_takes_the_files(rooms: Sandboxes) -> None:
+    output, run = await attempt(
+        rooms,
+        "bash",
+        bash("pwd; git status --short; git log --oneline | wc -l; ls"),
+        bash("seq 1 30000; exit 3"),
+        bash(
+            "sed -i 's/6/7/' roman.py; echo new > added.txt; mkdir __pycache__;"
+            "touch __pycache__/x.pyc"
+        ),
+        bash("git commit -qam mine; rm -rf .git/hooks; git config core.fsmonitor 'touch owned'"),
+        SUBMIT,
+    )
+    first, second, *_ = run.answers
+    assert first.split() == ["[exit", "status", "0]", "/work", "1", "roman.py", "tests"]
+    assert "[exit status 3]" in second
+    assert "\n30000" in second
+    assert "cut: " in second
+    assert len(second) < 12_000
+    assert output["submitted"]
+    changed = apply_changes(ROMAN.tree, read_patch(output["patch"]))
+    assert set(changed) == {*ROMAN.files, "added.txt"}
+    assert b"3999" in changed["roman.py"].data
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_bash_wants_one_block(rooms: Sandboxes) -> None:
+    two = f"{bash('touch a')}\n{bash('touch b')}"
+    output, run = await attempt(rooms, "bash", two, "no block", bash("ls"), two, two, two)
+    assert [("exactly one block" in answer) for answer in run.answers] == [
+        True, True, False, True, True
+    ]  # fmt: skip
+    assert "a\n" not in run.answers[2]
+    assert (output["submitted"], output["patch"]) == (False, "")
+    assert run.metrics == {"format_errors": 5.0, "submitted": 0.0}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_bash_runs_no_thoughts(rooms: Sandboxes) -> None:
+    thought = f"<think>Perhaps:\n{bash('touch a')}\n</think>{bash('ls')}"
+    _, run = await attempt(rooms, "bash", thought, f"<think>{SUBMIT}", SUBMIT)
+    assert run.answers[0].split() == ["[exit", "status", "0]", "roman.py", "tests"]
+    assert "exactly one block" in run.answers[1]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_is_not_handed_in_is_no_patch(rooms: Sandboxes) -> None:
+    output, run = await attempt(rooms, "bash", bash("echo x > y"))
+    assert len(run.asked) == run.max_turns
+    assert output == {"patch": "", "submitted": False, "reason": "nothing was handed in"}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_word_counts_only_as_the_first_line(rooms: Sandboxes) -> None:
+    word = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+    output, _ = await attempt(
+        rooms, "bash", bash(f"echo; echo x; echo {word}"), bash(f"echo {word}; exit 1"), word
+    )
+    assert not output["submitted"]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_repository_that_was_destroyed_is_told(rooms: Sandboxes) -> None:
+    output, _ = await attempt(rooms, "bash", bash("rm -rf .git"), SUBMIT)
+    assert (output["submitted"], output["patch"]) == (True, "")
+    assert "repository" in output["reason"]
+    fill = bash("for n in 1 2; do head -c 600000 /dev/zero | tr '\\0' x > big$n; done")
+    output, _ = await attempt(rooms, "bash", fill, SUBMIT)
+    assert output["patch"] == ""
+    assert output["reason"]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_tools(rooms: Sandboxes) -> None:
+    output, run = await attempt(
+        rooms,
+        "tools",
+        call("list_dir"),
+        call("edit", path="roman.py", old='"""Roman numerals."""', new='"""Numerals."""'),
+        call("write_file", path="../out", content="x"),
+        call("fly"),
+        call("submit"),
+        call("list_dir"),
+    )
+    assert len(run.asked) == 5
+    assert "roman.py" in run.answers[0]
+    assert [answer.startswith("Error") for answer in run.answers] == [False, False, True, True]
+    assert run.metrics == {"tool_errors": 2.0, "submitted": 1.0}
+    assert '+"""Numerals."""' in output["patch"]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_tools_end_with_words_or_too_many_errors(rooms: Sandboxes) -> None:
+    output, run = await attempt(rooms, "tools", call("list_dir"), "I am done.")
+    assert (output["submitted"], len(run.asked)) == (True, 2)
+    output, run = await attempt(rooms, "tools", call("fly"))
+    assert (output["submitted"], len(run.asked)) == (False, 10)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_text(rooms: Sandboxes) -> None:
+    write = {"tool": "write_file", "args": {"path": "a.txt", "content": "x\n"}}
+    output, run = await attempt(
+        rooms, "text", "THOUGHT: hm", f"TOOL_CALL: {json.dumps(write)}", "FINAL: I wrote it."
+    )
+    assert "+++ b/a.txt" in output["patch"]
+    assert "write_file" in run.asked[0][0]["content"]
+    output, _ = await attempt(rooms, "text", "TOOL_CALL: {")
+    assert not output["submitted"]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_agent_never_sees_what_is_hidden(rooms: Sandboxes) -> None:
+    """Neither in its prompt nor in its sandbox."""
+    task = ROMAN.task()
+    look = bash(
+        "places='/work /tmp /home /root /etc /var /opt /srv';"
+        "python3 -c 'import envserver_environments';"
+        "find $places -name 'roman-*' 2>/dev/null;"
+        "grep -rls test_[s]ubtractive $places; echo looked"
+    )
+    _, run = await attempt(rooms, "bash", look, SUBMIT)
+    lines = run.answers[0].splitlines()
+    assert lines[1] == "Traceback (most recent call last):"
+    assert lines[-2:] == ["ModuleNotFoundError: No module named 'envserver_environments'", "looked"]
+    assert "test_subtractive" not in json.dumps([task.public, run.asked[0]])
+    assert task.hidden["fail_to_pass"][0].endswith("test_subtractive")
+
+
+# Rows of public data sets.
+
+
+def test_tasks_are_the_same_and_in_the_order_of_the_seed() -> None:
+    first, again, other = (
+        [task.id for task in Swe(Swe.Config(seed=seed)).tasks("train")] for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    assert sorted(first) == sorted(other)
+
+
+def test_the_readmes_first_command(tmp_path: Path) -> None:
+    words = "process --env swe --env.total_steps 4 --model sim --sim.solve_probability 0.5"
+    ran = envserver(*words.split(), "--env.group_size", 6, folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    groups = read_jsonl(tmp_path / "data" / "swe.jsonl")
+    assert len(groups) == 4
+    assert {score for group in groups for score in group["scores"]} == {0.0, 1.0}
+    for group in groups:
+        for rollout in group["envserver"]["rollouts"]:
+            assert rollout["usage"]["sandbox"]["executions"] >= 3
+    assert "test_subtractive" not in json.dumps([group["messages"] for group in groups])
+
+
+async def under_fire(groups: int, group_size: int, pause: float) -> int:
+    """Makes groups while workers are killed at random; how many were."""
+    settings = Settings.model_validate(
+        {
+            "model": "sim",
+            "sim": {"latency_seconds": 0.02},
+            "rollouts": {"max_attempts": 60},
+            "workers": {"processes": 3, "rollouts_per_process": 4},
+            "sandbox": {"concurrent": 12},
+        }
+    )
+    swe = Swe(Swe.Config(group_size=group_size))
+    killed, rng = 0, random.Random(7)
+    async with machinery(
+        settings, swe, "swe", observer=lambda event: None, need_engine=True,
+        actions=chosen([], [], []), need_exact=False, drop_zero_variance=False,
+    ) as parts:  # fmt: skip
+        tasks = list(swe.tasks("train"))
+        tickets = [
+            Ticket(group_id=f"g{n}", index=n, env="swe", split="train", seed=0, task=tasks[n % 20])
+            for n in range(groups)
+        ]
+        limit = asyncio.Semaphore(3)
+
+        async def make(ticket: Ticket) -> Any:
+            async with limit:
+                return await make_group(parts, ticket)
+
+        making = asyncio.gather(*map(make, tickets))
+        while not making.done():
+            await asyncio.sleep(pause * rng.random())
+            if pids := parts.pool.snapshot()["pids"]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rng.choice(pids), signal.SIGKILL)
+                    killed += 1
+        made = await making
+    for group in made:
+        assert isinstance(group, Group)
+        assert len(group.trajectories) == group_size
+        assert all(one.score.reward in (0.0, 1.0) for one in group.trajectories)
+        assert {failure.kind for failure in group.failures} <= {"worker_died"}
+    return killed
+
+
+def descendants() -> dict[int, str]:
+    """What runs on behalf of this process: by process id, how it was started."""
+    found: dict[int, str] = {}
+    waiting = [os.getpid()]
+    while waiting:
+        with contextlib.suppress(OSError):
+            for listed in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
+                for child in map(int, listed.read_text().split()):
+                    found[child] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
+                    waiting.append(child)
+    return found
+
+
+async def nothing_left(before: dict[int, str]) -> None:
+    for _ in range(100):
+        # Python keeps these two for the next pool of this process.
+        new = {
+            pid: words
+            for pid, words in descendants().items()
+            if pid not in before and "multiprocessing" not in words
+        }
+        if not new:
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(new)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_workers_killed_at_random() -> None:
+    before = descendants()
+    assert await under_fire(groups=4, group_size=4, pause=1.5) >= 1
+    await nothing_left(before)
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio(loop_scope="module")
+async def test_workers_killed_at_random_during_200_rollouts() -> None:
+    before = descendants()
+    assert await under_fire(groups=50, group_size=4, pause=1.0) >= 15
+    await nothing_left(before)
+
+
+def test_own_tasks_are_small_repositories() -> None:
+    for task in sample_tasks():
+        assert tree_of(task.files) == task.tree
+        assert 2 <= len(task.files) <= 12
+        assert len(task.problem) > 100

@@ -1,0 +1,226 @@
+"""Two evaluations held against each other: the test by brute force, and what is told of tasks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from envserver_records.errors import InputError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envserver.evaluation.comparison import Comparison, compare
+from envserver.evaluation.comparison_tables import comparison_markdown, comparison_notes
+from envserver.evaluation.harness import HarnessRun, harvest, report_harness
+from envserver.evaluation.page import comparison_page, report_page
+from envserver.evaluation.report import Counted, Report, Rules, report_run
+from envserver.evaluation.results import Attempt, TaskResult
+from envserver.evaluation.signs import sign_flip_test
+from envserver.evaluation.suite import suite_of
+from envserver.evaluation.tables import markdown_of
+
+thirds = st.integers(-3, 3).map(lambda n: n / 3)
+shares = st.floats(-1, 1, allow_nan=False)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.one_of(thirds, shares), min_size=1, max_size=9))
+def test_the_p_value_is_the_share_of_all_signs_that_go_as_far(differences: list[float]) -> None:
+    telling = [one for one in differences if abs(one) > 1e-9]
+    seen = abs(sum(telling))
+    sums = [
+        abs(sum(sign * one for sign, one in zip(signs, telling, strict=True)))
+        for signs in itertools.product((-1, 1), repeat=len(telling))
+    ]
+    expected = sum(one >= seen - 1e-9 for one in sums) / len(sums)
+    found = sign_flip_test(differences)
+    assert found.exact and found.p_value == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(("better", "worse"), [(0, 0), (5, 0), (9, 2), (40, 25), (300, 240)])
+def test_of_single_attempts_it_is_mcnemars_exact_test(better: int, worse: int) -> None:
+    n, tail = better + worse, min(better, worse)
+    binomial = 2 * sum(math.comb(n, i) for i in range(tail + 1)) / 2**n
+    found = sign_flip_test([1.0] * better + [-1.0] * worse + [0.0] * 50)
+    assert found.exact and found.p_value == pytest.approx(min(1.0, binomial))
+
+
+def test_where_there_are_too_many_signs_random_ones_are_taken() -> None:
+    odd = [math.sin(n) / math.pi for n in range(1, 60)]
+    found = sign_flip_test(odd, seed=3)
+    assert not found.exact and found == sign_flip_test(odd, seed=3)
+    spread = math.sqrt(sum(one * one for one in odd))
+    assert found.p_value == pytest.approx(math.erfc(abs(sum(odd)) / spread / 2**0.5), abs=0.02)
+    assert 0 < sign_flip_test([abs(one) for one in odd]).p_value < 1e-4
+
+
+def report(tasks: dict[str, list[float]], **facts: Any) -> Report:
+    """Of an environment; `digests` and `truncated` by task, `lost` attempts of each."""
+    digests, cut = facts.pop("digests", {}), facts.pop("truncated", ())
+    results = [
+        TaskResult(
+            task_id=task_id,
+            attempts=[Attempt(reward=one, truncated=task_id in cut) for one in rewards],
+            lost=facts.get("lost", 0),
+            digest=digests.get(task_id, "same"),
+            labels={"level": "<b>1</b>"},
+        )
+        for task_id, rewards in tasks.items()
+    ]
+    facts.pop("lost", None)
+    rules = Rules(group_size=max(map(len, tasks.values())))
+    told: dict[str, Any] = {
+        "env": "math",
+        "name": "math",
+        "split": "test",
+        "model": "m",
+        "complete": True,
+        "simulated": False,
+        "created_at": 0.0,
+        "settings": {"env": {"seed": 0}},
+        "rules": rules,
+    }
+    return Report(run=report_run(results, rules), baselines={}, differences={}, **(told | facts))
+
+
+def compared(a: Report, b: Report, rules: Rules | None = None) -> Comparison:
+    return compare({"math": a}, {"math": b}, rules or a.rules, names=("old", "new"))
+
+
+def test_tasks_are_paired_and_those_that_differ_are_named() -> None:
+    old = report({"a": [0.0], "b": [1.0], "gone": [1.0], "other": [0.0]}, digests={"other": "1"})
+    new = report({"b": [1.0], "a": [1.0], "new": [1.0], "other": [1.0]}, digests={"other": "2"})
+    found = compared(
+        old, msgspec.structs.replace(new, complete=False, settings={"env": {"seed": 7}})
+    )
+    part = found.parts[0]
+    assert part.reward is not None and part.fourfold is not None
+    assert (part.reward.tasks, part.reward.a, part.reward.b) == (2, 0.5, 1.0)
+    assert (part.only_a, part.only_b, part.other_tasks) == (["gone"], ["new"], ["other"])
+    four = part.fourfold
+    assert (four.both, four.only_a, four.only_b, four.neither) == (1, 0, 1, 0)
+    assert [change.task_id for change in found.changes] == ["a"]
+    assert found.settings == {"env.seed": (0, 7)}
+    words = " ".join(comparison_notes(found)) + comparison_markdown(found)
+    for told in ("gone", "1 task (new)", "ask something else", "did not come to its end"):
+        assert told in words
+
+
+@settings(max_examples=20)
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=12))
+def test_the_other_way_round_it_is_the_same_the_other_way_round(
+    passed: list[tuple[bool, bool]],
+) -> None:
+    a = report({str(n): [float(one)] for n, (one, _) in enumerate(passed)})
+    b = report({str(n): [float(two)] for n, (_, two) in enumerate(passed)})
+    there, back = compared(a, b).parts[0].reward, compared(b, a).parts[0].reward
+    assert there is not None and back is not None
+    assert there.difference.value == pytest.approx(-back.difference.value)
+    assert (there.test, there.better, there.worse) == (back.test, back.worse, back.better)
+
+
+def test_both_are_counted_by_the_same_rules() -> None:
+    a = report({"a": [1.0, 1.0], "b": [1.0, 0.0]}, lost=2)
+    b = report({"a": [1.0, 1.0], "b": [1.0, 1.0]}, truncated=("b",))
+
+    def means(**rules: Any) -> tuple[float, float, int]:
+        found = compared(a, b, Rules(group_size=2, **rules)).parts[0].reward
+        assert found is not None
+        return found.a, found.b, found.tasks
+
+    assert means() == (0.75, 1.0, 2)
+    assert means(failures="zero") == (0.375, 1.0, 2)
+    assert means(truncated="zero") == (0.75, 0.5, 2)
+    assert means(truncated="drop") == (1.0, 1.0, 1)
+
+
+def test_pages_need_nothing_else_and_escape_what_stands_in_the_data() -> None:
+    evil = "<script>alert(1)</script>"
+    one = report({evil: [0.0, 1.0], "b": [1.0, 1.0]}, model=evil, env=evil, name=evil)
+    other = report({evil: [1.0, 1.0], "b": [1.0, 1.0]})
+    found = compare({"x": one}, {"x": other}, one.rules, names=(evil, "new"))
+    for page in (report_page(one), report_page(suite_of([one, other])), comparison_page(found)):
+        assert "<script" not in page and "&lt;script&gt;" in page
+        assert "<b>1</b>" not in page
+        assert not any(word in page for word in ("http://", "https://", "src=", "@import", "url("))
+    assert "pass@2" in report_page(one)
+
+
+def test_several_environments_count_alike_in_their_mean() -> None:
+    suite = suite_of([report({"a": [1.0]}), report({str(n): [0.0] for n in range(9)}, name="code")])
+    assert suite.average is not None and suite.average_pass is not None
+    assert (suite.average.value, suite.average.tasks) == (0.5, 10)
+    assert (suite.totals.tasks, suite.totals.cost) == (10, None)
+    text = markdown_of(suite)
+    assert "| mean | 10 |" in text and "## code" in text
+
+
+SAMPLE = (
+    '{{"doc_id": {id}, "filter": "{filter}", "metrics": ["acc"], "acc": {acc}, "doc_hash": "h"}}'
+)
+
+
+def harness_wrote(folder: Path, accs: dict[str, list[float]], told: float | None = None) -> None:
+    """Files as the harness writes them: one task, its filters with the values of documents."""
+    (folder / "model").mkdir(parents=True)
+    lines = [
+        SAMPLE.format(id=number, filter=name, acc=acc)
+        for name, values in accs.items()
+        for number, acc in enumerate(values)
+    ]
+    (folder / "model" / "samples_sums_now.jsonl").write_text("\n".join(lines) + "\n")
+    values: dict[str, Any] = {"alias": "sums"}
+    for name, of_documents in accs.items():
+        mean = sum(of_documents) / len(of_documents)
+        values |= {f"acc,{name}": mean if told is None else told, f"acc_stderr,{name}": 0.1}
+    results = {
+        "results": {"sums": values},
+        "versions": {"sums": 1.0},
+        "n-shot": {"sums": 5},
+        "higher_is_better": {"sums": {"acc": True}},
+        "lm_eval_version": "0.4",
+    }
+    (folder / "model" / "results_now.json").write_bytes(msgspec.json.encode(results))
+
+
+def test_a_task_of_the_harness_is_a_report_like_others(tmp_path: Path) -> None:
+    harness_wrote(tmp_path / "raw", {"strict": [1.0, 0.0, 0.0], "loose": [1.0, 1.0, 0.0]})
+    first = harvest(tmp_path / "raw", metric=None, requests=3)[0]
+    assert (first.facts.metric, first.facts.filter, first.documents) == ("acc", "strict", 3)
+    loose = harvest(tmp_path / "raw", metric="acc,loose", requests=3)[0]
+    run = HarnessRun(
+        task="sums",
+        model="m",
+        simulated=False,
+        settings={},
+        facts=loose.facts,
+        prompt_tokens=10,
+        completion_tokens=7,
+        seconds=1.0,
+        documents=3,
+        finished_at=0.0,
+    )
+    (tmp_path / "samples.jsonl").write_bytes(loose.samples.read_bytes())
+    found = report_harness(tmp_path, "sums", run, Counted())
+    assert found.run.overall is not None and found.run.costs is not None
+    assert found.run.overall.mean_reward.value == pytest.approx(loose.facts.values["acc,loose"])
+    assert (found.run.costs.total_prompt_tokens, found.run.costs.total_completion_tokens) == (10, 7)
+    assert found.run.components == {
+        "acc,loose": pytest.approx(2 / 3),
+        "acc,strict": pytest.approx(1 / 3),
+    }
+    assert "5 examples in each prompt" in markdown_of(found)
+
+
+def test_numbers_of_the_harness_that_are_no_mean_of_rewards_are_refused(tmp_path: Path) -> None:
+    harness_wrote(tmp_path / "odd", {"none": [0.5, 7.5]})
+    harness_wrote(tmp_path / "wrong", {"none": [0.5, 0.5]}, told=0.9)
+    for name in ("odd", "wrong"):
+        with pytest.raises(InputError, match="lacks a metric"):
+            harvest(tmp_path / name, metric=None, requests=0)
+    with pytest.raises(InputError, match="no results"):
+        harvest(tmp_path / "nothing", metric=None, requests=0)

@@ -1,0 +1,209 @@
+"""Exports to Parquet: what pandas, pyarrow and `datasets` read is what was delivered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from envserver_records.errors import InputError
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from envserver.export.formats import Options, Written, format_of
+from envserver.export.parquet import ParquetShards, messages_in
+from envserver.export.stored import StoredGroup, StoredRollout, StoredRow, group_of
+
+parquet = pytest.importorskip("pyarrow.parquet")
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    {"role": "assistant", "content": "It is 2.", "reasoning_content": "easy"},
+]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "look"}, {"type": "image"}]}]
+
+
+def line(rollouts: Sequence[dict[str, Any]], group_id: str = "g-0") -> dict[str, Any]:
+    """A group as `process` writes it; each rollout has `messages` and rows of (id, logprob | None).
+
+    None: the token is context.
+    """
+    columns: dict[str, list[Any]] = {
+        name: [] for name in ("tokens", "masks", "inference_logprobs", "messages", "scores")
+    }
+    facts = []
+    for number, rollout in enumerate(rollouts):
+        rows = rollout["rows"] or [[]]
+        begin = len(columns["tokens"])
+        for row in rows:
+            columns["tokens"].append([token for token, _ in row])
+            columns["masks"].append([-100 if p is None else token for token, p in row])
+            columns["inference_logprobs"].append([1.0 if p is None else p for _, p in row])
+            columns["messages"].append(rollout["messages"])
+            columns["scores"].append(rollout.get("reward", 1.0))
+        facts.append(
+            {
+                "rollout_id": f"{group_id}-r{number}",
+                "rows": list(range(begin, begin + len(rows))),
+                "reward": rollout.get("reward", 1.0),
+                "components": {"correct": rollout.get("reward", 1.0)},
+                "output": rollout.get("output"),
+                "finish_reason": "stop",
+                "turns": 2,
+                "flags": ["lossy_detok"],
+                "agents": [None] * len(rows),
+                "row_flags": [["lossy_detok"]] * len(rows),
+                "versions": [[[3, 0, len(row)]] for row in rows],
+                "usage": {"seconds": 1.5, "completion_tokens": 2},
+            }
+        )
+    known = {"group_id": group_id, "env": "math", "task_id": "t-0", "split": "train", "seed": 7}
+    known |= {"model": "m", "policy_version": 3, "created_at": 1.25e9 + 0.1, "index": 0}
+    return {**columns, "envserver": {**known, "rollouts": facts}}
+
+
+def export(folder: Path, groups: Sequence[StoredGroup], shard_rows: int = 1000) -> list[Written]:
+    form = format_of("parquet", Options())
+    writer = ParquetShards(row_group_bytes=4096)
+    writer.open(folder, shard_rows)
+    for group in groups:
+        for row in form.rows(group, group.rollouts):
+            writer.put(row)
+    return writer.close()
+
+
+def as_read(rollout: StoredRollout, number: int, row: StoredRow | None) -> dict[str, Any]:
+    """What a row of the table must say of a training row (None: the rollout has none)."""
+    names = ("components", "metrics", "agent_metrics", "output", "tools", "actions", "others")
+    return {
+        **{name: getattr(rollout, name) for name in ("rollout_id", "group_id", "env", "domain")},
+        **{name: getattr(rollout, name) for name in ("task_id", "split", "model", "reward")},
+        **{name: getattr(rollout, name) for name in ("finish_reason", "limit", "turns", "index")},
+        **{name: getattr(rollout, name) for name in ("truncated", "attempt", "seed", "flags")},
+        **{name: getattr(rollout, name) for name in ("policy_version", "created_at")},
+        **{name: getattr(rollout, name) for name in ("length", "sampled")},
+        **{name: orjson.loads(orjson.dumps(getattr(rollout, name))) for name in names},
+        "usage": rollout.usage,
+        "messages": without_nulls(rollout.messages),
+        "rows": len(rollout.rows),
+        "row": number,
+        "agent": row.agent if row else None,
+        "row_flags": row.flags if row else [],
+        "versions": [list(span) for span in row.versions] if row else [],
+        "tokens": row.tokens.tolist() if row else [],
+        "mask": row.mask.astype(bool).tolist() if row else [],
+        "logprobs": row.logprobs.tolist() if row else [],
+    }
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    rows = []
+    for row in parquet.read_table(folder).to_pylist():
+        row["messages"] = without_nulls(messages_in(row))
+        for name in [name for name in row if name.endswith("_json")]:
+            text = row.pop(name)
+            if name not in ("messages_json", "generation_params_json"):
+                row[name.removesuffix("_json")] = None if text is None else json.loads(text)
+        row["versions"] = [list(span.values()) for span in row["versions"]]
+        rows.append(row)
+    return rows
+
+
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: without_nulls(one) for name, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+CONTENTS = st.none() | st.text(max_size=20) | st.just(PARTS[0]["content"]) | JSON_VALUES
+CALLS = st.none() | st.just([]) | st.just([CALL]) | JSON_VALUES
+MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool"])},
+    optional={"content": CONTENTS, "tool_calls": CALLS, "name": JSON_VALUES, "new": JSON_VALUES},
+)
+LOGPROBS = st.none() | st.floats(-50, 0, width=32)
+ROLLOUTS = st.fixed_dictionaries(
+    {
+        "rows": st.lists(
+            st.lists(st.tuples(st.integers(0, 2**31 - 1), LOGPROBS), min_size=1, max_size=6),
+            max_size=3,
+        ),
+        "messages": st.lists(MESSAGES, max_size=3),
+        "reward": st.floats(0, 1),
+        "output": JSON_VALUES,
+    }
+)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.lists(ROLLOUTS, min_size=1, max_size=3), max_size=3), st.integers(1, 5))
+def test_what_is_read_back_is_what_was_delivered(
+    tmp_path_factory: pytest.TempPathFactory, rollouts: list[list[Any]], shard_rows: int
+) -> None:
+    folder = tmp_path_factory.mktemp("parquet")
+    groups = [group_of(line(each, f"g-{n}"), f"line {n}") for n, each in enumerate(rollouts)]
+    written = export(folder, groups, shard_rows)
+    expected = [
+        as_read(rollout, number, row)
+        for group in groups
+        for rollout in group.rollouts
+        for number, row in enumerate(rollout.rows or [None])
+    ]
+    assert read(folder) == expected
+    assert sum(each.rows for each in written) == len(expected)
+    assert all(each.rows <= shard_rows for each in written)
+    assert sorted(path.name for path in (folder / "data").iterdir()) == [
+        each.path.removeprefix("data/") for each in written
+    ]
+
+
+def test_columns_are_typed_for_those_who_read_them(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    pandas = pytest.importorskip("pandas")
+    rows = [[(5, None), (6, -0.5), (7, -0.25)]]
+    rollouts = [{"rows": rows, "messages": CONVERSATION}, {"rows": [], "messages": PARTS}]
+    export(tmp_path, [group_of(line(rollouts), "line 1")])
+
+    frame = pandas.read_parquet(tmp_path)
+    assert frame["reward"].dtype == np.float64 and frame["truncated"].dtype == np.bool_
+    assert frame["tokens"][0].dtype == np.int32 and frame["logprobs"][0].dtype == np.float32
+    assert frame["logprobs"][0].tolist() == [0.0, -0.5, -0.25]
+
+    loaded = datasets.Dataset.from_parquet(
+        str(tmp_path / "data" / "part-00000.parquet"), cache_dir=str(tmp_path / "cache")
+    )
+    assert loaded[0]["messages"][1]["tool_calls"] == [CALL]
+    assert loaded[0]["messages_json"] is None
+    assert loaded[1]["messages"][0]["content"] == "look"
+    assert json.loads(loaded[1]["messages_json"]) == PARTS
+    assert loaded.features["tokens"].feature.dtype == "int32"
+
+
+def test_row_groups_are_cut_by_bytes(tmp_path: Path) -> None:
+    rows = [[(index, -1.0) for index in range(500)]]
+    many = [{"rows": rows, "messages": CONVERSATION}] * 8
+    export(tmp_path, [group_of(line(many), "line 1")])
+    file = parquet.ParquetFile(tmp_path / "data" / "part-00000.parquet")
+    assert file.metadata.num_rows == 8
+    assert file.num_row_groups == 8
+
+
+def test_a_number_that_no_column_holds_is_named(tmp_path: Path) -> None:
+    group = line([{"rows": [], "messages": []}])
+    group["envserver"]["seed"] = 2**70
+    with pytest.raises(InputError, match="seed"):
+        export(tmp_path, [group_of(group, "line 1")])

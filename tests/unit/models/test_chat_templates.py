@@ -1,0 +1,241 @@
+"""Chat templates and tokenizers of model folders: rendered and encoded as engines do it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from envserver_records.errors import ConfigError, TemplateRefused
+from envserver_records.records import Message
+from support.templates import CASES, OWN, answer, call, chat_format, result, tokenizer, tool, user
+from support.vllm_server import VllmServer
+from tokenizers.processors import TemplateProcessing
+
+from envserver.tokens.chat_format import ChatFormat
+from envserver.tokens.prepare import template_kwargs
+from envserver.tokens.refusal import Refused
+from envserver.tokens.template import ChatTemplate
+
+SYSTEM = {"role": "system", "content": "s"}
+DEVELOPER = {"role": "developer", "content": "d"}
+PRINTS_ALL = "{{ messages | tojson }}{{ tools | tojson if tools }}"
+CALLED = (
+    '{"id": "call00001", "function": {"arguments": {}, "name": "calculate"}, "type": "function"}'
+)
+READS_PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text }},{% endfor %}{% endfor %}"
+
+
+def shown(messages: list[Message], source: str = PRINTS_ALL, **more: Any) -> str:
+    return chat_format(source).prompt_text(messages, more.get("tools"), {})
+
+
+def rendered(source: str, **kwargs: Any) -> str:
+    return ChatTemplate(source, {"eos_token": "</s>"}).render(
+        [user("Ü<&")], None, generation_prompt=True, kwargs=kwargs
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ messages[0].content | tojson }}", '"Ü<&"'),
+        (
+            "{{ {'b': 1, 'a': [2]} | tojson(sort_keys=true, separators=(',', ':')) }}",
+            '{"a":[2],"b":1}',
+        ),
+        ("{{ {'a': 'ü'} | tojson(indent=1, ensure_ascii=true) }}", '{\n "a": "\\u00fc"\n}'),
+        ("{% generation %}said{{ eos_token }}{% endgeneration %}", "said</s>"),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("  {% if add_generation_prompt %}\n{{ bos_token }}go\n  {%- endif %}", "go"),
+        ("{{ thinking is defined and thinking }}", "True"),
+        ("{{ strftime_now('%%') }}", "%"),
+    ],
+)
+def test_templates_run_as_in_transformers(source: str, text: str) -> None:
+    assert rendered(source, thinking=True) == text
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('Roles must alternate!') }}", "Roles must alternate!"),
+        ("{{ messages[0].content + 1 }}", "str"),
+        ("{{ messages.append(1) }}", "append"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{% for i in range(10 ** 9) %}x{% endfor %}", "Range"),
+        ("{{ 'x' * 10 ** 12 }}", "too long"),
+        ("{{ 9 ** 9 ** 9 }}", "too large"),
+        ("{{ unknown.field }}", "undefined"),
+    ],
+)
+def test_what_a_template_refuses_or_may_not_do_is_told_in_its_words(
+    source: str, words: str
+) -> None:
+    with pytest.raises(TemplateRefused, match=words):
+        rendered(source)
+
+
+def test_a_template_that_does_not_compile_is_a_setting_to_correct() -> None:
+    with pytest.raises(ConfigError, match="does not compile"):
+        ChatTemplate("{% if %}", {})
+
+
+@pytest.mark.parametrize(
+    ("messages", "seen"),
+    [
+        ([{"role": "assistant", "content": None}], '[{"role": "assistant", "content": ""}]'),
+        (
+            [answer(None, call('{"b": 1e3}') | {"index": 0})],
+            '[{"role": "assistant", "content": "", "tool_calls": [{"id": "call00001", "function": '
+            '{"arguments": {"b": 1000.0}, "name": "calculate"}, "type": "function", "index": 0}]}]',
+        ),
+        (
+            [answer("a", call("{half"), call("[1]"), call(""))],
+            '[{"role": "assistant", "content": "a", "tool_calls": ['
+            + ", ".join([CALLED] * 3)
+            + "]}]",
+        ),
+        (
+            [answer("a", reasoning_content="r")],
+            '[{"role": "assistant", "content": "a", "reasoning": "r", "reasoning_content": "r"}]',
+        ),
+        (
+            [result([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])],
+            '[{"role": "tool", "content": "a\\nb", "tool_call_id": "call00001"}]',
+        ),
+        (
+            [DEVELOPER, SYSTEM, user("u")],
+            '[{"role": "system", "content": "d\\n\\ns"}, {"role": "user", "content": "u"}]',
+        ),
+        (
+            [user("u") | {"name": "bob", "x": 1}],
+            '[{"role": "user", "content": "u", "name": "bob"}]',
+        ),
+    ],
+)
+def test_templates_get_what_vllm_gives_them(messages: list[Message], seen: str) -> None:
+    assert shown(messages) == seen
+
+
+def test_tools_keep_the_fields_that_engines_know_in_their_order() -> None:
+    given = {"type": "function", "x": 1, "function": {"strict": True, "name": "f", "y": 2}}
+    seen = '{"type": "function", "function": {"name": "f", "description": null, "parameters": null'
+    assert shown([SYSTEM], tools=[given]).endswith(f'[{seen}, "strict": true}}}}]')
+
+
+def test_content_comes_as_parts_where_the_template_reads_parts() -> None:
+    text = [user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), user("c")]
+    assert shown(text, READS_PARTS) == "a,b,c,"
+    assert shown(text, "{% for m in messages %}{{ m.content }};{% endfor %}") == "a\nb;c;"
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([user([{"type": "image_url", "image_url": {"url": "data:"}}])], "multimodal"),
+        ([user(None)], "unusual_message"),
+        ([user(5)], "unusual_message"),
+        ([{"content": "nobody's"}], "unusual_message"),
+        ([answer("a", {"id": "1", "type": "custom"})], "unusual_message"),
+        ([answer("a") | {"tool_calls": {"id": "1"}}], "unusual_message"),
+    ],
+)
+def test_what_only_the_engine_can_render_is_refused(messages: list[Message], reason: str) -> None:
+    with pytest.raises(Refused, match=reason):
+        shown(messages)
+
+
+def test_a_request_gives_its_variables_to_the_template() -> None:
+    body = {"chat_template_kwargs": {"a": 1, "add_generation_prompt": False}}
+    variables = template_kwargs(body | {"reasoning_effort": "low"})
+    assert variables == {"a": 1, "reasoning_effort": "low", "enable_thinking": True}
+    assert template_kwargs({"add_generation_prompt": False}) == {"add_generation_prompt": False}
+    for refused in ({"continue_final_message": True}, {"chat_template_kwargs": {"tools": []}}):
+        with pytest.raises(Refused):
+            template_kwargs(refused)
+
+
+def model_folder(folder: Path, config: dict[str, Any]) -> Path:
+    words = tokenizer(["<|im_end|>"])
+    begin = words.token_to_id("<s>")
+    words.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    (folder / "tokenizer.json").write_text(words.to_str())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_model_folder_is_read_like_transformers_does(tmp_path: Path) -> None:
+    named = [
+        {"name": "default", "template": "{{ bos_token }}"},
+        {"name": "tool_use", "template": "T"},
+    ]
+    eos = {"content": "<|im_end|>", "special": True}
+    config = {
+        "chat_template": named,
+        "bos_token": "<begin>",
+        "eos_token": eos,
+        "add_bos_token": True,
+    }
+    folder = model_folder(tmp_path, config)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
+    format = ChatFormat.load(folder)
+    assert format.prompt_text([SYSTEM], None, {}) == "<begin>"
+    assert format.prompt_text([SYSTEM], [tool()], {}) == "T"
+    assert len(format.prompt_ids([SYSTEM], None, {})) == 1  # one, and it is the config's
+    end = format.vocabulary.special_id("<|im_end|>")
+    assert format.stop_ids == {1, 7, end}
+    (folder / "chat_template.jinja").write_text("file")
+    again = ChatFormat.load(folder)
+    assert again.prompt_text([SYSTEM], [tool()], {}) == "file"
+    assert again.tokenizer_digest == format.tokenizer_digest
+    assert again.template_digest != format.template_digest
+
+
+def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        ChatFormat.load(tmp_path)
+    folder = model_folder(tmp_path, {})
+    with pytest.raises(ConfigError, match="no chat template"):
+        ChatFormat.load(folder)
+    (folder / "chat_template.json").write_text('{"chat_template": [{"name": "a", "template": ""}]}')
+    with pytest.raises(ConfigError, match="named default"):
+        ChatFormat.load(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ChatFormat.load(folder)
+
+
+def test_half_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(Refused, match="not_unicode"):
+        chat_format(OWN["chatml"]).prompt_ids([user("\ud800")], None, {})
+
+
+def test_an_engine_that_renders_otherwise_is_not_imitated() -> None:
+    format = chat_format(OWN["chatml"])
+    assert format.trusted
+    format.distrust("first")
+    format.distrust("second")
+    assert (format.trusted, format.distrusted) == (False, "first")
+
+
+@pytest.mark.vllm
+def test_prompts_are_those_of_vllm(vllm_server: VllmServer) -> None:
+    format = ChatFormat.load(vllm_server.model_folder)
+    odd = [
+        [DEVELOPER, SYSTEM, user("u")],
+        [user("x"), answer(None, call("{half"), call({"ü": [1e3, None]})), result("\n4 ")],
+        [user([{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}])],
+    ]
+    talks = [(case.messages, case.tools) for case in CASES.values()]
+    for messages, tools in [*talks, *((messages, None) for messages in odd)]:
+        body = {
+            "model": vllm_server.model,
+            "messages": messages,
+            **({"tools": tools} if tools else {}),
+        }
+        url = f"{vllm_server.base_url}/chat/completions/render"
+        theirs = httpx.post(url, json=body, timeout=60).json()
+        assert format.prompt_ids(messages, tools, {}) == theirs["token_ids"]

@@ -1,0 +1,386 @@
+"""Whatever bytes an engine sends: a right answer or a typed error, in time, and nothing is leaked.
+
+Hypothesis writes to a real socket; the engine's client reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import time
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+import pytest
+from envserver_records.errors import EngineError, EngineGarbage, EngineTimeout
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.raw_server import End, RawServer, chunked, cut, head, raw_server
+
+from envserver.config import OpenAIConfig
+from envserver.models.openai import OpenAIEngine
+
+SECONDS, HANG_SECONDS = 10.0, 0.1
+"""For a call; where nothing comes any more."""
+ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+slow = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+
+
+class Bench:
+    """An engine before a server that writes what it is told, on a loop of its own."""
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+        self.raw: RawServer
+        self.engine: OpenAIEngine
+        self._runner.run(self._open())
+
+    async def _open(self) -> None:
+        self._serving = raw_server()
+        self.raw = await self._serving.__aenter__()
+        self.engine = OpenAIEngine(
+            OpenAIConfig(base_url=self.raw.url),
+            tries=2,
+            pause_seconds=0.001,
+            check_seconds=0.1,
+            measure_seconds=0.01,
+        )
+        await self.engine.__aenter__()
+
+    def close(self) -> None:
+        """Ends both. Fails if a connection is left, or if the engine's background had died."""
+
+        async def end() -> None:
+            await self.engine.__aexit__(None, None, None)
+            async with asyncio.timeout(5):
+                while self.raw.connections:
+                    await asyncio.sleep(0.01)
+            await self._serving.__aexit__(None, None, None)
+
+        self._runner.run(end())
+        self._runner.close()
+
+    def post(self, pieces: list[bytes], end: End) -> Any:
+        """What a call gives if that is written: its answer, or the EngineError."""
+        return self._runner.run(self._call(pieces, end, self._post))
+
+    def stream(self, pieces: list[bytes], end: End) -> tuple[list[Any], EngineError | None]:
+        """The chunks that arrive, and the error behind them."""
+        chunks: list[Any] = []
+        ended = self._runner.run(
+            self._call(pieces, end, lambda seconds: self._stream(chunks, seconds))
+        )
+        return chunks, ended if isinstance(ended, EngineError) else None
+
+    async def _call(self, pieces: list[bytes], end: End, work: Any) -> Any:
+        self.raw.pieces, self.raw.end = pieces, end
+        seconds = HANG_SECONDS if end == "hang" else SECONDS
+        began = time.monotonic()
+        try:
+            result = await work(seconds)
+        except EngineError as error:
+            result = error
+        assert time.monotonic() - began < seconds + 2
+        (replica,) = await self._health()
+        assert (replica.in_flight, replica.waiting) == (0, 0)
+        async with asyncio.timeout(5):
+            # One is kept for the next call; health checks and metrics may be using others.
+            while len(self.raw.connections) > 3:
+                await asyncio.sleep(0.001)
+        return result
+
+    async def _health(self) -> Any:
+        return await self.engine.health()
+
+    async def _post(self, seconds: float) -> Any:
+        return await self.engine.post("/v1/x", ASK, rollout_id="r", timeout_seconds=seconds)
+
+    async def _stream(self, chunks: list[Any], seconds: float) -> None:
+        body = {**ASK, "stream": True}
+        async with self.engine.stream(
+            "/v1/x", body, rollout_id="r", timeout_seconds=seconds
+        ) as streamed:
+            async for chunk in streamed:
+                chunks.append(chunk)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.close()
+
+
+# Bodies
+
+LOGPROBS = '{"choices": [{"logprobs": {"content": [{"logprob": %s}]}}]}'
+ERRORS = [
+    b'{"error": {"message": "no", "code": 400}}',
+    b'{"error": {"message": "no", "code": 500}}',
+    b'{"error": {"message": 7, "code": "x"}}',
+    b'{"error": "no"}',
+    b'{"error": [1]}',
+    b'{"object": "error", "message": "no", "code": 404}',
+    b'{"object": "error", "message": "no", "code": 503}',
+    b'{"object": "error", "code": true}',
+]
+GARBAGE = [
+    b"",
+    b"null",
+    b"[1]",
+    b"7",
+    b'"text"',
+    b"<html>",
+    b'{"a": 1',
+    b'{"a": "\xff"}',
+    b'{"a": "\\ud800"}',
+    b'{"a": 1}{"b": 2}',
+    b"\x00",
+    b'{"a":' * 2000 + b"1" + b"}" * 2000,
+    *[(LOGPROBS % number).encode() for number in ("NaN", "-Infinity", "Infinity", "1e999", "--1")],
+]
+GOOD = [
+    b'{"id": "x"}',
+    b"{}",
+    b'\n {"error": null, "a": 1} ',
+    b'{"a": 123456789012345678901234567890, "b": -1e-300}',
+    (LOGPROBS % "null").encode(),
+    json.dumps({"long": "x" * 70_000}).encode(),
+    b'{"a":' * 500 + b"1" + b"}" * 500,
+]
+
+
+def said(body: bytes) -> Any:
+    """What `body` is taken for: an object, or "error"."""
+    return orjson.loads(body) if body in GOOD else "error"
+
+
+bodies = st.sampled_from([*GOOD, *GOOD, *ERRORS, *GARBAGE]) | st.binary(max_size=30)
+places = st.lists(st.integers(0, 200), max_size=4)
+kinds = st.sampled_from(["application/json", "text/html", "", "application/json; charset=latin-1"])
+
+
+@slow
+@given(body=bodies, kind=kinds, places=places, way=st.sampled_from(["length", "chunks", "close"]))
+def test_a_whole_answer_is_read_however_it_is_sent(
+    bench: Bench, body: bytes, kind: str, places: list[int], way: str
+) -> None:
+    if way == "chunks":
+        data = head(kind, None, "transfer-encoding: chunked") + chunked(cut(body, places))
+    else:
+        data = head(kind, len(body) if way == "length" else None) + body
+    got = bench.post(cut(data, places), "close" if way == "close" else "keep")
+    if said(body) == "error":
+        assert isinstance(got, EngineError)
+    else:
+        assert got == said(body)
+
+
+ENDS = st.sampled_from(["close"] * 4 + ["reset"] * 4 + ["hang"])
+
+
+@slow
+@given(data=st.data(), places=places, end=ENDS)
+def test_an_answer_that_breaks_off_is_a_typed_error(
+    bench: Bench, data: st.DataObject, places: list[int], end: End
+) -> None:
+    body = b'{"id": "an answer of some length"}'
+    whole = data.draw(
+        st.sampled_from(
+            [
+                head("application/json", len(body)) + body,
+                head("application/json", None, "transfer-encoding: chunked")
+                + chunked(cut(body, [9])),
+            ]
+        )
+    )
+    size = data.draw(st.integers(0, len(whole) - 1))
+    got = bench.post(cut(whole[:size], places), end)
+    assert type(got) is (EngineTimeout if end == "hang" else EngineGarbage)
+
+
+HEADS = [
+    b"HTTP/1.1 200 OK\r\n",
+    b"HTTP/1.0 200 OK\r\n",
+    b"HTTP/1.1 200\r\n",
+    b"HTTP/9.9 200 OK\r\n",
+    b"HTTP/1.1 204 No Content\r\n",
+    b"HTTP/1.1 304 Not Modified\r\n",
+    b"HTTP/1.1 100 Continue\r\n\r\n",
+    b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n",
+    b"HTTP/1.1 302 Found\r\nlocation: /else\r\n",
+    b"HTTP/1.1 999 What\r\n",
+    b"HTTP/1.1 -1 What\r\n",
+    b"HTTP/1.1 503 Busy\r\nretry-after: 99999999999999999999\r\n",
+    b"HTTP/1.1 503 Busy\r\nretry-after: Fri, 99 Foo 2020\r\n",
+    b"HTTP/1.1 429 Busy\r\nretry-after: \xb2\r\n",
+    b"HTTP/1.1 429 Busy\r\nretry-after: Wed, 21 Oct 2015 07:28:00 GMT\r\n",
+    b"220 mail ESMTP\r\n",
+    b"\x16\x03\x01\x02\x00",
+    b"\r\n\r\n",
+]
+FIELDS = [
+    b"content-length: 12\r\n",
+    b"content-length: 3\r\n",
+    b"content-length: 999\r\n",
+    b"content-length: -1\r\n",
+    b"content-length: x\r\n",
+    b"content-length: 99999999999999999999999\r\n",
+    b"transfer-encoding: chunked\r\n",
+    b"transfer-encoding: gzip, chunked\r\n",
+    b"transfer-encoding: what\r\n",
+    b"content-encoding: gzip\r\n",
+    b"content-encoding: deflate\r\n",
+    b"content-encoding: br\r\n",
+    b"content-encoding: zstd\r\n",
+    b"content-encoding: what\r\n",
+    b"content-type: application/json\r\n",
+    b"content-type: text/event-stream\r\n",
+    b"content-type: text/event-stream; charset=\xff\r\n",
+    b"content-type\r\n",
+    b": x\r\n",
+    b"set-cookie: \x00\r\n",
+    b"connection: close\r\n",
+    b"x: " + b"y" * 10_000 + b"\r\n",
+    b" folded\r\n",
+    b"\xff\xfe: \xff\r\n",
+]
+ZIPPED = gzip.compress(b'{"id": "x"}')
+TAILS = [
+    b'{"id": "x"}\n',
+    b'data: {"id": 1}\n\ndata: [DONE]\n\n',
+    b"c\r\n" + b'{"id": "x"}\n' + b"\r\n0\r\n\r\n",
+    b"zz\r\n{}\r\n0\r\n\r\n",
+    b"fffffffffffffffffff\r\n{}",
+    b"-2\r\n{}\r\n",
+    b"2;x=y\r\n{}\r\n0\r\ntrailer: x\r\n\r\n",
+    b"2\r\n{}XX0\r\n\r\n",
+    ZIPPED,
+    ZIPPED[:-9],
+    ZIPPED + b"rest",
+    b"%x\r\n%s\r\n0\r\n\r\n" % (len(ZIPPED), ZIPPED),
+    zlib.compress(b'{"id": "x"}'),
+    b"",
+]
+
+
+@slow
+@given(
+    start=st.sampled_from(HEADS),
+    fields=st.lists(st.sampled_from(FIELDS), max_size=4),
+    tail=st.sampled_from(TAILS) | st.binary(max_size=60),
+    places=places,
+    end=ENDS,
+    streams=st.booleans(),
+)
+def test_whatever_is_sent_for_http_ends_typed_and_in_time(
+    bench: Bench,
+    start: bytes,
+    fields: list[bytes],
+    tail: bytes,
+    places: list[int],
+    end: End,
+    streams: bool,
+) -> None:
+    pieces = cut(start + b"".join(fields) + b"\r\n" + tail, places)
+    if streams:
+        chunks, error = bench.stream(pieces, end)
+        assert error is not None or b"[DONE]" in tail
+        assert all(isinstance(chunk, dict) for chunk in chunks)
+    else:
+        got = bench.post(pieces, end)
+        assert isinstance(got, EngineError) or got in ({"id": "x"}, {})
+
+
+def test_an_answer_that_is_zipped_unasked_is_read(bench: Bench) -> None:
+    data = head("application/json", len(ZIPPED), "content-encoding: gzip") + ZIPPED
+    assert bench.post([data], "keep") == {"id": "x"}
+
+
+# Streams
+
+CHUNKS = [{"id": "a", "choices": [{"delta": {"content": "Hé"}}]}, {"id": "b"}, {"usage": None}]
+END = st.sampled_from(["\n", "\n", "\r\n", "\r"])
+NOISE = st.sampled_from([": keep-alive", "", "event: x", "id: 1", "retry: 5", "data", "what"])
+
+
+def written(chunk: dict[str, Any], lines: bool, end: str) -> str:
+    """`chunk` as one event, its JSON over several `data` lines if `lines`."""
+    text = json.dumps(chunk, indent=1 if lines else None, ensure_ascii=False)
+    return "".join(f"data: {line}{end}" for line in text.split("\n")) + end
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> tuple[bytes, list[dict[str, Any]]]:
+    """A stream up to its `[DONE]`, and the chunks in it."""
+    text = draw(st.sampled_from(["", "\ufeff"]))
+    chunks = draw(st.lists(st.sampled_from(CHUNKS), max_size=6))
+    for chunk in chunks:
+        for noise in draw(st.lists(NOISE, max_size=2)):
+            text += noise + draw(END)
+            # An empty `data` is an event of its own, or a line break in the next chunk's JSON.
+            text += "\n" if noise == "data" else ""
+        text += written(chunk, draw(st.booleans()), draw(END))
+    return (
+        text + draw(st.sampled_from(["data: [DONE]\n\n", "data:[DONE]\r\n\r\n"]))
+    ).encode(), chunks
+
+
+cuts = st.lists(st.integers(0, 500), max_size=30)
+
+
+def sent(data: bytes, cuts: list[int], way: str) -> list[bytes]:
+    """A stream as it goes over the wire."""
+    pieces = cut(data, cuts)
+    if way == "chunks":
+        body = chunked(pieces)
+        return [head("text/event-stream", None, "transfer-encoding: chunked"), *cut(body, cuts)]
+    length = len(data) if way == "length" else None
+    return [head("text/event-stream; charset=utf-8", length), *pieces]
+
+
+WAYS = st.sampled_from(["chunks", "chunks", "length", "close"])
+
+
+@slow
+@given(stream=streams(), cuts=cuts, way=WAYS)
+def test_a_stream_is_read_however_it_is_sent(
+    bench: Bench, stream: tuple[bytes, list[Any]], cuts: list[int], way: str
+) -> None:
+    data, chunks = stream
+    assert bench.stream(sent(data, cuts, way), "close" if way == "close" else "keep") == (
+        chunks,
+        None,
+    )
+
+
+@slow
+@given(stream=streams(), cuts=cuts, way=WAYS, end=ENDS, share=st.floats(0, 1))
+def test_a_stream_that_breaks_off_gives_its_beginning_and_a_typed_error(
+    bench: Bench, stream: tuple[bytes, list[Any]], cuts: list[int], way: str, end: End, share: float
+) -> None:
+    data, chunks = stream
+    whole = b"".join(sent(data[: data.rindex(b"[DONE]")], cuts, way))
+    got, error = bench.stream(cut(whole[: int(share * len(whole))], cuts), end)
+    assert got == chunks[: len(got)]
+    assert isinstance(error, EngineTimeout if end == "hang" else EngineError)
+
+
+BAD_EVENTS = st.sampled_from([*ERRORS, *[body for body in GARBAGE if body and b"\n" not in body]])
+
+
+@slow
+@given(before=st.lists(st.sampled_from(CHUNKS), max_size=3), bad=BAD_EVENTS, cuts=cuts, way=WAYS)
+def test_an_event_that_is_no_chunk_ends_a_stream_with_a_typed_error(
+    bench: Bench, before: list[dict[str, Any]], bad: bytes, cuts: list[int], way: str
+) -> None:
+    text = "".join(written(chunk, False, "\n") for chunk in before).encode()
+    data = text + b"data: " + bad + b"\n\n" + b"data: [DONE]\n\n"
+    chunks, error = bench.stream(sent(data, cuts, way), "close")
+    assert chunks == before
+    assert error is not None

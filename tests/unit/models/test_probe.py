@@ -1,0 +1,219 @@
+"""What is found out about an engine at the start: how it can be asked, what it lacks and why."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from envserver_records.errors import ConfigError, EngineRefused, EngineTimeout, EngineUnavailable
+from support.commands import ENVSERVER, environment_variables, free_port
+from support.fake_tokens import ALL, FakeEngine, fake_engine
+from support.serving import serving
+from support.vllm_server import VllmServer
+
+from envserver.config import Mode, OpenAIConfig, SimConfig
+from envserver.models.openai import OpenAIEngine
+from envserver.models.sim import SimEngine, sim_app
+from envserver.models.upstream import Upstream, probe
+
+
+@asynccontextmanager
+async def connected(url: str, **config: Any) -> AsyncIterator[OpenAIEngine]:
+    async with OpenAIEngine(OpenAIConfig(base_url=url, **config), tries=1) as engine:
+        yield engine
+
+
+async def probed(fake: FakeEngine, *, wanted: Mode = "auto", model: str = "tiny") -> Upstream:
+    async with fake_engine(fake) as server, connected(server.url) as engine:
+        return await probe(engine, wanted=wanted, model=model)
+
+
+async def test_an_engine_with_everything() -> None:
+    fake = FakeEngine(ALL | {"parser"})
+    found = await probed(fake)
+    assert found.mode == "tokens"
+    assert found.server == "vllm 0.32.0"
+    assert (found.root, found.max_model_len) == ("/models/tiny", 2048)
+    assert found.logprobs == "raw"
+    assert all([found.tools, found.has_parser, found.weight_versions, found.pausable])
+    assert found.metrics
+    assert not found.reasoning_parser
+    assert found.reasons == {}
+    assert [bool(echo.tools) for echo in found.echoes] == [False, True]
+    assert len(fake.requests) <= 12
+
+
+@pytest.mark.parametrize(
+    ("fake", "mode", "reasons"),
+    [
+        (FakeEngine(ALL - {"scale_out"}), "completions", {"tokens": "--enable-scale-out"}),
+        (
+            FakeEngine(ALL - {"scale_out", "completions"}),
+            "chat",
+            {"tokens": "HTTP 403", "completions": "without token_ids"},
+        ),
+        (FakeEngine(strict=True), "opaque", {"chat": "argument supplied: logprobs"}),
+        (FakeEngine(ALL - {"ids"}), "opaque", {"chat": "lack token_ids and prompt_token_ids"}),
+        (FakeEngine(lies="generate"), "completions", {"tokens": "[121, 69, 83, 44] at temp"}),
+        (FakeEngine(lies="render"), "completions", {"tokens": "gives other ids"}),
+        (FakeEngine(lies="derender"), "completions", {"tokens": "another message"}),
+        (FakeEngine(lies="echo"), "chat", {"tokens": "give back", "completions": "give back"}),
+        (FakeEngine(ALL - {"scale_out"}, lies="completions"), "chat", {"completions": "samples"}),
+        (FakeEngine(ALL - {"tools"}), "tokens", {"tools": "--tool-call-parser"}),
+        (FakeEngine(ALL - {"dev"}), "tokens", {"pausable": "VLLM_SERVER_DEV_MODE=1"}),
+    ],
+    ids=lambda value: "" if isinstance(value, FakeEngine | dict) else value,
+)
+async def test_the_best_mode_that_is_exact_and_why_no_better(
+    fake: FakeEngine, mode: str, reasons: dict[str, str]
+) -> None:
+    found = await probed(fake)
+    assert found.mode == mode
+    for name, words in reasons.items():
+        assert words in found.reasons[name]
+    better = ["tokens", "completions", "chat", "opaque"]
+    assert set(better[: better.index(mode)]) <= found.reasons.keys()
+
+
+async def test_what_its_answers_tell_of_logprobs_and_reasoning() -> None:
+    assert (await probed(FakeEngine(processed=True))).logprobs == "processed"
+    assert (await probed(FakeEngine(ALL - {"top"}))).logprobs == "unknown"
+    derendered = await probed(FakeEngine(ALL | {"reasoning"}))
+    assert derendered.reasoning_parser and derendered.has_parser
+    seen = await probed(FakeEngine(ALL - {"scale_out"} | {"reasoning"}, text="<think>"))
+    assert (seen.reasoning_parser, seen.mode) == (True, "completions")
+    assert (await probed(FakeEngine(text=""))).mode == "tokens", "it only ends its turn"
+    assert (await probed(FakeEngine(ALL | {"parser"}, text="y"))).mode == "tokens"
+    short = FakeEngine(ALL | {"parser"}, text="y", lies="derender")
+    assert "another message" in (await probed(short)).reasons["tokens"]
+
+
+async def test_a_tie_of_two_tokens_is_no_lie() -> None:
+    assert (await probed(FakeEngine(tie=True))).mode == "tokens"
+
+
+async def test_an_adapters_files_are_its_base_models() -> None:
+    cards = [
+        {"id": "base", "root": "/models/base", "max_model_len": 64},
+        {"id": "policy@3", "root": "/adapters/3", "parent": "base"},
+    ]
+    found = await probed(FakeEngine(cards=cards), model="policy@3")
+    assert (found.root, found.max_model_len) == ("/models/base", 64)
+
+
+async def test_a_mode_that_is_wanted_is_used_or_refused_with_the_reason() -> None:
+    chat = await probed(FakeEngine(), wanted="chat")
+    assert chat.mode == "chat"
+    assert chat.reasons["tokens"] == "Not tried: openai.mode is chat."
+    assert (await probed(FakeEngine(), wanted="completions")).mode == "completions"
+    assert (await probed(FakeEngine(), wanted="opaque")).mode == "opaque"
+    with pytest.raises(ConfigError, match=r"openai.mode is tokens.*--enable-scale-out"):
+        await probed(FakeEngine(ALL - {"scale_out"}), wanted="tokens")
+
+
+async def test_an_engine_that_does_not_answer_or_not_us_is_an_error() -> None:
+    async with connected(f"http://127.0.0.1:{free_port()}") as engine:
+        with pytest.raises(EngineUnavailable):
+            await probe(engine, model="tiny")
+    async with fake_engine(FakeEngine(slow=True)) as fake, connected(fake.url, timeout=0.2) as slow:
+        with pytest.raises(EngineTimeout):
+            await probe(slow, model="tiny")
+    async with fake_engine(FakeEngine(key="right")) as fake, connected(fake.url) as unknown:
+        with pytest.raises(EngineRefused, match="Unauthorized"):
+            await probe(unknown, model="tiny")
+    with pytest.raises(EngineRefused, match="`other` does not exist"):
+        await probed(FakeEngine(), model="other")
+
+
+@pytest.mark.parametrize("rates", [{}, {"error_rate": 0.3, "truncate_rate": 0.5}])
+async def test_the_simulated_engine_continues_ids_by_completions(rates: dict[str, float]) -> None:
+    sim = SimEngine(SimConfig(latency_seconds=0, **rates))
+    assert_is_the_simulated(await probe(sim, model="sim"))
+    async with serving(sim_app(sim)) as url:
+        engine = OpenAIEngine(OpenAIConfig(base_url=url), pause_seconds=0.01)
+        async with engine:
+            assert_is_the_simulated(await probe(engine, model="sim"))
+
+
+def assert_is_the_simulated(found: Upstream) -> None:
+    assert (found.mode, found.logprobs, found.tools) == ("completions", "raw", True)
+    assert found.server.startswith("envserver-sim")
+
+
+async def test_the_command_shows_an_engine_and_what_would_be_better(tmp_path: Path) -> None:
+    async with fake_engine(FakeEngine(ALL - {"scale_out", "dev"})) as fake:
+        shown = await command(tmp_path, f"{fake.url.removeprefix('http://')}/v1")
+    assert shown.returncode == 0, shown.stderr
+    assert all(len(line) <= 80 for line in shown.stdout.splitlines())
+    assert "\033" not in shown.stdout
+    text = " ".join(shown.stdout.split())
+    assert "mode completions: token ids in and out" in text
+    assert "stitching no: /models/tiny is no folder on this machine." in text
+    better = text.partition("To get better:")[2]
+    assert "Mode tokens: /v1/chat/completions/render is refused (HTTP 403)" in better
+    assert better.count("--enable-scale-out") == 1
+
+
+async def test_the_command_tells_replicas_apart_and_those_that_are_down(tmp_path: Path) -> None:
+    dead = f"http://127.0.0.1:{free_port()}"
+    async with fake_engine(FakeEngine()) as one, fake_engine(FakeEngine(ALL - {"ids"})) as other:
+        both = await command(tmp_path, f"{one.url},{other.url}")
+        assert both.returncode == 0, both.stderr
+        assert f"mode: tokens at {one.url}, opaque at {other.url}" in " ".join(both.stdout.split())
+        with_dead = await command(tmp_path, one.url, dead, "--json")
+    assert with_dead.returncode == 1
+    assert with_dead.stderr.count("\n") == 1 and dead in with_dead.stderr
+    (engine,) = json.loads(with_dead.stdout)["engines"]
+    assert (engine["url"], engine["mode"], engine["stitching"]) == (one.url, "tokens", False)
+
+
+async def test_the_command_says_that_the_simulated_engine_can_be_stitched(tmp_path: Path) -> None:
+    async with serving(sim_app(SimEngine(SimConfig(latency_seconds=0)))) as url:
+        shown = await command(tmp_path, url, "--json")
+    assert shown.returncode == 0, shown.stderr
+    (engine,) = json.loads(shown.stdout)["engines"]
+    assert engine["not_stitched"] is None
+
+
+async def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return await asyncio.to_thread(
+        subprocess.run,
+        [ENVSERVER, "models", "probe", *words],
+        cwd=folder,
+        env=environment_variables() | {"COLUMNS": "80", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.vllm
+async def test_a_real_vllm_is_asked_by_tokens(vllm_server: VllmServer, tmp_path: Path) -> None:
+    async with connected(vllm_server.base_url) as engine:
+        found = await probe(engine, model=vllm_server.model)
+    assert found.mode == "tokens"
+    assert found.server.startswith("vllm 0.")
+    assert found.root == str(vllm_server.model_folder)
+    assert all([found.tools, found.has_parser, found.weight_versions, found.metrics])
+    assert (found.logprobs, found.reasoning_parser, found.pausable) == ("raw", False, False)
+    assert found.reasons.keys() == {"pausable"}
+    shown = await command(tmp_path, vllm_server.base_url, "--json")
+    (told,) = json.loads(shown.stdout)["engines"]
+    assert told["not_stitched"] is None, shown.stdout
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.json").write_bytes(
+        (vllm_server.model_folder / "tokenizer.json").read_bytes()
+    )
+    (other / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    shown = await command(tmp_path, vllm_server.base_url, "--tokens.tokenizer", str(other))
+    assert "Does the engine run with a --chat-template of its own?" in " ".join(
+        shown.stdout.split()
+    )

@@ -1,0 +1,415 @@
+"""The simulated engine in process: exact tokens, consistent logprobs, streams, refusals."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from envserver_records.errors import EngineGarbage, EngineRefused, EngineTimeout, EngineUnavailable
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.sim import (
+    CHAT,
+    COMPLETIONS,
+    DEMONSTRATION,
+    QUESTION,
+    TOKENIZER,
+    TOOLS,
+    ask,
+    call,
+    engine,
+    logprobs_of,
+    post,
+    said,
+    user,
+)
+
+from envserver.config import SimConfig
+from envserver.models.sim import SimEngine
+from envserver.models.sim.make_tokenizer import build_tokenizer, tokenizer_config
+from envserver.models.sim.tokenizer import ASSETS
+
+# --- tokens -----------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_can_be_made_again_from_its_corpus() -> None:
+    shipped = json.loads((ASSETS / "tokenizer.json").read_text())["model"]
+    made = json.loads(build_tokenizer().to_str())["model"]
+    assert made["vocab"] == shipped["vocab"]
+    assert made["merges"] == shipped["merges"]
+    assert tokenizer_config() == json.loads((ASSETS / "tokenizer_config.json").read_text())
+
+
+@given(st.lists(st.one_of(st.text(), st.sampled_from(["<|im_start|>", "<|im_end|>", "\n", "12"]))))
+def test_text_survives_its_tokens_and_may_be_encoded_in_pieces(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    prompt = TOKENIZER.prompt(text)
+    assert prompt.ids == TOKENIZER.encode(text)
+    assert prompt.fold == TOKENIZER.logits.fold(prompt.ids)
+    assert TOKENIZER.decode(prompt.ids, special=True) == text
+
+
+async def test_the_ids_of_an_answer_are_the_ids_of_its_text() -> None:
+    answer = await post(engine(), ask())
+    choice = answer["choices"][0]
+    assert choice["token_ids"][-1] == TOKENIZER.im_end
+    assert TOKENIZER.encode(choice["message"]["content"]) == choice["token_ids"][:-1]
+    assert TOKENIZER.decode(answer["prompt_token_ids"], special=True) == (
+        f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert answer["usage"] == {
+        "prompt_tokens": len(answer["prompt_token_ids"]),
+        "completion_tokens": len(choice["token_ids"]),
+        "total_tokens": len(answer["prompt_token_ids"]) + len(choice["token_ids"]),
+    }
+
+
+words = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.sampled_from(
+    ["\n", " ", "<tool_call>\n",
+     '\n<tool_call>\n{"name": "calculate", "arguments": {}}\n</tool_call>', "<|im_end|>",
+     "\r\n", "é<|im_<|im_end|>start|>"]
+)  # fmt: skip
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=6,
+)
+turns = st.builds(
+    lambda content, calls: said(content, *calls),
+    words,
+    st.lists(
+        st.builds(call, st.sampled_from(["calculate", "finish"]),
+                  st.dictionaries(words, values, max_size=3)),
+        max_size=2,
+    ),
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(turns, min_size=1, max_size=3), st.lists(words, min_size=4, max_size=4), words)
+async def test_a_conversation_that_goes_on_begins_with_the_tokens_so_far(
+    demonstration: list[dict[str, Any]], results: list[str], system: str
+) -> None:
+    sim = engine(demonstration)
+    messages = [{"role": "system", "content": system}, *user(), *user(results[3])]
+    before: list[int] = []
+    for result in results[:3]:
+        body = ask(tools=TOOLS) | {"messages": messages}
+        answer = await post(sim, body)
+        choice = answer["choices"][0]
+        assert answer["prompt_token_ids"][: len(before)] == before
+        before = answer["prompt_token_ids"] + choice["token_ids"]
+        messages.append(choice["message"])
+        for one in choice["message"].get("tool_calls", []):
+            assert isinstance(json.loads(one["function"]["arguments"]), dict)
+            messages.append({"role": "tool", "tool_call_id": one["id"], "content": result})
+        messages += user(result)
+
+
+async def test_parts_of_text_and_null_contents_render_like_text() -> None:
+    sim = engine()
+    parts = [{"type": "text", "text": "A box "}, {"type": "text", "text": "holds 12."}]
+    one = await post(sim, ask() | {"messages": [{"role": "user", "content": parts}]})
+    other = await post(sim, ask("A box holds 12."))
+    assert one["prompt_token_ids"] == other["prompt_token_ids"]
+
+
+# --- logprobs ---------------------------------------------------------------------------------
+
+
+async def test_logprobs_are_the_same_bits_when_scored_again() -> None:
+    sim = engine(DEMONSTRATION)
+    answer = await post(sim, ask(tools=TOOLS, n=3, top_logprobs=4))
+    for choice in answer["choices"]:
+        logprobs = logprobs_of(choice)
+        assert all(value < 0 and float(np.float32(value)) == value for value in logprobs)
+        ids = answer["prompt_token_ids"] + choice["token_ids"]
+        again = await post(
+            sim, {"prompt": ids, "max_tokens": 1, "prompt_logprobs": 3}, path=COMPLETIONS
+        )
+        rows = again["choices"][0]["prompt_logprobs"]
+        assert rows[0] is None
+        start = len(answer["prompt_token_ids"])
+        scored = [
+            row[str(token)]["logprob"]
+            for row, token in zip(rows[start:], choice["token_ids"], strict=True)
+        ]
+        assert scored == logprobs
+        for entry in choice["logprobs"]["content"]:
+            ranked = [top["logprob"] for top in entry["top_logprobs"]]
+            assert ranked[0] == entry["logprob"]
+            assert ranked == sorted(ranked, reverse=True)
+            assert 1 <= len(ranked) <= 4
+
+
+async def test_alternatives_have_the_logprob_they_would_be_sampled_with() -> None:
+    prompt = TOKENIZER.prompt("A box holds")
+    chosen = TOKENIZER.encode(" twelve")
+    score = TOKENIZER.logits.score
+    rows = TOKENIZER.logits.alternatives(prompt.fold, len(prompt.ids), chosen, 5)
+    fold, length = prompt.fold, len(prompt.ids)
+    for token, row in zip(chosen, rows, strict=True):
+        for other, logprob in row:
+            assert score(fold, length, [other])[0] == np.float32(logprob)
+        fold = TOKENIZER.logits.joined(fold, length, TOKENIZER.logits.fold([token]))
+        length += 1
+
+
+async def test_all_endpoints_give_the_same_tokens_and_logprobs() -> None:
+    sim = engine(DEMONSTRATION)
+    chat = await post(sim, ask(tools=TOOLS, seed=5, max_tokens=200))
+    ids = chat["prompt_token_ids"]
+    body = {"prompt": ids, "logprobs": 0, "return_token_ids": True, "seed": 5, "max_tokens": 200}
+    completion = (await post(sim, body, path=COMPLETIONS))["choices"][0]
+    body = {"prompt": {"prompt_token_ids": ids}, "logprobs": 0, "seed": 5, "max_tokens": 200}
+    generated = await post(sim, body, path="/generate")
+    choice = chat["choices"][0]
+    positions = [[[token], [value]] for token, value in
+                 zip(choice["token_ids"], logprobs_of(choice), strict=True)]  # fmt: skip
+    assert choice["message"]["tool_calls"]
+    assert completion["prompt_token_ids"] == ids
+    assert completion["token_ids"] == choice["token_ids"]
+    assert completion["logprobs"]["token_logprobs"] == logprobs_of(choice)
+    assert [
+        [[int(key) for key in position[0]], list(position[0].values())]
+        for position in generated["logprobs"][0]
+    ] == positions
+    assert generated["text"] == [completion["text"]]
+    assert generated["finish_reasons"] == ["stop"]
+
+
+# --- where an answer ends ---------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 60), st.integers(0, 10**6))
+async def test_max_tokens_cuts_ids_and_text_alike(limit: int, seed: int) -> None:
+    sim = engine([said("Überall 日本 🙂 and \\boxed{36} in the end")])
+    whole = (await post(sim, ask(seed=seed)))["choices"][0]
+    short = (await post(sim, ask(seed=seed, max_tokens=limit)))["choices"][0]
+    assert short["token_ids"] == whole["token_ids"][:limit]
+    assert logprobs_of(short) == logprobs_of(whole)[:limit]
+    cut = len(whole["token_ids"]) > limit
+    assert short["finish_reason"] == ("length" if cut else "stop")
+    assert whole["message"]["content"].startswith(short["message"]["content"])
+    decoded = TOKENIZER.decode(short["token_ids"])
+    assert decoded.rstrip("\ufffd") == short["message"]["content"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+async def test_a_stop_string_cuts_the_text_but_no_sampled_token(data: st.DataObject) -> None:
+    sim = engine()
+    whole = (await post(sim, ask(seed=3)))["choices"][0]
+    text, ids = whole["message"]["content"], whole["token_ids"]
+    start = data.draw(st.integers(0, len(text) - 1))
+    stop = text[start : start + data.draw(st.integers(1, 5))]
+    cut = (await post(sim, ask(seed=3, stop=[stop, "never said"])))["choices"][0]
+    assert cut["message"]["content"] == text[: text.find(stop)]
+    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
+    kept = cut["token_ids"]
+    assert kept == ids[: len(kept)]
+    assert stop in TOKENIZER.decode(kept)
+    assert stop not in TOKENIZER.decode(kept[:-1])
+
+
+async def test_a_stop_token_is_sampled_and_silent() -> None:
+    sim = engine()
+    whole = (await post(sim, ask(seed=3)))["choices"][0]["token_ids"]
+    choice = (await post(sim, ask(seed=3, stop_token_ids=[whole[4]])))["choices"][0]
+    kept = whole[: whole.index(whole[4]) + 1]
+    assert (choice["token_ids"], choice["stop_reason"]) == (kept, whole[4])
+    assert choice["message"]["content"] == TOKENIZER.decode(kept[:-1])
+
+
+# --- streams ----------------------------------------------------------------------------------
+
+
+def joined(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """What a client makes of the chunks, by choice."""
+    choices: dict[int, dict[str, Any]] = {}
+    for part in (part for chunk in chunks for part in chunk["choices"]):
+        whole = choices.setdefault(
+            part["index"], {"text": "", "calls": [], "ids": [], "logprobs": [], "finish": None}
+        )
+        delta = part.get("delta", {"content": part.get("text")})
+        whole["text"] += delta.get("content") or ""
+        for piece in delta.get("tool_calls", []):
+            if piece["index"] == len(whole["calls"]):
+                whole["calls"].append([piece["id"], piece["function"]["name"], ""])
+            whole["calls"][piece["index"]][2] += piece["function"]["arguments"]
+        whole["ids"] += part.get("token_ids", [])
+        whole["logprobs"] += (part["logprobs"] or {}).get("content", [])
+        whole["finish"] = part["finish_reason"] or whole["finish"]
+    return choices
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"n": 3}, {"tools": TOOLS}, {"stop": "e"}, {"max_tokens": 7}, {"tools": TOOLS, "n": 2}],
+    ids=str,
+)
+async def test_a_streamed_answer_is_the_same_answer(fields: dict[str, Any]) -> None:
+    demonstration = [said("Überall 🙂", *DEMONSTRATION[0]["tool_calls"] * 2)]
+    body = ask(seed=1, top_logprobs=2, **fields)
+    answer = await post(engine(demonstration), body)
+    options = {"stream_options": {"include_usage": True}}
+    again = engine(demonstration)
+    async with again.stream(CHAT, body | options, rollout_id="", timeout_seconds=30) as stream:
+        chunks = [chunk async for chunk in stream]
+    assert chunks[0]["prompt_token_ids"] == answer["prompt_token_ids"]
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunks[-1]["usage"] == answer["usage"]
+    assert joined(chunks) == {
+        choice["index"]: {
+            "text": choice["message"]["content"] or "",
+            "calls": [
+                [one["id"], one["function"]["name"], one["function"]["arguments"]]
+                for one in choice["message"].get("tool_calls", [])
+            ],
+            "ids": choice["token_ids"],
+            "logprobs": choice["logprobs"]["content"],
+            "finish": choice["finish_reason"],
+        }
+        for choice in answer["choices"]
+    }
+    if "tools" in fields:
+        assert len(answer["choices"][0]["message"]["tool_calls"]) == 2
+
+
+async def test_streamed_completions_are_the_same_too() -> None:
+    sim = engine()
+    body = {"prompt": ["One", "Two"], "n": 2, "seed": 4, "return_token_ids": True, "logprobs": 0}
+    whole = await post(sim, body, path=COMPLETIONS)
+    async with sim.stream(COMPLETIONS, body, rollout_id="", timeout_seconds=30) as stream:
+        chunks = [chunk async for chunk in stream]
+    streamed: dict[int, list[Any]] = {}
+    for choice in (chunk["choices"][0] for chunk in chunks):
+        held = streamed.setdefault(choice["index"], ["", [], [], choice["prompt_token_ids"]])
+        held[0] += choice["text"]
+        held[1] += choice["token_ids"]
+        held[2] += choice["logprobs"]["token_logprobs"]
+    assert [streamed[index] for index in range(4)] == [
+        [c["text"], c["token_ids"], c["logprobs"]["token_logprobs"], c["prompt_token_ids"]]
+        for c in whole["choices"]
+    ]
+
+
+# --- what goes wrong --------------------------------------------------------------------------
+
+
+async def test_faults_come_as_often_as_asked() -> None:
+    sim = engine(error_rate=0.3, disconnect_rate=0.3, truncate_rate=0.5)
+    seen: dict[str, int] = {}
+    for _ in range(300):
+        try:
+            finish = (await post(sim, ask()))["choices"][0]["finish_reason"]
+        except (EngineUnavailable, EngineGarbage) as error:
+            finish = error.kind
+        seen[finish] = seen.get(finish, 0) + 1
+    assert 60 < seen["engine_unavailable"] < 125
+    assert 35 < seen["engine_garbage"] < 95
+    assert abs(seen["length"] - seen["stop"]) < 60
+    broken = engine(disconnect_rate=1.0)
+    chunks = []
+    with pytest.raises(EngineGarbage):
+        async with broken.stream(CHAT, ask(), rollout_id="", timeout_seconds=30) as stream:
+            async for chunk in stream:
+                chunks.append(chunk)
+    assert len(chunks) > 1
+    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 10**12) | st.floats() | st.text(max_size=3)
+    | st.sampled_from(["\ud800", "object", "array", "integer", "#", "#/properties/a"]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(["type", "properties", "required", "items", "minItems", "minimum", "enum",
+                         "minLength", "multipleOf", "anyOf", "allOf", "$ref", "a", "function"]),
+        inner, max_size=4,
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+async def test_a_request_of_anything_is_answered_or_refused(data: st.DataObject) -> None:
+    path, body = data.draw(
+        st.sampled_from(
+            [
+                (CHAT, ask(tools=json.loads(json.dumps(TOOLS)), tool_choice="required", n=1)),
+                (COMPLETIONS, {"prompt": "x", "logprobs": 1, "stop": "e", "prompt_logprobs": 1}),
+                ("/generate", {"prompt": {"prompt_token_ids": [1, 2]}, "logprobs": 0}),
+                ("/tokenize", {"messages": user()}),
+            ]
+        )
+    )
+    body = json.loads(json.dumps(body))
+    place: Any = body
+    while True:
+        key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else [0]))
+        if not place[key] or not isinstance(place[key], dict | list) or data.draw(st.booleans()):
+            place[key] = data.draw(json_values)
+            break
+        place = place[key]
+    try:
+        answer = await post(engine(), body, path=path)
+    except EngineRefused as error:
+        assert error.message
+    else:
+        assert answer.get("choices") or answer.get("text") or answer.get("tokens")
+
+
+async def test_an_answer_that_takes_too_long_is_a_timeout() -> None:
+    slow = SimEngine(SimConfig(latency_seconds=60))
+    with pytest.raises(EngineTimeout):
+        await slow.post(CHAT, ask(), rollout_id="", timeout_seconds=0.01)
+    with pytest.raises(EngineTimeout):
+        async with engine(seconds_per_token=60).stream(
+            CHAT, ask(), rollout_id="", timeout_seconds=0.01
+        ) as stream:
+            await anext(aiter(stream))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {}, None),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
+        (CHAT, ask(max_tokens=0), "max_tokens"),
+        (CHAT, ask(temperature="hot"), "temperature"),
+        (CHAT, ask(n=2, temperature=0), "n"),
+        (CHAT, ask(tools=[]), "tools"),
+        (CHAT, ask(tools=[{"type": "function"}]), "tools[0]"),
+        (CHAT, ask(tool_choice="required"), "tool_choice"),
+        (CHAT, ask(top_logprobs=2) | {"logprobs": False}, "top_logprobs"),
+        (CHAT, ask(model="gpt"), "model"),
+        (CHAT, ask("\ud800"), "messages"),
+        (CHAT, ask("word " * 40_000), "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         "messages[0].content"),
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (COMPLETIONS, {"prompt": [10**6]}, "prompt"),
+        (COMPLETIONS, {"prompt": "x", "echo": True}, "echo"),
+        ("/generate", {"prompt": {}}, "prompt"),
+        ("/tokenize", {}, "prompt"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/v1/embeddings", {}, None),
+    ],
+)  # fmt: skip
+async def test_wrong_requests_are_refused_with_their_place(
+    path: str, body: dict[str, Any], param: str | None
+) -> None:
+    with pytest.raises(EngineRefused) as caught:
+        await post(engine(), body, path=path)
+    assert caught.value.detail["param"] == param
+    assert 400 <= caught.value.detail["status"] < 500

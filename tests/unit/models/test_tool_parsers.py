@@ -1,0 +1,224 @@
+"""Our own reading of what models write: calls of tools, reasoning, and the text around them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from envserver_records.records import Message
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.talk import written
+from support.templates import OWN, answer, call, chat_format, tool
+
+from envserver.models.parsers import FORMATS, Called
+from envserver.proxy.asking.parsers import Reader, format_of_calls
+
+HERMES = '<tool_call>{"name": "calculate", "arguments": {"expression": "1"}}</tool_call>'
+CALCULATE = Called("calculate", '{"expression": "1"}')
+WRITERS = {
+    "hermes": ("qwen2_5", "qwen3", "qwen3_vl", "qwen3_instruct_2507"),
+    "functions": ("qwen3_5_think", "qwen3_6", "nemotron_3_nano"),
+    "keys": ("glm4moe",),
+    "llama": ("llama3_1", "llama3_2"),
+    None: ("gptoss", "deepseekv3", "phi3", "gemma3", "cohere2"),
+}
+
+
+def test_the_format_of_a_model_is_the_one_that_reads_its_template() -> None:
+    package = importlib.util.find_spec("trl")
+    assert package is not None and package.submodule_search_locations, "run `make test`"
+    folder = Path(package.submodule_search_locations[0]) / "chat_templates"
+    for name, writers in WRITERS.items():
+        for writer in writers:
+            source = (folder / f"{writer}.jinja").read_text()
+            assert format_of_calls(chat_format(source)) == name, writer
+
+
+WORDS = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="<>[]{}"))
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | WORDS,
+    lambda values: st.lists(values, max_size=2) | st.dictionaries(WORDS, values, max_size=2),
+    max_leaves=4,
+)
+
+
+@pytest.mark.parametrize("name", ["chatml", "thinking", "llama", "mistral"])
+@settings(deadline=None)
+@given(data=st.data())
+def test_what_a_model_means_is_read(name: str, data: st.DataObject) -> None:
+    count = 1 if name == "llama" else data.draw(st.integers(0, 3))
+    arguments = st.dictionaries(WORDS, VALUES, max_size=3)
+    calls = [call(data.draw(arguments), name=f"tool_{n}") for n in range(count)]
+    silent = bool(calls) and name in ("llama", "mistral")
+    content = "" if silent else data.draw(WORDS)
+    message = answer(content, *calls)
+    if name == "thinking":
+        message["reasoning"] = data.draw(WORDS)
+    text = written(name, message, indent=data.draw(st.sampled_from([None, 1])))
+    body = {"tools": [tool()]}
+    assert reader(name).trouble(body) is None
+    assert as_told(reader(name).message(text, body, [1])) == as_told(message)
+
+
+@cache
+def reader(name: str) -> Reader:
+    return Reader(chat_format(OWN[name]), reasons=name == "thinking")
+
+
+def as_told(message: Message) -> tuple[str, str, list[tuple[str, Any]]]:
+    functions = [called["function"] for called in message.get("tool_calls") or []]
+    calls = [(function["name"], json.loads(function["arguments"])) for function in functions]
+    texts = [(message.get(name) or "").strip() for name in ("content", "reasoning")]
+    return texts[0], texts[1], calls
+
+
+TYPED = """I look.
+<tool_call>
+<function=calculate>
+<parameter=expression>
+12
+
+</parameter>
+<parameter=precision>
+3
+</parameter>
+<parameter=other>
+4
+</parameter>
+</function>
+</tool_call>"""
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "content", "calls"),
+    [
+        ("hermes", f"So:\n{HERMES}\n{HERMES}", "So:\n", [CALCULATE, CALCULATE]),
+        ("hermes", HERMES.removesuffix("</tool_call>"), "", [CALCULATE]),
+        (
+            "functions",
+            TYPED,
+            "I look.\n",
+            [Called("calculate", '{"expression": "12\\n", "precision": 3, "other": "4"}')],
+        ),
+        ("functions", "<function=calculate>\n</function>", "", [Called("calculate", "{}")]),
+        (
+            "keys",
+            "<tool_call>calculate\n<arg_key>precision</arg_key>\n<arg_value>many</arg_value>",
+            "",
+            [Called("calculate", '{"precision": "many"}')],
+        ),
+        (
+            "llama",
+            '<|python_tag|>{"name": "f", "parameters": {"a": {"b": 1}}}; {"name": "g", '
+            '"arguments": {}}',
+            "",
+            [Called("f", '{"a": {"b": 1}}'), Called("g", "{}")],
+        ),
+        (
+            "mistral",
+            'Well.[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{"b": [2]}',
+            "Well.",
+            [Called("f", '{"a": 1}'), Called("g", '{"b": [2]}')],
+        ),
+        (
+            "pythonic",
+            '[f(a=-1, b={"c": [True, None]}), g.h()]',
+            "",
+            [Called("f", '{"a": -1, "b": {"c": [true, null]}}'), Called("g.h", "{}")],
+        ),
+    ],
+)
+def test_formats(format: str, text: str, content: str, calls: list[Called]) -> None:
+    found = FORMATS[format](text, [tool()])
+    assert found is not None
+    assert (found.content, found.calls) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("hermes", "no call"),
+        ("hermes", f"{HERMES}<tool_call>{{bad}}</tool_call>"),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}} so</tool_call>'),
+        ("hermes", '<tool_call>{"name": null, "arguments": {}}</tool_call>'),
+        ("hermes", "<tool_call>" + "[" * 100_000),
+        ("keys", "<tool_call></tool_call>"),
+        ("llama", '{"name": "f"}'),
+        ("llama", 'The set {1, 2} and {"name": "f", "parameters": {}}'),
+        ("mistral", "[TOOL_CALLS]"),
+        ("mistral", "[TOOL_CALLS] [1]"),
+        ("pythonic", "[f(1)]"),
+        ("pythonic", "[f(a=b)]"),
+        ("pythonic", "see [1] and [2]"),
+        ("pythonic", "[f(a=" + "(" * 10_000 + ")]"),
+    ],
+)
+def test_broken_calls_are_text(format: str, text: str) -> None:
+    assert FORMATS[format](text, [tool()]) is None
+
+
+MARKS = [
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<function=f>",
+        "</function>",
+        "<parameter=a>",
+        "</parameter>",
+    ),
+    *(
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "<|python_tag|>",
+        "[",
+        "]",
+    ),
+    *('{"name": "f", "arguments": {"a": ', "1", "}}", "f(a=", ")", ", ", "\n", "é", '"', "{", "\\"),
+]
+
+
+@settings(deadline=None)
+@given(st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(MARKS), max_size=12))
+def test_no_text_breaks_a_format(format: str, pieces: list[str]) -> None:
+    text = "".join(pieces)
+    found = FORMATS[format](text, [tool()])
+    if found is not None:
+        assert found.calls
+        assert found.content in text
+        for called in found.calls:
+            assert called.name
+            json.loads(called.arguments)
+
+
+@pytest.mark.parametrize(
+    ("tail", "text", "reasoning", "content"),
+    [
+        ("", "<think>\na\n</think>\n\nb", "\na\n", "\n\nb"),
+        ("<think>\n", "a</think>b", "a", "b"),
+        ("<think>\n", "a, without an end", "a, without an end", None),
+        ("", "a</think>", "a", None),
+        ("<think>\n\n</think>\n\n", "b", None, "b"),
+    ],
+)
+def test_reasoning(tail: str, text: str, reasoning: str | None, content: str | None) -> None:
+    prompt_ids = chat_format(OWN["thinking"]).encode("x" * 99 + tail)
+    message = reader("thinking").message(text, {}, prompt_ids)
+    assert (message["reasoning"], message["content"]) == (reasoning, content)
+
+
+def test_tools_that_must_not_be_called_or_only_one() -> None:
+    body = {"tools": [tool()]}
+    none = reader("chatml").message(HERMES, {**body, "tool_choice": "none"}, [1])
+    assert none == {"role": "assistant", "content": HERMES}
+    one = reader("chatml").message(HERMES * 2, {**body, "parallel_tool_calls": False}, [1])
+    assert len(one["tool_calls"]) == 1
+    assert one["content"] is None

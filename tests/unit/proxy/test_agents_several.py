@@ -1,0 +1,339 @@
+"""Several agents in one rollout: who is asked where, what is trained, whose limits count."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+from envserver_records.records import Call, Conversation, PublicTask, Trajectory, Usage, VersionSpan
+from hypothesis import strategies as st
+from rich.console import Console
+from support.commands import read_jsonl
+from support.fake_vllm import fake_vllm
+from support.proxy_house import House, chat, house
+from support.serving import attempt_spec, serving
+
+from envserver import AgentRole, ConfigError, Environment, Score, Task
+from envserver.cli.command_line import CommandLine
+from envserver.cli.process import ProcessSettings, process
+from envserver.cli.settings import load_settings
+from envserver.config import OpenAIConfig
+from envserver.environment import Rollout
+from envserver.models.openai import OpenAIEngine
+from envserver.proxy import AttemptSpec, Proxy
+from envserver.proxy.attempts import Seat
+from envserver.proxy.source import Source
+from envserver.rollouts.agents import roles_of
+from envserver.rollouts.attempt import counted_calls, main_call, other_conversations
+from envserver.rollouts.policy import judge_trajectory
+from envserver.tokens.builder import build
+from envserver.tokens.flags import chosen
+
+USER = {"role": "user", "content": "hi"}
+TAU = '''
+from envserver import AgentRole, Environment, Score, Task
+
+class Talk(Environment):
+    """An agent that is trained talks with a user who is not; a critic that is looks on."""
+
+    def agents(self):
+        return {"agent": AgentRole(), "user": AgentRole(trained=False), "critic": AgentRole()}
+
+    def tasks(self, split):
+        for n in range(4):
+            yield Task(f"talk-{n}", {"question": f"Say {n}."}, {"answer": str(n)})
+
+    def demonstration(self, task):
+        return [{"role": "assistant", "content": task.hidden["answer"]}]
+
+    async def rollout(self, task, run):
+        said = [{"role": "user", "content": task.public["question"]}]
+        for turn in range(run.max_turns):
+            heard = await run.chat([{"role": "system", "content": "You ask."}, *said], agent="user")
+            run.log_action("user", {"turn": turn}, heard.content)
+        reply = await run.chat(said, agent="agent")
+        run.log_action("say", {"secret": run.api_key}, reply.content)
+        await run.client.with_options(base_url=run.base_url_of("critic")).chat.completions.create(
+            model=run.model, messages=[*said, reply.message, {"role": "user", "content": "Well?"}]
+        )
+        return reply.content
+
+    def score(self, task, result):
+        asked = result.messages[0]["content"] == task.public["question"]
+        seen = {"turns": result.turns, "actions": len(result.actions), "asked": float(asked)}
+        return Score(reward=float(task.hidden["answer"] in (result.output or "")), metrics=seen)
+'''
+
+
+@pytest.fixture
+def talk(tmp_path: Path) -> Path:
+    path = tmp_path / "talk.py"
+    path.write_text(TAU)
+    return path
+
+
+async def processed(talk: Path, *flags: str, **variables: str) -> list[dict[str, Any]]:
+    """The groups that `process` writes with the simulated engine and these settings."""
+    output = talk.with_name("out.jsonl")
+    words = [
+        *("--env", str(talk), "--model", "sim", "--sim.latency_seconds", "0"),
+        *("--env.group_size", "2", "--env.total_steps", "2", "--env.max_turns", "3"),
+        *("--env.include_actions", "--env.data_path_to_save_groups", str(output), *flags),
+    ]
+    settings = load_settings(
+        words, settings_class=ProcessSettings, environ=variables, folder=talk.parent
+    )
+    line = CommandLine(settings, str(talk), _class_of(talk))
+    console = Console(file=io.StringIO())
+    assert await process(str(talk), line.make_environment(), settings, console) == 0
+    return read_jsonl(output)
+
+
+def _class_of(talk: Path) -> type[Environment]:
+    from envserver.registry import find
+
+    return find(str(talk))
+
+
+async def test_an_untrained_agent_on_a_text_engine_leaves_the_rows_as_they_are(talk: Path) -> None:
+    async with fake_vllm(omit=frozenset({"token_ids", "logprobs", "prompt_token_ids"})) as fake:
+        groups = await processed(
+            talk,
+            *("--env.agents.user.model_name", "gpt-user", "--env.agents.user.temperature", "0.3"),
+            *("--env.agents.user.server_type", "openai"),
+            ENVSERVER_ENV__AGENTS__USER__BASE_URL=fake.url,
+            ENVSERVER_ENV__AGENTS__USER__API_KEY="sk-of-the-user",
+        )
+    assert {body["model"] for body in fake.requests} == {"gpt-user"}
+    assert {body["temperature"] for body in fake.requests} == {0.3}
+    assert {headers.get("Authorization") for headers in fake.headers if headers} >= {
+        "Bearer sk-of-the-user"
+    }
+    assert "sk-of-the-user" not in talk.with_name("out.jsonl").read_text()
+    assert len(groups) == 2
+    for group in groups:
+        assert len(group["tokens"]) == 4, "a row for each trained agent of each rollout"
+        for row, masks in zip(group["tokens"], group["masks"], strict=True):
+            assert len(row) == len(masks)
+            assert any(mask != -100 for mask in masks)
+        agents = group["envserver"]["rendering"]["agents"]
+        assert (agents["user"]["model"], agents["user"]["trained"]) == ("gpt-user", False)
+        for rollout in group["envserver"]["rollouts"]:
+            assert sorted(rollout["agents"]) == ["agent", "critic"]
+            assert rollout["flags"] == []
+            assert rollout["metrics"] == {"turns": 2, "actions": 4, "asked": 1}
+            others = {other["agent"]: other for other in rollout["others"]}
+            assert (others["user"]["trained"], others["user"]["turns"]) == (False, 3)
+            assert others["critic"]["trained"]
+            assert [one["step"] for one in rollout["actions"]] == [1, 2, 3, 4]
+            assert rollout["actions"][-1]["input"] == {"secret": "***"}
+            assert rollout["actions"][0]["output"] == "Hëllo."
+
+
+async def test_who_is_trained_is_a_persons_choice(talk: Path) -> None:
+    groups = await processed(talk, "--env.agents.user.trained", "--env.agents.critic.trained=false")
+    for rollout in (r for group in groups for r in group["envserver"]["rollouts"]):
+        assert set(rollout["agents"]) == {"agent", "user"}
+        assert rollout["metrics"] == {"turns": 4, "actions": 4, "asked": 1}
+
+
+class Several(Environment):
+    def agents(self) -> Mapping[str, AgentRole]:
+        return {"solver": AgentRole(), "judge": AgentRole(trained=False)}
+
+    def tasks(self, split: Any) -> Any:
+        yield Task("only", {})
+
+    async def rollout(self, task: PublicTask, run: Rollout) -> None: ...
+
+    def score(self, task: Task, result: Any) -> Score:
+        return Score(reward=1.0)
+
+
+def settings(*flags: str) -> Any:
+    return load_settings(
+        flags, config_class=Several.Config, environ={}, folder=Path("/nonexistent")
+    ).env
+
+
+def test_wrong_names_are_told_the_nearest_right_one() -> None:
+    with pytest.raises(ConfigError, match=r"--env.agents.solvr: .*Did you mean 'solver'\?"):
+        roles_of(Several(settings("--env.agents.solvr.temperature", "1")))
+    with pytest.raises(ConfigError, match=r"Did you mean --env.agents.judge.base_url\?"):
+        settings("--env.agents.judge.bas_url", "http://x")
+    with pytest.raises(ConfigError) as told:
+        settings("--env.agents.judge.api_key", "sk-1", "--env.agents.judge.temperature", "hot")
+    assert "--env.agents.judge.temperature: must be a valid number" in str(told.value)
+
+
+def test_a_file_a_variable_and_a_flag_set_the_same_agent(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("env:\n  agents:\n    judge: {model_name: a, temperature: 0.1, top_p: 0.5}\n")
+    config = load_settings(
+        ["--config", str(path), "--env.agents.judge.top_p", "0.7"],
+        config_class=Several.Config,
+        environ={"ENVSERVER_ENV__AGENTS__JUDGE__TEMPERATURE": "0.2"},
+        folder=tmp_path,
+    ).env
+    judge = config.agents["judge"]
+    assert (judge.model_name, judge.temperature, judge.top_p) == ("a", 0.2, 0.7)
+    path.write_text("env:\n  agents:\n    judge:\n      modl_name: a\n")
+    with pytest.raises(ConfigError, match=r"run.yaml:4: env.agents.judge.modl_name.*model_name"):
+        load_settings(
+            ["--config", str(path)], config_class=Several.Config, environ={}, folder=tmp_path
+        )
+
+
+def seats(**changes: Any) -> AttemptSpec:
+    """An attempt of a trained solver and a judge, asked elsewhere, that is not."""
+    plain = attempt_spec(max_turns=2, max_completion_tokens=20)
+    judge = Seat(
+        model="big",
+        sampling={"temperature": 0.0, "top_p": 1.0, "max_tokens": 50},
+        trained=False,
+        source="judge",
+        follows_policy=False,
+    )
+    solver = Seat(model=plain.model, sampling=plain.sampling)
+    return AttemptSpec(
+        **{name: getattr(plain, name) for name in plain.__struct_fields__ if name != "agents"},
+        agents={"solver": solver, "judge": judge, **changes},
+    )
+
+
+async def test_each_agent_has_its_own_engine_turns_and_versions() -> None:
+    async with (
+        fake_vllm() as mine,
+        fake_vllm(text="x" * 40) as other,
+        OpenAIEngine(OpenAIConfig(base_url=mine.url), tries=1) as engine,
+        OpenAIEngine(OpenAIConfig(base_url=other.url), tries=1) as elsewhere,
+    ):
+        proxy = Proxy(engine, sources={"judge": Source(elsewhere)})
+        proxy.publish_version(7)
+        async with serving(proxy.asgi()) as url:
+            home = House(mine, proxy, url, None)  # type: ignore[arg-type]
+            attempt = proxy.open(seats())
+            solver, judge = (home.client(attempt.key, f"/a/{n}") for n in ("solver", "judge"))
+            for _ in range(2):
+                await chat(judge, messages=[USER])
+                await chat(solver, messages=[USER])
+            for one in (judge, solver):
+                with pytest.raises(Exception, match="All 2 turns of the agent"):
+                    await chat(one, messages=[USER])
+            with pytest.raises(Exception, match="There is no agent 'nobody'"):
+                await chat(home.client(attempt.key, "/a/nobody"), messages=[USER])
+            assert [model.id async for model in judge.models.list()] == ["big"]
+            for client in (solver, judge):
+                await client.close()
+    calls = attempt.calls
+    assert [call.agent for call in calls] == ["judge", "solver"] * 2
+    assert {body["model"] for body in other.requests} == {"big"}
+    assert {body["temperature"] for body in other.requests} == {0.0}
+    assert [call.versions[0].version for call in calls] == [-1, 7, -1, 7]
+    assert sum(len(call.completion_ids) for call in calls if call.agent == "solver") <= 20
+    assert len(calls[0].completion_ids) == 41, "the judge's tokens are not counted"
+    assert [call.trained for call in calls] == [False, True] * 2
+    counted = counted_calls(calls, attempt.spec)
+    last = main_call(counted, attempt.spec.agents)
+    assert last is calls[3]
+    (judged,) = other_conversations(calls, last)
+    assert (judged.agent, judged.trained, judged.turns, judged.model) == ("judge", False, 2, "big")
+    rows = build([call for call in calls if call.trained])
+    assert {row.agent for row in rows} == {"solver"}
+    assert all(row.versions[row.mask == 1].min() == 7 for row in rows)
+
+
+async def test_who_says_nothing_is_the_first_and_strangers_are_counted_together() -> None:
+    async with house() as home:
+        attempt = home.proxy.open(seats(judge=Seat(model="tiny", sampling={}, trained=False)))
+        await chat(home.client(attempt.key), messages=[USER])
+        assert attempt.calls[0].agent == "solver"
+        undeclared, client = home.open(max_turns=2)
+        for name in ("a", "b"):
+            await chat(client, messages=[USER], extra_headers={"x-agent": name})
+        with pytest.raises(Exception, match="All 2 turns of this rollout"):
+            await chat(client, messages=[USER], extra_headers={"x-agent": "c"})
+        assert [call.agent for call in undeclared.calls] == ["a", "b"]
+        await client.close()
+
+
+async def test_one_agents_failure_is_not_overcome_by_anothers_answer() -> None:
+    async with house() as home:
+        attempt = home.proxy.open(seats(judge=Seat(model="tiny", sampling={}, trained=False)))
+        solver, judge = (
+            home.client(attempt.key, f"/a/{n}").with_options(max_retries=0)
+            for n in ("solver", "judge")
+        )
+        home.fake.faults.extend([500, 500])
+        with pytest.raises(Exception, match="500"):
+            await chat(judge, messages=[USER])
+        await chat(solver, messages=[USER])
+        assert attempt.engine_failure is not None
+        await chat(judge, messages=[USER])
+        assert attempt.engine_failure is None
+
+
+def test_a_rollout_in_which_no_trained_agent_spoke_is_not_delivered() -> None:
+    user = Conversation(
+        agent="user", trained=False, model="big", messages=[USER], tools=[], turns=1,
+        completion_tokens=3,
+    )  # fmt: skip
+    silent = Trajectory(
+        rollout_id="r", attempt=1, task_id="t", env="talk", sequences=[], messages=[], tools=[],
+        output=None, score=Score(reward=0.0), finish_reason=None, truncated=False, limit=None,
+        turns=0, usage=Usage(), others=[user],
+    )  # fmt: skip
+    actions = chosen()
+    assert judge_trajectory(silent, need_exact=False, actions=actions) is not None
+    silent.turns = 1  # at an engine that gives text only
+    assert judge_trajectory(silent, need_exact=False, actions=actions) is None
+
+
+CALLS = st.lists(
+    st.tuples(st.sampled_from(["solver", "critic", "judge"]), st.booleans(), st.integers(1, 4)),
+    max_size=12,
+)
+
+
+@hypothesis.settings(deadline=None)
+@hypothesis.given(CALLS)
+def test_rows_hold_what_trained_agents_sampled_and_nothing_else(
+    said: list[tuple[str, bool, int]],
+) -> None:
+    calls = [
+        _call(index, agent, exact or agent != "judge", size)
+        for index, (agent, exact, size) in enumerate(said)
+    ]
+    trained = [call for call in calls if call.trained]
+    rows = build(trained)
+    assert sum(int(row.mask.sum()) for row in rows) == sum(len(c.completion_ids) for c in trained)
+    assert all(row.mask.any() and row.agent != "judge" for row in rows)
+    counted = counted_calls(calls, seats())
+    main = main_call(counted, seats().agents)
+    assert (main is None) == (not trained)
+    assert main is None or main.agent == sorted({call.agent or "" for call in trained})[-1]
+    others = {one.agent for one in other_conversations(calls, main)}
+    assert others == {call.agent for call in calls} - {main.agent if main else None}
+
+
+def _call(index: int, agent: str, exact: bool, size: int) -> Call:
+    ids = np.arange(index * 10, index * 10 + size, dtype=np.int32)
+    return Call(
+        index=index,
+        model="tiny",
+        agent=agent,
+        trained=agent != "judge",
+        prompt_ids=np.array([1, 2], np.int32),
+        completion_ids=ids if exact else ids[:0],
+        logprobs=np.zeros(size if exact else 0, np.float32),
+        versions=[VersionSpan(0, 0, size)] if exact else [],
+        exact=exact,
+        finish_reason="stop",
+        message={"role": "assistant", "content": "so"},
+        messages=[USER],
+    )

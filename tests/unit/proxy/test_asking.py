@@ -1,0 +1,472 @@
+"""Each way of asking an engine gives what the engine's chat API gives, or says why it cannot."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+from envserver_records.errors import EngineGarbage, EngineRefused, EngineTimeout
+from support.fake_scale_out import ScaleOut
+from support.templates import OWN, chat_format, tool, user
+from support.vllm_server import VllmServer
+
+from envserver.config import OpenAIConfig
+from envserver.models.engine import Engine
+from envserver.models.openai import OpenAIEngine
+from envserver.models.upstream import Upstream, UpstreamMode
+from envserver.proxy.asking import Asker, asker, stream_text, whole_text
+from envserver.tokens.chat_format import ChatFormat
+
+Json = dict[str, Any]
+HERMES = '<tool_call>{"name": "calculate", "arguments": {"expression": "1"}}</tool_call>'
+ASK: Json = {
+    "model": "tiny",
+    "messages": [user("hi")],
+    "temperature": 1.0,
+    "seed": 3,
+    "max_tokens": 200,
+    "logprobs": True,
+    "return_token_ids": True,
+}
+TOOLS: Json = {**ASK, "tools": [tool()]}
+IMAGE = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+
+
+@dataclass
+class Prompt:
+    ids: list[int] | None = None
+
+
+ROOT = Prompt()
+
+
+@cache
+def format() -> ChatFormat:
+    return chat_format(OWN["chatml"])
+
+
+def asking(engine: Engine, mode: UpstreamMode, *, reasons: bool = False) -> Asker:
+    upstream = Upstream(mode=mode, model="tiny", tools=True, reasoning_parser=reasons)
+    return asker(engine, upstream, format())
+
+
+def told(answer: Json) -> Json:
+    """All of an answer that matters to anybody; ids of calls are the engine's own business."""
+    choices = []
+    for choice in answer["choices"]:
+        message = choice["message"]
+        functions = [call["function"] for call in message.get("tool_calls") or []]
+        texts = [message.get("content"), message.get("reasoning")]
+        names = ("index", "finish_reason", "stop_reason", "token_ids", "logprobs")
+        choices.append({**{n: choice.get(n) for n in names}, "texts": texts, "calls": functions})
+    return {
+        "prompt": answer["prompt_token_ids"],
+        "tokens": answer["usage"]["completion_tokens"],
+        "choices": choices,
+    }
+
+
+async def whole(asked: Asker, body: Json, prompt: Prompt = ROOT) -> Json:
+    return told(await asked.whole(body, prompt, rollout_id="r", timeout_seconds=60))
+
+
+async def collected(asked: Asker, body: Json, prompt: Prompt = ROOT) -> Json:
+    """A stream put together again; the first chunk of each choice has only a role."""
+    choices: dict[int, Json] = {}
+    answer: Json = {}
+    async with asked.stream(body, prompt, rollout_id="r", timeout_seconds=60) as chunks:
+        async for chunk in chunks:
+            for name in ("prompt_token_ids", "usage"):
+                if chunk.get(name) is not None:
+                    answer[name] = chunk[name]
+            for part in chunk["choices"]:
+                if part["index"] not in choices:
+                    assert part["delta"] == {"role": "assistant", "content": ""}
+                    assert "prompt_token_ids" in answer
+                _add(choices.setdefault(part["index"], {"index": part["index"]}), part)
+    return told({**answer, "choices": [choices[index] for index in sorted(choices)]})
+
+
+def _add(choice: Json, part: Json) -> None:
+    message = choice.setdefault("message", {"content": ""})
+    message["content"] += part["delta"].get("content") or ""
+    choice.setdefault("token_ids", []).extend(part.get("token_ids") or [])
+    entries = choice.setdefault("logprobs", {"content": []})["content"]
+    entries.extend((part.get("logprobs") or {}).get("content") or [])
+    for name in ("finish_reason", "stop_reason"):
+        if part.get(name) is not None:
+            choice[name] = part[name]
+
+
+CASES: dict[str, tuple[list[str], Json, bool]] = {
+    "text": (["Hello."], ASK, False),
+    "cut off": (["Hello, you."], {**ASK, "max_tokens": 2}, False),
+    "the engine's own limit": (["Hello, you. " * 9], {**ASK, "max_tokens": 16}, False),
+    "stop string": (["See </code> there"], {**ASK, "stop": ["</code>"]}, False),
+    "choices": (["One.", "Two."], {**ASK, "n": 2, "top_logprobs": 2}, False),
+    "call": ([f"So: {HERMES}"], TOOLS, False),
+    "tools, no call": (["Hello."], TOOLS, False),
+    "nothing": ([""], TOOLS, False),
+    "some say nothing": (["", HERMES, "Yes."], {**TOOLS, "n": 3}, False),
+    "call before a stop string": ([f"{HERMES}Obs: x"], {**TOOLS, "stop": ["Obs:"]}, False),
+    "stop string first": (["Obs: x"], {**TOOLS, "stop": ["Obs:"]}, False),
+    "cut off call": ([HERMES], {**TOOLS, "max_tokens": 100}, False),
+    "one call": ([HERMES + HERMES], {**TOOLS, "parallel_tool_calls": False}, False),
+    "forced": ([HERMES], {**TOOLS, "tool_choice": "required"}, False),
+    "reasoning": (["<think>a</think>b"], ASK, True),
+    "reasoning and a call": (["<think>a</think>" + HERMES], TOOLS, True),
+    "reasoning without end": (["<think>a"], ASK, True),
+    "no reasoning": ([""], ASK, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_every_way_gives_what_chat_gives(case: str) -> None:
+    texts, body, reasons = CASES[case]
+    engine = ScaleOut(format(), *texts, reasons=reasons)
+    wanted = await whole(asking(engine, "chat"), body)
+    for mode in ("tokens", "completions"):
+        asked = asking(engine, mode, reasons=reasons)
+        for prompt in (ROOT, Prompt(wanted["prompt"])):
+            if prompt.ids is not None and asked.can_continue(body):
+                assert mode == "completions"
+                continue
+            assert await whole(asked, body, prompt) == wanted
+            by_chat = mode == "completions" and prompt.ids is None
+            if asked.streams(body, prompt) and not by_chat:
+                assert await collected(asked, body, prompt) == wanted
+    assert engine.rollouts == {"r"}
+
+
+async def test_versions_stand_in_whole_answers_and_in_last_chunks() -> None:
+    asked = asking(ScaleOut(format(), "Hello."), "tokens")
+    answer = await asked.whole(ASK, ROOT, rollout_id="r", timeout_seconds=9)
+    choice = answer["choices"][0]
+    spans = [{"version": "7", "start": 0, "end": len(choice["token_ids"])}]
+    assert choice["weight_versions"] == spans
+    async with asked.stream(ASK, ROOT, rollout_id="r", timeout_seconds=9) as chunks:
+        parts = [part async for chunk in chunks for part in chunk["choices"]]
+    assert [part.get("weight_versions") for part in parts][-1] == spans
+    assert not any(part.get("weight_versions") for part in parts[:-1])
+
+
+async def test_a_continued_call_is_rendered_once_for_all_its_like() -> None:
+    engine = ScaleOut(format(), "Hello.")
+    asked = asking(engine, "tokens")
+    ids = format().encode("anything")
+    await whole(asked, {**ASK, "top_p": 0.5}, Prompt(ids))
+    later = {**ASK, "top_p": 0.5, "messages": [user("more")], "seed": None, "max_tokens": 3}
+    await whole(asked, later, Prompt([*ids, 5]))
+    await whole(asked, {**later, "max_tokens": None}, Prompt(ids))
+    await whole(asked, {**later, "top_p": 0.9}, Prompt(ids))
+    assert engine.paths == ["render", "generate", "generate", "generate", "render", "generate"]
+    first, second, third, _ = (body for path, body in engine.requests if "generate" in path)
+    assert first["token_ids"] == ids
+    assert first["sampling_params"] == {"top_p": 0.5, "seed": 3, "max_tokens": 200, "logprobs": 0}
+    assert second["token_ids"] == [*ids, 5]
+    assert second["sampling_params"] == {"top_p": 0.5, "max_tokens": 3, "logprobs": 0}
+    assert third["sampling_params"] == {"top_p": 0.5, "logprobs": 0}
+
+
+async def test_where_a_grammar_begins_is_asked_for_each_prompt() -> None:
+    engine = ScaleOut(format(), HERMES)
+    asked = asking(engine, "tokens")
+    for _ in range(2):
+        await whole(asked, {**TOOLS, "tool_choice": "required"}, Prompt([5]))
+    assert engine.paths == ["render", "generate", "derender"] * 2
+    assert engine.requests[1][1]["token_ids"] == [5]
+
+
+def drop(path: str, name: str, *, choice: bool = False) -> Callable[[str, Json], None]:
+    """Takes a field out of the answers of one endpoint."""
+
+    def spoil(asked: str, answer: Json) -> None:
+        if asked.endswith(path):
+            holder = answer["choices"][0] if choice and answer["choices"] else answer
+            holder.pop(name, None)
+
+    return spoil
+
+
+def put(path: str, **fields: Any) -> Callable[[str, Json], None]:
+    def spoil(asked: str, answer: Json) -> None:
+        if asked.endswith(path):
+            answer.update(fields)
+
+    return spoil
+
+
+STOPPED = {**TOOLS, "stop": ["ll"]}
+GARBAGE: list[tuple[UpstreamMode, Json, Callable[[str, Json], None], str]] = [
+    ("tokens", ASK, drop("render", "token_ids"), "rendered request holds no token_ids"),
+    ("tokens", ASK, drop("render", "sampling_params"), "holds no sampling_params"),
+    ("tokens", ASK, drop("generate", "prompt_token_ids"), "holds no prompt_token_ids"),
+    ("tokens", ASK, put("generate", prompt_token_ids=[1]), "another prompt"),
+    ("tokens", ASK, drop("generate", "choices"), "holds no choices"),
+    ("tokens", ASK, put("generate", choices=[]), "not 1 from 0"),
+    ("tokens", ASK, put("generate", choices=["x"]), "holds no index"),
+    ("tokens", {**ASK, "n": 2}, drop("generate", "index", choice=True), "holds no index"),
+    ("tokens", ASK, drop("generate", "text", choice=True), "holds no text"),
+    ("tokens", ASK, drop("generate", "token_ids", choice=True), "holds no token_ids"),
+    ("tokens", ASK, drop("generate", "logprobs", choice=True), "holds no logprobs"),
+    ("tokens", ASK, drop("generate", "usage"), "holds no usage"),
+    ("tokens", TOOLS, drop("derender", "message", choice=True), "holds no message"),
+    ("tokens", TOOLS, put("derender", choices=[]), "not 1 from 0"),
+    ("tokens", STOPPED, drop("tokenize", "tokens"), "holds no tokens"),
+    ("completions", ASK, drop("completions", "text", choice=True), "holds no text"),
+    ("completions", ASK, drop("completions", "token_ids", choice=True), "holds no token_ids"),
+    ("completions", ASK, drop("completions", "logprobs", choice=True), "holds no logprobs"),
+    ("completions", ASK, drop("completions", "prompt_token_ids", choice=True), "no prompt_token"),
+    ("completions", ASK, drop("completions", "choices"), "holds no choices"),
+]
+
+
+@pytest.mark.parametrize(("mode", "body", "spoil", "words"), GARBAGE)
+async def test_garbage_says_what_is_missing(
+    mode: UpstreamMode, body: Json, spoil: Callable[[str, Json], None], words: str
+) -> None:
+    asked = asking(ScaleOut(format(), "Hello.", spoil=spoil), mode)
+    prompt = ROOT if mode == "tokens" else Prompt([5])
+    with pytest.raises(EngineGarbage, match=words):
+        await whole(asked, body, prompt)
+    if asked.streams(body, prompt) and words != "another prompt" and "usage" not in words:
+        with pytest.raises(EngineGarbage):
+            await collected(asked, body, prompt)
+
+
+@pytest.mark.parametrize(("mode", "path"), [("tokens", "generate"), ("completions", "completions")])
+async def test_a_stream_that_does_not_end_its_choices_is_no_answer(
+    mode: UpstreamMode, path: str
+) -> None:
+    spoil = drop(path, "finish_reason", choice=True)
+    asked = asking(ScaleOut(format(), "Hello.", spoil=spoil), mode)
+    with pytest.raises(EngineGarbage, match=r"does not end choices \[0\]"):
+        await collected(asked, ASK, Prompt([5]))
+
+
+@pytest.mark.parametrize("path", ["render", "generate", "derender"])
+async def test_what_an_endpoint_refuses_is_refused(path: str) -> None:
+    def spoil(asked: str, answer: Json) -> None:
+        if asked.endswith(path):
+            raise EngineRefused("no", status=400)
+
+    with pytest.raises(EngineRefused):
+        await whole(asking(ScaleOut(format(), HERMES, spoil=spoil), "tokens"), TOOLS)
+
+
+async def test_all_requests_of_a_call_share_its_time() -> None:
+    engine = ScaleOut(format(), HERMES)
+    asked = asking(engine, "tokens")
+    await asked.whole(TOOLS, ROOT, rollout_id="r", timeout_seconds=5)
+    render, generate, derender = engine.seconds
+    assert 5 >= render > generate > derender
+    with pytest.raises(EngineTimeout):
+        await asked.whole(TOOLS, ROOT, rollout_id="r", timeout_seconds=0)
+
+
+CANNOT: list[tuple[Json, str | None, str | None]] = [
+    ({}, None, None),
+    ({"chat_template_kwargs": {"a": 1}, "stop": ["x"], "user": "u"}, None, None),
+    ({"response_format": {"type": "text"}}, None, None),
+    ({"messages": [{"role": "user", "content": IMAGE}]}, "multimodal", "multimodal"),
+    ({"logprob_token_ids": [1]}, "field_logprob_token_ids", "field_logprob_token_ids"),
+    ({"echo": True}, "field_echo", "field_echo"),
+    ({"tools": [tool()]}, None, None),
+    ({"tools": [tool()], "tool_choice": "none"}, None, None),
+    ({"tools": [tool()], "tool_choice": "required"}, None, "forced_tool"),
+    ({"tools": [tool()], "parallel_tool_calls": False}, None, "grammar"),
+    ({"response_format": {"type": "json_object"}}, None, "response_format"),
+    ({"structured_outputs": {"regex": "a"}}, None, "field_structured_outputs"),
+]
+
+
+@pytest.mark.parametrize(("fields", "tokens", "completions"), CANNOT)
+def test_what_cannot_be_continued_is_known_before(
+    fields: Json, tokens: str | None, completions: str | None
+) -> None:
+    engine = ScaleOut(format(), "")
+    assert asking(engine, "tokens").can_continue({**ASK, **fields}) == tokens
+    assert asking(engine, "completions").can_continue({**ASK, **fields}) == completions
+    assert asking(engine, "chat").can_continue({**ASK, **fields}) == "engine_renders"
+
+
+def test_only_what_no_parser_touches_is_streamed() -> None:
+    engine = ScaleOut(format(), "")
+    for mode, root, continued in (
+        ("chat", True, True),
+        ("tokens", False, False),
+        ("completions", True, False),
+    ):
+        asked = asking(engine, mode, reasons=True)
+        assert (asked.streams(ASK, ROOT), asked.streams(ASK, Prompt([5]))) == (root, continued)
+        assert not asked.streams(TOOLS, ROOT)
+
+
+async def test_images_and_unusual_logprobs_are_left_to_chat() -> None:
+    engine = ScaleOut(format(), "Hello.")
+    asked = asking(engine, "tokens")
+    body = {**ASK, "return_tokens_as_token_ids": True}
+    await whole(asked, body)
+    assert await collected(asking(engine, "tokens"), ASK) == await whole(asked, ASK)
+    assert asked.streams(body, ROOT)
+    assert engine.paths == ["completions", "render", "generate", "render", "generate"]
+
+
+async def test_one_answer_read_otherwise_by_the_engine_ends_the_trust() -> None:
+    engine = ScaleOut(format(), f"So: {HERMES}", "No call.")
+    asked = asking(engine, "completions")
+    await whole(asked, {**TOOLS, "n": 2})
+    assert asked.can_continue(TOOLS) is None
+
+    def spoil(path: str, answer: Json) -> None:
+        answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] = "another"
+
+    engine.spoil = spoil
+    await whole(asked, {**TOOLS, "tool_choice": "required", "skip_special_tokens": False})
+    assert asked.can_continue(TOOLS) is None
+    await whole(asked, TOOLS)
+    assert asked.can_continue(TOOLS) == "parser_differs"
+    assert asked.can_continue(ASK) is None
+
+
+async def test_a_model_whose_calls_we_cannot_read_is_continued_without_tools() -> None:
+    silent = chat_format("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    upstream = Upstream(mode="completions", model="tiny")
+    asked = asker(ScaleOut(format(), ""), upstream, silent)
+    assert asked.can_continue(TOOLS) == "tool_format_unknown"
+    assert asked.can_continue(ASK) is None
+
+
+async def test_texts_are_completed_in_the_form_of_a_chat() -> None:
+    engine = ScaleOut(format(), "Hello.")
+    body = {"model": "tiny", "prompt": [[5], [6, 7]], "logprobs": 0, "return_token_ids": True}
+    answer = await whole_text(engine, body, rollout_id="r", timeout_seconds=9)
+    assert "prompt_token_ids" not in answer
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [[5], [6, 7]]
+    for choice in answer["choices"]:
+        assert choice["message"] == {"role": "assistant", "content": "Hello."}
+        assert len(choice["logprobs"]["token_logprobs"]) == len(choice["token_ids"])
+    alone = await whole_text(engine, {**body, "prompt": [5]}, rollout_id="r", timeout_seconds=9)
+    assert alone["prompt_token_ids"] == [5]
+    texts, ids = "", []
+    one = {**body, "prompt": [5], "logprobs": None}
+    async with stream_text(engine, one, rollout_id="r", timeout_seconds=9) as chunks:
+        async for chunk in chunks:
+            for part in chunk["choices"]:
+                texts += part["delta"]["content"]
+                ids += part["token_ids"]
+    assert (texts, ids) == ("Hello.", alone["choices"][0]["token_ids"])
+    engine.spoil = drop("completions", "text", choice=True)
+    with pytest.raises(EngineGarbage, match="holds no text"):
+        await whole_text(engine, body, rollout_id="r", timeout_seconds=9)
+
+
+BODIES = 30
+NOTHING_FORCED = ("tool_choice", "stop_token_ids", "min_tokens", "ignore_eos", "logit_bias")
+WRITTEN = [
+    *(
+        HERMES,
+        HERMES,
+        HERMES.removesuffix("</tool_call>"),
+        "<tool_call>{bad}</tool_call>",
+        "Sure.\n",
+    ),
+    *("\n", '<tool_call>{"name": "f", "arguments": {"é": [1.0, null]}}</tool_call>'),
+    '<tool_call>{"name": "calculate"}</tool_call>',
+]
+
+
+def random_body(chance: random.Random) -> Json:
+    """A request with any of the fields that change what is sampled, or how it is told."""
+    body = {
+        **ASK,
+        "seed": chance.randrange(10**9),
+        "temperature": chance.choice([1.0, 0.7]),
+        "messages": [user(f"Ann has {chance.randrange(99)} apples.")],
+        "max_tokens": chance.choice([1, 16, 24, 64]),
+    }
+    choices: list[tuple[float, str, Any]] = [
+        (0.3, "n", 3),
+        (0.4, "top_logprobs", chance.choice([1, 5])),
+        (0.4, "stop", chance.sample([" the", "er", "in", "a", "</tool_call>"], 2)),
+        (0.2, "include_stop_str_in_output", True),
+        (0.2, "stop_token_ids", chance.sample(range(4096), 400)),
+        (0.2, "min_tokens", 1),
+        (0.1, "ignore_eos", True),
+        (0.2, "skip_special_tokens", False),
+        (0.1, "bad_words", ["the"]),
+        (0.3, "logit_bias", {"2": 8.0, "1": 6.0}),
+        (0.1, "response_format", {"type": "json_object"}),
+    ]
+    body |= {name: value for share, name, value in choices if chance.random() < share}
+    if chance.random() < 0.6:
+        body["tools"] = [tool()]
+        forced = {"type": "function", "function": {"name": "calculate"}}
+        body["tool_choice"] = chance.choice(["auto", "none", "required", forced])
+    if chance.random() < 0.6 and "tools" in body:
+        # Nothing else makes a random model write calls, sound or broken.
+        for name in (*NOTHING_FORCED, "response_format"):
+            body.pop(name, None)
+        if chance.random() < 0.7:
+            body.pop("stop", None)
+        texts = ["".join(chance.choices(WRITTEN, k=chance.choice([1, 1, 2]))) for _ in range(3)]
+        body |= {"structured_outputs": {"choice": texts}, "max_tokens": chance.choice([20, 400])}
+    return body
+
+
+@pytest.mark.vllm
+async def test_every_way_gives_what_chat_gives_on_a_real_vllm(vllm_server: VllmServer) -> None:
+    real = ChatFormat.load(vllm_server.model_folder)
+    seen = {"refused": 0, "calls": 0, "continued": 0, "streamed": 0}
+    config = OpenAIConfig(base_url=[vllm_server.base_url])
+    async with OpenAIEngine(config) as engine:
+
+        async def compare(body: Json) -> None:
+            try:
+                wanted = await whole(asker(engine, upstream("chat"), real), body)
+            except EngineRefused:
+                seen["refused"] += 1
+                return
+            seen["calls"] += sum(bool(choice["calls"]) for choice in wanted["choices"])
+            for mode in ("tokens", "completions"):
+                asked = asker(engine, upstream(mode), real)
+                for prompt in (ROOT, Prompt(wanted["prompt"])):
+                    if prompt.ids is not None and asked.can_continue(body):
+                        assert mode == "completions"
+                        continue
+                    got = await whole(asked, body, prompt)
+                    assert strict(got, prompt, mode) == strict(wanted, prompt, mode)
+                    seen["continued"] += prompt.ids is not None
+                    if asked.streams(body, prompt):
+                        again = await collected(asked, body, prompt)
+                        assert again == got
+                        seen["streamed"] += 1
+
+        for number in range(BODIES):
+            await compare(random_body(random.Random(number)))
+    assert seen["refused"] < BODIES / 5
+    assert seen["calls"] > 1
+    assert seen["continued"] > BODIES
+    assert seen["streamed"] > BODIES
+
+
+def upstream(mode: UpstreamMode) -> Upstream:
+    return Upstream(mode=mode, model="tiny", tools=True, has_parser=True)
+
+
+def strict(answer: Json, prompt: Prompt, mode: str) -> Json:
+    """`answer`, without the texts of parts of characters where we decode them ourselves."""
+    if mode == "tokens" or prompt.ids is None:
+        return answer
+    choices = []
+    for choice in answer["choices"]:
+        entries = [
+            (entry["logprob"], [top["logprob"] for top in entry["top_logprobs"]])
+            for entry in choice["logprobs"]["content"]
+        ]
+        choices.append({**choice, "logprobs": entries})
+    return {**answer, "choices": choices}

@@ -1,0 +1,333 @@
+"""How a call through the proxy ends: recorded first, broken off, refused for a limit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+from envserver_records.errors import ConfigError, EngineUnavailable, Outcome
+from support.fake_vllm import ids_of
+from support.proxy_house import (
+    ASK,
+    TOOLS,
+    House,
+    asgi_post,
+    chat,
+    house,
+    until,
+)
+from support.serving import attempt_spec
+
+from envserver.config import OpenAIConfig
+from envserver.models.openai import OpenAIEngine
+from envserver.models.upstream import Upstream
+from envserver.proxy import Proxy
+from envserver.proxy.source import Source
+from envserver.proxy.ways import Ways
+
+
+@pytest.fixture
+async def home() -> AsyncIterator[House]:
+    async with house() as made:
+        yield made
+
+
+# Before the last byte
+
+
+@pytest.mark.parametrize(("tools", "streamed"), [([], False), ([], True), (TOOLS, True)])
+async def test_a_call_is_recorded_before_its_end_can_be_seen(
+    home: House, tools: list[Any], streamed: bool
+) -> None:
+    attempt, _ = home.open()
+    body = {"messages": ASK, "tools": tools, "stream": streamed, "n": 2}
+    seen: list[tuple[bytes, int]] = []
+
+    async def send(message: Any) -> None:
+        seen.append((message.get("body", b""), len(attempt.calls)))
+
+    await asgi_post(home.proxy, attempt.key, body, send)
+    assert b"".join(text for text, _ in seen).count(b'"finish_reason":"stop"') == 2
+    for text, recorded in seen:
+        if b'"finish_reason":"stop"' in text or text == seen[-1][0]:
+            assert recorded == 2
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_agent_that_leaves_before_the_engine_is_known_leaves_nothing(
+    streamed: bool,
+) -> None:
+    asked = asyncio.Event()
+
+    async def find() -> Ways:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    engine = OpenAIEngine(OpenAIConfig())
+    proxy = Proxy(engine, source=Source(engine, find=find))
+    attempt, gone = proxy.open(attempt_spec(max_turns=1)), asyncio.Event()
+    body = {"messages": ASK, "stream": streamed}
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    asking = asyncio.create_task(asgi_post(proxy, attempt.key, body, send, gone))
+    await asked.wait()
+    gone.set()
+    await asking
+    assert attempt.calls == []
+    attempt.take_turn()  # the only one
+
+
+async def test_an_agent_that_leaves_a_stream_early_leaves_what_was_sampled(
+    home: House,
+) -> None:
+    home.fake.held = asyncio.Event()
+    attempt, client = home.open()
+    stream = await client.chat.completions.create(model="any", messages=ASK, stream=True)
+    async for chunk in stream:
+        if chunk.choices[0].delta.content:
+            break
+    await stream.close()
+    await until(lambda: attempt.calls)
+    (call,) = attempt.calls
+    assert call.delivered == "none"
+    assert call.flags == ["undelivered_completion"]
+    assert call.finish_reason == "disconnect"
+    assert call.completion_ids.tolist() == ids_of("Hëllo.")[:1]
+    await until(lambda: home.fake.aborted == 1)
+
+
+# Ends that are none
+
+
+@pytest.mark.parametrize(("tools", "streamed"), [([], False), (TOOLS, False), (TOOLS, True)])
+async def test_a_client_that_hangs_up_leaves_an_undelivered_call(
+    home: House, tools: list[Any], streamed: bool
+) -> None:
+    home.fake.held = asyncio.Event()
+    attempt, client = home.open()
+    asking = asyncio.create_task(chat(client, streamed, tools=tools))
+    await until(lambda: home.fake.requests)
+    asking.cancel()
+    await asyncio.sleep(0.05)
+    home.fake.held.set()
+    await until(lambda: attempt.calls)
+    (call,) = attempt.calls
+    assert call.delivered == "none"
+    assert call.exact
+    assert call.flags == ["undelivered_completion"]
+    assert call.finish_reason == "stop"
+
+
+async def test_a_client_that_hangs_up_while_it_is_answered_leaves_an_undelivered_call(
+    home: House,
+) -> None:
+    attempt, _ = home.open()
+    gone = asyncio.Event()
+
+    async def send(message: Any) -> None:
+        gone.set()
+        await asyncio.sleep(0.01)
+
+    await asgi_post(home.proxy, attempt.key, {"messages": ASK, "stream": True}, send, gone)
+    assert [call.delivered for call in attempt.calls] == ["none"]
+    assert attempt.calls[0].flags == ["undelivered_completion"]
+
+
+async def test_an_answer_that_is_being_sent_at_the_end_stays_undelivered(home: House) -> None:
+    attempt, _ = home.open()
+    sending, sent = asyncio.Event(), asyncio.Event()
+
+    async def send(message: Any) -> None:
+        sending.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sent.wait()
+
+    asking = asyncio.create_task(asgi_post(home.proxy, attempt.key, {"messages": ASK}, send))
+    await sending.wait()
+    home.proxy.seal(attempt)
+    recorded = [(call.delivered, call.flags) for call in attempt.calls]
+    sent.set()
+    await asking
+    assert [(call.delivered, call.flags) for call in attempt.calls] == recorded
+    assert recorded == [("none", ["undelivered_completion"])]
+
+
+@pytest.mark.parametrize("fault", ["cut", "reset", "error_chunk"])
+async def test_an_engine_that_fails_within_a_stream_is_told_and_recorded(
+    home: House, fault: str
+) -> None:
+    home.fake.faults = deque([fault])
+    attempt, client = home.open()
+    with pytest.raises(openai.APIError):
+        await chat(client, streamed=True)
+    assert attempt.engine_failure is not None
+    (call,) = attempt.calls
+    assert call.finish_reason == "error"
+    assert call.flags == ["finish_abort", "undelivered_completion"]
+    assert call.completion_ids.tolist() == ids_of("Hëllo.")[: len(call.completion_ids)]
+
+
+async def test_calls_find_out_together_how_a_late_engine_is_asked() -> None:
+    finds: list[asyncio.Event] = []
+
+    async def find() -> Ways:
+        finds.append(asyncio.Event())
+        await finds[-1].wait()
+        if len(finds) == 1:
+            raise EngineUnavailable("down")
+        return Ways(upstream=Upstream(mode="chat", model="tiny"))
+
+    async with house(find=find) as home:
+        attempt, _ = home.open(max_turns=4)
+        path = "v1/chat/completions"
+        for statuses in ([503] * 3, [200] * 3):
+            asking = [
+                asyncio.create_task(home.post(attempt.key, path, {"messages": ASK}))
+                for _ in range(4)
+            ]
+            await asyncio.sleep(0.1)
+            asking[0].cancel()  # it came first
+            await asyncio.sleep(0.05)
+            finds[-1].set()
+            assert [(await request)[0] for request in asking[1:]] == statuses
+        assert len(finds) == 2
+        assert len(attempt.calls) == 3
+
+
+async def test_an_engine_that_comes_late_and_cannot_be_asked_is_no_doing_of_the_agent() -> None:
+    async def find() -> Ways:
+        raise ConfigError("openai.mode is tokens, but this engine cannot be asked so")
+
+    async with house(find=find) as home:
+        attempt, _ = home.open()
+        status, answer = await home.post(attempt.key, "v1/chat/completions", {"messages": ASK})
+        assert (status, answer["error"]["code"]) == (502, "engine_error")
+        assert attempt.engine_failure is not None
+        assert attempt.engine_failure.outcome is Outcome.RETRY
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "status", "code"),
+    [
+        (400, 400, "engine_refused"),
+        (500, 502, "engine_error"),
+        (503, 503, "engine_unavailable"),
+        ("garbage", 502, "engine_garbage"),
+        ("error_body", 502, "engine_error"),
+        ("close", 502, "engine_garbage"),
+    ],
+)
+async def test_failures_of_the_engine_keep_their_status_and_are_not_retried_by_the_client(
+    home: House, fault: int | str, status: int, code: str, streamed: bool
+) -> None:
+    home.fake.faults = deque([fault] * 2)
+    attempt, client = home.open()
+    with pytest.raises(openai.APIStatusError) as caught:
+        await chat(client, streamed)
+    assert caught.value.status_code == status
+    assert caught.value.code == code
+    assert attempt.engine_failure is not None
+    assert attempt.engine_failure.kind == code
+    assert attempt.calls == []
+    assert len(home.fake.requests) <= 2
+
+
+# Limits
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_turns_are_limited_also_when_asked_for_at_once(home: House, streamed: bool) -> None:
+    attempt, client = home.open(max_turns=3)
+    results = await asyncio.gather(
+        *(chat(client, streamed) for _ in range(8)), return_exceptions=True
+    )
+    refused = [r for r in results if isinstance(r, openai.BadRequestError)]
+    assert len(refused) == 5
+    assert {error.code for error in refused} == {"limit_reached"}
+    assert len(attempt.calls) == len(home.fake.requests) == 3
+    assert attempt.limit == "turns"
+
+
+async def test_tokens_are_limited_also_when_asked_for_at_once(home: House) -> None:
+    home.fake.text = "x" * 100
+    attempt, client = home.open(max_completion_tokens=25, max_tokens=10)
+    results = await asyncio.gather(*(chat(client) for _ in range(8)), return_exceptions=True)
+    assert sum(len(call.completion_ids) for call in attempt.calls) == 25
+    assert sorted(sent["max_tokens"] for sent in home.fake.requests) == [5, 10, 10]
+    assert sum(isinstance(r, openai.BadRequestError) for r in results) == 5
+    assert attempt.limit == "tokens"
+    assert attempt.engine_failure is None
+
+
+async def test_tokens_that_were_reserved_and_not_used_come_back(home: House) -> None:
+    home.fake.text = "ab"
+    attempt, client = home.open(max_completion_tokens=12, max_tokens=10)
+    await asyncio.gather(*(chat(client) for _ in range(4)))
+    assert [len(call.completion_ids) for call in attempt.calls] == [3, 3, 3, 3]
+    with pytest.raises(openai.BadRequestError):
+        await chat(client)
+
+
+async def test_n_answers_share_what_is_left(home: House) -> None:
+    home.fake.text = "x" * 100
+    attempt, client = home.open(max_completion_tokens=9)
+    await chat(client, n=4)
+    assert [len(call.completion_ids) for call in attempt.calls] == [2, 2, 2, 2]
+
+
+async def test_time_that_is_over_is_a_limit_and_no_failure_of_the_engine(home: House) -> None:
+    attempt, client = home.open(seconds=-1)
+    with pytest.raises(openai.BadRequestError, match="time"):
+        await chat(client)
+    assert attempt.limit == "time"
+    assert attempt.engine_failure is None
+
+
+async def test_a_full_context_is_a_limit_and_no_failure_of_the_engine(home: House) -> None:
+    words = "This model's maximum context length is 2048 tokens. However, you requested 4000."
+    home.fake.faults.append((400, words))
+    attempt, client = home.open()
+    with pytest.raises(openai.BadRequestError, match="context length"):
+        await chat(client)
+    assert attempt.limit == "context"
+    assert attempt.engine_failure is None
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_deadline_while_the_engine_is_at_work_is_the_engines_failure(
+    home: House, streamed: bool
+) -> None:
+    home.fake.held = asyncio.Event()
+    attempt, client = home.open(seconds=1.0)
+    with pytest.raises(openai.APIError):
+        await chat(client, streamed)
+    assert attempt.limit is None
+    assert attempt.engine_failure is not None
+    assert attempt.engine_failure.kind == "engine_timeout"
+
+
+async def test_work_that_several_wait_for_ends_once_at_the_deadline(home: House) -> None:
+    home.fake.held = asyncio.Event()
+    attempt, _ = home.open(seconds=0.5)
+    path, key = "v1/chat/completions", {"idempotency-key": "k"}
+    asking = [
+        asyncio.create_task(home.post(attempt.key, path, {"messages": ASK}, **key))
+        for _ in range(3)
+    ]
+    await until(lambda: attempt.seconds_left < 0.04)
+    for request in asking:
+        request.cancel()
+    await until(lambda: attempt.engine_failures)
+    await asyncio.sleep(0.1)
+    assert attempt.engine_failures == 1
+    assert [call.finish_reason for call in attempt.calls] == ["disconnect"]
+    assert len(home.fake.requests) == 1

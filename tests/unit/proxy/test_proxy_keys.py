@@ -1,0 +1,270 @@
+"""Who may ask the proxy what: attempts, their workers, guests."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+from envserver_records.errors import EngineGarbage, Outcome
+from support.fake_vllm import ids_of, logprob
+from support.proxy_house import (
+    ASK,
+    House,
+    chat,
+    house,
+    until,
+)
+from support.serving import serving
+
+from envserver.config import OpenAIConfig
+from envserver.models.openai import OpenAIEngine
+from envserver.proxy import Proxy
+from envserver.proxy.guest import generate_answer
+
+
+@pytest.fixture
+async def home() -> AsyncIterator[House]:
+    async with house() as made:
+        yield made
+
+
+# Keys
+
+
+async def test_a_key_that_does_not_fit_is_refused(home: House) -> None:
+    attempt, _ = home.open()
+    other, _ = home.open()
+    body = {"messages": ASK}
+    path = "v1/chat/completions"
+    for headers in (
+        {"authorization": f"Bearer {other.key}"},
+        {"authorization": "x"},
+        {"x-api-key": other.key},
+        {"authorization": f"Bearer {attempt.key}", "x-api-key": "ü"},
+    ):
+        status, answer = await home.post(attempt.key, path, body, **headers)
+        assert (status, answer["error"]["code"]) == (401, "wrong_key")
+    for headers in ({}, {"authorization": f"bearer {attempt.key}"}, {"x-api-key": attempt.key}):
+        assert (await home.post(attempt.key, path, body, **headers))[0] == 200
+    assert (await home.post("nonsense", path, body))[0] == 404
+    assert len(attempt.calls) == 3
+
+
+async def test_after_a_seal_nothing_is_answered_or_recorded(home: House) -> None:
+    home.fake.held = asyncio.Event()
+    attempt, client = home.open()
+    asking = [asyncio.create_task(chat(client, streamed)) for streamed in (False, True)]
+    await until(lambda: len(home.fake.requests) == 2)
+    home.proxy.seal(attempt)
+    plain, streamed = await asyncio.gather(*asking, return_exceptions=True)
+    assert isinstance(plain, openai.ConflictError)
+    assert isinstance(streamed, openai.APIError)
+    await until(lambda: home.fake.aborted == 2)
+    with pytest.raises(openai.ConflictError):
+        await chat(client)
+    assert attempt.late_calls == 1
+    assert (await home.get(attempt.key, "rollout"))[0] == 409
+    home.now = 61.0
+    with pytest.raises(openai.NotFoundError):
+        await chat(client)
+    assert attempt.calls == []
+
+
+async def test_an_attempt_that_has_ended_is_let_go_and_still_refused(home: House) -> None:
+    attempt, client = home.open()
+    await chat(client, messages=ASK)
+    key, record = attempt.key, weakref.ref(attempt)
+    home.proxy.seal(attempt)
+    del attempt
+    gc.collect()
+    assert record() is None
+    status, answer = await home.post(key, "v1/chat/completions", {"messages": ASK})
+    assert (status, answer["error"]["code"]) == (409, "conflict")
+
+
+async def test_other_endpoints_are_not_offered_to_an_attempt(home: House) -> None:
+    attempt, _ = home.open()
+    for path in ("v1/embeddings", "generate", "v1/files", "", "v1"):
+        assert (await home.post(attempt.key, path, {"prompt": "x"}))[0] == 404
+    assert (await home.get(attempt.key, "v1/chat/completions"))[0] == 405
+    assert home.fake.requests == []
+
+
+async def test_refusals_have_the_form_of_the_api_that_was_meant(home: House) -> None:
+    attempt, _ = home.open()
+    for key in (attempt.key, "nonsense"):
+        for path in ("v1/messages/count_tokens", "a/planner/v1/messages/batches?beta=true"):
+            _, answer = await home.post(key, path, {})
+            assert (answer["type"], answer["error"]["type"]) == ("error", "not_found_error")
+        for path in ("v1/responses/resp_1", "v1/messagesx", "v1/embeddings", "x"):
+            _, answer = await home.post(key, path, {})
+            assert answer["error"]["code"] == "not_found"
+    _, answer = await home.get(attempt.key, "v1/messages")
+    assert answer["error"]["type"] == "invalid_request_error"
+    _, answer = await home.post(attempt.key, "v1/messages", {}, **{"x-api-key": "other"})
+    assert answer["error"]["type"] == "authentication_error"
+
+
+# The worker's routes
+
+
+async def test_a_worker_gets_its_rollout_and_posts_its_result_once(home: House) -> None:
+    attempt, _ = home.open(max_turns=5)
+    status, told = await home.get(attempt.key, "rollout")
+    assert status == 200
+    assert told["task"] == {"id": "add-1", "public": {"question": "1+1?"}}
+    assert (told["rollout_id"], told["attempt"], told["max_turns"]) == ("rollout-1", 1, 5)
+    assert (told["model"], told["env_config"]) == ("tiny", {"digits": 3})
+    assert told["deadline"] == attempt.spec.deadline
+    body = {"output": {"answer": 2}, "metrics": {"steps": 3}}
+    assert await home.post(attempt.key, "result", body) == (204, None)
+    assert (attempt.posted, attempt.output, attempt.metrics) == (True, {"answer": 2}, {"steps": 3})
+    assert (await home.post(attempt.key, "result", {"output": 1}))[0] == 409
+    assert attempt.output == {"answer": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome"),
+    [
+        ("limit_reached", Outcome.SCORE),
+        ("agent_error", Outcome.RETRY),
+        ("engine_refused", Outcome.DROP),
+    ],
+)
+async def test_a_posted_failure_means_what_its_kind_means(
+    home: House, kind: str, outcome: Outcome
+) -> None:
+    attempt, _ = home.open()
+    failure = {"kind": kind, "message": "m", "detail": {"limit": "time"}}
+    assert (await home.post(attempt.key, "result", {"failure": failure}))[0] == 204
+    assert attempt.failure is not None
+    assert (attempt.failure.kind, attempt.failure.outcome) == (kind, outcome)
+    assert attempt.failure.detail == {"limit": "time"}
+
+
+async def test_what_a_worker_tells_holds_its_key_no_more(home: House) -> None:
+    attempt, _ = home.open()
+    url = f"{home.url}/r/{attempt.key}/v1"
+    failure = {"kind": "agent_error", "message": f"404 for {url}", "detail": {"url": url}}
+    assert (await home.post(attempt.key, "result", {"failure": failure}))[0] == 204
+    assert attempt.failure is not None
+    assert attempt.failure.message == f"404 for {home.url}/r/***/v1"
+    assert attempt.key not in str(attempt.failure.detail)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"outputs": 1},
+        {"output": 1, "failure": {"kind": "agent_error", "message": "m"}},
+        {"output": 1, "metrics": {"a": "b"}},
+        {"failure": {"kind": "made_up", "message": "m"}},
+        {"failure": {"kind": "store_error", "message": "m"}},
+        {"failure": "x"},
+        b"not JSON",
+        b'{"output": NaN}',
+        b'{"output": "\xff"}',
+        b'{"output": ' + b"[" * 50_000,
+    ],
+)
+async def test_a_result_of_no_agreed_form_is_garbage(home: House, body: Any) -> None:
+    attempt, _ = home.open()
+    status, _ = await home.post(attempt.key, "result", body)
+    assert status == 400
+    assert attempt.failure is not None
+    assert attempt.failure.kind == "worker_garbage"
+
+
+async def test_log_lines_are_checked(home: House) -> None:
+    attempt, _ = home.open()
+    assert (await home.post(attempt.key, "log", {"event": "e", "facts": {"event": 1}}))[0] == 204
+    assert (await home.post(attempt.key, "log", {"event": 1}))[0] == 400
+    assert (await home.post(attempt.key, "log", {"event": "x" * 70_000}))[0] == 413
+
+
+async def test_the_model_that_is_listed_is_the_attempts(home: House) -> None:
+    _, client = home.open()
+    assert [model.id async for model in client.models.list()] == ["tiny"]
+
+
+# Guests
+
+
+async def test_a_guest_is_passed_through_and_not_recorded(home: House) -> None:
+    key = home.proxy.open_guest()
+    client = home.client(key)
+    assert (await chat(client, temperature=0.3)).message.content == "Hëllo."
+    assert await chat(client, streamed=True) == ("Hëllo.", "stop")
+    sent = home.fake.requests[0]
+    assert (sent["temperature"], sent["model"]) == (0.3, "tiny")
+    assert "return_token_ids" not in sent
+    text = await client.completions.create(model="any", prompt="p", max_tokens=3)
+    assert text.choices[0].text == "Hë"
+    assert (await home.get(key, "rollout"))[0] == 404
+    assert (await home.get(key, "v1/models"))[1]["data"][0]["id"] == "tiny"
+    other = openai.AsyncOpenAI(base_url=str(client.base_url), api_key="x", max_retries=0)
+    assert (await chat(other)).message.content == "Hëllo."
+    await other.close()
+
+
+async def test_generate_gives_ids_and_logprobs_for_ids(home: House) -> None:
+    key = home.proxy.open_guest()
+    body = {
+        "prompt": {"prompt_token_ids": [5, 6]},
+        "logprobs": 0,
+        "n": 2,
+        "max_tokens": 3,
+        "temperature": 0.7,
+    }
+    status, told = await home.post(key, "generate", body)
+    assert status == 200
+    sent = home.fake.requests[0]
+    assert (sent["prompt"], sent["logprobs"], sent["return_token_ids"]) == ([5, 6], 0, True)
+    assert (sent["temperature"], sent["n"], sent["model"]) == (0.7, 2, "tiny")
+    positions = [[{str(token): logprob(token)}] for token in ids_of("Hëllo.")[:3]]
+    assert told["logprobs"] == [positions, positions]
+    assert told["finish_reasons"] == ["length", "length"]
+    assert told["text"] == ["Hë", "Hë"]
+    _, told = await home.post(key, "generate", {"prompt": "ab", "prompt_logprobs": 1})
+    assert told["prompt"] == "ab"
+    assert told["prompt_logprobs"] == [[None, [{"7": -0.5}]]]
+    for prompt in (None, "", [], {"prompt_token_ids": ["a"]}, [-1], [True]):
+        assert (await home.post(key, "generate", {"prompt": prompt}))[0] == 400
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        None,
+        [],
+        [None],
+        [{"text": "a", "token_ids": [1]}],
+        [{"text": "a", "token_ids": [1], "logprobs": []}],
+        [{"text": "a", "token_ids": [1], "logprobs": {"token_logprobs": [None]}}],
+        [{"text": "a", "token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0]}}],
+    ],
+)
+def test_generate_gives_no_answer_that_is_none(choices: Any) -> None:
+    with pytest.raises(EngineGarbage):
+        generate_answer({"choices": choices}, {"prompt": "ab"})
+
+
+async def test_health_says_whether_the_engine_answers(home: House) -> None:
+    key = home.proxy.open_guest()
+    assert (await home.get(key, "health"))[0] == 200
+    asked = len(home.fake.headers)
+    await home.get(key, "health")
+    assert len(home.fake.headers) == asked
+    async with OpenAIEngine(OpenAIConfig(base_url="http://127.0.0.1:9")) as dead:
+        proxy = Proxy(dead)
+        async with (
+            serving(proxy.asgi()) as url,
+            home.http.get(f"{url}/r/{proxy.open_guest()}/health") as answer,
+        ):
+            assert answer.status == 503

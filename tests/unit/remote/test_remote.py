@@ -1,0 +1,407 @@
+"""Environments on other machines, as the server sees them and as a joiner sees the server."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from envserver_records.errors import ConfigError, ConflictError, InputError
+from envserver_records.records import Task, pack
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.api import Api, running_api
+from support.commands import free_port
+from support.joined import join, registration, spoiled, stream_group
+
+from envserver.api.access.tokens import create_token
+from envserver.api.joined.received import Stream, read_group
+from envserver.api.metrics import Metrics
+from envserver.proxy.gate import Aborted, Gate
+from envserver.remote.gate import HeldGate
+from envserver.remote.identity import held_identity
+from envserver.remote.link import Link
+from envserver.remote.messages import Heartbeat, Registration
+from envserver.remote.sink import lacking
+from envserver.rollouts.stream import Ticket
+
+STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")
+
+
+# Who is who
+
+
+async def test_each_name_has_a_stream_of_its_own_that_outlives_the_server(tmp_path: Path) -> None:
+    async with running_api(tmp_path / "store.db") as api:
+        one, two = await join(api), await join(api, "math@two")
+        other = await join(api, "other", env="code")
+        assert (one.seed, two.seed, other.seed) == (0, 1, 0)
+        assert (await one.post(pack(one.group(0)))).status_code == 200
+    async with running_api(tmp_path / "store.db") as api:
+        one.api = api
+        assert (await one.post(pack(one.group(1)))).status_code == 200, "the session goes on"
+        again = await join(api)
+        assert (again.id, again.seed, again.stored) == (one.id, 0, 2)
+        assert (await one.post(pack(one.group(2)))).status_code == 401
+        assert (await join(api, "math@three")).seed == 2
+        taken = await api.http.post("/v1/environments", json=registration(instance="another one"))
+        assert taken.status_code == 409
+        await again.send("DELETE", "")
+        assert (await join(api, instance="another one")).seed == 0
+
+
+async def test_a_stream_that_the_server_made_itself_is_nobody_elses(tmp_path: Path) -> None:
+    async with running_api(tmp_path / "store.db") as api:
+        first = await join(api)
+        await first.post(pack(first.group(0)))
+        await api.store.set_value("environments", [])
+    async with running_api(tmp_path / "store.db") as api:
+        assert (await join(api, "math@two")).seed == 1
+
+
+async def test_a_wrong_key_does_nothing(tmp_path: Path) -> None:
+    async with running_api(tmp_path / "store.db") as api:
+        one, two = await join(api), await join(api, "math@two")
+        for key in ({}, {"x-environment-key": ""}, {"x-environment-key": "guess"}, two.key):
+            one.key = key
+            for ask in (
+                one.post(pack(one.group(0))),
+                one.send("POST", "/heartbeat", json={}),
+                one.send("POST", "/known", json={"group_ids": []}),
+                one.send("DELETE", ""),
+            ):
+                answer = await ask
+                assert answer.status_code == 401, answer.text
+                assert answer.json()["type"].endswith("wrong_key")
+        assert (await api.get("/v1/status"))["groups"]["queued"] == 0
+        assert not any(shown["gone"] for shown in await environments(api))
+
+
+def test_a_name_is_held_by_one_process_and_kept_for_the_next(tmp_path: Path) -> None:
+    with held_identity(tmp_path, name=None, default="math@here") as first:
+        with held_identity(tmp_path, name=None, default="math@here") as second:
+            assert (first.name, second.name) == ("math@here", "math@here-2")
+        with (
+            pytest.raises(ConfigError, match="--name"),
+            held_identity(tmp_path, name="math@here", default=""),
+        ):
+            pass
+    (tmp_path / "math@here-2.json").write_bytes(b'{"inst')
+    with held_identity(tmp_path, name="math@here", default="") as again:
+        assert again == first
+    with held_identity(tmp_path, name="math@here-2", default="") as mended:
+        assert mended.instance != second.instance
+
+
+# Groups
+
+
+async def test_a_group_is_stored_once_and_known(tmp_path: Path) -> None:
+    async with running_api(tmp_path / "store.db") as api:
+        one = await join(api)
+        group = one.group(0)
+        for _ in range(2):
+            assert (await one.post(pack(group))).status_code == 200
+        ids = {"group_ids": [group.group_id, "other"]}
+        assert (await one.send("POST", "/known", json=ids)).json() == {"known": [group.group_id]}
+        assert (await api.get("/v1/status"))["groups"]["queued"] == 1
+        (row,) = await api.store.rows([group.group_id])
+        assert (row.env, row.size, row.tokens, row.policy_version) == ("math", 2, 10, 7)
+
+
+NAN = float("nan")
+REFUSED = {
+    "$": [b"", b"no group", pack(stream_group(0))[:-9], pack([stream_group(0)])],
+    "$.group_id": [pack(stream_group(0)).replace(b"math-train-0-000000", b"math-train-0-000001")],
+    "$.seed": [pack(stream_group(0, seed=1))],
+    "$.trajectories": [pack(stream_group(0, trajectories=0))],
+    "$.trajectories[0].score.reward": [
+        pack(stream_group(0)).replace(b"reward\xcb" + bytes(8), b"reward\xcb\x7f\xf8" + bytes(6))
+    ],
+    "$.trajectories[0].sequences": [pack(stream_group(0, sequences=[]))],
+    "$.trajectories[0].output": [],
+    "$.trajectories[0]": [pack(stream_group(0, output=b"bytes"))],
+    "$.trajectories[0].sequences[0].tokens": [spoiled(tokens=[1, 2, 3, 4, -5])],
+    "$.trajectories[0].sequences[0].mask": [
+        spoiled(mask=[0, 0, 1, 1]), spoiled(mask=[0, 0, 1, 1, 2]),
+        spoiled(mask=[0] * 5, logprobs=[0] * 5),
+    ],
+    "$.trajectories[0].sequences[0].logprobs": [
+        spoiled(logprobs=[0, 0, NAN, -1, -1]),
+        spoiled(logprobs=[0, 0, 1, -1, -1]),
+        spoiled(logprobs=[-1, 0, -1, -1, -1]),
+        spoiled(logprobs=[0, 0, -1, -1, -float("inf")]),
+    ],
+    "$.trajectories[0].sequences[0].calls": [
+        spoiled(calls=[-1, -1, -1, 0, 0]), spoiled(calls=[-1, -1, 0, 3, 3]),
+    ],
+    "$.trajectories[0].sequences[0].versions": [spoiled(versions=[7, -1, 7, 7, 7])],
+    "$.policy_version": [spoiled(versions=[-1, -1, 6, 7, 7])],
+}  # fmt: skip
+
+
+async def test_malformed_groups_are_refused_with_their_place(tmp_path: Path) -> None:
+    async with running_api(tmp_path / "store.db", server={"max_body_bytes": 100_000}) as api:
+        one = await join(api)
+        for place, bodies in REFUSED.items():
+            for body in bodies:
+                answer = await one.post(body)
+                assert answer.status_code == 422, (place, answer.text)
+                assert answer.json()["place"] == place
+        assert (await one.post(bytes(200_000))).status_code == 413
+        plain = await one.send("POST", "/groups", content=pack(one.group(0)))
+        assert plain.status_code == 415
+        assert (await api.get("/v1/status"))["groups"]["queued"] == 0
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_no_spoiled_bytes_come_through_as_what_cannot_be_trained_on(seed: int) -> None:
+    chance = random.Random(seed)
+    body = bytearray(pack(stream_group(0)))
+    for _ in range(chance.randint(1, 4)):
+        body[chance.randrange(len(body))] = chance.randrange(256)
+    if chance.random() < 0.2:
+        del body[chance.randrange(len(body)) :]
+    try:
+        group = read_group(bytes(body), STREAM)
+    except InputError as error:
+        assert str(error.detail["place"]).startswith("$")
+        return
+    for trajectory in group.trajectories:
+        assert trajectory.score.reward is not None
+        assert 0 <= trajectory.score.reward <= 1
+        for row in trajectory.sequences:
+            assert len(row.tokens) == len(row.mask) == len(row.logprobs) == len(row.versions)
+            assert (row.logprobs <= 1e-5).all()
+
+
+# News
+
+
+async def test_a_heartbeat_hears_of_a_version_at_once(tmp_path: Path) -> None:
+    async with running_api(tmp_path / "store.db") as api:
+        one = await join(api)
+        assert (await one.beat())["policy_version"] == -1
+        waiting = asyncio.create_task(one.beat(wait_seconds=9))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        began = time.monotonic()
+        await api.post("/v1/policy-version", {"version": 3})
+        assert (await waiting)["policy_version"] == 3
+        assert time.monotonic() - began < 5
+
+
+async def test_a_pause_waits_until_joiners_hold_still_but_not_for_silent_ones(
+    tmp_path: Path,
+) -> None:
+    async with running_api(
+        tmp_path / "store.db", gate=Gate(), server={"silent_after_seconds": 1.5}
+    ) as api:
+        one = await join(api)
+        await one.beat()
+        pausing = asyncio.create_task(api.post("/v1/policy/pause", {"timeout_seconds": 20}))
+        pause = (await one.beat(wait_seconds=0.4))["pause"]
+        assert pause["in_flight"] == "drain"
+        assert not pausing.done()
+        await one.beat(quiet=pause["id"])
+        assert (await pausing)["idle"]
+        await api.post("/v1/policy/resume", {"version": 4})
+        news = await one.beat()
+        assert (news["pause"], news["policy_version"]) == (None, 4)
+        # It says nothing from now on: first the pause waits for it, then no longer.
+        impatient = await api.post("/v1/policy/pause", {"timeout_seconds": 0.1})
+        assert not impatient["idle"]
+        assert (await api.post("/v1/policy/pause", {"timeout_seconds": 20}))["idle"]
+
+
+async def test_a_silent_one_gives_its_room_and_its_minimum_share_to_others(tmp_path: Path) -> None:
+    async with running_api(tmp_path / "store.db", server={"silent_after_seconds": 0.6}) as api:
+        # A batch is four sequences, two groups, a half of which must be code's while it is there.
+        await api.start(batch_size=4)
+        one = await join(api, "math@one")
+        code = await join(api, "code@two", env="code", minimum_share=0.5)
+        rooms = {(await joined.beat(capacity=400))["room"] for joined in (one, code)}
+        for index in range(2):
+            assert (await one.post(pack(one.group(index)))).status_code == 200
+        await code.beat(capacity=400)
+        assert await api.batch_marks() is None, "half a batch is code's"
+        while not (await environments(api))[1]["silent"]:
+            await one.beat(wait_seconds=0.1)
+        assert await api.batch_marks() is not None
+        assert (await one.beat(capacity=400))["room"] > max(rooms) // 2
+        back = await code.beat(capacity=400)
+        assert back["room"] >= 0
+        assert not (await environments(api))[1]["silent"]
+
+
+async def test_one_that_is_to_leave_is_told_and_people_see_how_all_are(tmp_path: Path) -> None:
+    async with running_api(tmp_path / "store.db", metrics=Metrics()) as api:
+        one = await join(api)
+        assert not (await one.beat())["drain"]
+        assert (await one.send("POST", "/drain")).status_code == 204
+        assert (await one.beat())["drain"]
+        assert (await one.send("DELETE", "")).status_code == 204
+        (shown,) = await environments(api)
+        assert (shown["gone"], shown["open"]) == (True, 0)
+        await join(api, "math@two")
+        status = (await api.http.get("/v1/status")).json()
+        assert status["joined"] == {"present": 1, "silent": 0, "gone": 1}
+        lines = (await api.http.get("/metrics")).text
+        for standing in ("present", "gone"):
+            labels = f'environment="math",standing="{standing}"'
+            assert f"envserver_joined_environments{{{labels}}} 1.0" in lines
+
+
+# The joiner's half
+
+
+@settings(max_examples=50, deadline=None)
+@given(has=st.sets(st.integers(0, 40)), asked_at_once=st.integers(1, 7))
+def test_a_stream_goes_on_with_what_the_server_lacks(has: set[int], asked_at_once: int) -> None:
+    tickets = [
+        Ticket(group_id=f"g{n}", index=n, env="", split="train", seed=0, task=Task("", {}))
+        for n in range(40)
+    ]
+    ids = {f"g{n}" for n in has}
+    asked: list[str] = []
+
+    def known(group_ids: list[str]) -> set[str]:
+        asked.extend(group_ids)
+        return ids & set(group_ids)
+
+    with mock.patch("envserver.remote.sink._ASKED_AT_ONCE", asked_at_once):
+        left = [ticket.index for ticket in lacking(iter(tickets), known, len(has))]
+    assert left == [n for n in range(40) if n not in has]
+    assert len(asked) == len(set(asked))
+
+
+async def test_a_link_outlives_its_server_and_loses_nothing(tmp_path: Path) -> None:
+    server = {"port": free_port()}
+    gate = HeldGate()
+    versions: list[int] = []
+    async with served(tmp_path, server) as api:
+        link = Link(api.url, Registration(**registration()), gate=gate)
+        link.publish = versions.append
+        link.facts = lambda: Heartbeat(capacity=9)
+        opened = link.open()
+        welcome = await opened.__aenter__()
+        living = asyncio.create_task(link.live())
+        await link.wait_for_room(lambda: 0)
+        await link.post(pack(stream_group(0, welcome.seed)))
+        assert gate.is_fresh
+    posting = asyncio.create_task(link.post(pack(stream_group(1))))
+    await asyncio.sleep(0.3)
+    assert not posting.done()
+    async with served(tmp_path, server) as api:
+        await api.post("/v1/policy-version", {"version": 5})
+        await posting
+        while versions != [5]:
+            await asyncio.sleep(0.02)
+        assert len(await link.known([stream_group(n).group_id for n in range(3)])) == 2
+        # A server that has forgotten everything: it is registered with again.
+    async with served(tmp_path / "new", server) as api:
+        await link.post(pack(stream_group(2)))
+        assert (await api.get("/v1/status"))["groups"]["queued"] == 1
+        living.cancel()
+        await asyncio.gather(living, return_exceptions=True)
+        await opened.__aexit__(None, None, None)
+        assert [shown["gone"] for shown in await environments(api)] == [True]
+
+
+@pytest.mark.parametrize("in_flight", ["drain", "abort"])
+async def test_no_call_spans_an_update_of_an_engine_that_joiner_and_trainer_share(
+    tmp_path: Path, in_flight: str
+) -> None:
+    gate, weights, known = HeldGate(), -1, -1
+    sampled: list[tuple[int, int, int]] = []
+
+    def publish(version: int) -> None:
+        nonlocal known
+        known = version
+
+    async def calls() -> None:
+        while True:
+            with suppress(Aborted):
+                async with gate.passing():
+                    told, before = known, weights
+                    await asyncio.sleep(random.random() * 0.1)
+                    sampled.append((told, before, weights))
+            await asyncio.sleep(0)
+
+    async with running_api(tmp_path / "store.db", gate=Gate()) as api:
+        link = Link(api.url, Registration(**registration()), gate=gate, publish=publish)
+        async with link.open():
+            work = [asyncio.create_task(one) for one in (link.live(), *(calls() for _ in range(4)))]
+            while not sampled:
+                await asyncio.sleep(0.01)
+            for version in range(4):
+                paused = await api.post("/v1/policy/pause", {"in_flight": in_flight})
+                assert paused["idle"]
+                weights = version
+                await api.post("/v1/policy/resume", {"version": version})
+                while sampled[-1][0] != version:
+                    await asyncio.sleep(0.01)
+            for task in work:
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+    assert {told for told, _, _ in sampled} == set(range(-1, 4))
+    assert all(told == before == after for told, before, after in sampled)
+
+
+async def test_a_link_whose_name_was_taken_ends(tmp_path: Path) -> None:
+    async with running_api(tmp_path / "store.db") as api:
+        link = Link(api.url, Registration(**registration()), gate=HeldGate())
+        async with link.open():
+            await join(api)
+            with pytest.raises(ConflictError):
+                await link.live()
+            with pytest.raises(ConflictError):
+                await link.post(b"")
+
+
+async def test_a_link_needs_a_token_where_the_server_has_some(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.yaml"
+    token, _ = create_token(path, "machine", "environment")
+    wrong, _ = create_token(path, "trainer", "trainer")
+    async with running_api(tmp_path / "store.db", server={"tokens_file": path}) as api:
+        for bad in ("", "guess", wrong):
+            link = Link(api.url, Registration(**registration()), gate=HeldGate(), token=bad)
+            with pytest.raises(ConfigError):
+                await link.open().__aenter__()
+        link = Link(api.url, Registration(**registration()), gate=HeldGate(), token=token)
+        async with link.open():
+            await link.post(pack(stream_group(0)))
+        assert (await api.store.counts())["queued"] == 1
+
+
+async def test_what_is_sampled_without_hearing_of_the_server_is_asked_again() -> None:
+    gate = HeldGate()
+    gate.longest_silence_seconds = 0.1
+
+    async def call(seconds: float) -> str:
+        async with gate.passing():
+            await asyncio.sleep(seconds)
+        return "sampled"
+
+    waiting = asyncio.create_task(call(0))
+    await asyncio.sleep(0.01)
+    assert not waiting.done(), "nothing was heard yet"
+    gate.hear(time.monotonic())
+    assert await waiting == "sampled"
+    with pytest.raises(Aborted):
+        await call(0.15)
+
+
+async def environments(api: Api) -> list[dict[str, Any]]:
+    return list((await api.get("/v1/environments"))["environments"])
+
+
+def served(folder: Path, server: dict[str, Any]) -> Any:
+    folder.mkdir(exist_ok=True)
+    return running_api(folder / "store.db", server=server)

@@ -1,0 +1,426 @@
+"""Which task comes next: estimates follow the policy, shares hold, nobody waits for ever, unsolved
+tasks come back, and more groups have something to learn from.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from envserver_clients.estimates import TaskEstimate
+from envserver_clients.http import SyncEnvClient
+from envserver_records.records import Task
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.commands import envserver, free_port, read_jsonl, running, until
+
+from envserver.config import CurriculumConfig
+from envserver.rollouts.curriculum import LONGEST_REST, Candidate, choose, to_forget, wanted
+from envserver.rollouts.estimates import UNTRIED, Estimate, Scored, as_of, updated
+from envserver.rollouts.events import GroupDropped
+from envserver.rollouts.stream import Ticket, group_id
+from envserver.rollouts.task_stream import Known, TaskStream
+
+DIFFICULTY = CurriculumConfig(sampler="difficulty", explore=0.2)
+REPLAY = CurriculumConfig(sampler="replay", replay_share=0.3)
+
+
+def scored(task_id: str, rewards: float, attempts: int = 4, version: int = 0) -> Scored:
+    return Scored(
+        group_id="g", env="e", split="train", task_id=task_id, attempts=attempts, rewards=rewards,
+        policy_version=version,
+    )  # fmt: skip
+
+
+# Estimates
+
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 8), st.floats(0, 1), st.integers(0, 30)).map(
+        lambda said: scored("t", said[0] * said[1], said[0], said[2])
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(GROUPS, st.floats(0.3, 1), st.randoms())
+def test_groups_may_come_in_any_order_and_success_is_a_chance(
+    groups: list[Scored], discount: float, rng: random.Random
+) -> None:
+    def told(order: list[Scored]) -> Estimate:
+        estimate = UNTRIED
+        for one in order:
+            estimate = updated(estimate, one, discount)
+        return estimate
+
+    here, there = told(groups), told(rng.sample(groups, len(groups)))
+    assert here.attempts == there.attempts == sum(one.attempts for one in groups)
+    assert here.weight == pytest.approx(there.weight)
+    assert here.solved == pytest.approx(there.solved)
+    assert 0 < here.success < 1
+    assert 0 <= here.solved <= here.weight + 1e-9 <= here.attempts + 1e-6
+    later = as_of(here, here.policy_version + 5, discount)
+    assert abs(later.success - 0.5) <= abs(here.success - 0.5) + 1e-9
+
+
+def test_what_an_old_policy_did_counts_less() -> None:
+    estimate = UNTRIED
+    for version in range(50):
+        estimate = updated(estimate, scored("t", 0, version=version), 0.9)
+    assert estimate.success < 0.05
+    for version in range(50, 80):
+        estimate = updated(estimate, scored("t", 4, version=version), 0.9)
+    assert estimate.success > 0.9
+    assert estimate.attempts == 320
+
+
+# Choices
+
+ESTIMATES = st.builds(
+    lambda attempts, part: Estimate(attempts=attempts, weight=attempts, solved=attempts * part),
+    st.integers(1, 64),
+    st.floats(0, 1),
+)
+CANDIDATES = st.lists(st.none() | ESTIMATES, max_size=40).map(
+    lambda found: [Candidate(f"t-{n}", one, n) for n, one in enumerate(found)]
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    CANDIDATES,
+    st.sampled_from(["uniform", "difficulty", "replay"]),
+    st.sampled_from(["oldest", "weighted"]),
+    st.integers(0, 2**32),
+)
+def test_choices_are_the_same_for_the_same_seed_and_only_of_what_may_come(
+    candidates: list[Candidate], sampler: Any, order: Any, seed: int
+) -> None:
+    rules = CurriculumConfig(sampler=sampler, replay_order=order)
+
+    def chosen() -> list[str | None]:
+        rng = random.Random(seed)
+        return [choose(candidates, rules, rng, 100 + number) for number in range(30)]
+
+    first = chosen()
+    assert first == chosen()
+    by_id = {one.task_id: one for one in candidates}
+    for task_id in filter(None, first):
+        estimate = by_id[task_id].estimate
+        assert estimate is not None
+        if sampler == "replay":
+            assert estimate.mean_reward is not None
+            assert estimate.mean_reward <= rules.unsolved_below
+    if sampler == "uniform":
+        assert set(first) == {None}
+
+
+@given(st.floats(0.01, 0.99), st.floats(0.05, 0.95), st.floats(0.1, 20))
+def test_a_task_is_wanted_most_at_the_target(success: float, target: float, sharp: float) -> None:
+    assert 0 <= wanted(success, target, sharp) <= 1 + 1e-9
+    assert wanted(target, target, sharp) == pytest.approx(1)
+    assert wanted(success, 0.5, 2) == pytest.approx(4 * success * (1 - success))
+
+
+@given(CANDIDATES.filter(bool), st.data())
+def test_what_is_not_yet_scored_is_forgotten_last(
+    candidates: list[Candidate], data: st.DataObject
+) -> None:
+    count = data.draw(st.integers(1, len(candidates)))
+    gone = set(to_forget(candidates, DIFFICULTY, count))
+    assert len(gone) == count
+    if any(one.task_id not in gone and one.estimate is not None for one in candidates):
+        assert all(one.estimate is not None for one in candidates if one.task_id in gone)
+
+
+# Streams
+
+CHANCES = (0.0, 0.5, 1.0)
+
+
+def own_order(tasks: int | None) -> Iterator[Ticket]:
+    """An environment's order: `tasks` again and again, or always new ones."""
+    for index in itertools.count():
+        number = index if tasks is None else index % tasks
+        yield Ticket(
+            group_id=group_id("e-train-0-", index, f"t-{number}"),
+            index=index,
+            env="e",
+            split="train",
+            seed=0,
+            task=Task(f"t-{number}", {}),
+        )
+
+
+def nothing(asked: list[Ticket]) -> Known:
+    return Known(set(), {})
+
+
+class Played:
+    """A stream whose groups are played: task n is solved with the chance n says."""
+
+    def __init__(self, rules: CurriculumConfig, tasks: int | None, seed: int = 0) -> None:
+        self.stream = TaskStream(rules, look=nothing, seed=seed)
+        self._tickets = self.stream.tickets(own_order(tasks))
+        self._rng = random.Random(seed)
+        self.group_ids: list[str] = []
+        self.task_ids: list[str] = []
+        self.mixed = 0
+        self.held = 0
+
+    def play(self, groups: int, chances: tuple[float, ...] = CHANCES) -> Played:
+        for ticket in itertools.islice(self._tickets, groups):
+            chance = chances[int(ticket.task.id[2:]) % len(chances)]
+            rewards = sum(self._rng.random() < chance for _ in range(4))
+            self.mixed += 0 < rewards < 4
+            self.group_ids.append(ticket.group_id)
+            self.task_ids.append(ticket.task.id)
+            self.held = max(self.held, self.stream.remembered)
+            told = GroupDropped(
+                group_id=ticket.group_id, index=ticket.index, task_id=ticket.task.id,
+                reason="zero_variance", failed=False, message="", at=0.0,
+                scored=scored(ticket.task.id, rewards),
+            )  # fmt: skip
+            self.stream.observe(told)
+        return self
+
+    @property
+    def again(self) -> int:
+        return sum("-again-" in one for one in self.group_ids)
+
+
+def test_uniform_is_the_order_of_the_environment() -> None:
+    played = Played(CurriculumConfig(), 5).play(40)
+    assert played.group_ids == [one.group_id for one in itertools.islice(own_order(5), 40)]
+    assert played.held == 0
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([None, 7, 60]), st.sampled_from([8, 64]))
+def test_streams_hold_their_shares_and_bounds_and_starve_nobody(
+    seed: int, tasks: int | None, memory: int
+) -> None:
+    for rules in (DIFFICULTY, REPLAY):
+        rules = rules.model_copy(update={"memory": memory})
+        played = Played(rules, tasks, seed).play(600)
+        again = Played(rules, tasks, seed).play(600)
+        assert played.group_ids == again.group_ids  # the same seed and results: the same stream
+        assert len(set(played.group_ids)) == 600
+        assert played.held <= memory
+        own = [one for one in played.group_ids if "-again-" not in one]
+        order = [one.group_id for one in itertools.islice(own_order(tasks), len(own))]
+        assert own == order  # nothing of it is left out
+        least = rules.explore if rules is not REPLAY and rules.sampler == "difficulty" else 0.7
+        assert len(own) > 600 * least * 0.75
+        if tasks is not None:
+            seen = Counter(played.task_ids)
+            assert len(seen) == min(tasks, len(own))
+        if tasks == 60 and memory == 64:  # much may come again, and does
+            assert played.again > 100
+
+
+def test_groups_near_the_target_are_many_more() -> None:
+    uniform = Played(CurriculumConfig(), 90).play(900)
+    sharp = DIFFICULTY.model_copy(update={"sharpness": 4.0})
+    plain, sharper = Played(DIFFICULTY, 90).play(900), Played(sharp, 90).play(900)
+    assert 200 < uniform.mixed < 330  # a third of the tasks, 7 of 8 of their groups
+    assert plain.mixed > 1.5 * uniform.mixed
+    assert sharper.mixed > plain.mixed
+    third = Counter(int(one[2:]) % 3 for one in plain.task_ids)
+    assert min(third.values()) > 900 * 0.05  # the others are looked at again and again
+
+
+@pytest.mark.parametrize("order", ["oldest", "weighted"])
+def test_unsolved_tasks_come_back_with_their_share_and_all_of_them(order: Any) -> None:
+    rules = REPLAY.model_copy(update={"replay_order": order})
+    played = Played(rules, 60).play(1200)
+    back = [
+        one
+        for one, name in zip(played.task_ids, played.group_ids, strict=True)
+        if "-again-" in name
+    ]
+    assert 0.24 < len(back) / 1200 < 0.33
+    counts = Counter(back)
+    assert {int(one[2:]) % 3 for one in back} <= {0, 1}  # 1 in 16 groups of a half solved one
+    assert all(counts[f"t-{number}"] for number in range(0, 60, 3))
+    assert counts.most_common(1)[0][1] < 60  # no one of them takes all
+    rest = min(LONGEST_REST, 10)
+    last: dict[str, int] = {}
+    for number, task_id in enumerate(played.task_ids[600:]):
+        assert "-again-" not in played.group_ids[600 + number] or (
+            number - last.get(task_id, -rest) >= rest
+        )
+        last[task_id] = number
+
+
+def test_solved_tasks_are_passed_over_mostly_and_never_for_ever() -> None:
+    rules = CurriculumConfig(solved_above=0.8, solved_share=0.1)
+    known = {f"t-{n}": Estimate(attempts=40, weight=40, solved=40.0 * (n % 2)) for n in range(10)}
+    stream = TaskStream(
+        rules, look=lambda asked: Known(set(), {one.task.id: known[one.task.id] for one in asked})
+    )
+    drawn = Counter(one.task.id for one in itertools.islice(stream.tickets(own_order(10)), 2000))
+    solved = sum(drawn[f"t-{n}"] for n in range(1, 10, 2))
+    assert 0.06 < solved / 2000 < 0.13  # 1 of 11
+    assert len(drawn) == 10
+    assert stream.passed_over > 1500
+    known = dict.fromkeys(known, Estimate(attempts=400, weight=400, solved=400.0))
+    rules = rules.model_copy(update={"solved_share": 1e-9})
+    stream = TaskStream(
+        rules, look=lambda asked: Known(set(), {one.task.id: known[one.task.id] for one in asked})
+    )
+    assert len(list(itertools.islice(stream.tickets(own_order(10)), 3))) == 3
+
+
+def test_a_stream_goes_on_where_it_was_and_remembers_what_was_scored() -> None:
+    made = {one.group_id for one in itertools.islice(own_order(60), 50)}
+    estimates = {
+        f"t-{n}": Estimate(attempts=4, weight=4, solved=4 * CHANCES[n % 3]) for n in range(50)
+    }
+    asked_at_once = []
+
+    def look(asked: list[Ticket]) -> Known:
+        asked_at_once.append(len(asked))
+        return Known(
+            {one.group_id for one in asked} & made,
+            {one.task.id: estimates[one.task.id] for one in asked if one.task.id in estimates},
+        )
+
+    rules = REPLAY.model_copy(update={"replay_share": 0.9})
+    stream = TaskStream(rules, look=look, counts=lambda: (50, 7))
+    drawn = list(itertools.islice(stream.tickets(own_order(60)), 30))
+    assert not {one.group_id for one in drawn} & made
+    own = [one.index for one in drawn if "-again-" not in one.group_id]
+    assert own == list(range(50, 50 + len(own)))
+    again = [one for one in drawn if "-again-" in one.group_id]
+    assert [one.index for one in again] == list(range(7, 7 + len(again)))
+    assert {int(one.task.id[2:]) % 3 for one in again} == {0}
+    assert asked_at_once[:2] == [50, 1]
+
+
+# Commands
+
+HALF_SOLVED = '''
+"""Tasks that are never, half the time, or always solved; whoever tries them."""
+
+import hashlib
+
+from envserver import Environment, Score, Task
+
+CHANCES = (0.0, 0.5, 1.0)
+
+
+class Thirds(Environment):
+    """See the module."""
+
+    class Config(Environment.Config):
+        tasks: int = 30
+
+    def tasks(self, split):
+        for number in range(self.config.tasks):
+            yield Task(f"task-{number}", {"question": f"Number {number}?"}, {"number": number})
+
+    async def rollout(self, task, run):
+        await run.chat([{"role": "user", "content": task.public["question"]}])
+        return run.rollout_id
+
+    def score(self, task, result):
+        luck = hashlib.blake2b(str(result.output).encode(), digest_size=4).digest()
+        chance = CHANCES[task.hidden["number"] % 3]
+        return Score(reward=float(int.from_bytes(luck, "big") / 2**32 < chance))
+'''
+FAST = (
+    "--model", "sim", "--sim.latency_seconds", 0, "--workers.processes", 1, "--env.group_size", 4,
+    "--rollouts.max_concurrent", 16, "--sampling.max_tokens", 16,
+)  # fmt: skip
+
+
+@pytest.fixture
+def thirds(tmp_path: Path) -> str:
+    (tmp_path / "thirds.py").write_text(HALF_SOLVED)
+    return "thirds.py"
+
+
+def mixed_groups(path: Path) -> int:
+    rewards = [
+        {rollout["reward"] for rollout in line["envserver"]["rollouts"]}
+        for line in read_jsonl(path)
+    ]
+    return sum(len(one) > 1 for one in rewards)
+
+
+def test_process_makes_more_groups_to_learn_from_and_goes_on_with_what_it_knew(
+    thirds: str, tmp_path: Path
+) -> None:
+    def process(name: str, steps: int, *words: object) -> Path:
+        done = envserver(
+            "process", "--env", thirds, *FAST, "--env.total_steps", steps,
+            "--env.data_path_to_save_groups", f"{name}.jsonl", *words, folder=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return tmp_path / f"{name}.jsonl"
+
+    near = ("--curriculum.sampler", "difficulty", "--curriculum.sharpness", 4)
+    uniform = mixed_groups(process("uniform", 60))
+    path = process("difficulty", 45, *near)
+    process("difficulty", 60, *near, "--resume")
+    lines = read_jsonl(path)
+    assert len({line["envserver"]["group_id"] for line in lines}) == len(lines) == 60
+    assert 10 < uniform < 21
+    assert mixed_groups(path) > uniform * 1.3
+    # What it knew is known again: tasks come again at once, and mostly the right ones.
+    again = [
+        int(line["envserver"]["task_id"].partition("-")[2]) % 3
+        for line in lines[45:]
+        if "-again-" in line["envserver"]["group_id"]
+    ]
+    assert len(again) >= 4
+    assert again.count(1) > len(again) / 2
+
+
+def serving(thirds: str, folder: Path, port: int, *words: object) -> Any:
+    return running(
+        "serve", "--env", thirds, *FAST, "--env.tasks", 9, "--store", "groups.db", "--port", port,
+        "--rollouts.max_queued_groups", 12, *words, folder=folder,
+    )  # fmt: skip
+
+
+def test_serve_counts_what_it_drops_and_brings_unsolved_tasks_back_also_after_a_kill(
+    thirds: str, tmp_path: Path
+) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    words = ("--curriculum.sampler", "replay", "--curriculum.replay_share", 0.5)
+    with serving(thirds, tmp_path, port, *words) as server:
+        server.wait_for("Trainers: ")
+
+        def unsolved() -> list[TaskEstimate]:
+            with SyncEnvClient(url, run="trainer", batch_size=4) as client:
+                while (batch := client.lease()) is not None:
+                    client.ack(batch)
+                found = list(client.task_estimates(environment="thirds"))
+            return [one for one in found if one.attempts > 8 and one.mean_reward == 0]
+
+        tried = until(lambda: len(unsolved()) > 2 and unsolved(), 120, server.output)
+        assert {int(one.task_id.partition("-")[2]) % 3 for one in tried} == {0}
+        metrics = httpx.get(f"{url}/metrics").text
+        assert 'envserver_groups_again_total{environment="thirds"}' in metrics
+        assert "envserver_tasks_solved_share" in metrics
+        server.kill()
+    with serving(thirds, tmp_path, port, *words) as server:
+        server.wait_for("Trainers: ")
+        before = {one.task_id: one.attempts for one in tried}
+
+        def went_on() -> bool:
+            now = {one.task_id: one.attempts for one in unsolved()}
+            return all(now[task_id] >= tries for task_id, tries in before.items()) and any(
+                now[task_id] > tries for task_id, tries in before.items()
+            )
+
+        assert until(went_on, 120, server.output)

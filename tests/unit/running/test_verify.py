@@ -1,0 +1,407 @@
+"""`envserver verify`: right rows pass, every kind of damage is named."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from envserver_records.errors import ConfigError, EngineError, EngineUnavailable
+from envserver_records.records import Group
+from support.api import put_native, running_api
+from support.commands import envserver, free_port, read_jsonl
+from support.sampled import PROMPT, SAMPLED, Engine, group
+from support.vllm_server import VllmServer
+
+from envserver.cli import main
+from envserver.cli.verify import Report, Sample, parse_sample, verify
+from envserver.cli.verify_sources import FileSource
+from envserver.export.jsonl import group_line
+from envserver.models.sim import SimEngine
+
+GROUPS = [group("a"), group("b")]
+
+
+def lines_of(*groups: Group) -> list[dict[str, Any]]:
+    made = [group_line(one, include_messages=True, score_range="unit") for one in groups]
+    return [orjson.loads(line) for line in made]
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))  # with NaN where it stands
+    return path
+
+
+@pytest.fixture
+def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any]]:
+    """Runs the command on lines; its exit status and its JSON."""
+
+    def run(lines: list[dict[str, Any]], *words: object) -> tuple[int, Any]:
+        path = write(tmp_path / "groups.jsonl", lines)
+        status = main(["verify", str(path), "--model", "sim", "--json", *map(str, words)])
+        return status, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+async def verified(path: Path, engine: SimEngine, **changes: Any) -> Report:
+    facts: dict[str, Any] = {
+        "tolerance": 1e-4, "sample": Sample(), "seed": 0, "policy_version": None, "concurrency": 1,
+    }  # fmt: skip
+    return await verify(FileSource(path), engine, **(facts | changes))
+
+
+def test_what_was_sampled_is_exact(check: Callable[..., tuple[int, Any]]) -> None:
+    status, report = check(lines_of(*GROUPS))
+    assert (status, report["verdict"]) == (0, "exact")
+    assert (report["groups"], report["rows"], report["policy_version"]) == (2, 6, 7)
+    compared = report["compared"]
+    assert (compared["rows"], compared["tokens_exactly_equal"]) == (6, 6 * SAMPLED)
+    assert compared["kl_k1"] == compared["kl_k3"] == compared["largest_difference"] == 0
+    assert report["findings"] == report["worst"] == []
+
+
+def test_the_table_fits_eighty_columns_and_is_plain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = lines_of(*GROUPS)
+    lines[0]["inference_logprobs"][1][PROMPT] -= 0.25
+    path = write(tmp_path / "x", lines)
+    assert main(["verify", str(path), "--model", "sim"]) == 1
+    told = capsys.readouterr().out
+    assert "WRONG" in told
+    assert "logprobs_differ: line 1, a-1, row 1, position 9: token" in told
+    assert "+0.25" in told
+    table = told.partition("logprobs_differ: ")[0]
+    assert max(map(len, table.splitlines()[2:])) <= 80
+    assert "\033" not in told
+
+
+def other(token: int) -> int:
+    return token + 1 if token < 300 else token - 1
+
+
+def swap_context(line: dict[str, Any]) -> None:
+    line["tokens"][0][3] = other(line["tokens"][0][3])
+
+
+def swap_sampled(line: dict[str, Any]) -> None:
+    line["tokens"][0][PROMPT + 2] = other(line["tokens"][0][PROMPT + 2])
+
+
+def swap_sampled_and_label(line: dict[str, Any]) -> None:
+    swap_sampled(line)
+    line["masks"][0][PROMPT + 2] = line["tokens"][0][PROMPT + 2]
+
+
+def exchange_neighbours(line: dict[str, Any]) -> None:
+    for row in (line["tokens"][0], line["masks"][0]):
+        row[PROMPT], row[PROMPT + 1] = row[PROMPT + 1], row[PROMPT]
+
+
+def shift_labels(line: dict[str, Any]) -> None:
+    line["masks"][0] = [-100, *line["masks"][0][:-1]]
+
+
+def shift_what_is_trained(line: dict[str, Any]) -> None:
+    tokens = line["tokens"][0]
+    line["masks"][0] = [-100] * (PROMPT - 1) + tokens[PROMPT - 1 : -1] + [-100]
+
+
+def untrain_last(line: dict[str, Any]) -> None:
+    line["masks"][0][-1] = -100
+
+
+def set_logprob(value: float) -> Callable[[dict[str, Any]], None]:
+    def change(line: dict[str, Any]) -> None:
+        line["inference_logprobs"][0][PROMPT + 4] = value
+
+    return change
+
+
+def add_a_thousandth(line: dict[str, Any]) -> None:
+    line["inference_logprobs"][0][PROMPT + 4] -= 1e-3
+
+
+def lose_tokens(line: dict[str, Any]) -> None:
+    del line["tokens"][1]
+
+
+def lose_row(line: dict[str, Any]) -> None:
+    for name in ("tokens", "masks", "scores", "inference_logprobs"):
+        del line[name][2]
+
+
+def double_row(line: dict[str, Any]) -> None:
+    for name in ("tokens", "masks", "scores", "inference_logprobs"):
+        line[name].append(line[name][0])
+
+
+def lose_number(line: dict[str, Any]) -> None:
+    line["inference_logprobs"][0].pop()
+
+
+def cut_versions(line: dict[str, Any]) -> None:
+    line["envserver"]["rollouts"][0]["versions"][0].pop()
+
+
+def invent_id(value: int) -> Callable[[dict[str, Any]], None]:
+    def change(line: dict[str, Any]) -> None:
+        line["tokens"][0][2] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "row", "position"),
+    [
+        (swap_context, "logprobs_differ", 0, None),
+        (swap_sampled, "mask", 0, PROMPT + 2),
+        (swap_sampled_and_label, "logprobs_differ", 0, None),
+        (exchange_neighbours, "logprobs_differ", 0, None),
+        (shift_labels, "mask", 0, PROMPT + 1),
+        (shift_what_is_trained, "logprob", 0, PROMPT - 1),
+        (untrain_last, "mask", 0, PROMPT + SAMPLED - 1),
+        (add_a_thousandth, "logprobs_differ", 0, PROMPT + 4),
+        (set_logprob(float("nan")), "logprob", 0, PROMPT + 4),
+        (set_logprob(float("-inf")), "logprob", 0, PROMPT + 4),
+        (set_logprob(0.25), "logprob", 0, PROMPT + 4),
+        (lose_tokens, "rows", None, None),
+        (lose_row, "rows", None, None),
+        (double_row, "rows", 3, None),
+        (lose_number, "lengths", 0, None),
+        (cut_versions, "versions", 0, None),
+        (invent_id(-3), "token_id", 0, 2),
+        (invent_id(2**70), "token_id", 0, 2),
+        (invent_id(10**6), "refused", 0, None),
+    ],
+)
+def test_damage_is_found_and_named(
+    check: Callable[..., tuple[int, Any]],
+    damage: Callable[[dict[str, Any]], None],
+    kind: str,
+    row: int | None,
+    position: int | None,
+) -> None:
+    lines = lines_of(*GROUPS)
+    damage(lines[1])
+    status, report = check(lines)
+    assert (status, report["verdict"]) == (1, "wrong")
+    found = next(one for one in report["findings"] if one["kind"] == kind)
+    assert (found["line"], found["group_id"], found["row"]) == (2, "b", row)
+    if position is not None:
+        assert found["position"] == position
+    assert {one["line"] for one in report["findings"]} == {2}
+    assert report["compared"]["rows"] >= 3  # those of the other line
+
+
+def test_lines_that_cannot_be_read_are_named_and_the_rest_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "x", lines_of(*GROUPS))
+    good = path.read_bytes().splitlines()
+    bad = [b"{", b'{"tokens": [["x"]]}', b"[" * 100_000, b'"\xff"', b"", good[1][:-50]]
+    path.write_bytes(b"\n".join([good[0], *bad, good[1]]))
+    assert main(["verify", str(path), "--model", "sim", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert [one["line"] for one in report["findings"]] == [2, 3, 4, 5, 7]
+    assert {one["kind"] for one in report["findings"]} == {"unreadable"}
+    assert report["compared"]["rows"] == 6
+
+
+def test_the_tolerance_decides_what_passes(check: Callable[..., tuple[int, Any]]) -> None:
+    lines = lines_of(*GROUPS)
+    lines[0]["inference_logprobs"][0][PROMPT] -= 3e-5
+    status, report = check(lines)
+    assert (status, report["verdict"]) == (0, "within_tolerance")
+    compared = report["compared"]
+    assert compared["tokens_exactly_equal"] == compared["tokens"] - 1
+    assert compared["kl_k1"] == pytest.approx(-3e-5 / compared["tokens"], rel=1e-2)
+    assert report["worst"][0] | {"recorded": 0, "again": 0, "difference": 0, "token": 0} == {
+        "group_id": "a", "rollout_id": "a-0", "row": 0, "line": 1, "position": PROMPT,
+        "token": 0, "recorded": 0, "again": 0, "difference": 0,
+    }  # fmt: skip
+    assert check(lines, "--tolerance", 0)[0] == 1
+    assert check(lines, "--tolerance", 1e-6)[0] == 1
+
+
+def test_rows_of_other_versions_are_counted_not_compared(
+    check: Callable[..., tuple[int, Any]],
+) -> None:
+    old = group("old", version=6)
+    for trajectory in old.trajectories:
+        for row in trajectory.sequences:
+            row.logprobs[PROMPT:] -= 0.5
+    status, report = check(lines_of(*GROUPS, old))
+    assert (status, report["not_compared"]) == (0, {"other_version": 3})
+    status, report = check(lines_of(*GROUPS, old), "--policy_version", 6)
+    assert (status, report["compared"]["rows"]) == (1, 3)
+
+
+def test_that_nothing_can_be_compared_is_no_success(
+    check: Callable[..., tuple[int, Any]],
+) -> None:
+    for lines in ([], lines_of(group("a", mask=np.zeros(PROMPT + SAMPLED, np.uint8)))):
+        for line in lines:
+            line["inference_logprobs"] = [[1.0] * (PROMPT + SAMPLED)] * 3
+        status, report = check(lines)
+        assert (status, report["verdict"]) == (1, "nothing_compared")
+    assert report["not_compared"] == {"nothing_trained": 3}
+
+
+async def test_rows_that_cannot_be_compared_are_counted_by_reason(tmp_path: Path) -> None:
+    lines = lines_of(*GROUPS)
+    lines[0]["envserver"]["rollouts"][0]["row_flags"] = [["structured_output_masked"]]
+    lines[0]["tokens"][1] = lines[0]["masks"][1] = lines[0]["inference_logprobs"][1] = []
+    lines[0]["envserver"]["rollouts"][1]["versions"][0] = []
+    lines[1]["inference_logprobs"] = None
+    report = await verified(write(tmp_path / "x", lines), Engine())
+    assert report.not_compared == {
+        "structured_output_masked": 1,
+        "no_tokens": 1,
+        "no_logprobs": 3,
+    }
+    assert (report.totals.rows, report.verdict) == (1, "exact")
+
+
+@pytest.mark.parametrize("says", [True, False])
+async def test_rows_longer_than_the_engines_context_are_left_out(
+    tmp_path: Path, says: bool
+) -> None:
+    path = write(tmp_path / "x", lines_of(*GROUPS))
+    report = await verified(path, Engine(context=PROMPT + SAMPLED, says=says))
+    assert (report.not_compared, report.kinds) == ({"too_long": 6}, {})
+
+
+@pytest.mark.parametrize("processed", [False, True])
+async def test_logprobs_from_after_the_temperature_are_not_compared(
+    tmp_path: Path, processed: bool
+) -> None:
+    path = write(tmp_path / "x", lines_of(*GROUPS, group("hot", temperature=0.7)))
+    report = await verified(path, Engine(processed=processed))
+    assert report.not_compared == ({"processed_logprobs": 3} if processed else {})
+    assert report.verdict == "exact"
+
+
+async def test_an_engine_that_fails_is_told_apart_from_wrong_rows(tmp_path: Path) -> None:
+    lines = lines_of(*GROUPS)
+    lines[1]["tokens"][0][0] = 13
+    path = write(tmp_path / "x", lines)
+    report = await verified(path, Engine(fails=EngineError("Out of memory.")))
+    (found,) = report.findings
+    assert (found.kind, found.line, found.row) == ("engine_error", 2, 0)
+    assert report.totals.rows == 5
+    with pytest.raises(EngineUnavailable):
+        await verified(path, Engine(fails=EngineUnavailable("Gone.")), concurrency=4)
+
+
+async def test_requests_at_a_time_are_bounded(tmp_path: Path) -> None:
+    path = write(tmp_path / "x", lines_of(*GROUPS))
+    for concurrency in (1, 3):
+        engine = Engine()
+        report = await verified(path, engine, concurrency=concurrency)
+        assert report.totals.rows == 6
+        assert engine.most_in_flight == concurrency
+
+
+def test_a_sample_is_the_same_for_the_same_seed(check: Callable[..., tuple[int, Any]]) -> None:
+    lines = lines_of(*(group(name) for name in "abcdefgh"))
+    for line in lines:
+        for row in line["inference_logprobs"]:
+            row[PROMPT] -= 0.5
+
+    def chosen(*words: object) -> list[tuple[int, int]]:
+        report = check(lines, *words)[1]
+        assert report["compared"]["rows"] + report["not_compared"].get("not_sampled", 0) == 24
+        return sorted((one["line"], one["row"]) for one in report["findings"])
+
+    assert len(chosen("--sample", 5)) == 5
+    assert chosen("--sample", 5) == chosen("--sample", 5, "--concurrency", 3)
+    assert chosen("--sample", 5) != chosen("--sample", 5, "--seed", 1)
+    half = chosen("--sample", "50%")
+    assert half == chosen("--sample", "0.5")
+    assert 4 < len(half) < 20
+    assert set(chosen("--sample", 5)) <= set(chosen("--sample", 9))
+
+
+def test_samples_are_shares_or_numbers() -> None:
+    assert parse_sample("1%") == parse_sample("0.01") == Sample(share=0.01)
+    assert parse_sample("20") == Sample(count=20)
+    assert parse_sample("1.0") == parse_sample("100%") == parse_sample(None) == Sample()
+    for bad in ("0", "-1", "2.5", "101%", "many", "", "nan"):
+        with pytest.raises(ConfigError, match="--sample"):
+            parse_sample(bad)
+
+
+def test_a_wrong_command_line_is_status_two(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "x", lines_of(GROUPS[0])))
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    assert main(["verify"]) == 2
+    assert main(["verify", str(tmp_path / "none.jsonl"), "--model", "sim"]) == 2
+    assert main(["verify", nowhere, "--model", "sim"]) == 2
+    assert main(["verify", path, "--model", "sim", "--sample", "x"]) == 2
+    assert main(["verify", path, "--openai.server_type", "openai"]) == 2
+
+
+async def test_a_servers_groups_are_verified_where_they_lie(tmp_path: Path) -> None:
+    wrong = group("math/wrong")
+    wrong.trajectories[1].sequences[1].logprobs[PROMPT + 1] -= 0.125
+    async with running_api(tmp_path / "store.db") as api:
+        for one in (*GROUPS, wrong):
+            await put_native(api.store, one)
+        (post,) = lines_of(group("posted", version=-1))
+        del post["envserver"], post["env_id"]
+        await api.post("/scored_data", post)
+        await api.post("/v1/policy-version", {"version": 7})
+        await api.http.post("/v1/runs", json={"name": "run"})
+        await api.http.post("/v1/runs/run/lease", json={"max_groups": 1})
+        before = await api.store.counts()
+        ran = await asyncio.to_thread(
+            envserver, "verify", api.url, "--model", "sim", "--json", folder=tmp_path
+        )
+        assert await api.store.counts() == before
+    assert ran.returncode == 1, ran.stderr
+    report = json.loads(ran.stdout)
+    assert (report["groups"], report["rows"], report["compared"]["rows"]) == (4, 12, 9)
+    assert report["not_compared"] == {"other_version": 3}  # nobody says who sampled a post
+    (found,) = report["findings"]
+    assert (found["kind"], found["group_id"]) == ("logprobs_differ", "math/wrong")
+    assert (found["rollout_id"], found["row"], found["position"]) == (
+        "math/wrong-1", 2, PROMPT + 1,
+    )  # fmt: skip
+
+
+@pytest.mark.vllm
+def test_what_vllm_sampled_is_right_until_it_is_changed(
+    vllm_server: VllmServer, tmp_path: Path
+) -> None:
+    engine = (
+        "--openai.base_url", vllm_server.base_url, "--openai.model_name", vllm_server.model,
+    )  # fmt: skip
+    ran = envserver(
+        "process", "--env", "math", *engine, "--env.group_size", 2, "--env.total_steps", 8,
+        "--sampling.max_tokens", 24, "--env.data_path_to_save_groups", "out.jsonl",
+        "--env.mode", "single", "--rollouts.max_concurrent", 1, folder=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    ran = envserver("verify", "out.jsonl", *engine, "--json", folder=tmp_path)
+    report = json.loads(ran.stdout)
+    assert (ran.returncode, report["groups"], report["findings"]) == (0, 8, [])
+    assert report["compared"]["tokens"] > 100
+    for worst in report["worst"]:
+        assert worst["position"] >= vllm_server.same_sums_tokens
+        assert abs(worst["difference"]) < 1e-5
+    lines = read_jsonl(tmp_path / "out.jsonl")
+    masks, logprobs = lines[5]["masks"][1], lines[5]["inference_logprobs"][1]
+    at = next(place for place, label in enumerate(masks) if label != -100)
+    logprobs[at] -= 1e-3
+    write(tmp_path / "out.jsonl", lines)
+    ran = envserver("verify", "out.jsonl", *engine, "--json", folder=tmp_path)
+    assert ran.returncode == 1
+    (found,) = json.loads(ran.stdout)["findings"]
+    assert (found["line"], found["row"], found["position"]) == (6, 1, at)

@@ -1,0 +1,462 @@
+"""Sandboxes of rollouts and scorers: they end with their owners; failures of ours never count."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import orjson
+import pytest
+import pytest_asyncio
+from envserver_records.errors import SandboxUnavailable, WorkerDied
+from envserver_records.records import SandboxLimits, Usage
+from support.commands import envserver, read_jsonl
+from support.worker_standin import alive, until
+
+from envserver import (
+    Group,
+    PublicTask,
+    Result,
+    SandboxError,
+    SandboxSpec,
+    SandboxUsage,
+    Task,
+    pack,
+    unpack,
+)
+from envserver.cli.runtime import machinery
+from envserver.config import Settings
+from envserver.registry import find
+from envserver.rollouts.attempt import Finished, run_attempt
+from envserver.rollouts.freshness import Freshness
+from envserver.rollouts.group import Machinery, attempt_spec, make_group
+from envserver.rollouts.stream import Ticket
+from envserver.sandbox.requests import Exec, Open, Opened
+from envserver.sandbox.rooms import cut_down, summed
+from envserver.sandbox.supervisor import READY
+from envserver.tokens.flags import chosen
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ZOO = str(Path(__file__).parents[2] / "support" / "sandbox_zoo.py")
+_numbers = count(1)
+
+
+@asynccontextmanager
+async def house(kind: str, **settings: Any) -> AsyncIterator[Machinery]:
+    """All that `envserver process` runs, for one of the zoo's environments."""
+    environment = find(f"{ZOO}:{kind}")()
+    tree = {"model": "sim", "workers": {"processes": 1}, **settings}
+    tree["sandbox"] = {"wall": "namespace", **settings.get("sandbox", {})}
+    async with machinery(
+        Settings.model_validate(tree),
+        environment,
+        f"{ZOO}:{kind}",
+        observer=lambda event: None,
+        need_engine=True,
+        actions=chosen([], [], []),
+        need_exact=False,
+        drop_zero_variance=False,
+    ) as parts:
+        yield parts
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def zoo() -> AsyncIterator[Machinery]:
+    async with house("Zoo") as parts:
+        yield parts
+
+
+async def run(
+    parts: Machinery, do: str, marker: str = "", *, isolation: Any = None, seconds: float = 30.0
+) -> Finished:
+    task = PublicTask("t", {"do": do, "marker": marker})
+    spec = attempt_spec(parts, task, f"{do}-{next(_numbers)}", 1)
+    return await run_attempt(
+        msgspec.structs.replace(spec, deadline=time.time() + seconds),
+        proxy=parts.proxy,
+        proxy_url=parts.proxy_url,
+        pool=parts.pool,
+        isolation=isolation or parts.isolation,
+        actions=parts.actions,
+        freshness=Freshness(None),
+    )
+
+
+def marked() -> str:
+    """Seconds that nobody else sleeps."""
+    return f"{1000 + next(_numbers)}.{os.getpid()}"
+
+
+def running(marker: str) -> list[int]:
+    """The processes on this machine that have `marker` among their arguments."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and marker.encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def supervisors() -> Iterator[int]:
+    """Our own supervisors of sandboxes."""
+    for entry in Path(f"/proc/{os.getpid()}/task").iterdir():
+        for child in (entry / "children").read_text().split():
+            if b"envserver.sandbox" in Path(f"/proc/{child}/cmdline").read_bytes():
+                yield int(child)
+
+
+def sandboxes_of(supervisor: int) -> Iterator[list[int]]:
+    """The process 1 of each sandbox, by zygote; some are kept ready for whoever comes next."""
+    for outer in children_of(supervisor):
+        for zygote in children_of(outer):
+            yield children_of(zygote)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def test_an_agent_uses_a_sandbox_and_what_it_used_is_told(zoo: Machinery) -> None:
+    finished = await run(zoo, "sums")
+    output = finished.result.output
+    assert output["shown"] == "hello6 * 7"
+    assert output["summed"] == "42 ['a']\n"
+    assert output["color"] == "blue\n"
+    assert output["wall"] == "namespace"
+    used = finished.usage.sandbox
+    assert used is not None
+    assert used.executions == output["executions"] == 3
+    assert used.cpu_seconds > 0 and used.peak_memory_mb > 1 and used.written_bytes > 0
+    assert finished.usage.ended_by == "agent"
+    assert unpack(pack(finished.usage), Usage) == finished.usage
+
+
+@pytest.mark.parametrize("isolation", ["pooled", "dedicated"])
+async def test_what_an_agent_leaves_open_is_closed(zoo: Machinery, isolation: str) -> None:
+    marker = marked()
+    finished = await run(zoo, "leave_open", marker, isolation=isolation)
+    assert finished.result.output == "left"
+    assert running(marker) == []
+    assert finished.usage.sandbox is not None
+    assert finished.usage.sandbox.executions == 2
+    assert finished.usage.sandbox.killed == {"cancelled": 1}, finished.usage
+
+
+async def test_sandboxes_end_with_a_worker_that_is_killed(zoo: Machinery) -> None:
+    marker = marked()
+    with pytest.raises(WorkerDied):
+        await run(zoo, "die", marker, isolation="dedicated")
+    await until(lambda: not running(marker))
+
+
+async def test_a_cancelled_program_has_ended_and_the_sandbox_goes_on(zoo: Machinery) -> None:
+    marker = marked()
+    finished = await run(zoo, "lose_patience", marker)
+    found, said, killed = finished.result.output
+    assert (found, said, killed) == (1, "well\n", {"cancelled": 1})
+
+
+async def test_a_program_that_runs_at_the_deadline_is_the_models(zoo: Machinery) -> None:
+    marker = marked()
+    finished = await run(zoo, "overrun", marker, seconds=1.0)
+    assert (finished.result.limit, finished.result.truncated) == ("time", True)
+    assert finished.usage.ended_by == "time"
+    assert running(marker) == []
+
+
+async def test_a_cancelled_rollout_takes_its_sandbox_along(zoo: Machinery) -> None:
+    marker = marked()
+    rollout = asyncio.create_task(run(zoo, "overrun", marker))
+    await until(lambda: running(marker))
+    rollout.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await rollout
+    await until(lambda: not running(marker))
+
+
+async def test_nobody_gets_more_than_the_environment_declares(zoo: Machinery) -> None:
+    said = (await run(zoo, "ask_too_much")).result.output
+    assert "Only these modules may be preloaded: json" in said["preload"]
+    assert said["disk"] != "got it"
+    assert "wall_seconds must be positive" in said["nan"]
+    assert "'A=B'" in said["variable"]
+    assert said["memory"] in ("memory", 1)
+    assert "NUL" in said["wide"]
+    assert "got it" not in (said["stdin"], said["limit"])
+    assert said["many"] == [8, "An attempt may have 8 sandboxes at a time."]
+
+
+async def test_two_attempts_share_nothing(zoo: Machinery) -> None:
+    first, second = await asyncio.gather(run(zoo, "share"), run(zoo, "share"))
+    names = {one.result.output[0] for one in (first, second)}
+    assert len(names) == 2
+    for one in (first, second):
+        assert one.result.output[1].split() == ["/tmp:", "/work:", "greeting", "mine"]
+
+
+async def test_agents_that_do_not_use_asyncio() -> None:
+    async with house("Plain") as parts:
+        finished = await run(parts, "")
+        assert finished.result.output == ["121", "42\n", 2]
+        usage = finished.usage
+        assert usage.sandbox is not None
+        # Its process was its own, so what that used is known, too.
+        assert usage.worker_cpu_seconds is not None and usage.worker_cpu_seconds > 0
+        assert usage.worker_peak_memory_mb is not None and usage.worker_peak_memory_mb > 1
+
+
+async def test_agents_that_live_behind_the_wall_themselves() -> None:
+    marker = marked()
+    async with house("Walled") as parts:
+        finished = await run(parts, "sums")
+        assert finished.result.output["summed"] == "42 ['a']\n"
+        assert finished.usage.sandbox is not None and finished.usage.sandbox.executions == 3
+        assert finished.usage.worker_cpu_seconds is not None
+        with pytest.raises(WorkerDied):
+            await run(parts, "die", marker)
+        await until(lambda: not running(marker))
+
+
+async def test_without_a_declaration_there_is_none_and_nothing_is_started() -> None:
+    before = set(supervisors())
+    async with house("Bare") as parts:
+        finished = await run(parts, "")
+        assert set(supervisors()) == before
+    assert finished.result.output.startswith("This environment declares no sandbox.")
+    assert finished.usage.sandbox is None
+
+
+# What is not the model's fault.
+
+
+async def test_a_supervisor_that_dies_is_replaced_and_no_rollout_is_scored_for_it(
+    tmp_path: Path,
+) -> None:
+    before = set(supervisors())
+    async with house("Zoo") as parts:
+        (pid,) = set(supervisors()) - before
+        marker = tmp_path / "open"
+        rollout = asyncio.create_task(run(parts, "swallow", str(marker)))
+        await until(marker.exists)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(SandboxError):
+            await rollout
+        await until(lambda: set(supervisors()) - before - {pid})
+        await asyncio.sleep(0.5)
+        finished = await run(parts, "sums")
+        assert finished.result.output["executions"] == 3
+
+
+async def test_who_gets_no_room_in_time_is_tried_again(tmp_path: Path) -> None:
+    settings = {"sandbox": {"concurrent": 2}, "rollouts": {"scorer_processes": 1}}
+    async with house("Zoo", **settings) as parts:
+        first, second = tmp_path / "first", tmp_path / "second"
+        holding = asyncio.create_task(run(parts, "hold", str(first), seconds=10.0))
+        await until(first.exists)
+        with pytest.raises(SandboxUnavailable):
+            await run(parts, "hold", str(second), seconds=1.0)
+        assert not second.exists()
+        assert (await holding).result.limit == "time"
+        assert (await run(parts, "sums")).usage.sandbox is not None
+
+
+async def test_a_scorer_has_sandboxes_of_its_own(zoo: Machinery) -> None:
+    task = Task("t", {}, {"answer": "42"})
+    assert (await zoo.scorer.score(task, Result(output={"score": "sums"}))).reward == 1.0
+    wrong = Task("t", {}, {"answer": "43"})
+    assert (await zoo.scorer.score(wrong, Result(output={"score": "sums"}))).reward == 0.0
+
+
+async def test_a_scorer_that_is_killed_takes_its_sandboxes_along(zoo: Machinery) -> None:
+    marker = marked()
+    scoring = asyncio.create_task(
+        zoo.scorer.score(
+            Task("t", {}, {"answer": "42"}), Result(output={"score": "hang", "marker": marker})
+        )
+    )
+    await until(lambda: running(marker))
+    scoring.cancel()
+    await asyncio.gather(scoring, return_exceptions=True)
+    await until(lambda: not running(marker))
+
+
+async def test_a_scorer_that_hides_a_lost_sandbox_gives_no_score(tmp_path: Path) -> None:
+    before = set(supervisors())
+    async with house("Zoo") as parts:
+        (pid,) = set(supervisors()) - before
+        marker = tmp_path / "open"
+        scoring = asyncio.create_task(
+            parts.scorer.score(
+                Task("t", {}, {"answer": "42"}),
+                Result(output={"score": "swallow", "marker": str(marker)}),
+            )
+        )
+        await until(marker.exists)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(SandboxError):
+            await scoring
+
+
+@pytest.mark.slow
+async def test_two_hundred_rollouts_whose_workers_are_killed_at_random() -> None:
+    settings = {
+        "rollouts": {"max_attempts": 50},
+        "workers": {"processes": 1, "dedicated": 8},
+        "sandbox": {"concurrent": 12},
+    }
+    rng, killed, before = random.Random(1), 0, set(supervisors())
+    async with house("Plain", **settings) as parts:
+        parts.environment.config.group_size = 8
+        (task, *_) = parts.environment.tasks("train")
+        tickets = [
+            Ticket(group_id=f"g{n}", index=n, env="plain", split="train", seed=0, task=task)
+            for n in range(25)
+        ]
+        making = asyncio.gather(*(make_group(parts, ticket) for ticket in tickets))
+        while not making.done():
+            await asyncio.sleep(0.2)
+            if pids := parts.pool.snapshot()["pids"]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rng.choice(pids), signal.SIGKILL)
+                    killed += 1
+        groups = await making
+        service = set(supervisors()) - before
+        assert len(service) == 1
+        await until(lambda: parts.pool.snapshot()["processes"] <= 1)
+        await until(lambda: all(len(zygote) <= READY for zygote in sandboxes_of(*service)))
+    assert killed > 20
+    for group in groups:
+        assert isinstance(group, Group)
+        assert [one.output for one in group.trajectories] == [["121", "42\n", 2]] * 8
+        assert {failure.kind for failure in group.failures} <= {"worker_died"}
+
+
+# A worker that was taken over.
+
+
+async def post(url: str, body: bytes) -> tuple[int, bytes]:
+    async with aiohttp.ClientSession() as http, http.post(url, data=body) as answer:
+        return answer.status, await answer.read()
+
+
+async def test_a_hostile_worker_is_refused(zoo: Machinery) -> None:
+    encode = msgspec.msgpack.encode
+    task = PublicTask("t", {})
+    mine, other = (zoo.proxy.open(attempt_spec(zoo, task, name, 1)) for name in ("a", "b"))
+    my_url, other_url = (f"{zoo.proxy_url}/r/{one.key}/sandbox" for one in (mine, other))
+    command = encode(Exec(argv=["id"], stdin=b"", cwd="/", env=None, limits=None))
+    try:
+        status, body = await post(f"{my_url}/open", encode(Open()))
+        opened = msgspec.msgpack.decode(body, type=Opened)
+        assert (status, opened.isolation) == (200, "namespace")
+        assert (await post(f"{my_url}/{opened.id}/exec", command))[0] == 200
+        for url, request in (
+            (f"{other_url}/{opened.id}/exec", command),
+            (f"{my_url}/2/exec", command),
+            (f"{my_url}/../{other.key}/sandbox/{opened.id}/exec", command),
+            (f"{my_url}/{opened.id}/exec", b"\xff" * 100),
+            (f"{my_url}/{opened.id}/exec", encode({"argv": "id"})),
+            (f"{my_url}/{opened.id}/fly", command),
+            (f"{my_url}/{opened.id}/read", encode({"path": "x", "max_bytes": -1})),
+            (f"{my_url}/{opened.id}/read", encode({"path": "x", "max_bytes": 1 << 40})),
+            (f"{my_url}/{opened.id}/read", encode({"path": "/proc/1/environ", "max_bytes": 9})),
+            (f"{my_url}/open", encode({"spec": {"limits": {"wall_seconds": "1"}}})),
+            (f"{my_url}/open", encode({"spec": {"archive": b"no tar"}})),
+            (f"{my_url}/open", encode({"spec": None, "wall": "unsafe-local"})),
+            (f"{my_url}/open/open", b""),
+            (f"{my_url}/", b""),
+        ):
+            status, body = await post(url, request)
+            assert status in (400, 404), (url, status, body)
+            assert orjson.loads(body)["error"]["message"]
+        assert (await post(f"{my_url}/{opened.id}/exec", bytes(20 << 20)))[0] == 413
+        assert (await post(f"{my_url}/open", bytes(100 << 20)))[0] == 413
+        assert mine.sandbox_failure is other.sandbox_failure is None
+    finally:
+        zoo.proxy.seal(mine)
+        zoo.proxy.seal(other)
+    assert (await post(f"{my_url}/open", encode(Open())))[0] == 409
+    assert (await post(f"{my_url}/{opened.id}/exec", command))[0] == 409
+    used = await zoo.proxy.settle(mine)
+    assert used is not None and used.executions == 1
+    assert await zoo.proxy.settle(other) is None
+
+
+async def test_an_attempt_that_is_sealed_interrupts_what_it_asks(zoo: Machinery) -> None:
+    marker = marked()
+    attempt = zoo.proxy.open(attempt_spec(zoo, PublicTask("t", {}), "sealed", 1))
+    url = f"{zoo.proxy_url}/r/{attempt.key}/sandbox"
+    _, body = await post(f"{url}/open", msgspec.msgpack.encode(Open()))
+    name = msgspec.msgpack.decode(body, type=Opened).id
+    command = Exec(argv=["sleep", marker], stdin=b"", cwd="/", env=None, limits=None)
+    asking = asyncio.create_task(post(f"{url}/{name}/exec", msgspec.msgpack.encode(command)))
+    await until(lambda: running(marker))
+    (pid,) = running(marker)
+    zoo.proxy.seal(attempt)
+    assert (await asking)[0] == 409
+    used = await zoo.proxy.settle(attempt)
+    assert not alive(pid)
+    assert used is not None and used.killed == {"cancelled": 1}
+
+
+# Sums, and the whole from the command line.
+
+
+async def test_usages_are_summed_and_peaks_kept() -> None:
+    one = SandboxUsage(cpu_seconds=1.0, peak_memory_mb=5.0, cpu_exact=True, killed={"wall": 1})
+    two = SandboxUsage(cpu_seconds=2.0, peak_memory_mb=3.0, killed={"wall": 1, "cpu": 1})
+    both = summed([one, two])
+    assert (both.cpu_seconds, both.peak_memory_mb, both.cpu_exact) == (3.0, 5.0, False)
+    assert (both.executions, both.killed) == (2, {"wall": 2, "cpu": 1})
+
+
+async def test_limits_are_cut_down_one_by_one() -> None:
+    most = SandboxLimits(wall_seconds=5.0, memory_mb=100)
+    cut = cut_down(SandboxLimits(wall_seconds=9.0, memory_mb=50, processes=2), most)
+    assert (cut.wall_seconds, cut.memory_mb, cut.processes) == (5.0, 50, 2)
+
+
+async def test_a_spec_may_say_less_than_the_environments(zoo: Machinery) -> None:
+    attempt = zoo.proxy.open(attempt_spec(zoo, PublicTask("t", {}), "less", 1))
+    try:
+        url = f"{zoo.proxy_url}/r/{attempt.key}/sandbox"
+        wanted = SandboxSpec(limits=SandboxLimits(wall_seconds=0.3))
+        _, body = await post(f"{url}/open", msgspec.msgpack.encode(Open(wanted)))
+        name = msgspec.msgpack.decode(body, type=Opened).id
+        command = Exec(argv=["sleep", "9"], stdin=b"", cwd="/", env=None, limits=None)
+        _, body = await post(f"{url}/{name}/exec", msgspec.msgpack.encode(command))
+        assert msgspec.msgpack.decode(body)["killed_by"] == "wall"
+    finally:
+        zoo.proxy.seal(attempt)
+
+
+async def test_the_usage_stands_in_the_output_of_process(tmp_path: Path) -> None:
+    ran = await asyncio.to_thread(
+        envserver, "process", "--env", f"{ZOO}:Zoo", "--model", "sim", "--sandbox.wall",
+        "namespace", "--env.group_size", 2, "--env.data_path_to_save_groups", "out.jsonl",
+        folder=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    groups = read_jsonl(tmp_path / "out.jsonl")
+    usages = [one["usage"] for group in groups for one in group["envserver"]["rollouts"]]
+    assert len(usages) == 4
+    for usage in usages:
+        assert usage["ended_by"] == "agent"
+        assert usage["worker_cpu_seconds"] is None
+        assert usage["sandbox"]["executions"] == 3
+        assert usage["sandbox"]["cpu_seconds"] > 0
+        assert usage["sandbox"]["killed"] == {}

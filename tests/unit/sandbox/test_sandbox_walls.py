@@ -1,0 +1,426 @@
+"""The parts that walls are made of, whether each really holds, and what is done where none does.
+
+Run by root, all of this is run once more as an ordinary user, as servers mostly are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from envserver_records.errors import ConfigError
+from structlog.testing import capture_logs
+from support.forked import forked, words
+from support.sandboxes import sandboxes
+
+from envserver import SandboxSpec
+from envserver.cli import doctor_command, main
+from envserver.config import SandboxConfig
+from envserver.sandbox import bubblewrap, landlock, linux, seccomp, service, system, walls
+from envserver.sandbox.probe import ProbeReport, examine, unavailable
+from envserver.sandbox.service import SandboxService, probe
+
+PROJECT = Path(__file__).parents[3]
+OURS = system.OUR_PACKAGES
+X86 = platform.machine() == "x86_64"
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+def call(name: str, *arguments: Any) -> None:
+    if getattr(LIBC, name)(*arguments) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def family(number: int, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> Callable[[], Any]:
+    return lambda: socket.socket(number, kind, protocol).close()
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "unshare": lambda: call("unshare", linux.CLONE_NEWUSER),
+    "clone": lambda: call("syscall", 56 if X86 else 220, linux.CLONE_NEWUSER | 17, 0, 0, 0, 0),
+    "setns": lambda: call("setns", os.open("/proc/self/ns/user", os.O_RDONLY), 0),
+    "mount": lambda: call("mount", b"none", b"/tmp", b"tmpfs", 0, b""),
+    "chroot": lambda: call("chroot", b"/"),
+    "ptrace": lambda: call("ptrace", 0, 0, 0, 0),
+    "another's memory": lambda: call("process_vm_readv", os.getppid(), 0, 0, 0, 0, 0),
+    "another's limits": lambda: call("prlimit", os.getppid(), 7, 0, 0),
+    "another's priority": lambda: call("setpriority", 0, os.getppid(), 19),
+    "another's processors": lambda: os.sched_setaffinity(os.getppid(), {0}),
+    "bpf": lambda: call("syscall", 321 if X86 else 280, 0, 0, 0),
+    "io_uring": lambda: call("syscall", 425, 1, 0),
+    "keyring": lambda: call("syscall", 250 if X86 else 219, 0, 0, 0),
+    "hidden memory": lambda: call("memfd_create", b"x", 0),
+    "shared memory": lambda: call("shmget", 0, 4096, 0o1600),
+    "message queue": lambda: call("msgget", 0, 0o1600),
+    "large pipe": lambda: call("fcntl", os.pipe()[0], 1031, 1 << 20),
+    "a lease": lambda: call("fcntl", os.open(__file__, os.O_RDONLY), 1024, 0),
+    "a file's flags": lambda: call("ioctl", os.open(__file__, os.O_RDONLY), 0x40086602, b"\0" * 8),
+    "extended attribute": lambda: os.setxattr(__file__, "user.x", b"y"),
+    "a device": lambda: os.mknod("/tmp/device", 0o020600, os.makedev(1, 3)),
+    "typing into a terminal": lambda: call("ioctl", 0, 0x5412, b"x"),
+    "a personality": lambda: call("personality", 0x40000),
+    "the clock": lambda: call("settimeofday", b"\0" * 16, 0),
+    "the host's name": lambda: call("sethostname", b"x", 1),
+    "vsock": family(40),
+    "packets": family(17, socket.SOCK_RAW),
+    "netlink": family(16, socket.SOCK_RAW),
+    "the kernel's ciphers": family(38, socket.SOCK_SEQPACKET),
+    "raw IP": family(2, socket.SOCK_RAW, 1),
+    "ping": family(2, socket.SOCK_DGRAM, 1),
+    "sctp": family(2, socket.SOCK_STREAM, 132),
+    "a call of tomorrow": lambda: call("syscall", 1000),
+}
+
+
+@pytest.fixture(scope="module")
+def ended_in() -> dict[str, str]:
+    """Every call of REFUSED, made behind the filter."""
+
+    def attempts() -> dict[str, str]:
+        seccomp.install(seccomp.program(inet=True))
+        return {name: words(attempt) for name, attempt in REFUSED.items()}
+
+    return forked(attempts)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_filter_refuses(name: str, ended_in: dict[str, str]) -> None:
+    refusals = [errno.EPERM, errno.ENOSYS, errno.EAFNOSUPPORT, errno.EOPNOTSUPP]
+    assert any(f"[Errno {number}]" in ended_in[name] for number in refusals), ended_in[name]
+
+
+def test_without_a_network_there_is_no_socket_that_could_reach_a_server() -> None:
+    def attempts() -> list[str]:
+        seccomp.install(seccomp.program(inet=False))
+        datagrams = lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # noqa: E731
+        return [words(family(1)), words(family(2)), words(datagrams), words(socket.socketpair)]
+
+    *refused, pair = forked(attempts)
+    assert all(refused), refused
+    assert pair == ""
+
+
+def test_on_the_hosts_network_only_tcp_that_landlock_sees_goes_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+
+        def fast_open() -> None:
+            with socket.socket() as client:
+                client.sendto(b"x", 0x20000000, address)
+
+        def attempts() -> list[str]:
+            seccomp.install(seccomp.program(inet=True, host=True))
+            refused = (family(1), family(2, socket.SOCK_DGRAM), fast_open)
+            connecting = lambda: socket.create_connection(address).close()  # noqa: E731
+            return [words(connecting), *map(words, refused)]
+
+        connected, *refused = forked(attempts)
+    assert connected == ""
+    assert all(refused), refused
+
+
+def test_files_of_the_server_keep_their_modes_and_times(tmp_path: Path) -> None:
+    """Where no mount protects them; and copying goes on working."""
+    mine = tmp_path / "mine"
+    mine.write_text("x")
+    before = mine.stat()
+
+    def attempts() -> list[str]:
+        seccomp.install(seccomp.program(inet=False))
+        descriptor = os.open(mine, os.O_RDONLY)
+        changes = (
+            lambda: mine.chmod(0),
+            lambda: os.fchmod(descriptor, 0),
+            lambda: os.utime(mine, (0, 0)),
+            lambda: os.chown(mine, -1, os.getgid()),
+            lambda: shutil.copy2(mine, tmp_path / "copy"),
+        )
+        return list(map(words, changes))
+
+    assert forked(attempts) == [""] * 5
+    assert (tmp_path / "copy").read_text() == "x"
+    assert mine.stat() == before
+
+
+@pytest.mark.skipif(not X86, reason="only x86_64 has a second table of calls")
+def test_calls_by_another_table_kill() -> None:
+    def attempt() -> int:
+        seccomp.install(seccomp.program(inet=True))
+        return LIBC.syscall(0x40000000 | 39)
+
+    assert forked(attempt) == -signal.SIGSYS
+
+
+ORDINARY_WORK = """
+import asyncio, multiprocessing, os, sqlite3, subprocess, tempfile, threading
+import numpy
+from multiprocessing.shared_memory import SharedMemory
+
+os.chdir(tempfile.mkdtemp())
+assert (numpy.ones((300, 300)) @ numpy.ones((300, 300))).sum() == 300**3
+with sqlite3.connect("a.db") as data:
+    data.execute("create table t as select 1")
+with multiprocessing.Pool(2) as pool:
+    assert pool.map(abs, [-1, 2]) == [1, 2]
+shared = SharedMemory(create=True, size=100)
+shared.close(); shared.unlink()
+thread = threading.Thread(target=print, args=("thread",))
+thread.start(); thread.join()
+
+async def talk():
+    server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
+    reader, _ = await asyncio.open_connection("localhost", server.sockets[0].getsockname()[1])
+    assert await reader.read() == b""
+    server.close()
+    process = await asyncio.create_subprocess_exec("true")
+    assert await process.wait() == 0
+
+asyncio.run(talk())
+script = '''set -e; git init -q repo; cd repo; mkfifo pipe; rm pipe; echo a > a; cp -a a b
+git -c user.name=a -c user.email=a@b add .; git -c user.name=a -c user.email=a@b commit -qm x
+(sleep 0.01; echo later) & wait; tar cf - a | tar tf -; nice true; timeout 5 true'''
+subprocess.run(["bash", "-c", script], check=True, stdout=subprocess.DEVNULL)
+print("done")
+"""
+
+
+def test_ordinary_programs_work_under_the_filter() -> None:
+    enclose = (
+        f"from envserver.sandbox import seccomp; seccomp.install({seccomp.program(inet=True)})"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", f"{enclose}\n{ORDINARY_WORK}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.stdout.endswith("done\n"), result.stderr
+
+
+needs_landlock = pytest.mark.skipif(landlock.abi() < 6, reason="no Landlock 6 in this kernel")
+
+
+@needs_landlock
+def test_landlock_leaves_nothing_but_what_was_named(tmp_path: Path) -> None:
+    work, secret = tmp_path / "work", tmp_path / "secret"
+    work.mkdir()
+    secret.write_text("x")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as named,
+        socket.create_server(("127.0.0.1", 0)) as other,
+        socket.socket(socket.AF_UNIX) as abstract,
+    ):
+        abstract.bind(f"\0landlock-{os.getpid()}")
+        abstract.listen()
+        ports = [each.getsockname()[1] for each in (named, other)]
+
+        def attempts() -> dict[str, str]:
+            landlock.restrict(system.visible_paths(), [str(work)], connect_ports=ports[:1])
+            return {
+                "read": words(secret.read_text),
+                "list": words(lambda: list(PROJECT.iterdir())),
+                "write": words(lambda: (tmp_path / "new").write_text("x")),
+                "system": words(lambda: os.open(os.__file__, os.O_WRONLY)),
+                "signal": words(lambda: os.kill(os.getppid(), 0)),
+                "bind": words(lambda: socket.create_server(("127.0.0.1", 0))),
+                "other port": words(lambda: socket.create_connection(("127.0.0.1", ports[1]))),
+                "abstract": words(lambda: connect_unix(f"\0landlock-{os.getppid()}")),
+                "ok: work": words(lambda: (work / "a").write_text("x")),
+                "ok: rename": words(lambda: (work / "a").rename(work / "b")),
+                "ok: import": words(lambda: __import__("wave")),
+                "ok: null": words(lambda: Path("/dev/null").write_text("x")),
+                "ok: named port": words(lambda: socket.create_connection(("127.0.0.1", ports[0]))),
+                "ok: memory": words(lambda: mmap.mmap(-1, 4096)),
+            }
+
+        found = forked(attempts)
+    assert {
+        name: said for name, said in found.items() if (said == "") != name.startswith("ok")
+    } == {}
+
+
+def connect_unix(address: str) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(address)
+
+
+def test_no_file_of_the_project_is_visible() -> None:
+    ours = [Path(path) for path in system.visible_paths() if Path(path).is_relative_to(PROJECT)]
+    prefix = Path(sys.prefix)
+    assert all(path.is_relative_to(prefix) for path in ours)
+    names = [path.name for path in ours if path.parent.name == "site-packages"]
+    assert "numpy" in names or not ours
+    assert not [name for name in names if "envserver" in name]
+    homes = [Path("/root"), Path("/home"), Path("/var"), Path("/tmp"), Path.home()]
+    assert not set(homes) & {Path(path) for path in system.visible_paths()}
+
+
+def test_packages_that_bring_environments_are_hidden_wherever_they_are(tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=60)
+    site = next(venv.glob("lib/python*/site-packages"))
+    for name, points in (("graders", "[envserver.environments]\nx = graders:X\n"), ("fine", "")):
+        info = site / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(points)
+        (info / "RECORD").write_text(f"{name}/__init__.py,,\n{name}-1.0.dist-info/METADATA,,\n")
+        (site / name).mkdir()
+        (site / name / "__init__.py").touch()
+    (site / "project.pth").write_text(f"{PROJECT}\n")
+    (site / "linked").symlink_to(PROJECT / "tools" / "envserver_tools")
+    code = "from envserver.sandbox import system; print(*system.visible_paths(), sep='\\n')"
+    shown = subprocess.run(
+        [venv / "bin/python", "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    seen = {Path(path).name for path in shown.stdout.split() if path.startswith(str(site))}
+    assert seen == {"fine", "fine-1.0.dist-info"}
+
+
+async def test_programs_see_python_but_not_what_is_ours() -> None:
+    code = f"""
+import importlib.util, os, sys
+for name in {(*OURS, "numpy")!r}:
+    print(name, importlib.util.find_spec(name) is not None)
+found = [p for e in sys.path if os.path.isdir(e) for p in os.listdir(e) if "envserver" in p]
+print(found, os.listdir("/work"), os.listdir("/tmp"))
+"""
+    async with sandboxes("namespace") as client, client.open(SandboxSpec()) as sandbox:
+        cold = await sandbox.exec(["python3", "-c", code.replace('"', "'")])
+        pytest_there = await sandbox.exec(["pytest", "--version"])
+    lines = cold.stdout.decode().splitlines()
+    assert lines[: len(OURS)] == [f"{name} False" for name in OURS]
+    assert lines[len(OURS) :] == ["numpy True", "[] [] []"], cold
+    assert pytest_there.ok, pytest_there
+
+
+@pytest.mark.parametrize("wall", walls.ORDER)
+async def test_a_wall_that_works_holds_all_its_checks(wall: str) -> None:
+    report = await probe(wall, SandboxConfig(wall=wall))
+    if wall == "bubblewrap" and bubblewrap.installed() is None:
+        pytest.skip(report.failure)
+    if wall == "landlock" and not report.works:
+        pytest.skip(f"{report.failure} {report.remedies}")
+    assert report.works, report
+    assert len(report.checks) == 5
+    assert all(check.tried for check in report.checks)
+
+
+async def test_a_wall_with_holes_is_seen_through() -> None:
+    async with SandboxService(SandboxConfig(wall="unsafe-local")) as open_service:
+        report = await examine(open_service.address, "namespace")
+    assert not report.works
+    for hole in ("TCP to this machine: it worked", "a file of the server: it worked"):
+        assert hole in report.failure
+
+
+async def test_nobody_steps_down_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the better walls fail, Landlock is taken aloud; where all fail, none is."""
+
+    async def holds(address: str, wall: str) -> ProbeReport:
+        return ProbeReport(wall=wall, works=True)
+
+    def fails(wall: str, *, by_name: bool) -> ProbeReport | None:
+        return unavailable(wall, f"{wall} is broken") if wall in broken else None
+
+    broken = {"bubblewrap", "namespace"}
+    monkeypatch.setattr(service, "examine", holds)
+    monkeypatch.setattr(service, "missing", fails)
+    monkeypatch.setattr(service, "_held", {})
+    with capture_logs() as logs:
+        async with SandboxService(SandboxConfig()) as weaker:
+            assert weaker.wall == "landlock"
+    warning = next(line for line in logs if line["log_level"] == "warning")
+    assert warning["failed"]["namespace"] == "namespace is broken"
+    assert "SIGKILL" in warning["does_not_hold"]
+
+    broken.add("landlock")
+    with pytest.raises(ConfigError) as refusal:
+        await SandboxService(SandboxConfig()).__aenter__()
+    assert all(f"{wall} is broken" in refusal.value.message for wall in walls.ORDER)
+    assert "docker" in refusal.value.hint
+
+
+def test_landlock_that_cannot_hold_signals_is_only_taken_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(landlock, "abi", lambda: 4)
+    report = walls.missing("landlock", by_name=False)
+    assert report is not None
+    assert "version 4" in report.failure
+    assert walls.missing("landlock", by_name=True) is None
+
+
+def test_doctor_tells_what_holds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works = {"namespace"}
+
+    async def probed(wall: str, config: SandboxConfig) -> ProbeReport:
+        if wall in works:
+            return ProbeReport(wall=wall, works=True)
+        return unavailable(wall, f"[{wall}] is broken")
+
+    monkeypatch.setattr(doctor_command, "probe", probed)
+    assert main(["doctor"]) == 0
+    told = capsys.readouterr().out
+    assert "by the wall namespace" in told
+    assert "[bubblewrap] is broken" in told
+    assert sys.version.split()[0] in told
+
+    assert main(["doctor", "--json"]) == 0
+    found = orjson.loads(capsys.readouterr().out)
+    assert found["wall"] == "namespace"
+    assert {"Python", "git", "memory", "cgroups", "open files"} <= {
+        f["name"] for f in found["machine"]
+    }
+
+    works.clear()
+    assert main(["doctor"]) == 1
+    assert "No sandbox can be made" in capsys.readouterr().out
+
+
+@needs_landlock
+@pytest.mark.skipif(os.geteuid() == 0, reason="root needs no user namespace for its outer wall")
+def test_where_namespaces_are_forbidden_landlock_is_taken() -> None:
+    forbid = (
+        "import os, sys; from envserver.sandbox import namespaces; namespaces.own_users();"
+        "open('/proc/sys/user/max_user_namespaces', 'w').write('0');"
+        "os.execv(sys.executable, [sys.executable, '-m', 'envserver', 'doctor', '--json'])"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", forbid], capture_output=True, text=True, timeout=60, check=False
+    )
+    found = orjson.loads(told.stdout)
+    assert found["wall"] == "landlock"
+    (namespace,) = [report for report in found["walls"] if report["wall"] == "namespace"]
+    assert "unshare" in namespace["failure"]
+    assert any("max_user_namespaces" in step for step in namespace["remedies"])
+    assert "Traceback" not in told.stderr
+
+
+@is_root
+def test_all_of_this_holds_for_an_ordinary_user() -> None:
+    from support.ordinary_user import run_as_ordinary_user
+
+    words = ["python", "-m", "pytest", str(Path(__file__)), "-q", "-p", "no:cacheprovider"]
+    result = run_as_ordinary_user(words)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "passed" in result.stdout

@@ -1,0 +1,233 @@
+"""Stores that an older version wrote: all that was in them is there, as it was."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from envserver_records.errors import ConflictError
+from support.stores import group, ids
+
+from envserver.store import migrations, open_store
+
+_VERSION_1 = """
+CREATE TABLE schema_version (version INTEGER NOT NULL);
+CREATE TABLE groups (
+    seq INTEGER NOT NULL, group_id TEXT NOT NULL, env TEXT NOT NULL, format TEXT NOT NULL,
+    size BIGINT NOT NULL, tokens BIGINT NOT NULL, max_length BIGINT NOT NULL,
+    policy_version BIGINT NOT NULL, env_id BIGINT, state TEXT NOT NULL, lease_id TEXT,
+    created_at DOUBLE NOT NULL, PRIMARY KEY (seq), UNIQUE (group_id),
+    CONSTRAINT known_state CHECK (state IN ('buffered', 'queued', 'leased', 'acked', 'dropped'))
+);
+CREATE INDEX groups_buffered ON groups (seq) WHERE state = 'buffered';
+CREATE INDEX groups_queued ON groups (seq) WHERE state = 'queued';
+CREATE TABLE bodies (
+    seq INTEGER NOT NULL, encoding SMALLINT NOT NULL, body BLOB NOT NULL, PRIMARY KEY (seq),
+    FOREIGN KEY(seq) REFERENCES groups (seq)
+);
+CREATE TABLE leases (
+    lease_id TEXT NOT NULL, run TEXT NOT NULL, group_ids TEXT NOT NULL, created_at DOUBLE NOT NULL,
+    expires_at DOUBLE NOT NULL, state TEXT NOT NULL, PRIMARY KEY (lease_id),
+    CONSTRAINT known_state CHECK (state IN ('open', 'expired', 'acked', 'nacked'))
+);
+CREATE INDEX leases_open ON leases (expires_at) WHERE state = 'open';
+CREATE TABLE runs (
+    name TEXT NOT NULL, created_at DOUBLE NOT NULL, batch_size BIGINT NOT NULL,
+    settings TEXT NOT NULL, policy_version BIGINT NOT NULL, state TEXT NOT NULL,
+    PRIMARY KEY (name), CONSTRAINT known_state CHECK (state IN ('open', 'closed'))
+);
+CREATE TABLE "values" ("key" TEXT NOT NULL, value TEXT NOT NULL, PRIMARY KEY ("key"));
+INSERT INTO schema_version VALUES (1);
+INSERT INTO runs VALUES ('trainer', 900, 4, '{"max_length":5}', 7, 'open'),
+    ('done', 901, 1, '{}', -1, 'closed');
+INSERT INTO "values" VALUES ('registration', '{"uuid":1}');
+"""
+
+# id, state, lease
+_GROUPS = [
+    ("acked-1", "acked", "L1"),
+    ("acked-2", "acked", "L1"),
+    ("leased", "leased", "L2"),
+    ("expired", "queued", "L3"),
+    ("queued", "queued", None),
+    ("buffered", "buffered", None),
+    ("dropped", "dropped", None),
+]
+_LEASES = [
+    ("L1", '["acked-1","acked-2"]', "acked"),
+    ("L2", '["leased"]', "open"),
+    ("L3", '["expired"]', "expired"),
+]
+
+
+def script() -> str:
+    """SQL that makes a store of version 1 with a group in each state."""
+    lines = [_VERSION_1]
+    for seq, (group_id, state, lease_id) in enumerate(_GROUPS, 1):
+        held = "NULL" if lease_id is None else f"'{lease_id}'"
+        lines += [
+            f"INSERT INTO groups VALUES ({seq}, '{group_id}', 'math', 'group', 4, 100, 50, 2, 3,"
+            f" '{state}', {held}, 950.0);",
+            f"INSERT INTO bodies VALUES ({seq}, 0, CAST('of {group_id}' AS BLOB));",
+        ]
+    for lease_id, group_ids, state in _LEASES:
+        lines.append(
+            f"INSERT INTO leases VALUES ('{lease_id}', 'trainer', '{group_ids}', 960.0, 2000.0,"
+            f" '{state}');"
+        )
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A store of version 1."""
+    path = tmp_path / "store.db"
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.executescript(script())
+    connection.commit()
+    connection.close()
+    return path
+
+
+async def check(path: Path | str) -> None:
+    """Everything is as it was, and goes on as it would have."""
+    async with open_store(path, clock=lambda: 1000.0) as store:
+        counts = await store.counts()
+        assert counts == {"buffered": 1, "queued": 2, "leased": 1, "acked": 2, "dropped": 1}
+        names = [group_id for group_id, _, _ in _GROUPS]
+        rows = await store.rows(names)
+        assert [(row.group_id, row.state, row.lease_id) for row in rows] == _GROUPS
+        assert {(row.env, row.policy_version, row.env_id, row.created_at) for row in rows} == {
+            ("math", 2, 3, 950.0)
+        }
+        assert await store.bodies(names) == [f"of {name}".encode() for name in names]
+        runs = {run.name: run for run in await store.list_runs()}
+        assert (runs["trainer"].settings, runs["trainer"].policy_version) == ({"max_length": 5}, 7)
+        assert (runs["trainer"].delivery, runs["trainer"].environments) == ("shared", [])
+        assert runs["done"].state == "closed"
+        assert await store.get_value("registration") == {"uuid": 1}
+        assert await store.task_estimates(0, 10) == []
+        assert await store.depths() == {"trainer": 3}
+        await store.ack("L2")
+        await store.ack("L3", checkpoint="first")  # late, and nobody else has taken it
+        assert [c.acked_groups for c in await store.checkpoints("trainer")] == [4]
+        with pytest.raises(ConflictError):
+            await store.nack("L1")
+        assert await store.rewind("trainer", "first") == []
+        assert await store.put([group("new"), group("acked-1", b"of acked-1")]) == [True, False]
+        lease = await store.lease("trainer", seconds=60)
+        assert lease is not None
+        assert ids(lease.groups) == ["queued", "new"]
+
+
+async def test_a_store_of_version_1_is_brought_up_to_date(old: Path) -> None:
+    await check(old)
+
+
+async def test_so_is_one_in_postgresql(postgres_url: str) -> None:
+    import asyncpg
+
+    connection = await asyncpg.connect(postgres_url)
+    as_here = script().replace(" BLOB", " BYTEA").replace("DOUBLE", "DOUBLE PRECISION")
+    await connection.execute(as_here.replace("seq INTEGER", "seq BIGINT"))
+    await check(postgres_url)
+    query = (
+        "SELECT table_name, column_name, data_type, is_nullable FROM information_schema.columns"
+        " WHERE table_schema = 'public' UNION ALL"
+        " SELECT tablename, indexname, indexdef, '' FROM pg_indexes WHERE schemaname = 'public'"
+    )
+    migrated = set(map(tuple, await connection.fetch(query)))
+    await connection.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
+    async with open_store(postgres_url):
+        pass
+    assert migrated == set(map(tuple, await connection.fetch(query)))
+    await connection.close()
+
+
+async def test_it_has_the_tables_of_a_new_one(old: Path, tmp_path: Path) -> None:
+    for path in (old, tmp_path / "new.db"):
+        async with open_store(path):
+            pass
+    assert shape(old) == shape(tmp_path / "new.db")
+
+
+def shape(path: Path) -> dict[str, Any]:
+    connection = sqlite3.connect(path)
+
+    def ask(query: str) -> list[Any]:
+        return connection.execute(query).fetchall()
+
+    found = {}
+    for (table,) in ask("SELECT name FROM sqlite_master WHERE type = 'table'"):
+        columns = [(row[1], row[3], row[5]) for row in ask(f'PRAGMA table_info("{table}")')]
+        indexes = {
+            (row[1], row[2], row[4], tuple(c[2] for c in ask(f'PRAGMA index_info("{row[1]}")')))
+            for row in ask(f'PRAGMA index_list("{table}")')
+        }
+        foreign = ask(f'PRAGMA foreign_key_list("{table}")')
+        found[table] = (columns, indexes, foreign)
+    connection.close()
+    return found
+
+
+async def test_what_was_acked_can_still_be_taken_back(old: Path) -> None:
+    async with open_store(old, clock=lambda: 1000.0) as store:
+        assert (await store.compact()).groups == 0  # as if acked just now
+        assert await store.rewind("trainer", None) == ["acked-1", "acked-2"]
+
+
+_KILLED = textwrap.dedent(
+    """
+    import asyncio, os, sys
+    from envserver.store import migrations, open_store
+
+    async def die(connection):
+        os._exit(9)
+
+    migrations._number_acks = die
+
+    async def main():
+        async with open_store(sys.argv[1]):
+            pass
+
+    asyncio.run(main())
+    """
+)
+
+
+async def test_killed_halfway_it_is_as_it_was(old: Path) -> None:
+    before = dump(old)
+    killed = subprocess.run([sys.executable, "-c", _KILLED, str(old)], check=False)
+    assert killed.returncode == 9
+    assert dump(old) == before
+    await check(old)
+
+
+async def test_a_step_that_fails_changes_nothing(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = dump(old)
+
+    async def fail(connection: object) -> None:
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(migrations, "_number_acks", fail)
+        with pytest.raises(RuntimeError):
+            async with open_store(old):
+                pass
+    assert dump(old) == before
+    await check(old)
+
+
+def dump(path: Path) -> list[str]:
+    connection = sqlite3.connect(path)
+    lines = list(connection.iterdump())
+    connection.close()
+    return lines

@@ -1,0 +1,331 @@
+"""Parts of what makes a server operable, each by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import aiohttp.web
+import httpx
+import pytest
+import structlog
+from envserver_records.errors import EngineRefused, EngineUnavailable
+from fastapi import FastAPI, Request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.responses import Response, StreamingResponse
+from support.api import native_group, put_native
+
+from envserver.api.app import create_api
+from envserver.api.doorway import Doorway
+from envserver.api.health import Health
+from envserver.api.metrics import Metrics
+from envserver.api.server import serve_api
+from envserver.config import OpenAIConfig, ServerConfig
+from envserver.models.measured import MeasuredEngine
+from envserver.models.openai import OpenAIEngine
+from envserver.store import open_store
+from envserver.telemetry.lag import TICK_SECONDS, LoopLag
+from envserver.telemetry.numbers import OTHER, Counts, Distribution, Labelled
+from envserver.telemetry.redaction import STRUCK, redacted
+from envserver.telemetry.tracing import NO_SPAN, within
+
+
+async def test_ready_means_that_every_part_is(tmp_path: Path) -> None:
+    health = Health()
+    health.expect("engine")
+    well = True
+
+    async def engine() -> str:
+        if not well:
+            raise EngineUnavailable("Nobody listens.")
+        return ""
+
+    async with open_store(tmp_path / "s.db") as store:
+        api = create_api(store, settings=ServerConfig(), health=health)
+        async with (
+            await serve_api(api, "127.0.0.1", 0) as server,
+            httpx.AsyncClient(base_url=server.url) as http,
+        ):
+
+            async def parts(status: int) -> dict[str, Any]:
+                answer = await http.get("/readyz")
+                assert answer.status_code == status, answer.text
+                return dict(answer.json()["parts"])
+
+            assert (await parts(503))["engine"]["state"] == "starting"
+            health.found("engine", engine)
+            began = (await parts(200))["engine"]["since"]
+            assert (await parts(200))["engine"]["since"] == began
+            well = False
+            assert (await parts(503))["engine"]["reason"] == "Nobody listens."
+            assert "Nobody listens." in (await http.get("/readyz")).json()["detail"]
+            well = True
+            await parts(200)
+            health.drain()
+            assert (await parts(503))["server"]["state"] == "draining"
+            assert (await http.get("/healthz")).status_code == 200
+
+
+@asynccontextmanager
+async def at_the_door(health: Health) -> AsyncIterator[tuple[Doorway, httpx.AsyncClient]]:
+    door = Doorway(health)
+    async with (
+        await serve_api(door, "127.0.0.1", 0) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=20) as http,
+    ):
+        yield door, http
+
+
+async def test_who_comes_too_early_is_told_so_and_who_waits_at_the_end_is_answered() -> None:
+    app = FastAPI()
+
+    @app.get("/wait")
+    async def wait(request: Request) -> Response:
+        while not await request.is_disconnected():
+            await asyncio.sleep(0.02)
+        return Response(status_code=204)
+
+    @app.get("/stream")
+    async def stream() -> Response:
+        async def parts() -> AsyncIterator[bytes]:
+            yield b"one"
+            await asyncio.Event().wait()
+
+        return StreamingResponse(parts())
+
+    health = Health()
+    health.expect("store")
+    async with at_the_door(health) as (door, http):
+        early = await http.get("/v1/status")
+        assert (early.status_code, early.headers["retry-after"]) == (503, "1")
+        assert "store is starting" in early.json()["detail"]
+        assert (await http.get("/readyz")).status_code == 503
+        assert (await http.get("/healthz")).status_code == 200
+        await door.open(app)
+        waiting = asyncio.create_task(http.get("/wait"))
+        async with http.stream("GET", "/stream") as streamed:
+            chunks = streamed.aiter_bytes()
+            assert await anext(chunks) == b"one"
+            door.close()
+            assert [chunk async for chunk in chunks] == []  # ended, not broken off
+        assert (await waiting).status_code == 204
+
+
+async def test_a_lease_stays_with_its_stream_when_the_server_ends(tmp_path: Path) -> None:
+    async with open_store(tmp_path / "s.db") as store:
+        async with at_the_door(Health()) as (door, http):
+            await door.open(create_api(store, settings=ServerConfig()))
+            await put_native(store, native_group("group-1"))
+            await http.post("/v1/runs", json={"name": "run", "batch_size": 1})
+            waiting = asyncio.create_task(
+                http.post("/v1/runs/run/lease", json={"min_groups": 2, "wait_seconds": 60})
+            )
+            await asyncio.sleep(0.2)
+            query = {"on_hangup": "give_back"}
+            accept = {"accept": "text/event-stream"}
+            async with http.stream(
+                "GET", "/v1/runs/run/stream", params=query, headers=accept
+            ) as streamed:
+                lines = streamed.aiter_lines()
+                async for line in lines:
+                    if line.startswith("id: "):
+                        break
+                lease_id = line.removeprefix("id: ")
+                door.close()
+                async for _ in lines:
+                    pass
+            assert (await waiting).status_code == 204
+        await store.ack(lease_id)
+        assert (await store.counts())["acked"] == 1
+
+
+async def test_requests_are_counted_by_the_template_of_their_route(tmp_path: Path) -> None:
+    metrics = Metrics()
+    async with open_store(tmp_path / "s.db") as store:
+        api = create_api(store, settings=ServerConfig(), metrics=metrics)
+        async with (
+            await serve_api(api, "127.0.0.1", 0) as server,
+            httpx.AsyncClient(base_url=server.url) as http,
+        ):
+            for name in ("a-secret-id", "another"):
+                assert (await http.get(f"/v1/groups/{name}")).status_code == 404
+                assert (await http.get(f"/nowhere/{name}")).status_code == 404
+            # Posts of groups, the plain one on its shorter way and the other, have the same place.
+            assert (await http.post("/scored_data", json={})).status_code == 422
+            assert (await http.post("/register", json={})).status_code == 422
+            groups = "/v1/environments/a-secret-id/groups"
+            for query, status in (("open=1&begun=2", 404), ("open=-1", 422), ("begun=x", 422)):
+                assert (await http.post(f"{groups}?{query}", content=b"x")).status_code == status
+            text = (await http.get("/metrics")).text
+    for path in ("/scored_data", "/register"):
+        assert f'method="POST",route="{path}",status="422"}} 1.0' in text
+    for status, count in ((404, 1), (422, 2)):
+        labels = f'route="/v1/environments/{{env_id}}/groups",status="{status}"'
+        assert f'method="POST",{labels}}} {count}.0' in text
+    assert 'method="GET",route="/v1/groups/{group_id:path}",status="404"} 2.0' in text
+    assert 'route="unmatched",status="404"} 2.0' in text
+    assert "a-secret-id" not in text
+
+
+async def test_the_lag_of_the_loop_counts_what_a_block_swallowed() -> None:
+    with structlog.testing.capture_logs() as lines:
+        async with LoopLag(slow_seconds=0.1) as lag:
+            await asyncio.sleep(0.1)
+            time.sleep(0.5)  # the block
+            await asyncio.sleep(0.1)
+            assert lag.tick_age_seconds < 0.4
+    late = sum(lag.seconds.counts[list(lag.seconds.bounds).index(0.1) + 1 :])
+    assert late >= (0.5 - 0.1) / TICK_SECONDS - 3
+    assert lag.p99_seconds() >= 0.3
+    (line, *_) = [one for one in lines if one["event"] == "loop_is_blocked"]
+    assert any("test_the_lag_of_the_loop" in place for place in line["stack"])
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-10, 400), max_size=50))
+def test_every_value_is_in_one_bucket(values: list[float]) -> None:
+    one = Distribution((0.0, 1.0, 60.0))
+    for value in values:
+        one.add(value)
+    assert one.counts == [
+        sum(low < value <= high for value in values)
+        for low, high in ((-1e9, 0.0), (0.0, 1.0), (1.0, 60.0), (60.0, 1e9))
+    ]
+    assert one.count == len(values)
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from("abcdefghij"), max_size=30))
+def test_labels_have_a_bounded_number_of_values(names: list[str]) -> None:
+    counts, labelled = Counts(most=5), Labelled((1.0,), most=5)
+    for name in names:
+        counts.add((name,))
+        labelled.add((name,), 0.5)
+    assert len(list(counts)) <= 6
+    assert len(list(labelled)) <= 6
+    assert sum(count for _, count in counts) == len(names)
+    assert {label for (label,), _ in counts} <= {*names, OTHER}
+
+
+KEY = st.text(
+    "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_", min_size=24, max_size=40
+)
+
+
+@settings(deadline=None)
+@given(
+    KEY,
+    st.sampled_from(
+        [
+            "http://127.0.0.1:8123/r/{}/v1/chat/completions",
+            "authorization: Bearer {}",
+            '{{"Authorization": "Bearer {}"}}',
+            "x-api-key={}",
+            '{{\\"api_key\\": \\"{}\\"}}',
+            "OPENAI_API_KEY={}",
+            "postgresql://me:{}@host/name",
+            "the key sk-{} was refused",
+            "token: {}",
+        ]
+    ),
+)
+def test_what_looks_like_a_secret_is_struck_out(key: str, form: str) -> None:
+    line = redacted(f"before {form.format(key)} after")
+    assert key not in line
+    assert STRUCK in line
+    assert line.startswith("before ")
+    assert line.endswith(" after")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["max_tokens: 1024", "The token limit is reached.", "http://h:1/v1/runs/abc", "tokens=1234567"],
+)
+def test_plain_lines_stay_as_they_are(line: str) -> None:
+    assert redacted(line) == line
+
+
+LOGGING = """
+import logging, sys, warnings, structlog
+from envserver.cli.logs import configure_logs
+configure_logs("info", sys.argv[1])
+structlog.contextvars.bind_contextvars(rollout_id="rollout-7")
+structlog.get_logger("x").warning("ours", url="http://h/r/" + "k" * 32 + "/v1")
+logging.getLogger("uvicorn.error").error("theirs %s", "Bearer " + "b" * 20)
+warnings.warn("python's")
+try:
+    secret = "s" * 20
+    raise ValueError("api_key=" + secret)
+except ValueError:
+    structlog.get_logger().exception("raised")
+"""
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_all_log_lines_have_one_form_ids_and_no_secrets(form: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", LOGGING, form], capture_output=True, text=True, check=True
+    )
+    assert not any(secret * 20 in ran.stderr for secret in "kbs")
+    for event in ("ours", "theirs", "python's", "raised"):
+        assert event in ran.stderr
+    if form == "json":
+        lines = [json.loads(line) for line in ran.stderr.splitlines()]
+        assert len(lines) == 4
+        assert all(line["rollout_id"] == "rollout-7" for line in lines)
+    else:
+        assert ran.stderr.count("rollout_id=rollout-7") == 4
+
+
+class _Spanned:
+    traceparent = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+
+    child = NO_SPAN.child
+    note = NO_SPAN.note
+    past = NO_SPAN.past
+
+
+async def test_the_engine_gets_the_trace_of_a_call_and_is_measured() -> None:
+    seen: list[str | None] = []
+
+    async def answer(request: aiohttp.web.Request) -> aiohttp.web.Response:
+        seen.append(request.headers.get("traceparent"))
+        if len(seen) > 2:
+            return aiohttp.web.json_response({"error": {"message": "no"}}, status=400)
+        return aiohttp.web.json_response({"choices": []})
+
+    app = aiohttp.web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    runner = aiohttp.web.AppRunner(app)
+    await runner.setup()
+    site = aiohttp.web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        port = runner.addresses[0][1]
+        config = OpenAIConfig(base_url=f"http://127.0.0.1:{port}/v1", model_name="m")
+        async with MeasuredEngine(OpenAIEngine(config)) as engine:
+
+            async def post() -> None:
+                await engine.post("/v1/chat/completions", {}, rollout_id="r", timeout_seconds=10)
+
+            await post()
+            with within(nullcontext(_Spanned())):
+                await post()
+            with pytest.raises(EngineRefused, match="no"):
+                await post()
+            (labels, seconds), *_ = engine.seconds
+            assert (labels, seconds.count) == (("/v1/chat/completions",), 2)
+            assert list(engine.errors) == [(("engine_refused",), 1)]
+            assert engine.in_flight == 0
+            assert [one.state for one in engine.replicas()] == ["closed"]
+    finally:
+        await runner.cleanup()
+    assert seen == [None, _Spanned.traceparent, None]

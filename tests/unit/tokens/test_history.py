@@ -1,0 +1,319 @@
+"""A request is continued from the recorded tokens of the call it goes on from, or is a root."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from envserver_records.records import Message
+from support.talk import Talk, talk, written
+from support.templates import CHATML, OWN, call, chat_format, tool
+from support.traps import TRAPS as TEMPLATE_TRAPS
+from support.traps import Trap
+
+from envserver.tokens.builder import build
+
+SHOWN, ENDED = "'\\n' + message.content }}", "{%- endfor %}\n{{- '<|im_end|>\\n' }}"
+"""Pieces of CHATML that write an answer, and its end."""
+USER: Message = {"role": "user", "content": "What is 2 + 2?"}
+NEXT: Message = {"role": "user", "content": "And 3 + 3?"}
+
+
+def said(text: str | None, **more: Any) -> Message:
+    return {"role": "assistant", "content": text, **more}
+
+
+def spelled(here: Talk, text: str) -> list[int]:
+    """`text` letter by letter: ids that encoding it would not give."""
+    ids = [id for letter in text for id in here.format.encode(letter)]
+    assert ids != here.format.encode(text)
+    return ids
+
+
+def seen(here: Talk, index: int) -> list[int]:
+    """What the model had before it after call `index`."""
+    before = here.calls[index]
+    return [*before.prompt_ids.tolist(), *before.completion_ids.tolist()]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_conversation_goes_on_from_its_own_tokens(name: str) -> None:
+    here = talk(name)
+    messages = [USER]
+    for turn in range(4):
+        text = f"It is 4, of course: {turn}."
+        plan = here.ask(messages, text, sampled=spelled(here, written(name, said(text))))
+        if turn:
+            assert (plan.parent, plan.edge, plan.flags) == (turn - 1, "exact", [])
+            assert plan.ids is not None
+            assert plan.ids[: len(seen(here, turn - 1))] == seen(here, turn - 1)
+            assert here.format.decode(plan.ids) == plan.text
+        messages = [*messages, said(text), NEXT]
+    assert len(build(here.calls)) == 1
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_tool_calls_may_be_written_in_the_models_own_way(name: str) -> None:
+    here = talk(name)
+    tools = [tool()]
+    calls = [call({"expression": "1 + 1", "precision": 2})]
+    answer = said(None if name in ("llama", "mistral") else "So:", tool_calls=calls)
+    here.end = "<|observation|>" if name == "role_stops" else here.end
+    here.ask([USER], answer, tools=tools, sampled=written(name, answer, indent=1))
+    result = {"role": "tool", "tool_call_id": "call00001", "content": "2"}
+    plan = here.plan([USER, answer, result], tools)
+    edge = "exact" if name == "role_stops" else "whitespace"  # its calls are no JSON
+    assert (plan.parent, plan.edge, plan.flags) == (0, edge, [])
+    turned = call({"precision": 2, "expression": "1 + 1"})
+    assert here.plan([USER, answer | {"tool_calls": [turned]}, result], tools).edge == "calls"
+    other = call({"expression": "1 + 2", "precision": 2})
+    plan = here.plan([USER, answer | {"tool_calls": [other]}, result], tools)
+    assert (plan.edge, plan.flags) == ("root", ["assistant_edited"])
+
+
+@pytest.mark.parametrize("asks_for_stop", [False, True])
+def test_an_agent_that_closes_its_code_itself_is_one_conversation(asks_for_stop: bool) -> None:
+    """As smolagents' CodeAgent does: stop strings, parts, strip, its calls in the same message."""
+    here = talk("chatml")
+    messages: list[Message] = [USER]
+    for turn in range(4):
+        text = f" Thought: look.\n<code>\nx = {turn}\n"
+        content = text + "</code>" if asks_for_stop else text
+        plan = here.ask(messages, content, sampled=text + "</code>", stop_reason="</code>")
+        assert plan.edge == ("appended" if turn else "root")
+        assert plan.flags == []
+        kept = f"{text}</code>".strip() + f"\nCalling tools:\n[{{'code': 'x = {turn}'}}]"
+        answer = said(None) | {"content": [{"type": "text", "text": kept}]}
+        messages = [*messages, answer, {"role": "user", "content": "Observation:\n4"}]
+    [row] = build(here.calls)
+    assert row.path == [0, 1, 2, 3]
+
+
+def test_a_stop_string_that_stays_away_is_still_in_the_tokens() -> None:
+    here = talk("chatml")
+    here.ask([USER], "x = 1\n", sampled="x = 1\nObservation:", stop_reason="Observation:")
+    plan = here.plan([USER, said("x = 1\n"), NEXT])
+    assert (plan.parent, plan.edge) == (0, "lossy_detok")
+
+
+@pytest.mark.parametrize("sent_back", ["x =", "x = a", "x = as", "x = assist"])
+def test_the_last_token_may_say_more_than_the_stop_string_or_say_that_twice(sent_back: str) -> None:
+    here = talk("chatml")
+    ids = here.format.encode("x = assistant")
+    assert here.format.decode(ids[-1:]) == " assistant"
+    here.ask([USER], "x = a", sampled=ids, stop_reason="s")
+    plan = here.plan([USER, said(sent_back), NEXT])
+    assert plan.parent == (None if sent_back == "x =" else 0)
+
+
+def test_what_text_cannot_say_is_kept() -> None:
+    here = talk("chatml")
+    half = here.format.encode("é")[:1]
+    assert here.format.decode(half) == "\ufffd"
+    ids = [*here.format.encode("So"), *half, *here.format.encode("<|im_start|> it is")]
+    here.ask([USER], "So\ufffd it is", sampled=ids)
+    plan = here.plan([USER, said("So\ufffd it is"), NEXT])
+    assert (plan.parent, plan.edge) == (0, "lossy_detok")
+    assert plan.ids is not None and plan.ids[: len(seen(here, 0))] == seen(here, 0)
+    assert here.calls[0].flags == ["special_token_in_completion", "lossy_detokenization"]
+
+
+def test_edited_answers_are_not_continued() -> None:
+    here = talk("chatml", edits=["exact"])
+    here.ask([USER], "It is 4. ")
+    for content in ("It is 5. ", "It is 4.", "It is 4. Right?", ""):
+        plan = here.plan([USER, said(content), NEXT])
+        assert (plan.ids, plan.edge, plan.flags) == (None, "root", ["assistant_edited"])
+        assert plan.refusal == "assistant_edited"
+    assert here.plan([USER, said("It is 4. "), NEXT]).edge == "exact"
+
+
+THOUGHT = said("It is 4.", reasoning="Two and two.")
+NO_THINKING = {"enable_thinking": False}
+
+
+def test_reasoning_that_the_template_drops_begins_a_new_sequence() -> None:
+    here = talk("thinking")
+    here.ask([USER], THOUGHT, sampled=written("thinking", THOUGHT))
+    for answer in (THOUGHT, said("It is 4.")):
+        plan = here.plan([USER, answer, NEXT])
+        assert (plan.edge, plan.refusal, plan.flags) == (
+            "root",
+            "think_stripped",
+            ["think_stripped"],
+        )
+
+
+@pytest.mark.parametrize("parsed", [True, False])
+def test_reasoning_is_kept_where_that_is_wanted(parsed: bool) -> None:
+    here = talk("thinking", think="keep")
+    messages: list[Message] = [USER]
+    for turn in range(3):
+        text = written("thinking", THOUGHT)
+        answer = THOUGHT if parsed else said(text)
+        plan = here.ask(messages, answer, sampled=text)
+        if turn:
+            assert (plan.parent, plan.edge, plan.flags) == (turn - 1, "think_kept", ["think_kept"])
+        messages = [*messages, said("It is 4.") if parsed else answer, NEXT]
+    assert len(build(here.calls)) == 1
+
+
+def test_reasoning_between_tool_calls_is_continued_by_agents_that_send_it_back() -> None:
+    here = talk("thinking")
+    answer = said("", reasoning="Work it out.", tool_calls=[call({"expression": "2 + 2"})])
+    here.ask([USER], answer, tools=[tool()], sampled=written("thinking", answer))
+    result = {"role": "tool", "tool_call_id": "call00001", "content": "4"}
+    assert here.plan([USER, answer, result], [tool()]).edge == "exact"
+    without = {name: value for name, value in answer.items() if name != "reasoning"}
+    assert here.plan([USER, without, result], [tool()]).refusal == "think_stripped"
+
+
+def test_a_sequence_that_keeps_reasoning_says_so_ever_after() -> None:
+    here = talk("thinking", think="keep")
+    answer = said("", reasoning="Work it out.", tool_calls=[call({"expression": "2 + 2"})])
+    here.ask([USER], answer, tools=[tool()], sampled=written("thinking", answer))
+    result = {"role": "tool", "tool_call_id": "call00001", "content": "4"}
+    assert here.ask([USER, answer, result], "It is 4.", tools=[tool()]).edge == "exact"
+    plan = here.plan([USER, answer, result, said("It is 4."), NEXT], [tool()])
+    assert (plan.parent, plan.edge, plan.flags) == (1, "think_kept", ["think_kept"])
+
+
+@pytest.mark.parametrize("think", ["template", "keep"])
+def test_a_think_block_may_stand_in_the_generation_prompt(think: Any) -> None:
+    here = talk("thinking", think=think)
+    messages: list[Message] = [USER]
+    for _ in range(3):
+        plan = here.ask(messages, "It is 4.", kwargs=NO_THINKING)
+        messages = [*messages, said("It is 4."), NEXT]
+    assert plan.edge == ("think_kept" if think == "keep" else "root")
+    opened = CHATML.replace(
+        "'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n<think>\\n' }}"
+    )
+    assert opened != CHATML
+    here = Talk(chat_format(opened), "<|im_end|>", think=think)
+    here.ask([USER], THOUGHT, sampled="Two and two.\n</think>\n\nIt is 4.")
+    assert here.plan([USER, said("It is 4."), NEXT]).edge == plan.edge
+
+
+def test_an_answer_that_was_all_reasoning_is_told_when_it_is_lost() -> None:
+    here = talk("chatml", think="keep")
+    answer = said(None, reasoning="It is 4.")
+    here.ask([USER], answer, sampled="It is 4.")
+    plan = here.plan([USER, said(None), NEXT])
+    assert plan.flags == ["reasoning_dropped_answer_lost", "think_kept"]
+    assert plan.parent == 0
+
+
+def test_each_of_several_answers_to_one_request_can_be_continued() -> None:
+    here = talk("chatml")
+    for text in ("It is 4.", "Four.", "It is 4."):
+        here.ask([USER], text, sampled=spelled(here, text) if len(here.calls) == 2 else text)
+    plan = here.plan([USER, said("Four."), NEXT])
+    assert (plan.parent, plan.flags) == (1, [])
+    plan = here.plan([USER, said("It is 4."), NEXT])
+    assert (plan.parent, plan.flags) == (2, ["ambiguous_parent"])
+    here.calls[2].delivered = "none"
+    plan = here.plan([USER, said("It is 4."), NEXT])
+    assert (plan.parent, plan.flags) == (0, [])
+
+
+def test_the_answer_that_was_changed_least_is_continued() -> None:
+    here = talk("chatml")
+    for text in ("x = 1\n", "x = 1\ny\n", "x"):
+        here.ask([USER], text, sampled=text + "</code>", stop_reason="</code>")
+    here.ask([USER], "x = 1\n\n")
+    for content, parent in [("x = 1\n", 0), ("x = 1\ny\n</code>", 1), ("x</code> and y", 2)]:
+        plan = here.plan([USER, said(content), NEXT])
+        assert (plan.parent, plan.flags) == (parent, [])
+    here.ask([NEXT], "x = 1", sampled="x = 1\n", finish="length")
+    here.ask([NEXT], "x", finish="length")
+    assert here.plan([NEXT, said("x = 1 and y"), USER]).parent == 4
+
+
+def test_other_agents_tools_and_template_settings_are_other_conversations() -> None:
+    here = talk("chatml")
+    here.ask([USER], "It is 4.")
+    messages = [USER, said("It is 4."), NEXT]
+    assert here.plan(messages).parent == 0
+    others: list[dict[str, Any]] = [
+        {"agent": "search"},
+        {"tools": [tool()]},
+        {"kwargs": NO_THINKING},
+        {"model": "other"},
+    ]
+    for other in others:
+        plan = here.plan(messages, **other)
+        assert (plan.edge, plan.refusal, plan.flags) == ("root", None, [])
+    here.ask([USER], "It is 4.", agent="search")
+    assert here.plan(messages, agent="search").parent == 1
+
+
+def test_answers_that_nobody_sampled_are_told() -> None:
+    here = talk("chatml")
+    shots = [USER, said("4"), NEXT]
+    plan = here.ask(shots, "6")
+    assert (plan.edge, plan.flags) == ("root", ["unsampled_assistant_in_history"])
+    plan = here.ask([*shots, said("6"), USER], "4.")
+    assert (plan.parent, plan.flags) == (0, [])
+    plan = here.plan([*shots, said("6"), USER, said("4."), NEXT, said("By another"), USER])
+    assert (plan.edge, plan.flags) == ("root", ["unsampled_assistant_in_history"])
+    plan = here.plan([*shots, said("6")])
+    assert (plan.refusal, plan.flags) == ("ends_with_assistant", ["unsampled_assistant_in_history"])
+    compacted = here.plan([{"role": "user", "content": "In short"}, said(" 4."), NEXT])
+    assert (compacted.edge, compacted.flags) == ("root", [])
+
+
+def test_a_prefill_is_a_root() -> None:
+    here = talk("chatml")
+    here.ask([USER], "It is 4.")
+    plan = here.plan([USER, said("It is 4.")])
+    assert (plan.edge, plan.refusal, plan.flags) == ("root", "ends_with_assistant", [])
+    plan = here.plan([USER, said("It is")])
+    assert (plan.edge, plan.refusal, plan.flags) == (
+        "root",
+        "assistant_edited",
+        ["assistant_edited"],
+    )
+
+
+def test_images_are_the_engines_to_render() -> None:
+    here = talk("chatml")
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    plan = here.plan([{"role": "user", "content": [image]}])
+    assert (plan.ids, plan.text, plan.flags) == (None, None, ["multimodal_unstitched"])
+
+
+def test_another_prompt_than_ours_ends_all_continuing() -> None:
+    here, messages = talk("chatml"), [USER, said("It is 4."), NEXT]
+    here.ask([USER], "It is 4.")
+    here.ask(messages, "6", echo=[1, 2, 3])
+    assert here.calls[1].flags == ["prompt_mismatch"]
+    assert here.plan([*messages, said("6"), NEXT]).edge == "root"
+    assert here.plan(messages).parent == 0
+    here.ask([NEXT], "6", echo=here.format.prompt_ids([USER], None, {}))
+    assert here.calls[2].flags == ["render_mismatch"]
+    assert not here.format.trusted
+    assert here.plan(messages).edge == "root"
+
+
+TRAPS = {
+    **TEMPLATE_TRAPS,
+    "cuts_old_answers": Trap(CHATML.replace(SHOWN, "'\\n' + message.content[:5] }}"), True),
+    "shows_capitals": Trap(CHATML.replace(SHOWN, "'\\n' + message.content | upper }}"), True),
+    "hides_that_turns_end": Trap(CHATML.replace(ENDED, "{%- endfor %}\n{{- '\\n' }}")),
+}
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_templates_that_rewrite_the_past_make_roots(name: str) -> None:
+    source, tail_is_right = TRAPS[name]
+    assert source != CHATML
+    here = Talk(chat_format(source, stops=["<|im_end|>"]), "<|im_end|>")
+    messages: list[Message] = [{"role": "system", "content": "Be brief."}, USER]
+    for turn in range(3):
+        text = f"It is 4, of course: {turn}."
+        plan = here.ask(messages, text, sampled=spelled(here, text))
+        assert plan.ids is None or not tail_is_right
+        if plan.ids is not None:  # these messages do not run into the trap
+            assert here.format.decode(plan.ids) == plan.text
+        messages = [*messages, said(text), NEXT]

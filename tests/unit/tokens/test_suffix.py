@@ -1,0 +1,338 @@
+"""What is put behind a sampled answer: what the template itself would write there, or nothing.
+
+The oracle samples what the template renders for an answer, up to the token that ends it. Then
+prompt, completion and suffix must be the tokens of the whole conversation's rendering, or the
+suffix must be refused.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+from envserver_records.errors import TemplateRefused
+from envserver_records.records import Message
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.templates import (
+    CASES,
+    KINDS,
+    OWN,
+    STOPS_OF,
+    Case,
+    answer,
+    call,
+    chat_format,
+    result,
+    tool,
+    user,
+)
+from support.traps import TRAPS
+
+from envserver.tokens.chat_format import ChatFormat
+from envserver.tokens.refusal import Refused
+from envserver.tokens.suffix import Completion, Suffix, suffix
+
+STOPS = [
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>"),
+    *("<|call|>", "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>", "</s>", "<|user|>"),
+    *("<|observation|>", "<end_of_utterance>", "<turn|>", "<|eot|>", "<|tool_response>"),
+]
+"""Tokens that end a turn in one family or another."""
+
+ASK, NEXT = user("How much is 2 + 2?"), user("And then?")
+TOOLS = [tool(), tool("now")]
+
+
+class NotApplicable(Exception):
+    """The template does not take such a conversation, or does not show the answer."""
+
+
+@cache
+def real_templates() -> dict[str, str]:
+    """trl's copies of the templates of well-known models, by name."""
+    package = importlib.util.find_spec("trl")
+    assert package is not None and package.submodule_search_locations, "run `make test`"
+    folder = Path(package.submodule_search_locations[0]) / "chat_templates"
+    return {path.stem: path.read_text() for path in sorted(folder.glob("*.jinja"))}
+
+
+@cache
+def chatml() -> ChatFormat:
+    return chat_format(OWN["chatml"], stops=["<|im_end|>"])
+
+
+def held_against_the_whole(format: ChatFormat, case: Case) -> str:
+    """`exact`, `wrong`, or why it was refused."""
+    history, said = case.messages[: case.at], case.messages[case.at]
+    try:
+        prompt = format.prompt_text(history, case.tools, {})
+        whole = format.prompt_text(case.messages, case.tools, {})
+        alone = format.render([*history, said], case.tools, {}, generation_prompt=False)
+    except TemplateRefused as error:
+        raise NotApplicable("rejected") from error
+    begin = shared(prompt, whole)
+    stop, end = first_stop(whole, end_of_words(case, whole, begin))
+    own_stop, _ = first_stop(alone, end_of_words(case, alone, begin))
+    if stop is None:
+        raise NotApplicable("endless")
+    ids, until = format.encode(whole), format.encode(whole[:end])
+    assert ids[: len(until)] == until
+    sampled = until[len(format.encode(whole[:begin])) : -1]
+    stop_id = format.vocabulary.special_id(own_stop or stop)
+    assert stop_id is not None
+    completion = Completion([*sampled, stop_id], "stop", None)
+    try:
+        found = behind(format, case, completion)
+    except Refused as refused:
+        return refused.reason
+    return "exact" if [*until[:-1], stop_id, *found.ids] == ids else "wrong"
+
+
+def behind(format: ChatFormat, case: Case, completion: Completion, extra: str = "") -> Suffix:
+    return suffix(
+        format,
+        history=case.messages[: case.at],
+        assistant=case.messages[case.at],
+        new=case.messages[case.at + 1 :],
+        tools=case.tools,
+        kwargs={},
+        completion=completion,
+        extra=extra,
+    )
+
+
+def end_of_words(case: Case, text: str, begin: int) -> int:
+    """Where what the answer says last ends: the last value of its last call, or its words."""
+    words, calls = case.words, case.messages[case.at].get("tool_calls")
+    if calls:
+        values = re.findall(r"\w+", calls[-1]["function"]["arguments"])
+        words = values[-1] if values else calls[-1]["function"]["name"]
+    at = text.find(words, begin)
+    if at < 0:
+        raise NotApplicable("not shown")
+    return at + len(words)
+
+
+def shared(one: str, other: str) -> int:
+    """Length of what both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def first_stop(text: str, begin: int) -> tuple[str | None, int]:
+    """The token that ends the turn after `begin`, and its end."""
+    found = [(at, stop) for stop in STOPS if (at := text.find(stop, begin)) >= 0]
+    at, stop = min(found, default=(len(text), None))
+    return stop, at + len(stop or "")
+
+
+def test_real_templates_go_on_as_they_write() -> None:
+    tally: Counter[tuple[str, str]] = Counter()
+    families: set[tuple[str, str]] = set()
+    for name, source in real_templates().items():
+        family = name.removesuffix("_training")
+        # SentencePiece has its own use for the underscore in DeepSeek's special tokens.
+        kinds = KINDS if name == family and "▁" not in source else ["byte_level"]
+        for kind in kinds:
+            format = chat_format(source, kind, special=STOPS, stops=STOPS)
+            for shape, case in CASES.items():
+                try:
+                    outcome = held_against_the_whole(format, case)
+                except NotApplicable as why:
+                    outcome = f"not applicable: {why}"
+                assert outcome != "wrong", (name, shape, kind)
+                tally[kind, outcome] += 1
+                if outcome == "exact":
+                    families.add((kind, family))
+    # gpt-oss ends an answer by another token than it shows later; Gemma 4 moves content behind
+    # the results of its calls.
+    refused = {"stop_not_rendered", "end_moves"}
+    unfit = {"not applicable: rejected", "not applicable: not shown"}
+    assert {outcome for _, outcome in tally} <= {"exact", *refused, *unfit}, tally
+    for kind in KINDS:
+        least_exact, least_families = (1000, 40) if kind == "byte_level" else (450, 30)
+        assert tally[kind, "exact"] >= least_exact, tally
+        assert len([pair for pair in families if pair[0] == kind]) >= least_families
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_traps_are_refused_right_or_seen_in_the_whole_text(name: str) -> None:
+    trap = TRAPS[name]
+    format = chat_format(trap.source, stops=["<|im_end|>"], special=["<|im_end|>", "<|im_start|>"])
+    changed = 0
+    for case in CASES.values():
+        history, said = case.messages[: case.at], case.messages[case.at]
+        if said.get("tool_calls"):
+            continue
+        try:
+            prompt = format.prompt_ids(history, case.tools, {})
+            completion = Completion(format.encode(said["content"] + "<|im_end|>"), "stop", None)
+            found = behind(format, case, completion)
+        except (TemplateRefused, Refused):
+            continue
+        went_on = format.decode(prompt + completion.ids + found.ids)
+        changed += went_on != format.prompt_text(case.messages, case.tools, {})
+    assert bool(changed) == trap.tail_is_right
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("drops_tool_results", "messages_moved"),
+        ("repeats_the_last", "messages_moved"),
+        ("results_backwards", "messages_moved"),
+        ("newest_first", "messages_moved"),
+        ("ends_the_last_otherwise", "end_moves"),
+        ("recalls_the_answer", "answer_repeated"),
+        ("counts_letters", "answer_not_rendered"),
+        ("prints_objects", "closer_not_sampled"),
+    ],
+)
+def test_refusals_say_what_a_template_does(name: str, reason: str) -> None:
+    format = chat_format(TRAPS[name].source, stops=["<|im_end|>"])
+    case = Case([ASK, answer("Four."), result("4"), result("5", "call00002")], 1, "")
+    with pytest.raises(Refused, match=reason):
+        behind(format, case, Completion(format.encode("Four.<|im_end|>"), "stop", None))
+
+
+ONE = call({"expression": "1"})
+ENDED = [
+    # sampled, finish, stop reason, calls -> what follows, or why not
+    ("Four.<|im_end|>", "stop", None, False, "\n"),
+    ("Four.<|im_end|>", "stop", "<|im_end|>", False, "\n"),
+    ("<|im_end|>", "stop", None, False, "\n"),
+    ("Fo<|im_start|>ur.<|im_end|>", "stop", None, False, "\n"),
+    ("Four.", "length", None, False, "<|im_end|>\n"),
+    ("Four.", "stop", "our", False, "<|im_end|>\n"),
+    ("Four. </code", "stop", "</code>", False, "<|im_end|>\n"),
+    ("Four.", "stop", "word", False, "<|im_end|>\n"),
+    ("Four.<|im_end|>", "length", None, False, "end_unknown"),
+    ("Four.", "stop", None, False, "end_unknown"),
+    ("Four.", "abort", None, False, "end_unknown"),
+    ("", "length", None, False, "nothing_sampled"),
+    ("Four.</s>", "stop", None, False, "stop_not_rendered"),
+    ("Four.<|im_start|>", "stop", None, False, "closer_not_sampled"),
+    ("<tool_call>\n{}\n</tool_call><|im_end|>", "tool_calls", None, True, "\n"),
+    ('<tool_call>{"arguments": {}}  </tool_call>\n<|im_end|>', "stop", None, True, "\n"),
+    ("<tool_call>\n{}\n</tool_call> so <|im_end|>", "tool_calls", None, True, "call_end"),
+    ("<tool_call>\n{}\n<|im_end|>", "tool_calls", None, True, "call_end"),
+    ("<tool_call>\n{}\n</tool_call>", "tool_calls", None, True, "truncated_in_call"),
+    ("<tool_call>\n{}\n</tool_call>", "length", None, True, "truncated_in_call"),
+    ('Now <tool_call>\n{"na', "length", None, False, "truncated_in_call"),
+]
+
+
+@pytest.mark.parametrize(("sampled", "finish", "reason", "calls", "follows"), ENDED)
+def test_how_an_answer_ended_decides_what_follows(
+    sampled: str, finish: str, reason: str | None, calls: bool, follows: str
+) -> None:
+    said = answer(None, ONE) if calls else answer("Four.")
+    case = Case([ASK, said, result("4") if calls else NEXT], 1, "", TOOLS)
+    completion = Completion(chatml().encode(sampled), finish, reason)
+    if follows.isidentifier():
+        with pytest.raises(Refused, match=f"^{follows}$"):
+            behind(chatml(), case, completion)
+        return
+    found = behind(chatml(), case, completion)
+    new = "\n<tool_response>\n4\n</tool_response>" if calls else "\nAnd then?"
+    assert found.text == f"{follows}<|im_start|>user{new}<|im_end|>\n<|im_start|>assistant\n"
+    assert found.closing == follows.strip()
+    assert chatml().decode(found.ids) == found.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("extra", ["</code>", " and more", "\nNext: é🧮", "  "])
+def test_what_an_agent_appended_follows_the_answer(kind: str, extra: str) -> None:
+    format = chat_format(OWN["chatml"], kind, stops=["<|im_end|>"])
+    case = Case([ASK, answer("print(1)" + extra), NEXT], 1, "")
+    sampled = format.encode("print(1)")
+    found = behind(format, case, Completion(sampled, "stop", "</code>"), extra)
+    assert found.closing == extra + "<|im_end|>"
+    assert format.decode(sampled + found.ids).startswith(
+        f"{format.decode(sampled)}{extra}<|im_end|>"
+    )
+    ended = Completion([*sampled, *format.encode("<|im_end|>")], "stop", None)
+    with pytest.raises(Refused, match="extra_after_end"):
+        behind(format, case, ended, extra)
+
+
+def test_a_stop_token_may_open_the_next_message() -> None:
+    format = chat_format(OWN["role_stops"], stops=["<|user|>", "<|observation|>"])
+    case = Case([ASK, answer("Four."), NEXT], 1, "")
+    found = behind(format, case, Completion(format.encode("\nFour.<|user|>"), "stop", None))
+    assert found.text == "\nAnd then?<|assistant|>"
+    with pytest.raises(Refused, match="stop_not_rendered"):
+        behind(format, case, Completion(format.encode("\nFour.<|observation|>"), "stop", None))
+
+
+def test_only_messages_that_were_not_sampled_follow() -> None:
+    for new in ([], [NEXT, answer("Six.")]):
+        with pytest.raises(Refused, match="answer_not_sampled"):
+            behind(chatml(), Case([ASK, answer("Four."), *new], 1, ""), Completion([1], "stop", 1))
+
+
+def conversation(template: str) -> st.SearchStrategy[list[Message]]:
+    """What came before an answer, in `template`."""
+    said = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
+    rounds = st.tuples(said.map(user), said.map(answer))
+    system = st.lists(said, max_size=int(template in ("chatml", "thinking")))
+    return st.builds(
+        lambda first, turns, last: [*first, *(part for turn in turns for part in turn), last],
+        system.map(lambda texts: [{"role": "system", "content": text} for text in texts]),
+        st.lists(rounds, max_size=2),
+        said.map(user),
+    )
+
+
+@cache
+def own_format(template: str, kind: str) -> ChatFormat:
+    return chat_format(OWN[template], kind, stops=STOPS_OF[template])
+
+
+@settings(deadline=None)  # formats are made on the way
+@given(st.data(), st.sampled_from(sorted(OWN)), st.sampled_from(KINDS))
+def test_whatever_was_sampled_is_left_as_it_is(data: st.DataObject, name: str, kind: str) -> None:
+    """Ids of any kind: pieces that no encoder would choose, half letters, special tokens."""
+    format = own_format(name, kind)
+    history = data.draw(conversation(name))
+    new = data.draw(st.lists(st.text(max_size=8).map(user), min_size=1, max_size=2))
+    case = Case([*history, answer("(what the engine read)"), *new], len(history), "")
+    ids = data.draw(st.lists(st.integers(0, format.vocabulary.size - 1), max_size=12))
+    stop = format.vocabulary.special_id(STOPS_OF[name][0])
+    assert stop is not None
+    end = data.draw(st.sampled_from(["stop token", "stop string", "length", "anything"]))
+    extra = data.draw(st.sampled_from(["", " more"])) if end in ("stop string", "length") else ""
+    completion = {
+        "stop token": Completion([*ids, stop], "stop", data.draw(st.sampled_from([None, stop]))),
+        "stop string": Completion(ids, "stop", "x"),
+        "length": Completion(ids, "length", None),
+        "anything": Completion(
+            ids,
+            data.draw(st.sampled_from(["stop", "length", "tool_calls", "abort"])),
+            data.draw(st.sampled_from([None, "x", *ids[-1:]])),
+        ),
+    }[end]
+    try:
+        found = behind(format, case, completion, extra)
+    except Refused as refused:
+        assert end == "anything" or not ids or ids[-1] in format.stop_ids, refused.reason
+        return
+    after = format.prompt_text(case.messages, None, {}).rpartition("(what the engine read)")[2]
+    ended = "" if found.closing else format.decode(completion.ids[-1:])
+    assert ended + found.text == extra + after
+    if kind != "prepended":  # whose decoding shows spaces that no template wrote
+        said = format.decode(completion.ids)
+        assert format.decode(completion.ids + found.ids) == said + found.text
+
+
+def test_arguments_that_are_no_json_end_all_the_same() -> None:
+    case = Case([ASK, answer(None, call("{half")), result("4")], 1, "", TOOLS)
+    sampled = chatml().encode('<tool_call>{"name": "now", "arguments": {half</tool_call><|im_end|>')
+    assert behind(chatml(), case, Completion(sampled, "stop", None)).text.startswith(
+        "\n<|im_start|>user\n<tool_response>\n4"
+    )

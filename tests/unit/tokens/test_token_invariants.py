@@ -1,0 +1,140 @@
+"""Every check of the recorded tokens refuses something: right rows and calls, one value changed."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from envserver_records.errors import TokensError
+from envserver_records.records import Call, Sequence, VersionSpan
+from msgspec.structs import replace
+from support.forests import END, NEWLINE, call, spans, talk
+
+from envserver.tokens import invariants
+from envserver.tokens.builder import build
+from envserver.tokens.flags import DEFAULT, Actions, chosen
+from envserver.tokens.invariants import check
+
+MASK_OLD = chosen(mask=["mixed_versions"])
+
+
+def put(column: str, place: int | slice, value: float, row: int = 0) -> Callable[..., object]:
+    return lambda calls, rows: getattr(rows[row], column).__setitem__(place, value)
+
+
+def row_with(row: int = 0, **fields: object) -> Callable[..., object]:
+    return lambda calls, rows: rows.__setitem__(row, replace(rows[row], **fields))
+
+
+def call_with(index: int = 0, **fields: object) -> Callable[..., object]:
+    return lambda calls, rows: calls.__setitem__(index, replace(calls[index], **fields))
+
+
+def forked() -> list[Call]:
+    """Rows: calls 0, 1, 2, and 0, 1, 3."""
+    return [*talk(), call(3, [1, 2, END, NEWLINE, 3, 4, END, NEWLINE, 9], [4, 4])]
+
+
+def in_two_versions() -> list[Call]:
+    return [call(0, [1], [2], **spans(3)), call(1, [1, 2, 3], [4, 5], **spans(4, 4))]
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+CHANGES: dict[str, tuple[int, Callable[[], list[Call]], Callable[..., object]]] = {
+    "a sampled token": (1, forked, put("tokens", 1, 99)),
+    "a token of the context": (4, forked, put("tokens", 0, 99)),
+    "a token of shared context": (4, forked, put("tokens", 0, 99, row=1)),
+    "an earlier answer in context": (4, forked, put("tokens", 1, 99, row=1)),
+    "a trained token masked": (3, forked, put("mask", 1, 0)),
+    "context trained": (3, forked, put("mask", 0, 1)),
+    "a mask of two": (3, forked, put("mask", 1, 2)),
+    "a mask too short": (3, forked, row_with(mask=np.zeros(3, np.uint8))),
+    "a shared answer trained again": (2, forked, put("mask", slice(1, 3), 1, row=1)),
+    "a row left out": (1, forked, lambda calls, rows: rows.pop()),
+    "a row given twice": (1, forked, lambda calls, rows: rows.append(rows[0])),
+    "a logprob of a row": (2, forked, put("logprobs", 1, -7.0)),
+    "another call's token": (3, forked, put("calls", 1, 1)),
+    "an unknown call in the path": (3, forked, row_with(path=[0, 1, 9])),
+    "an inexact call in the path": (3, forked, call_with(1, exact=False)),
+    "a path backwards": (8, forked, row_with(path=[1, 0, 2])),
+    "a path across agents": (8, forked, call_with(1, agent="b")),
+    "a path across models": (8, forked, call_with(1, model="n")),
+    "a row of another agent": (8, forked, row_with(agent="b")),
+    "a path that ends early": (4, forked, row_with(path=[0, 1])),
+    "no path": (4, forked, row_with(path=[])),
+    "a version of a row": (7, forked, put("versions", 1, 5)),
+    "a version of context": (7, forked, put("versions", 0, 5)),
+    "a flag left out": (7, in_two_versions, row_with(flags=[])),
+    "a logprob that is none": (2, talk, call_with(logprobs=floats(-1, np.nan))),
+    "a logprob of a certain miss": (2, talk, call_with(logprobs=floats(-1, -np.inf))),
+    "a positive logprob": (2, talk, call_with(logprobs=floats(-1, 0.5))),
+    "too few logprobs": (6, talk, call_with(logprobs=floats(-1))),
+    "spans that end early": (7, talk, call_with(versions=[VersionSpan(0, 0, 1)])),
+    "spans that begin late": (7, talk, call_with(versions=[VersionSpan(0, 1, 2)])),
+    "spans with a gap": (7, talk, call_with(versions=[VersionSpan(0, 0, 0), VersionSpan(0, 1, 2)])),
+    "calls out of order": (10, talk, lambda calls, rows: calls.reverse()),
+    "calls of one number": (10, talk, lambda calls, rows: calls.append(calls[-1])),
+}
+
+
+def trained_again(calls: list[Call], rows: list[Sequence]) -> None:
+    put("mask", slice(1, 3), 1, row=1)(calls, rows)
+    put("logprobs", slice(1, 3), calls[0].logprobs, row=1)(calls, rows)
+
+
+def another_past(calls: list[Call], rows: list[Sequence]) -> None:
+    """The second row has the turns that it shares, but the first as mere context."""
+    put("calls", slice(1, 3), -1, row=1)(calls, rows)
+    put("versions", slice(1, 3), -1, row=1)(calls, rows)
+    row_with(1, path=[1, 3])(calls, rows)
+
+
+CHANGES |= {
+    "a shared answer trained again, with its logprobs": (1, forked, trained_again),
+    "another past of a shared answer": (8, forked, another_past),
+}
+
+
+def refusal(calls: list[Call], rows: list[Sequence], actions: Actions) -> tuple[int, int]:
+    """The invariant that does not hold, and the line that says so."""
+    with pytest.raises(TokensError) as caught:
+        check(calls, rows, actions)
+    return caught.value.detail["invariant"], caught.traceback[-1].lineno + 1
+
+
+def refusal_after(name: str) -> tuple[int, int]:
+    _, make, change = CHANGES[name]
+    calls = make()
+    rows = build(calls)
+    check(calls, rows)
+    change(calls, rows)
+    return refusal(calls, rows, DEFAULT)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_value_is_caught(name: str) -> None:
+    assert refusal_after(name)[0] == CHANGES[name][0]
+
+
+def test_rows_of_other_settings_are_caught() -> None:
+    calls = in_two_versions()
+    assert refusal(calls, build(calls), MASK_OLD)[0] == 7
+    assert refusal(calls, build(calls, MASK_OLD), DEFAULT)[0] == 1
+
+
+def test_each_check_refuses_something() -> None:
+    calls = in_two_versions()
+    lines = {refusal_after(name)[1] for name in CHANGES}
+    lines.add(refusal(calls, build(calls), MASK_OLD)[1])
+    tree = ast.parse(Path(invariants.__file__).read_text())
+    checks = [node for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+    never = [
+        node.lineno for node in checks if lines.isdisjoint(range(node.lineno, node.end_lineno + 1))
+    ]
+    assert never == []

@@ -1,0 +1,286 @@
+"""Documents become text, in pages; hostile ones become a sentence, in bounded time and memory."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import time
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from envserver_tools.calling import ToolError, call_tool
+from envserver_tools.documents import DocumentError, DocumentReader, Limits, document_tools, to_text
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+QUICK = Limits(seconds=5, memory_mb=256, characters=200_000)
+
+
+def zipped(members: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "kind", "part"),
+    [
+        ("a.txt", b"one\r\ntwo", "txt", "one\ntwo"),
+        ("a.csv", "naïve;1".encode("cp1252"), "csv", "naïve;1"),
+        ("a.json", b'{"a": [1]}', "json", '{"a": [1]}'),
+        ("a.jsonl", '{"a": "é"}\n'.encode("utf-16"), "jsonl", '{"a": "é"}'),
+        ("a.xml", b"<a><b>1</b></a>", "xml", "<b>1</b>"),
+        ("a.py", b"print(1)", "py", "print(1)"),
+        ("noname", b"plain", "text", "plain"),
+        ("a.bin", b"\0\1\2", "binary", "3 bytes"),
+        ("a.gif", b"GIF89a" + struct.pack("<HH", 7, 9) + b"\0", "gif", "7 x 9 pixels"),
+    ],
+)
+def test_a_file_is_what_its_bytes_and_its_name_say(
+    name: str, data: bytes, kind: str, part: str
+) -> None:
+    text = to_text(data, name)
+    assert text.kind == kind
+    assert part in text.text
+
+
+def test_html_keeps_structure_and_drops_scripts() -> None:
+    page = b"""<html><head><title>The  page</title><style>x{}</style></head><body>
+    <script>var secret=1</script><h1>Head</h1><p>Some <b>bold</b>
+    text, <a href="/x">a link</a>.</p><ul><li>one<li>two</ul><ol><li>first</ol>
+    <table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td><p>2</p></td></tr></table>
+    <pre>  kept\n   so</pre></body></html>"""
+    text = to_text(page, "a.html")
+    assert text.title == "The page"
+    for part in ("# Head", "Some bold text, [a link](/x).", "- one\n- two", "1. first"):
+        assert part in text.text
+    assert "| a | b |" in text.text
+    assert "  kept\n   so" in text.text
+    assert "secret" not in text.text
+    assert "x{}" not in text.text
+
+
+def test_images_tell_their_size_and_their_words() -> None:
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", 640, 480, 8, 2, 0, 0, 0))
+    words = chunk(b"zTXt", b"Comment\0\0" + zlib.compress(b"a hidden word"))
+    text = to_text(b"\x89PNG\r\n\x1a\n" + head + words, "a.png").text
+    assert "640 x 480" in text
+    assert "Comment: a hidden word" in text
+    frame = b"\xff\xd8\xff\xe0\0\4ab\xff\xc0\0\x0b\x08" + struct.pack(">HH", 30, 40) + b"\1\1\1\1"
+    assert "40 x 30" in to_text(frame, "a.jpg").text
+    with pytest.raises(DocumentError):
+        to_text(b"\xff\xd8\xff\xe0", "a.jpg")
+
+
+def test_a_member_of_an_archive_is_read_where_it_lies() -> None:
+    inner = zipped({"deep/b.csv": b"x,y\n1,2\n"})
+    outer = zipped({"inner.zip": inner, "../../etc/passwd": b"not yours", "a.txt": b"hello"})
+    listing = to_text(outer, "o.zip").text
+    assert "inner.zip" in listing
+    assert "leads outside" in listing
+    assert to_text(outer, "o.zip", member="inner.zip!deep/b.csv").text == "x,y\n1,2\n"
+    with pytest.raises(DocumentError, match="no member"):
+        to_text(outer, "o.zip", member="none.txt")
+    with pytest.raises(DocumentError, match="deep at most"):
+        to_text(outer, "o.zip", member="a!b!c!d")
+
+
+def test_a_spreadsheet_shows_values_formulas_and_fills() -> None:
+    openpyxl = pytest.importorskip("openpyxl", reason="needs the libraries of the gaia extra")
+    from openpyxl.styles import PatternFill
+
+    book = openpyxl.Workbook()
+    sheet = book.active
+    sheet.title = "Sales"
+    sheet.append(["city", "sum"])
+    sheet.append(["Köln", 12.0])
+    sheet["B4"] = "=SUM(B2:B3)"
+    sheet["C2"].fill = PatternFill("solid", fgColor="00FF00")
+    out = io.BytesIO()
+    book.save(out)
+    text = to_text(out.getvalue(), "a.xlsx")
+    assert text.kind == "xlsx"
+    for line in ("## Sheet 'Sales'", "| 1 | city | sum |", "| 2 | Köln | 12 | [fill: #00FF00] |"):
+        assert line in text.text
+    assert "{=SUM(B2:B3)}" in text.text
+    assert "\n| 4 |" in text.text
+
+
+def test_text_documents_slides_and_pdf() -> None:
+    docx = pytest.importorskip("docx", reason="needs the libraries of the gaia extra")
+    pptx = pytest.importorskip("pptx", reason="needs the libraries of the gaia extra")
+    pytest.importorskip("pypdf", reason="needs the libraries of the gaia extra")
+    document, out = docx.Document(), io.BytesIO()
+    document.add_heading("The head", 2)
+    table = document.add_table(rows=1, cols=2)
+    table.cell(0, 0).text, table.cell(0, 1).text = "left", "right"
+    document.add_paragraph("After the table")
+    document.save(out)
+    text = to_text(out.getvalue(), "a.docx").text
+    assert text.index("## The head") < text.index("| left | right |") < text.index("After")
+
+    show, out = pptx.Presentation(), io.BytesIO()
+    slide = show.slides.add_slide(show.slide_layouts[5])
+    slide.shapes.title.text = "On the slide"
+    slide.notes_slide.notes_text_frame.text = "said aloud"
+    show.save(out)
+    text = to_text(out.getvalue(), "a.pptx").text
+    assert "## Slide 1" in text
+    assert "On the slide" in text
+    assert "Notes: said aloud" in text
+
+    assert "Hello PDF" in to_text(small_pdf("Hello PDF"), "a.pdf").text
+
+
+def small_pdf(words: str) -> bytes:
+    drawn = f"BT /F1 12 Tf 20 100 Td ({words}) Tj ET".encode()
+    parts = [
+        b"<</Type/Catalog/Pages 2 0 R>>",
+        b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
+        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 200 200]/Contents 4 0 R"
+        b"/Resources<</Font<</F1 5 0 R>>>>>>",
+        b"<</Length %d>>stream\n%s\nendstream" % (len(drawn), drawn),
+        b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+    ]
+    out, places = b"%PDF-1.4\n", []
+    for number, part in enumerate(parts, start=1):
+        places.append(len(out))
+        out += b"%d 0 obj%s endobj\n" % (number, part)
+    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    start = len(out)
+    return (
+        out
+        + b"xref\n0 6\n0000000000 65535 f \n%strailer<</Size 6/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF"
+        % (table, start)
+    )
+
+
+def test_pages_follow_each_other_and_words_are_found(tmp_path: Path) -> None:
+    words = "".join(f"line {number}\n" for number in range(5000))
+    (tmp_path / "long.txt").write_text(words)
+    reader = DocumentReader(tmp_path)
+    read, offset = "", 0
+    while offset < len(words):
+        head, _, page = reader.read("long.txt", offset=offset, limit=7000).partition("\n")
+        read += page
+        offset += 7000
+        assert ("go on with offset=" in head) == (offset < len(words))
+    assert read == words
+    found = reader.find("long.txt", "LINE 4321")
+    assert "1 times" in found
+    assert f"at {words.index('line 4321')}:" in found
+    with pytest.raises(ToolError, match="behind"):
+        reader.read("long.txt", offset=len(words))
+
+
+async def test_only_files_of_the_folder_are_read(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "secret.txt").write_text("the answer")
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "secret.txt")
+    os.mkfifo(tmp_path / "in" / "fifo")
+    tools = document_tools(tmp_path / "in")
+    for path in ("../secret.txt", "link", "fifo", "none", "", str(tmp_path / "secret.txt"), "\0"):
+        call = {"function": {"name": "read_document", "arguments": f'{{"path": {_json(path)}}}'}}
+        result = await call_tool(tools, call)
+        assert not result.ok
+        assert "the answer" not in result.text
+
+
+def _json(text: str) -> str:
+    import json
+
+    return json.dumps(text)
+
+
+def bomb() -> bytes:
+    return zipped({"xl/workbook.xml": b"<x/>", "xl/worksheets/sheet1.xml": bytes(300 << 20)})
+
+
+MANY = ["word/document.xml", *(f"m{i}" for i in range(11_000))]
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "member"),
+    [
+        ("bomb.xlsx", bomb, ""),
+        ("bomb.zip", bomb, "xl/worksheets/sheet1.xml"),
+        ("cut.zip", lambda: zipped({"a": b"b" * 1000})[:60], ""),
+        ("broken.pdf", lambda: b"%PDF-1.7\n" + b"<<" * 50_000, ""),
+        ("many.docx", lambda: zipped(dict.fromkeys(MANY, b"")), ""),
+    ],
+)
+def test_hostile_files_are_a_sentence_in_time(
+    name: str, make: Callable[[], bytes], member: str
+) -> None:
+    data = make()
+    started = time.monotonic()
+    with pytest.raises(DocumentError) as caught:
+        to_text(data, name, member=member, limits=QUICK)
+    assert len(str(caught.value)) < 1000
+    assert time.monotonic() - started < 4 * QUICK.seconds + 10
+
+
+def test_entities_are_not_multiplied() -> None:
+    pytest.importorskip("openpyxl", reason="needs the libraries of the gaia extra")
+    entities = "".join(f'<!ENTITY e{i} "{f"&e{i - 1};" * 10}">' for i in range(1, 12))
+    book = f'<?xml version="1.0"?><!DOCTYPE x [<!ENTITY e0 "lol">{entities}]><x>&e11;</x>'
+    names = ("[Content_Types].xml", "xl/workbook.xml", "_rels/.rels", "xl/_rels/workbook.xml.rels")
+    started = time.monotonic()
+    with pytest.raises(DocumentError):
+        to_text(zipped(dict.fromkeys(names, book.encode())), "e.xlsx", limits=QUICK)
+    assert time.monotonic() - started < 4 * QUICK.seconds + 10
+
+
+def test_what_loops_eats_memory_or_dies_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    from envserver_tools.documents import reading
+
+    limits = Limits(seconds=1, memory_mb=64)
+    for work in (_loop, _eat, _die):
+        monkeypatch.setattr(reading, "decoded", work)
+        started = time.monotonic()
+        with pytest.raises(DocumentError):
+            to_text(b"words", "a.txt", limits=limits)
+        assert time.monotonic() - started < 4
+    monkeypatch.undo()
+    long = to_text(b"w" * 3000, "a.txt", limits=Limits(characters=1000))
+    assert len(long.text) == 1000
+    assert "only the first" in long.notes[0]
+
+
+def _loop(data: bytes) -> str:
+    while True:
+        time.sleep(0.01)
+
+
+def _eat(data: bytes) -> str:
+    return str(len(bytes(4 << 30)))
+
+
+def _die(data: bytes) -> str:
+    os.abort()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    head=st.sampled_from(
+        [b"", b"PK\x03\x04", b"%PDF-1.4", b"GIF89a", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"]
+    ),
+    body=st.binary(max_size=300),
+    name=st.sampled_from(["a.html", "a.csv", "a.xlsx", "a"]),
+)
+def test_any_bytes_are_text_or_a_sentence(head: bytes, body: bytes, name: str) -> None:
+    try:
+        assert isinstance(to_text(head + body, name).text, str)
+    except DocumentError as error:
+        assert str(error)

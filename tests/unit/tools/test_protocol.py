@@ -1,0 +1,312 @@
+"""The text protocol: what a message says, and the loop between model and tools."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from envserver_tools.calling import Tool, ToolError, toolbox
+from envserver_tools.protocol import (
+    FORMAT,
+    Part,
+    ProtocolRun,
+    Window,
+    describe_tools,
+    parse_message,
+    run_protocol,
+)
+from envserver_tools.trace import trace, trace_path
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envserver import Reply
+
+CALL = 'TOOL_CALL: {"tool": "look", "args": {"path": "a"}}'
+
+
+def seen(text: str) -> list[Any]:
+    """The parts in short: (type, text), (tool, args) of a call, the code of an error."""
+    return [short(part) for part in parse_message(text)]
+
+
+def short(part: Part) -> Any:
+    if part.type == "error":
+        return part.code
+    return (part.tool, part.args) if part.type == "tool_call" else (part.type, part.text)
+
+
+LOOK = ("look", {"path": "a"})
+CASES: list[tuple[str, list[Any]]] = [
+    (CALL, [LOOK]),
+    ('TOOL_CALL: {"tool": "look", "args": {}}', [("look", {})]),
+    ('TOOL_CALL: {"tool": "look"}', [("look", {})]),
+    ('TOOL_CALL: {"tool": "look", "args": {"path": "a"}, "why": 1}', [LOOK]),
+    ('TOOL_CALL:\n\n {"tool": "run",\n "args": {"x": ["}"]}}\n', [("run", {"x": ["}"]})]),
+    ('TOOL_CALL:\n```json\n{"tool": "look", "args": {"path": "a"}}\n```\n', [LOOK]),
+    ('TOOL_CALL: ```{"tool": "look", "args": {"path": "a"}}', [LOOK]),
+    (f"```\n{CALL}\n```", [("thought", "```"), LOOK]),
+    (f"  \tTHOUGHT: hm \n{CALL}", [("thought", "hm"), LOOK]),
+    (f"A\nTHOUGHT: b\nc\nTHOUGHT:\n{CALL}", [("thought", "A"), ("thought", "b\nc"), LOOK]),
+    ("THOUGHT: I know.\nFINAL: 42", [("thought", "I know."), ("final", "42")]),
+    ("FINAL: a\nTOOL_CALL: {}\nFINAL: b", [("final", "a\nTOOL_CALL: {}\nFINAL: b")]),
+    ("FINAL:", [("final", "")]),
+    ("THOUGHT: one FINAL: two", [("thought", "one FINAL: two")]),
+    ("I will say TOOL_CALL: later", [("thought", "I will say TOOL_CALL: later")]),
+    ("final: lower case", [("thought", "final: lower case")]),
+    ("**FINAL:** bold", [("thought", "**FINAL:** bold")]),
+    ("TOOL_CALL {}", [("thought", "TOOL_CALL {}")]),
+    ("", ["empty"]),
+    (" \n\t", ["empty"]),
+    ("THOUGHT:  \n", ["empty"]),
+    (f"<think>FINAL: no</think>{CALL}", [LOOK]),
+    (f"<think>a</think>b<think>c</think>\n{CALL}", [LOOK]),
+    (f"<think>{CALL}", ["empty"]),
+    ("TOOL_CALL:\n{'tool': 'look'}", ["bad_json"]),
+    ("TOOL_CALL:", ["bad_json"]),
+    ('TOOL_CALL: {"tool": "look", "args": {"a": 1, "a": 2}}', ["bad_json"]),
+    ('TOOL_CALL: {"tool": "look", "args": {"a": NaN}}', ["bad_json"]),
+    ('TOOL_CALL: {"tool": "look", "args": {"a": 1e999}}', ["bad_json"]),
+    ('TOOL_CALL: {"tool": "look", "args": {"a": "\\ud800"}}', ["bad_json"]),
+    ('TOOL_CALL: {"tool": "look", "args": {"a": "line\nbreak"}}', ["bad_json"]),
+    ('TOOL_CALL: {"tool": "look", "args": {"path": "a"}', ["bad_json"]),
+    ('TOOL_CALL: ["look", {}]', ["bad_json"]),
+    (f'TOOL_CALL: look\n{CALL}', ["bad_json"]),
+    ('TOOL_CALL: {"name": "look", "args": {}}', ["missing_tool"]),
+    ('TOOL_CALL: {"tool": 1, "args": {}}', ["missing_tool"]),
+    ('TOOL_CALL: {"tool": "look", "args": []}', ["bad_args"]),
+    ('TOOL_CALL: {"tool": "look", "args": null}', ["bad_args"]),
+    (f"THOUGHT: hm\nTOOL_CALL: {{}}\n{CALL}", [("thought", "hm"), "missing_tool"]),
+    (f"{CALL}\n{CALL}", [LOOK, "multiple_calls"]),
+    (f"{CALL}\nTHOUGHT: then\n{CALL}", [LOOK, "multiple_calls"]),
+    (f"{CALL}\nTOOL RESULT:\nmade up\n{CALL}", [LOOK, "multiple_calls"]),
+    (f"{CALL}\nTOOL RESULT:\nmade up", [LOOK, "text_after_call"]),
+    (f"{CALL}\nFINAL: early", [LOOK, "text_after_call"]),
+    (f"{CALL} and so on", [LOOK, "text_after_call"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), CASES)
+def test_a_message_is_read_by_the_rules(text: str, expected: list[Any]) -> None:
+    assert seen(text) == expected
+
+
+def test_a_call_keeps_its_source() -> None:
+    [call] = parse_message('TOOL_CALL:\n```json\n{"tool":  "look"}\n```')
+    assert call.text == '{"tool":  "look"}'
+
+
+PIECES = [
+    "THOUGHT:", "TOOL_CALL:", "FINAL:", "<think>", "</think>", "```", "```json", "\n", " ", "\r\n",
+    '{"tool": "look", "args": {}}', '{"tool": ', '"args": ', "{", "}", "[", "]", '"', "\\", "NaN",
+    "TOOL RESULT:", "\ud800", "\x00", "é", "1e999", "9" * 5000,
+]  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=5)), max_size=30))
+def test_no_text_makes_the_parser_fail(pieces: list[str]) -> None:
+    parts = parse_message("".join(pieces))
+    types = [part.type for part in parts]
+    assert parts
+    assert types.count("tool_call") + types.count("final") <= 1
+    assert "error" not in types[:-1]
+    assert all(part.text.strip() for part in parts if part.type == "thought")
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "THOUGHT: a\n", "TOOL_CALL:" + " " * 9, " ", "\n", "\t", "```", "<think>", "{", "[",
+        '{"tool":', CALL + "\n", "9", '"', "\\", " TOOL_CALL", "</think>",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("head", ["", "TOOL_CALL: ", CALL])
+def test_long_texts_are_read_in_linear_time(head: str, piece: str) -> None:
+    times = []
+    for size in (40_000, 800_000):
+        text = head + piece * (size // len(piece))
+        begin = time.process_time()
+        parse_message(text)
+        times.append(time.process_time() - begin)
+    assert times[1] < 40 * times[0] + 0.5
+
+
+def look(path: str) -> str:
+    if path == "missing":
+        raise ToolError("there is no such file.")
+    return f"inside of {path}"
+
+
+async def wait(seconds: int) -> str:
+    return f"waited {seconds}"
+
+
+def tool(name: str, function: Any, **properties: Any) -> Tool:
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    description = {"name": name, "description": f"Can {name}.", "parameters": parameters}
+    return Tool({"type": "function", "function": description}, function)
+
+
+TOOLS = toolbox(
+    tool("look", look, path={"type": "string"}), tool("wait", wait, seconds={"type": "integer"})
+)
+
+
+class Model:
+    """Says what it is told to, one text a call, and keeps what it was asked."""
+
+    def __init__(self, *texts: str, finish_reason: str = "stop") -> None:
+        self.texts, self.finish_reason = list(texts), finish_reason
+        self.asked: list[list[dict[str, Any]]] = []
+        self.sampling: dict[str, Any] = {}
+
+    async def chat(self, messages: list[dict[str, Any]], **sampling: Any) -> Reply:
+        self.asked.append(list(messages))
+        self.sampling = sampling
+        text = self.texts.pop(0)
+        message = {"role": "assistant", "content": text}
+        return Reply(content=text, tool_calls=[], finish_reason=self.finish_reason, message=message)
+
+
+START: list[dict[str, Any]] = [
+    {"role": "system", "content": "Work."},
+    {"role": "user", "content": "Find it."},
+]
+
+
+async def played(*texts: str, **options: Any) -> tuple[ProtocolRun, Model]:
+    model = Model(*texts, finish_reason=options.pop("finish_reason", "stop"))
+    return await run_protocol(model.chat, TOOLS, START, **options), model
+
+
+async def test_a_task_is_done_by_thoughts_calls_and_an_answer() -> None:
+    wait_call = 'TOOL_CALL: {"tool": "wait", "args": {"seconds": 3}}'
+    run, model = await played(f"THOUGHT: first\n{CALL}", wait_call, "FINAL: done", max_tokens=9)
+    assert (run.ending, run.answer, run.tool_errors) == ("final", "done", 0)
+    assert model.sampling == {"stop": ["TOOL RESULT:"], "max_tokens": 9}
+    assert run.messages[:2] == START
+    assert [m["content"] for m in run.messages[3::2]] == [
+        "TOOL RESULT:\ninside of a",
+        "TOOL RESULT:\nwaited 3",
+    ]
+    types = ["thought", "tool_call", "tool_result", "tool_call", "tool_result", "final"]
+    assert [step["type"] for step in run.steps] == types
+    assert [step["i"] for step in run.steps] == list(range(6))
+    source = CALL.removeprefix("TOOL_CALL: ")
+    assert run.steps[1] == {
+        "i": 1, "type": "tool_call", "text": source, "tool": "look", "args": {"path": "a"},
+    }  # fmt: skip
+    assert run.steps[2] == {"i": 2, "type": "tool_result", "text": "inside of a"}
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ('{"tool": "fly", "args": {}}', "no tool 'fly'"),
+        ('{"tool": "look", "args": {"file": "a"}}', "not valid"),
+        ('{"tool": "wait", "args": {"seconds": "3"}}', "not of type 'integer'"),
+        ('{"tool": "look", "args": {"path": "missing"}}', "no such file"),
+    ],
+)
+async def test_a_call_that_cannot_be_carried_out_is_an_observation(call: str, words: str) -> None:
+    run, _ = await played(f"TOOL_CALL: {call}", "FINAL: x")
+    assert run.messages[3]["content"].startswith("TOOL RESULT:\nError: ")
+    assert words in run.messages[3]["content"]
+    assert (run.ending, run.tool_errors) == ("final", 1)
+    assert [step["type"] for step in run.steps] == ["tool_call", "tool_result", "final"]
+
+
+async def test_too_many_failed_calls_end_it() -> None:
+    run, _ = await played(*['TOOL_CALL: {"tool": "fly"}'] * 5, max_tool_errors=3)
+    assert (run.ending, run.tool_errors) == ("tool_errors", 3)
+
+
+async def test_an_error_is_quoted_with_the_format_and_three_in_a_row_end_it() -> None:
+    bad = "TOOL_CALL: {'tool'}"
+    run, model = await played(bad, bad, CALL, bad, "", bad, "FINAL: never")
+    assert run.ending == "errors"
+    assert model.texts == ["FINAL: never"]
+    correction = run.messages[3]["content"]
+    assert "double quotes" in correction and "'tool'}" in correction and FORMAT in correction
+    assert run.messages[-1]["role"] == "assistant"  # what it said last is answered by nobody
+    assert [step["type"] for step in run.steps].count("error") == 5
+
+
+async def test_what_follows_a_call_is_dropped_and_said_to_be() -> None:
+    made_up = f"{CALL}\nTOOL RESULT:\nmade up\nFINAL: lie"
+    run, _ = await played(made_up, *[f"{CALL}\n{CALL}"] * 3, "FINAL: x")
+    assert run.ending == "final"  # a call in order is no error in a row
+    assert run.messages[3]["content"].startswith("TOOL RESULT:\ninside of a\n\n(")
+    assert "one call per message" in run.messages[5]["content"]
+    assert [step["type"] for step in run.steps[:3]] == ["tool_call", "tool_result", "error"]
+    assert run.steps[2]["text"].startswith("text_after_call")
+
+
+async def test_three_thoughts_in_a_row_are_reminded_and_count_as_steps() -> None:
+    run, _ = await played("a", "THOUGHT: b", "c", "d", "e", CALL, max_steps=6)
+    assert run.ending == "steps"
+    answers = [m["content"] for m in run.messages[3::2]]
+    assert [FORMAT in answer for answer in answers] == [False, False, True, False, False, False]
+
+
+async def test_a_message_that_was_cut_off_is_never_read() -> None:
+    run, _ = await played("FINAL: 4", finish_reason="length")
+    assert (run.ending, run.answer) == ("truncated", None)
+    assert run.steps[-1]["type"] == "error"
+
+
+async def test_what_happened_before_an_exception_is_known() -> None:
+    record = ProtocolRun()
+    with pytest.raises(IndexError):
+        await run_protocol(Model(CALL).chat, TOOLS, START, record=record)
+    assert [step["type"] for step in record.steps] == ["tool_call", "tool_result"]
+
+
+async def test_old_turns_are_left_out_in_pairs_when_the_context_is_full() -> None:
+    def count(messages: list[dict[str, Any]]) -> int:
+        return 10 * len(messages)
+
+    # 85 % of 90 - 10 tokens: six messages.
+    window = Window(count, context_tokens=90, max_tokens=10)
+    calls = [f'TOOL_CALL: {{"tool": "wait", "args": {{"seconds": {n}}}}}' for n in range(5)]
+    run, model = await played(*calls, "FINAL: x", window=window)
+    assert [len(messages) for messages in model.asked] == [2, 4, 6, 6, 6, 6]
+    assert all(messages[:2] == START for messages in model.asked)
+    last = model.asked[-1]
+    assert [m["content"] for m in last[3::2]] == [
+        "TOOL RESULT:\nwaited 3",
+        "TOOL RESULT:\nwaited 4",
+    ]
+    assert len(run.messages) == 2 + 2 * 5 + 1
+
+
+async def test_the_last_turn_stays_even_where_it_is_too_long() -> None:
+    window = Window(lambda messages: 10**6, context_tokens=90, max_tokens=10)
+    _, model = await played(CALL, CALL, "FINAL: x", window=window)
+    assert [len(messages) for messages in model.asked] == [2, 4, 4]
+
+
+async def test_a_trace_tells_the_run() -> None:
+    run, _ = await played("TOOL_CALL:", "THOUGHT: so\nFINAL: 42")
+    facts = {"scenario": "find", "model": "maker/small", "label": "calm", "number": 7}
+    told = trace(run, **facts, prompt="Find it.", seed=1, started=1_000_000.0, ended=1_000_002.5)
+    assert told["run_id"] == "find_maker_small_calm_007_19700112_134640"
+    assert told["timestamp"] == "1970-01-12T13:46:40+00:00"
+    assert told["outcome"] == {
+        "num_steps": 3, "elapsed_seconds": 2.5, "completed": True, "error": True,
+    }  # fmt: skip
+    assert told["model"]["name"] == "maker/small"
+    assert trace_path(told, 7) == "maker_small/calm/run_007.json"
+    assert json.loads(json.dumps(told)) == told
+
+
+def test_tools_are_described_for_the_prompt() -> None:
+    text = describe_tools(TOOLS.values())
+    assert "look: Can look." in text and '"seconds": {"type": "integer"}' in text

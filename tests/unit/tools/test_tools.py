@@ -1,0 +1,485 @@
+"""Tools in a sandbox: what a model gets to see of files, commands and changes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from envserver_tools.calling import (
+    Tool,
+    ToolError,
+    ToolResult,
+    call_tool,
+    descriptions,
+    run_tool_call,
+    toolbox,
+)
+from envserver_tools.protocol import run_protocol
+from envserver_tools.sandboxed import PRELOAD, read_patch, sandbox_tools
+from support.tool_benches import Bench, Houses
+
+from envserver import Reply, SandboxLimits, SandboxSpec
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+LIMITS = SandboxLimits(wall_seconds=20.0, cpu_seconds=20.0, processes=64)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def houses() -> AsyncIterator[Houses]:
+    async with AsyncExitStack() as stack:
+        yield Houses(stack)
+
+
+Open = Callable[..., AbstractAsyncContextManager[Bench]]
+
+
+@pytest.fixture
+def bench(houses: Houses) -> Open:
+    @asynccontextmanager
+    async def open_bench(
+        wall: str = "namespace", preload: tuple[str, ...] = PRELOAD, **options: Any
+    ) -> AsyncIterator[Bench]:
+        house = await houses.at(wall)
+        async with house.open(SandboxSpec(preload=preload, limits=LIMITS)) as sandbox:
+            yield Bench(sandbox, **options)
+
+    return open_bench
+
+
+@pytest.mark.parametrize(
+    ("wall", "preload"),
+    [("namespace", PRELOAD), ("namespace", ()), ("landlock", PRELOAD), ("unsafe-local", PRELOAD)],
+)
+async def test_a_file_is_made_read_changed_and_found(
+    bench: Open, wall: str, preload: tuple[str, ...]
+) -> None:
+    async with bench(wall, preload) as use:
+        assert await use("list_dir") == "[the directory is empty]"
+        text = await use("write_file", path="src/a.py", content="x = 1\ny = 2\nx = 1\n")
+        assert text == "Made src/a.py: 18 bytes, 3 lines."
+        assert await use("read_file", path="/work/src/a.py", start=2, lines=1) == (
+            "     2\ty = 2\n[1 more line; go on with start=3]"
+        )
+        assert await use("edit", path="src/a.py", old="y = 2", new="y = 3\nz = 4") == (
+            "Replaced the one occurrence in src/a.py, now at lines 2 to 3."
+        )
+        await use("append_file", path="src/a.py", content="end")
+        assert await use("grep", pattern=r"= \d", glob="src/**/*.py", max=3) == (
+            "src/a.py:1: x = 1\nsrc/a.py:2: y = 3\nsrc/a.py:3: z = 4\n"
+            "[cut: the first 3 lines, there are more]"
+        )
+        assert await use("list_dir", depth=2) == "src/\nsrc/a.py  27 bytes"
+        assert await use("run_cmd", cmd=["cat", "src/a.py"]) == (
+            "[exit status 0]\nx = 1\ny = 3\nz = 4\nx = 1\nend"
+        )
+        python = "import sys\nprint(open('src/a.py').read()[-3:], file=sys.stderr)"
+        assert await use("python", code=python) == "[exit status 0]\nend\n"
+
+
+async def test_an_edit_needs_exactly_one_occurrence(bench: Open) -> None:
+    async with bench() as use:
+        await use("write_file", path="a", content="aaa\nb\r\nc\r\nend")
+        said = await use.refused("edit", path="a", old="aa", new="x")  # they overlap
+        assert "occurs 2 times in a (lines 1, 1)" in said
+        assert "occurs 0 times" in await use.refused("edit", path="a", old="aaaa", new="x")
+        assert "lines end with \\r\\n" in await use.refused("edit", path="a", old="b\nc", new="x")
+        assert "same" in await use.refused("edit", path="a", old="b", new="b")
+        assert await use.sandbox.read("a") == b"aaa\nb\r\nc\r\nend"
+        await use.sh("printf 'caf\\351 old' > latin; chmod 751 latin")
+        await use("edit", path="latin", old="old", new="né")
+        assert await use.sandbox.read("latin") == b"caf\xe9 n\xc3\xa9"  # the rest is as it was
+        assert await use.sh("stat -c %a latin") == "751\n"
+
+
+async def test_paths_end_where_the_workspace_ends(bench: Open) -> None:
+    async with bench() as use:
+        await use.sh(
+            "mkdir -p .git/hooks d; echo secret > .git/config; ln -s /etc d/out; ln -s .git g;"
+            "ln -s /etc/passwd p; ln -s a loop; ln -s loop a; ln -s inside.txt l;"
+            "echo in > inside.txt; ln -s ../../../etc/hostname d/rel; ln -s nowhere dangling;"
+            "ln -s /work/../etc/passwd d/tricky"
+        )
+        for path in (
+            "/etc/passwd", "../etc/passwd", "p", "d/out/passwd", "d/rel", "d/tricky",
+            "/proc/1/environ", "/workshop", "/", "..", "/dev/zero",
+        ):  # fmt: skip
+            assert "only paths below /work are allowed" in await use.refused("read_file", path=path)
+        assert await use("read_file", path="l") == "     1\tin"
+        for path in ("d/out/x", "../x", "/etc/x", "d/out/new/x"):
+            said = await use.refused("write_file", path=path, content="x")
+            assert "only paths below /work" in said
+        for path in (".git/hooks/pre-commit", "g/config", "d/../.git/config", "sub/.GIT/x", ".git"):
+            for name in ("write_file", "append_file"):
+                assert ".git cannot be written" in await use.refused(name, path=path, content="x")
+        assert ".git cannot" in await use.refused("edit", path=".git/config", old="secret", new="x")
+        for path in ("p", "l", "loop", "dangling"):
+            assert "is a link" in await use.refused("write_file", path=path, content="x")
+        for path in ("d", "d/", ".", "new/", ".."):
+            assert (await use.refused("write_file", path=path, content="x")).startswith("Error: ")
+        for name, more in (("list_dir", {}), ("grep", {"pattern": "root"})):
+            said = await use.refused(name, path="d/out", **more)
+            assert "only paths below /work" in said
+        assert await use("grep", pattern=".") == "inside.txt:1: in"  # links and .git are left out
+        assert await use.sh("cat .git/config inside.txt; ls") == (
+            "secret\nin\na\nd\ndangling\ng\ninside.txt\nl\nloop\np\n"
+        )
+
+
+async def test_strange_files_are_named_and_never_waited_for(bench: Open) -> None:
+    async with bench() as use:
+        await use.sh(
+            "mkfifo fifo; mkdir dir; head -c 100000 /dev/zero > zeros; truncate -s 60M sparse;"
+            "printf 'caf\\351\\n' > latin; : > empty; printf 'a\\nb' > noend;"
+            "echo x > $'new\\nline'; echo y > $'bad\\377'; echo z > secret; chmod 000 secret"
+        )
+        for path, words in (
+            ("fifo", "is a FIFO"),
+            ("dir", "is a directory"),
+            ("missing", "No such file"),
+            ("secret", "Permission denied"),
+            ("empty/x", "Not a directory"),
+            ("x" * 300, "File name too long"),
+            ("nul\0", "null"),
+            ("half\udc80" + "\ud800", "Error"),
+        ):
+            assert words in await use.refused("read_file", path=path)
+        for name in ("write_file", "append_file"):
+            assert "is a FIFO" in await use.refused(name, path="fifo", content="x")
+        assert "is a FIFO" in await use.refused("edit", path="fifo", old="x", new="y")
+        assert await use("read_file", path="zeros") == "[binary file, 100000 bytes]"
+        assert await use("read_file", path="sparse") == f"[binary file, {60 * 2**20} bytes]"
+        assert await use("read_file", path="latin") == "     1\tcaf\ufffd"
+        assert await use("read_file", path="empty") == "[the file is empty]"
+        assert await use("read_file", path="noend") == "     1\ta\n     2\tb"
+        assert "has 2 lines" in await use.refused("read_file", path="noend", start=3)
+        found = await use("grep", pattern="^[xyz]")
+        assert found.splitlines()[:2] == ["bad\\xff:1: y", "new\\nline:1: x"]
+        assert "2 binary" in found and "1 unreadable" in found
+        assert "fifo  (FIFO)" in await use("list_dir")
+
+
+async def test_deep_and_wide_trees_are_cut(bench: Open) -> None:
+    deep = "import os\nfor _ in range(1500):\n    os.mkdir('d'); os.chdir('d')\nopen('end','w')"
+    async with bench() as use:
+        await use("python", code=deep)
+        await use.sh("mkdir w; cd w; touch $(seq 1000 1999)")
+        wide = (await use("list_dir", path="w")).splitlines()
+        assert (wide[0], wide[199]) == ("1000  0 bytes", "1199  0 bytes")
+        assert wide[200] == "[cut: the first 200 entries; there are more]"
+        tree = (await use("list_dir", depth=5)).splitlines()
+        assert tree[:5] == ["d/", "d/d/", "d/d/d/", "d/d/d/d/", "d/d/d/d/d/"]
+        assert await use("grep", pattern="x") == "[no line matches]"
+        path = "/".join("d" * 1000)
+        await use("write_file", path=f"{path}/x", content="deep")
+        assert await use("read_file", path=f"{path}/x") == "     1\tdeep"
+
+
+async def test_long_results_are_cut_and_say_so(bench: Open) -> None:
+    async with bench() as use:
+        await use(
+            "write_file", path="long", content="".join(f"{n} {'é' * 99}\n" for n in range(900))
+        )
+        text = await use("read_file", path="long", lines=2000)
+        assert len(text) < 16_100
+        left = 900 - text.count("\n")
+        assert text.endswith(f"[{left} more lines; go on with start={901 - left}]")
+        await use("write_file", path="wide", content="w" * 900_000)
+        wide = await use("read_file", path="wide")
+        assert len(wide) < 2100 and wide.endswith("[cut: the line has 900000 bytes]")
+        assert len(await use("grep", pattern="w", path="wide")) < 300
+        found = await use("grep", pattern="é", max=500)
+        assert len(found) < 21_000 and "[cut" in found
+        said = await use.refused("write_file", path="x", content="é" * 600_000)
+        assert "1200000 bytes" in said and "1000000" in said
+        said = await use.refused("write_file", path="x", content="x" * 1_000_001)
+        assert "too long" in said and len(said) < 1000
+        assert "No such file" in await use.refused("read_file", path="x")
+
+
+async def test_a_full_disk_leaves_a_file_as_it_was(bench: Open) -> None:
+    async with bench() as use:
+        await use("write_file", path="a", content="before\n")
+        done = await use.sandbox.exec(["sh", "-c", "cat /dev/zero > fill"])
+        assert not done.ok
+        left = "x" * 900_000
+        for name in ("write_file", "append_file"):
+            said = await use.refused(name, path="a", content=left)
+            assert said == "Error: a: No space left on device."
+        assert await use.sandbox.read("a") == b"before\n"
+        assert await use.sh("ls -A") == "a\nfill\n"
+
+
+async def test_a_command_shows_head_and_tail_and_how_it_ended(bench: Open) -> None:
+    async with bench(command_seconds=3) as use:
+        said = await use("bash", command="echo out; echo err >&2; echo out; exit 3")
+        assert said == "[exit status 3]\nout\nerr\nout\n"
+        assert await use("run_cmd", cmd=["printf", "%s|", "$HOME", "a b"]) == (
+            "[exit status 0]\n$HOME|a b|"
+        )
+        assert "cannot be started" in await use.refused("run_cmd", cmd=["no-such-program"])
+        said = await use("bash", command="sleep 100 & seq 1 1000000")
+        assert said.startswith("[exit status 0]\n1\n2\n") and said.endswith("999999\n1000000\n")
+        assert f"[cut: {6_888_896 - 10_000} bytes]" in said and len(said) < 10_100
+        said = await use("bash", command="echo first; sleep 60; echo never", timeout=1)
+        assert said == "[killed: it took too long]\nfirst\n"
+        assert await use("bash", command="kill -SEGV $$") == "[killed by signal 11 (SIGSEGV)]\n"
+        assert (await use("bash", command="yes")).startswith("[killed: it ")
+        assert await use("bash", command="cat; echo end") == "[exit status 0]\nend\n"  # no input
+        assert await use.sh("ps ax 2>/dev/null | grep -c '[s]leep' || true") == "0\n"
+        assert "less than or equal to 3" in await use.refused(
+            "bash", command="true", timeout=60
+        ) or ("maximum of 3" in await use.refused("bash", command="true", timeout=60))
+
+
+async def test_what_a_killed_command_said_is_shown(bench: Open) -> None:
+    async with bench() as use:
+        hungry = "import sys\nprint('first', flush=True)\nx = [b'x' * 10**6 for _ in range(10**5)]"
+        await use("write_file", path="hungry.py", content=hungry)
+        said = await use("run_cmd", cmd=["python3", "hungry.py"])
+        assert "first\n" in said and ("memory" in said or "MemoryError" in said)
+        said = await use("python", code=hungry)
+        assert "first\n" in said and ("memory" in said or "MemoryError" in said)
+
+
+async def test_python_runs_a_program_that_finds_the_workspace(bench: Open) -> None:
+    async with bench(command_seconds=5) as use:
+        await use("write_file", path="mine.py", content="VALUE = 7\n")
+        program = (
+            "from __future__ import annotations\nimport mine\n"
+            "if __name__ == '__main__':\n    print(mine.VALUE)"
+        )
+        assert await use("python", code=program) == "[exit status 0]\n7\n"
+        said = await use("python", code="x = 1\n1/0")
+        assert said.startswith("[exit status 1]\n") and "line 2" in said
+        assert "SyntaxError" in await use("python", code="def")
+        said = await use(
+            "python", code="import time\nprint(1, flush=True)\ntime.sleep(60)", timeout=1
+        )
+        assert said == "[killed: it took too long]\n1\n"
+        said = await use("python", code="print('é' * 30_000)")
+        assert "[cut: " in said and len(said) < 10_100
+
+
+async def test_what_is_planted_in_the_workspace_is_not_run_by_tools(bench: Open) -> None:
+    async with bench(preload=()) as use:
+        for name in ("json", "zlib", "envserver_tools", "subprocess", "sitecustomize", "secrets"):
+            await use("write_file", path=f"{name}.py", content="open('OWNED', 'w')\n")
+        await use("write_file", path="envserver_tools/inside.py", content="open('OWNED', 'w')\n")
+        await use("read_file", path="json.py")
+        await use("run_cmd", cmd=["true"])
+        assert "OWNED" not in await use("list_dir")
+
+
+async def test_a_program_that_answers_for_the_tool_is_no_harm(bench: Open) -> None:
+    forge = "for f in /proc/$PPID/fd/1; do head -c 100 /dev/urandom > $f; done; echo said; sleep 1"
+    async with bench() as use:
+        assert "said" in await use("bash", command=forge)
+
+
+MAKE = r"""
+git init -q repo; cd repo; git config user.email a@b; git config user.name n; mkdir sub dir
+printf 'a\nb\nc\n' > text; printf 'no end' > noend; printf '\0\1bin' > bin; echo > run.sh
+printf 'x\r\ny\r\n' > crlf; echo old > sub/gone; printf 'r\n1\n2\n3\n' > from; ln -s text link
+echo f > fifo; echo d > todir; printf 'caf\351\n' > latin; echo q > 'we"ird	näme'; echo 1 > dir/x
+echo t > tolink; echo '*.ign' > .gitignore; git add -A; git commit -qm base; cp -a . ../pristine
+"""
+CHANGE = r"""
+cd repo; printf 'a\nB\nc' > text; printf 'no end!' > noend; head -c 40000 /dev/urandom > bin
+chmod +x run.sh; printf 'x\r\nz\r\n' > crlf; rm sub/gone; mv from to; ln -sf noend link
+rm fifo; mkfifo fifo; rm todir; mkdir todir; echo in > todir/file; printf 'caf\350\n' > latin
+echo r > 'we"ird	näme'; printf 'new\0bin' > newbin; : > empty; echo i > x.ign; mkdir -p deep/er
+echo n > deep/er/new.py; chmod +x deep/er/new.py; rm -r dir; echo file > dir; rm tolink
+ln -s /etc/passwd tolink; mkfifo other; mkdir __pycache__; echo > __pycache__/a.pyc
+printf b > $'bad\377name'; git init -q nested; echo n > nested/n
+truncate -s 60M large; mkdir -p $(printf 'd/%.0s' $(seq 900))
+"""
+PLANT = r"""
+cd /work/repo; evil='touch /work/OWNED'; mkdir hooks
+for k in core.fsmonitor core.pager diff.external core.sshCommand diff.evil.command \
+  diff.evil.textconv filter.evil.clean filter.evil.smudge filter.evil.process; do
+  git config $k "$evil"; done
+for h in post-index-change pre-commit; do
+  printf '#!/bin/sh\ntouch /work/OWNED\n' | tee hooks/$h > .git/hooks/$h
+  chmod +x hooks/$h .git/hooks/$h; done
+printf '* filter=evil diff=evil text eol=crlf working-tree-encoding=UTF-16\n' |
+  tee .git/info/attributes /work/attributes > .gitattributes
+printf '*\n' | tee .git/info/exclude > /work/exclude
+printf "[core]\nfsmonitor = $evil\n[diff]\nexternal = $evil\n" > /work/.gitconfig
+git config core.hooksPath /work/repo/hooks; git config core.attributesFile /work/attributes
+git config core.excludesFile /work/exclude; git config diff.noprefix true
+git config color.ui always; git config core.autocrlf true; git config core.fileMode false
+git config diff.context 0; git config core.symlinks false; git config core.worktree /work/no
+printf '#!/bin/sh\ntouch /work/OWNED\n' | tee git > /work/git; chmod +x git /work/git
+rm -f /work/OWNED
+GIT_DIR=/work/repo/.git GIT_WORK_TREE=/work/repo /usr/bin/git diff > /dev/null 2>&1 || true
+rm /work/OWNED  # so the traps do spring
+"""
+APPLY = r"""
+rm -f /work/.gitconfig; cd /work/pristine; git apply ../the.patch
+diff -r --no-dereference -x .git /work/repo . || true
+find . -path ./.git -prune -o -type f -perm -100 -printf '%P\n' | sort
+"""
+NOT_IN_THE_PATCH = {"__pycache__", "d", "fifo", "large", "nested", "other", "sub", "x.ign"}
+
+
+async def _work(use: Bench) -> str:
+    return (await use.sh("pwd")).strip()
+
+
+@pytest.mark.parametrize("wall", ["namespace", "landlock", "unsafe-local"])
+async def test_a_patch_holds_all_changes_whatever_was_planted(bench: Open, wall: str) -> None:
+    async with bench(wall, repository="repo") as use:
+        await use.sh(MAKE)
+        assert await use("git_diff") == "[nothing has changed]"
+        await use.sh(CHANGE)
+        await use.sh(PLANT.replace("/work", await _work(use)))
+        before = await use.sh("cd repo; find .git -type f | sort | xargs sha256sum")
+        patch = await read_patch(use.sandbox, repository="repo")
+        assert len(patch) > 50_000  # it came by a file, of which nothing is left
+        assert "patch" not in await use("list_dir")
+        assert "OWNED" not in await use("list_dir")
+        assert before == await use.sh("cd repo; find .git -type f | sort | xargs sha256sum")
+        await use.sandbox.write("the.patch", patch)
+        *left, last = (await use.sh(APPLY.replace("/work", await _work(use)))).split(
+            "deep/er/new.py", 1
+        )
+        only = {line.rpartition(": ")[2] for line in left[0].splitlines() if ": " in line}
+        assert only == NOT_IN_THE_PATCH
+        assert "differ" not in left[0]
+        assert "run.sh" in last.split()
+        assert b"deleted file mode" in patch and b"GIT binary patch" in patch
+        shown = await use("git_diff")
+        end = f"[cut: the patch has {len(patch)} bytes]\n[left out: large, nested/]\n"
+        assert shown.endswith(end) and len(shown) < 17_000
+
+
+async def test_a_patch_starts_where_it_is_told(bench: Open) -> None:
+    async with bench() as use:
+        await use.sh(
+            "git init -q .; git config user.email a@b; git config user.name n; echo 1 > a;"
+            "git add a; git commit -qm one"
+        )
+        base = (await use.sh("git rev-parse HEAD")).strip()
+        await use.sh("echo 2 > a; git commit -qam two; echo 3 > b; git add b; git pack-refs --all")
+        since_head = await read_patch(use.sandbox)
+        assert b"b/b" in since_head and b"a/a" not in since_head
+        assert b"+2\n" in await read_patch(use.sandbox, base=base)
+        await use.sh(f"git checkout -q --detach; git gc -q; git replace HEAD {base} 2>/dev/null")
+        assert await read_patch(use.sandbox) == since_head
+        with pytest.raises(ToolError, match="longer than 100 bytes"):
+            await read_patch(use.sandbox, base=base, max_bytes=100)
+        with pytest.raises(ToolError, match="git failed"):
+            await read_patch(use.sandbox, base="1" * 40)
+        await use.sh("echo 'ref: refs/heads/../../../etc/passwd' > .git/HEAD")
+        assert "HEAD is no commit" in await use.refused("git_diff")
+        await use.sh("rm -rf .git")
+        assert "there is no git repository" in await use.refused("git_diff")
+
+
+async def test_a_sha256_repository_has_patches_too(bench: Open) -> None:
+    async with bench() as use:
+        await use.sh(
+            "git init -q --object-format=sha256 .; git config user.email a@b;"
+            "git config user.name n; echo 1 > a; git add a; git commit -qm one; echo 2 > a"
+        )
+        assert b"-1\n+2\n" in await read_patch(use.sandbox)
+
+
+async def test_tools_are_called_in_openai_s_shape(bench: Open) -> None:
+    def call(name: str, arguments: Any) -> dict[str, Any]:
+        source = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        return {"id": "c", "type": "function", "function": {"name": name, "arguments": source}}
+
+    async with bench(names=["read_file", "bash"]) as use:
+        described = descriptions(use.tools.values())
+        assert [d["function"]["name"] for d in described] == ["read_file", "bash"]
+        assert all(d["function"]["parameters"]["additionalProperties"] is False for d in described)
+        good = await call_tool(use.tools, call("bash", {"command": "echo hi"}))
+        assert good == ToolResult("[exit status 0]\nhi\n", ok=True)
+        for name, arguments in (
+            ("write_file", {"path": "a", "content": ""}),
+            ("bash", {"cmd": "ls"}),
+            ("bash", {"command": 1}),
+            ("bash", '{"command": "ls", "command": "rm"}'),
+            ("bash", '{"command": "\\udc80"}'),
+            ("bash", "[" * 5000),
+            ("read_file", '{"path": ' + "[" * 400 + "]" * 400 + "}"),
+        ):
+            assert (await call_tool(use.tools, call(name, arguments))).ok is False
+        with pytest.raises(TypeError, match="asynchronous"):
+            run_tool_call(use.tools, call("bash", {"command": "true"}))
+    with pytest.raises(ValueError, match="no tool 'fly'"):
+        sandbox_tools(use.sandbox, names=["fly"])
+
+
+async def test_the_text_protocol_uses_the_same_tools(bench: Open) -> None:
+    texts = iter(
+        [
+            "THOUGHT: I write.\n"
+            'TOOL_CALL: {"tool": "write_file", "args": {"path": "a", "content": "7"}}',
+            'TOOL_CALL:\n```json\n{"tool": "run_cmd", "args": {"cmd": ["cat", "a"]}}\n```',
+            'TOOL_CALL: {"tool": "read_file", "args": {"path": "/etc/passwd"}}',
+            "FINAL: 7",
+        ]
+    )
+
+    async def chat(messages: list[dict[str, Any]], **_: Any) -> Reply:
+        message = {"role": "assistant", "content": next(texts)}
+        return Reply(message["content"], [], "stop", message)
+
+    async with bench() as use:
+        run = await run_protocol(chat, use.tools, [{"role": "user", "content": "Write 7."}])
+    results = [step["text"] for step in run.steps if step["type"] == "tool_result"]
+    assert results[:2] == ["Made a: 1 byte, 1 line.", "[exit status 0]\n7"]
+    assert results[2].startswith("Error: /etc/passwd is outside")
+    assert (run.ending, run.answer, run.tool_errors) == ("final", "7", 1)
+
+
+async def test_smolagents_uses_the_same_tools(bench: Open) -> None:
+    smolagents = pytest.importorskip("smolagents")
+    from envserver_tools.smolagents_adapter import as_smolagents
+
+    async with bench() as use:
+        write, bash = as_smolagents(use.tools["write_file"]), as_smolagents(use.tools["bash"])
+
+        class Scripted(smolagents.Model):
+            turns = iter(
+                [
+                    "<code>\nwrite_file(path='a', content='from the agent')\n</code>",
+                    "<code>\nfinal_answer(bash('cat a', timeout=5))\n</code>",
+                ]
+            )
+
+            def generate(self, messages: Any, **_: Any) -> Any:
+                return smolagents.ChatMessage(role="assistant", content=next(self.turns))
+
+        run_cmd = as_smolagents(use.tools["run_cmd"])
+        schema = smolagents.models.get_tool_json_schema(run_cmd)["function"]["parameters"]
+        assert schema["required"] == ["cmd"]
+        assert schema["properties"]["cmd"]["items"]["type"] == "string"
+        agent = smolagents.CodeAgent([write, bash], Scripted(), verbosity_level=0)
+        answer = await asyncio.to_thread(agent.run, "Write it.")
+        assert answer == "[exit status 0]\nfrom the agent"
+        refused = await asyncio.to_thread(lambda: write(path="../x", content=""))
+        assert refused.startswith("Error: ../x is outside of /work")
+        with pytest.raises(RuntimeError, match="its own thread"):
+            bash(command="true")
+
+    def shout(word: str) -> str:
+        return word.upper()
+
+    parameters = {
+        "type": "object",
+        "properties": {"word": {"type": "string"}},
+        "required": ["word"],
+        "additionalProperties": False,
+    }
+    described = {"name": "shout", "description": "Shouts.", "parameters": parameters}
+    tool = as_smolagents(toolbox(Tool({"type": "function", "function": described}, shout))["shout"])
+    assert tool(word="hi") == "HI"

@@ -1,0 +1,442 @@
+"""Workers: agents run, fail and misbehave in processes of their own; the server knows how."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from envserver_records.errors import (
+    ConfigError,
+    LimitReached,
+    WorkerDied,
+    WorkerError,
+    WorkerGarbage,
+    WorkerHung,
+)
+from structlog.testing import capture_logs
+from support.worker_standin import ZOO, StandIn, alive, serving, until
+
+from envserver.config import WorkersConfig
+from envserver.workers.local import LocalPool
+from envserver.workers.pool import Assignment
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+LEVELS = ("pooled", "dedicated")
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def proxy() -> AsyncIterator[StandIn]:
+    async with serving() as standin:
+        yield standin
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def pool() -> AsyncIterator[LocalPool]:
+    config = WorkersConfig(processes=1, dedicated=4, kill_grace_seconds=0.3)
+    async with LocalPool(config, [f"{ZOO}:Zoo", f"{ZOO}:Plain"]) as started:
+        yield started
+
+
+async def death_of(pool: LocalPool, assignment: Assignment) -> WorkerError:
+    with pytest.raises(WorkerError) as caught:
+        await pool.run(assignment)
+    return caught.value
+
+
+async def pid_of_pooled(pool: LocalPool, proxy: StandIn) -> int:
+    echo = proxy.open("echo")
+    await pool.run(echo)
+    return int(proxy.posted(echo)["output"]["pid"])
+
+
+# Agents that end by themselves.
+
+
+@pytest.mark.parametrize("isolation", LEVELS)
+async def test_an_agent_runs_and_its_result_is_posted(
+    pool: LocalPool, proxy: StandIn, isolation: str
+) -> None:
+    echo = proxy.open("echo", isolation=isolation, text="four")
+    chat = proxy.open("chat", isolation=isolation)
+    plain = proxy.open("chat", kind="Plain", isolation=isolation)
+    await asyncio.gather(*(pool.run(one) for one in (echo, chat, plain)))
+    posted = proxy.posted(echo)
+    assert posted["output"]["text"] == "four"
+    assert posted["metrics"] == {"length": 4.0}
+    assert posted["output"]["pid"] != os.getpid()
+    assert proxy.posted(chat)["output"] == ["hello", "stop", "assistant"]
+    assert proxy.posted(plain)["output"] == "hello"
+    facts = {"turns": 1, "path": repr(Path("/tmp"))}
+    assert proxy.logs == [{"event": "chatted", "facts": facts}]
+    assert {chat["model"] for chat in proxy.chats} == {"tiny"}
+    assert any(chat["headers"].get("x-agent") == "solver" for chat in proxy.chats)
+
+
+async def test_the_openai_clients_reach_the_proxy(pool: LocalPool, proxy: StandIn) -> None:
+    for kind in ("Zoo", "Plain"):
+        asked = proxy.open("openai_client", kind=kind)
+        await pool.run(asked)
+        assert proxy.posted(asked)["output"] == "hello"
+
+
+async def test_an_agents_exception_is_its_failure(pool: LocalPool, proxy: StandIn) -> None:
+    deaths = pool.snapshot()["deaths"]
+    raised, unsendable, left = proxy.open("fail"), proxy.open("unsendable"), proxy.open("sys_exit")
+    await asyncio.gather(*(pool.run(one) for one in (raised, unsendable, left)))
+    failure = proxy.posted(raised)["failure"]
+    assert failure["kind"] == "agent_error"
+    assert failure["message"] == "KeyError: 'no such thing'"
+    assert "in fail\n" in failure["detail"]["traceback"]
+    assert "envserver/workers" not in failure["detail"]["traceback"]
+    assert "JSON cannot hold" in proxy.posted(unsendable)["failure"]["message"]
+    assert "SystemExit(3)" in proxy.posted(left)["failure"]["message"]
+    assert pool.snapshot()["deaths"] == deaths
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind"),
+    [
+        ("limit_reached", 400, "limit_reached"),
+        ("engine_timeout", 504, "engine_timeout"),
+        ("engine_unavailable", 503, "engine_unavailable"),
+        ("input", 422, "agent_error"),
+    ],
+)
+async def test_what_the_proxy_refuses_keeps_its_kind(
+    pool: LocalPool, proxy: StandIn, code: str, status: int, kind: str
+) -> None:
+    for agent in ("Zoo", "Plain"):
+        refused = proxy.open("chat", kind=agent, error=code, status=status)
+        await pool.run(refused)
+        assert proxy.posted(refused)["failure"]["kind"] == kind
+
+
+async def test_two_hundred_rollouts_share_two_processes(proxy: StandIn) -> None:
+    config = WorkersConfig(processes=2, rollouts_per_process=5)
+    async with LocalPool(config, [f"{ZOO}:Zoo"]) as pool:
+        most = 0
+
+        async def run(one: Assignment) -> None:
+            nonlocal most
+            await pool.run(one)
+            most = max(most, pool.snapshot()["running"])
+
+        rollouts = [proxy.open("echo", text=str(number)) for number in range(200)]
+        await asyncio.gather(*(run(one) for one in rollouts))
+    outputs = [proxy.posted(one)["output"] for one in rollouts]
+    assert [output["text"] for output in outputs] == [str(number) for number in range(200)]
+    assert len({output["pid"] for output in outputs}) == 2
+    assert most <= 10
+
+
+async def test_a_worker_has_its_own_directory_and_leaves_nothing(
+    pool: LocalPool, proxy: StandIn
+) -> None:
+    dirty = proxy.open("dirty_directory", isolation="dedicated")
+    await pool.run(dirty)
+    directory = Path(proxy.posted(dirty)["output"])
+    await until(lambda: not directory.exists())
+    assert directory != Path.cwd()
+
+
+# Agents that take their process with them.
+
+
+@pytest.mark.parametrize("isolation", LEVELS)
+@pytest.mark.parametrize(
+    ("do", "facts", "output"),
+    [
+        ("os_exit", {"exit_code": 3}, "last words"),
+        ("kill_itself", {"signal": "SIGKILL"}, ""),
+        ("segfault", {"signal": "SIGSEGV"}, "Segmentation fault"),
+    ],
+)
+async def test_a_death_says_how(
+    pool: LocalPool, proxy: StandIn, isolation: str, do: str, facts: dict[str, Any], output: str
+) -> None:
+    died = await death_of(pool, proxy.open(do, isolation=isolation))
+    assert type(died) is WorkerDied
+    assert facts.items() <= died.detail.items()
+    assert output in died.detail.get("output", "")
+    assert "mate" not in died.detail
+    await pid_of_pooled(pool, proxy)  # replaced
+
+
+async def test_a_blocked_event_loop_is_a_hang(pool: LocalPool, proxy: StandIn) -> None:
+    before = await pid_of_pooled(pool, proxy)
+    began = time.monotonic()
+    assert type(await death_of(pool, proxy.open("spin"))) is WorkerHung
+    assert time.monotonic() - began < 5.0
+    assert not alive(before)
+    assert await pid_of_pooled(pool, proxy) != before
+
+
+async def test_busy_threads_and_slow_setups_are_no_hang(pool: LocalPool, proxy: StandIn) -> None:
+    busy = proxy.open("busy", kind="Plain", rest_seconds=1.6)
+    slow = proxy.open("echo", isolation="dedicated", config={"setup_seconds": 1.6})
+    await asyncio.gather(pool.run(busy), pool.run(slow))
+    assert proxy.posted(busy)["output"] == "done"
+    assert "output" in proxy.posted(slow)
+
+
+async def test_a_busy_server_does_not_blame_its_workers(pool: LocalPool, proxy: StandIn) -> None:
+    before = await pid_of_pooled(pool, proxy)
+    time.sleep(1.6)  # longer than heartbeat_seconds, on the server's own event loop
+    assert await pid_of_pooled(pool, proxy) == before
+
+
+async def test_garbage_on_the_control_socket(pool: LocalPool, proxy: StandIn) -> None:
+    before = await pid_of_pooled(pool, proxy)
+    assert type(await death_of(pool, proxy.open("garbage"))) is WorkerGarbage
+    assert not alive(before)
+    assert await pid_of_pooled(pool, proxy) != before
+
+
+async def test_a_flood_of_output_is_bounded_and_told(pool: LocalPool, proxy: StandIn) -> None:
+    flood = proxy.open("flood", lines=20_000)
+    with capture_logs() as logs:
+        await pool.run(flood)
+        await until(lambda: any(line["event"] == "worker_output_dropped" for line in logs))
+    lines = [line for line in logs if line["event"] == "worker_output"]
+    assert proxy.posted(flood)["output"] == "done"
+    assert {line["rollout_id"] for line in lines} == {flood.rollout_id}
+    assert 0 < len(lines) < 1000
+
+
+# Deadlines and cancelling.
+
+
+async def test_at_the_deadline_the_agent_is_cancelled(
+    pool: LocalPool, proxy: StandIn, tmp_path: Path
+) -> None:
+    before = await pid_of_pooled(pool, proxy)
+    paths = {"started": str(tmp_path / "started"), "ended": str(tmp_path / "ended")}
+    late = proxy.open("sleep", seconds=0.5, **paths)
+    await pool.run(late)
+    failure = proxy.posted(late)["failure"]
+    assert (failure["kind"], failure["detail"]) == (LimitReached.kind, {"limit": "time"})
+    assert (tmp_path / "ended").exists()
+    assert await pid_of_pooled(pool, proxy) == before
+
+
+async def test_a_thread_that_ignores_its_deadline_is_killed_and_its_mates_are_told(
+    pool: LocalPool, proxy: StandIn, tmp_path: Path
+) -> None:
+    late = proxy.open("sleep", kind="Plain", seconds=0.5, started=str(tmp_path / "late"))
+    mate = proxy.open("sleep", started=str(tmp_path / "mate"))
+    hung, died = await asyncio.gather(death_of(pool, late), death_of(pool, mate))
+    assert type(hung) is WorkerHung
+    assert "mate" not in hung.detail
+    assert type(died) is WorkerDied
+    assert died.detail == {"mate": True}
+    assert not proxy.has_posted(late)
+
+
+async def test_a_death_of_unknown_cause_is_tried_again_alone(
+    pool: LocalPool, proxy: StandIn, tmp_path: Path
+) -> None:
+    innocent = proxy.open("sleep", rollout_id="innocent", started=str(tmp_path / "innocent"))
+    waiting = asyncio.create_task(death_of(pool, innocent))
+    await until((tmp_path / "innocent").exists)
+    guilty = await death_of(pool, proxy.open("os_exit", rollout_id="guilty"))
+    assert guilty.detail["mate"] and (await waiting).detail["mate"]
+
+    pooled = await pid_of_pooled(pool, proxy)
+    again = proxy.open("echo", rollout_id="innocent")
+    await pool.run(again)
+    assert proxy.posted(again)["output"]["pid"] != pooled
+    guilty = await death_of(pool, proxy.open("os_exit", rollout_id="guilty"))
+    assert "mate" not in guilty.detail
+    assert await pid_of_pooled(pool, proxy) == pooled
+
+
+async def test_cancelling_a_run_cancels_the_agent(
+    pool: LocalPool, proxy: StandIn, tmp_path: Path
+) -> None:
+    before = await pid_of_pooled(pool, proxy)
+    paths = {"started": str(tmp_path / "started"), "ended": str(tmp_path / "ended")}
+    obedient = proxy.open("sleep", **paths)
+    running = asyncio.create_task(pool.run(obedient))
+    await until((tmp_path / "started").exists)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert (tmp_path / "ended").exists()
+    assert not proxy.has_posted(obedient)
+    assert await pid_of_pooled(pool, proxy) == before
+
+    stubborn = proxy.open("sleep", kind="Plain", started=str(tmp_path / "thread"))
+    running = asyncio.create_task(pool.run(stubborn))
+    await until((tmp_path / "thread").exists)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not alive(before)
+    assert pool.snapshot()["running"] == 0
+
+
+async def test_tasks_that_an_agent_forgot_end_with_its_rollout(
+    pool: LocalPool, proxy: StandIn, tmp_path: Path
+) -> None:
+    paths = {"started": str(tmp_path / "started"), "ended": str(tmp_path / "ended")}
+    await pool.run(proxy.open("forget_a_task", **paths))
+    assert (tmp_path / "ended").exists()
+
+
+async def test_who_waits_in_vain_for_a_worker_is_told(proxy: StandIn, tmp_path: Path) -> None:
+    config = WorkersConfig(processes=1, rollouts_per_process=1, kill_grace_seconds=0.1)
+    async with LocalPool(config, [f"{ZOO}:Zoo"]) as pool:
+        first = proxy.open("sleep", started=str(tmp_path / "started"))
+        running = asyncio.create_task(death_of(pool, first))
+        await until((tmp_path / "started").exists)
+        died = await death_of(pool, proxy.open("echo", seconds=0.1))
+        assert "before a worker was free" in str(died)
+        waiting = asyncio.create_task(death_of(pool, proxy.open("echo")))
+        await asyncio.sleep(0)
+    assert "The pool was closed" in str(await waiting)
+    assert type(await running) is WorkerDied
+
+
+async def test_a_setup_without_end_is_not_the_models_fault(pool: LocalPool, proxy: StandIn) -> None:
+    config = {"setup_waits": True}
+    endless = proxy.open("echo", isolation="dedicated", config=config, seconds=0.3)
+    await pool.run(endless)
+    assert proxy.posted(endless)["failure"]["kind"] == "agent_error"
+
+
+async def test_an_error_beside_the_pool_passes_unchanged() -> None:
+    with pytest.raises(KeyError):
+        async with LocalPool(WorkersConfig(), []):
+            raise KeyError
+
+
+# Nothing survives.
+
+
+@pytest.mark.parametrize("way", ["worker exits", "rollout ends", "nursery is killed", "pool ends"])
+async def test_nothing_that_an_agent_started_survives_it(
+    proxy: StandIn, tmp_path: Path, way: str
+) -> None:
+    config = WorkersConfig(processes=1, kill_grace_seconds=0.2)
+    isolation = "dedicated" if way == "rollout ends" else "pooled"
+    written = tmp_path / "pids"
+    async with LocalPool(config, [f"{ZOO}:Zoo"]) as pool:
+        parent = proxy.open(
+            "grandchildren",
+            isolation=isolation,
+            pids=str(written),
+            rest_seconds=0 if way == "rollout ends" else 60,
+            exit=way == "worker exits",
+        )
+        running = asyncio.gather(pool.run(parent), return_exceptions=True)
+        await until(lambda: written.exists() and written.read_text())
+        pids = [int(pid) for pid in written.read_text().split()]
+        if way == "nursery is killed":
+            worker = Path(f"/proc/{pool.snapshot()['pids'][0]}/stat").read_text()
+            os.kill(int(worker.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        if way != "pool ends":
+            await until(lambda: not any(alive(pid) for pid in pids))
+            (error,) = await running
+            died = type(error) is WorkerDied
+            assert died == (way != "rollout ends"), error
+            await pid_of_pooled(pool, proxy)
+    assert not any(alive(pid) for pid in pids)
+    await running
+
+
+SERVER = """
+import asyncio, sys, uvloop
+from envserver.config import WorkersConfig
+from envserver.workers.local import LocalPool
+from support.worker_standin import ZOO, serving
+
+async def main():
+    async with serving() as proxy, LocalPool(WorkersConfig(processes=2), [f"{ZOO}:Zoo"]) as pool:
+        await pool.run(proxy.open("echo"))
+        parent = proxy.open("grandchildren", pids=sys.argv[1], rest_seconds=60)
+        alone = proxy.open("sleep", isolation="dedicated", started=sys.argv[2])
+        await asyncio.gather(pool.run(parent), pool.run(alone))
+
+uvloop.run(main())
+"""
+
+
+async def test_nothing_survives_a_killed_server(tmp_path: Path) -> None:
+    pids, started = tmp_path / "pids", tmp_path / "started"
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(pids), str(started)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)},
+        start_new_session=True,
+    )
+    try:
+        await until(lambda: started.exists() and pids.exists() and pids.read_text(), 20)
+        (root,) = tmp_path.glob("envserver-workers-*")
+        family = [int(pid) for pid in pids.read_text().split()] + marked_by(root)
+        assert len(set(family)) >= 7  # nursery, 3 workers, 3 grandchildren
+    finally:
+        server.kill()
+        server.wait()
+    await until(lambda: not any(alive(pid) for pid in family) and not marked_by(root))
+    assert not root.exists()
+
+
+def marked_by(root: Path) -> list[int]:
+    """Processes whose environment variables name `root`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and os.fsencode(root) in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return [pid for pid in found if alive(pid)]
+
+
+# Secrets.
+
+
+async def test_workers_get_no_secret_and_no_hidden_part(
+    proxy: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-top-secret")
+    monkeypatch.setenv("ENVSERVER_OPENAI__API_KEY", "sk-top-secret")
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    async with LocalPool(WorkersConfig(processes=1), [f"{ZOO}:Zoo"]) as pool:
+        environ = proxy.open("environ")
+        await pool.run(environ)
+        (worker,) = (Path(f"/proc/{pid}") for pid in pool.snapshot()["pids"])
+        nursery = Path(f"/proc/{(worker / 'stat').read_text().rpartition(')')[2].split()[1]}")
+        seen = [
+            (process / name).read_bytes()
+            for process in (worker, nursery)
+            for name in ("environ", "cmdline")
+        ]
+    names = proxy.posted(environ)["output"]
+    assert "LC_ALL" in names
+    assert not {"OPENAI_API_KEY", "ENVSERVER_OPENAI__API_KEY", "USER", "SHELL"} & set(names)
+    received = b"".join([*seen, *proxy.served, str(names).encode()])
+    assert b"PATH=" in received
+    for secret in (b"sk-top-secret", b"the-hidden-answer", b"hidden"):
+        assert secret not in received
+
+
+async def test_an_environment_that_cannot_be_imported_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    broken = tmp_path / "broken.py"
+    broken.write_text("import no_such_module")
+    with pytest.raises(ConfigError, match="no_such_module"):
+        async with LocalPool(WorkersConfig(), [str(broken)]):
+            raise AssertionError("it started")
+    assert not list(tmp_path.glob("envserver-workers-*"))
