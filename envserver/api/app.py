@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .. import __version__
 from ..config import RetentionConfig, ServerConfig
 from ..proxy.gate import Gate
+from ..rollouts.capacity import Bounds
 from ..rollouts.ordered import Orders
-from ..rollouts.room import Bounds
 from ..store import Store
 from ..store.demand import Demand
 from . import problems

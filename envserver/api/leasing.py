@@ -122,7 +122,7 @@ class Packed:
         return parts
 
 
-class Travelling:
+class GroupEncoder:
     """Makes leases and groups into bytes; one for an app.
 
     Args:

@@ -19,7 +19,7 @@ from ..curriculum_config import CurriculumConfig
 from ..environment import Environment
 from ..rollouts.estimates import UNTRIED, Estimate, Scored, scored_of, updated
 from ..rollouts.events import Event, GroupDelivered, GroupDropped
-from ..rollouts.stream import Ticket, again_prefix, id_prefix, tickets
+from ..rollouts.stream import GroupRequest, again_prefix, group_requests, id_prefix
 from ..rollouts.task_stream import Known, TaskStream
 
 if TYPE_CHECKING:  # a command without a store does not wait for SQLAlchemy
@@ -39,10 +39,10 @@ def has_curriculum(rules: CurriculumConfig) -> bool:
 
 def stream_of(
     environment: Environment, curriculum: TaskStream | None, *, repeat: bool
-) -> Iterator[Ticket]:
-    """The tasks of a run as groups to be made, see `rollouts.stream.tickets`."""
-    own = tickets(environment, repeat=repeat)
-    return own if curriculum is None else curriculum.tickets(own)
+) -> Iterator[GroupRequest]:
+    """The tasks of a run as groups to be made, see `rollouts.stream.group_requests`."""
+    own = group_requests(environment, repeat=repeat)
+    return own if curriculum is None else curriculum.requests(own)
 
 
 async def curriculum_of_store(
@@ -64,18 +64,18 @@ async def curriculum_of_store(
     )
 
 
-def _look(store: Store, loop: asyncio.AbstractEventLoop, asked: list[Ticket]) -> Known:
+def _look(store: Store, loop: asyncio.AbstractEventLoop, asked: list[GroupRequest]) -> Known:
     """For the thread in which tasks are read."""
     return asyncio.run_coroutine_threadsafe(_ask(store, asked), loop).result()
 
 
-async def _ask(store: Store, asked: list[Ticket]) -> Known:
+async def _ask(store: Store, asked: list[GroupRequest]) -> Known:
     """What `store` knows of these, as soon as it can say it."""
     env, split = asked[0].env, asked[0].split
     while True:
         try:
-            made = await store.made([ticket.group_id for ticket in asked])
-            ids = list({ticket.task.id for ticket in asked})
+            made = await store.made([request.group_id for request in asked])
+            ids = list({request.task.id for request in asked})
             return Known(made, await store.estimates_of(env, split, ids))
         except StoreLost:
             raise
@@ -148,9 +148,9 @@ class Book:
         own, later = self._more
         return len(self._made) - again + own, again + later
 
-    def _look(self, asked: list[Ticket]) -> Known:
+    def _look(self, asked: list[GroupRequest]) -> Known:
         found = ((one.task.id, self._estimates.get(one.task.id)) for one in asked)
-        ids = [ticket.group_id for ticket in asked]
+        ids = [request.group_id for request in asked]
         return Known(
             self._made.intersection(ids) | (self._known(ids) if self._known else set()),
             {task_id: estimate for task_id, estimate in found if estimate is not None},

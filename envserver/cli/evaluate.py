@@ -1,4 +1,4 @@
-"""An evaluation: environments' tasks and baselines through the machinery of `process`.
+"""An evaluation: environments' tasks and baselines through the parts of `process`.
 
 In the folder of each environment: `groups.jsonl` and `groups-<baseline>.jsonl` (as `process` writes
 them), `tasks.jsonl` beside each, `run.json` (the settings that decide results: a resumed run must
@@ -32,7 +32,7 @@ from ..evaluation.report import Counted, Report
 from ..evaluation.results import TaskFacts, facts_of, read_tasks
 from ..evaluation.suite import Suite
 from ..rollouts.events import Event, GroupDropped, RolloutFailed
-from ..rollouts.stream import Ticket, tickets
+from ..rollouts.stream import GroupRequest, group_requests
 from .engines import SIMULATED
 from .evaluate_folder import claim, write_report, write_run_file, write_tasks
 from .evaluate_members import Member
@@ -68,12 +68,12 @@ class _Run:
     failed: dict[str, Counter[str]] = field(default_factory=dict)
     dropped: set[str] = field(default_factory=set)
 
-    def stream(self) -> Iterator[Ticket]:
+    def stream(self) -> Iterator[GroupRequest]:
         """Each task once."""
         steps = self.environment.config.total_steps
-        for ticket in itertools.islice(tickets(self.environment, repeat=False), steps):
-            self.facts[ticket.group_id] = facts_of(ticket.group_id, ticket.task)
-            yield ticket
+        for request in itertools.islice(group_requests(self.environment, repeat=False), steps):
+            self.facts[request.group_id] = facts_of(request.group_id, request.task)
+            yield request
 
     def observe(self, event: Event) -> None:
         if isinstance(event, RolloutFailed):

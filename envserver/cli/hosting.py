@@ -18,11 +18,11 @@ from ..api.joined.beside import SharingSink
 from ..api.joined.registered import RemoteEnvironments
 from ..config import MixSettings
 from ..rollouts.auditor import Auditor
+from ..rollouts.capacity import Bounds
 from ..rollouts.events import Event, GroupDelivered, GroupDropped, Observer
-from ..rollouts.group import Machinery
+from ..rollouts.group import RolloutContext
 from ..rollouts.mixing import Shares, Turns, targets
 from ..rollouts.ordered import Orders
-from ..rollouts.room import Bounds
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import id_prefix
 from ..rollouts.task_stream import TaskStream
@@ -35,7 +35,7 @@ from .front import Front, beside
 from .metrics import CurriculumNumbers, Deliveries, EngineNumbers, PartsNumbers, RolloutNumbers
 from .mixing import Member, Several
 from .progress import Tally
-from .runtime import EngineRoom, engine_room, machinery
+from .runtime import EngineRoom, engine_room, rollout_context
 
 Members = list[Member[MixSettings]]
 
@@ -52,7 +52,7 @@ class Hosted(msgspec.Struct, frozen=True):
     """
 
     room: EngineRoom
-    parts: list[Machinery]
+    parts: list[RolloutContext]
     auditor: Auditor
     demand: Demand
     staleness: Staleness
@@ -86,7 +86,7 @@ async def hosted(members: Members, door: Front) -> AsyncIterator[Hosted]:
     """Everything that `members` need, started; its numbers are shown at `door`.
 
     Raises:
-        ConfigError, EngineError: see `machinery`.
+        ConfigError, EngineError: see `rollout_context`.
     """
     settings = members[0].line.settings
     tally, numbers = Tally(), RolloutNumbers()
@@ -191,14 +191,14 @@ def _warn(event: GroupDropped, tally: Tally) -> None:
 @contextlib.asynccontextmanager
 async def _machineries(
     members: Members, room: EngineRoom, observe: Callable[[str], Observer], health: Health
-) -> AsyncIterator[list[Machinery]]:
+) -> AsyncIterator[list[RolloutContext]]:
     """What runs the rollouts of each."""
     async with contextlib.AsyncExitStack() as stack:
         parts = []
         for one in members:
             settings, config = one.line.settings, one.environment.config
             tokens = settings.tokens
-            made = machinery(
+            made = rollout_context(
                 settings,
                 one.environment,
                 one.line.reference,
@@ -240,7 +240,7 @@ def _demand(members: Members, store: Store) -> Demand:
 
 async def _schedulers(
     members: Members,
-    parts: list[Machinery],
+    parts: list[RolloutContext],
     store: Store,
     demand: Demand,
     elsewhere: RemoteEnvironments,
@@ -292,7 +292,7 @@ def _flow(tally: Tally, staleness: Staleness, demand: Demand) -> dict[str, Any]:
     }
 
 
-def _status(all_parts: list[Machinery], schedulers: Several, tally: Tally) -> dict[str, Any]:
+def _status(all_parts: list[RolloutContext], schedulers: Several, tally: Tally) -> dict[str, Any]:
     """What `/v1/status` says of the environments beside what the store says."""
     parts = all_parts[0]
     several = {}

@@ -31,16 +31,16 @@ from ..remote.link import Link
 from ..remote.messages import NAME_PATTERN, Heartbeat, Registration, Welcome
 from ..remote.sink import RemoteSink, lacking
 from ..rollouts.events import Event, GroupDropped, Observer
-from ..rollouts.group import Machinery
+from ..rollouts.group import RolloutContext
 from ..rollouts.scheduler import Scheduler
-from ..rollouts.stream import tickets
+from ..rollouts.stream import group_requests
 from ..tokens.flags import chosen
 from .command_line import CommandLine, read_command_line
 from .curricula import MOST_ESTIMATES, Book, has_curriculum
 from .logs import configure_logs
 from .loop import run_loop
 from .progress import Tally, counted
-from .runtime import engine_room, machinery, run_until_stopped
+from .runtime import engine_room, rollout_context, run_until_stopped
 
 SUMMARY = """Runs rollouts of an environment here for the server at URL (`serve` or `run-api`).
 It reconnects by itself, and goes on with its own groups when it is started again. SIGTERM or
@@ -112,7 +112,7 @@ async def join(line: Line, console: Console) -> int:
 
     Raises:
         ConfigError, ConflictError, InputError: the server does not let us in, or refuses a group.
-        EngineError: see `machinery`.
+        EngineError: see `rollout_context`.
     """
     settings, name = line.settings, line.environment_class.name
     with held_identity(
@@ -132,7 +132,7 @@ async def join(line: Line, console: Console) -> int:
             tally = Tally()
             rules = settings.curriculum
             book = (
-                await _book(environment, rules, link, welcome, lambda: parts.freshness.version)
+                await _book(environment, rules, link, welcome, lambda: parts.staleness.version)
                 if has_curriculum(rules)
                 else None
             )
@@ -141,7 +141,7 @@ async def join(line: Line, console: Console) -> int:
                     engine_room(settings, need_engine=False, need_exact=True, gate=gate)
                 )
                 parts = await stack.enter_async_context(
-                    machinery(
+                    rollout_context(
                         settings,
                         environment,
                         line.reference,
@@ -265,18 +265,18 @@ def _observer(tally: Tally, book: Book | None) -> Observer:
     return observe
 
 
-def _scheduler(parts: Machinery, link: Link, stored: int, book: Book | None) -> Scheduler:
+def _scheduler(parts: RolloutContext, link: Link, stored: int, book: Book | None) -> Scheduler:
     environment = parts.environment
     steps = environment.config.total_steps
     scheduler: Scheduler | None = None
-    own = tickets(environment, repeat=True)
+    own = group_requests(environment, repeat=True)
 
     def open_groups() -> int:
         return 0 if scheduler is None else scheduler.open_groups
 
     scheduler = Scheduler(
         parts,
-        lacking(own, _known(link), stored) if book is None else book.curriculum.tickets(own),
+        lacking(own, _known(link), stored) if book is None else book.curriculum.requests(own),
         RemoteSink(link, open_groups),
         wanted=None if steps is None else max(0, steps - stored),
         stop_on_failures=False,
@@ -285,7 +285,7 @@ def _scheduler(parts: Machinery, link: Link, stored: int, book: Book | None) -> 
     return scheduler
 
 
-def _connect(link: Link, parts: Machinery, scheduler: Scheduler, tally: Tally) -> None:
+def _connect(link: Link, parts: RolloutContext, scheduler: Scheduler, tally: Tally) -> None:
     """Lets `link` say how the work goes, and the work hear the news."""
     most = max(1, parts.rollouts.max_concurrent // parts.environment.config.group_size) + 1
 

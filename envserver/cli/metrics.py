@@ -22,7 +22,7 @@ from ..rollouts.events import (
     RolloutFailed,
     RolloutScored,
 )
-from ..rollouts.group import Machinery
+from ..rollouts.group import RolloutContext
 from ..rollouts.task_stream import TaskStream
 from ..store import Lease, Store
 from ..store.states import GroupState
@@ -183,7 +183,7 @@ class EngineNumbers:
 class PartsNumbers:
     """Of what runs the rollouts of each environment: proxy, workers, sandboxes, services."""
 
-    def __init__(self, parts: Sequence[Machinery]) -> None:
+    def __init__(self, parts: Sequence[RolloutContext]) -> None:
         self._parts = parts
 
     async def families(self) -> Iterable[Metric]:

@@ -27,7 +27,7 @@ from .curricula import Book, has_curriculum, stream_of
 from .mixing import Member, Several
 from .process import ProcessSettings, show_notes
 from .progress import ProgressView, Rewards, summary_table
-from .runtime import EngineRoom, engine_room, machinery, run_until_stopped
+from .runtime import EngineRoom, engine_room, rollout_context, run_until_stopped
 
 Members = list[Member[ProcessSettings]]
 
@@ -111,7 +111,7 @@ async def _run(
             file, config = files[_path(one)], one.environment.config
             book = books.get(one.environment.name)
             parts = await stack.enter_async_context(
-                machinery(
+                rollout_context(
                     one.line.settings,
                     one.environment,
                     one.line.reference,

@@ -17,9 +17,9 @@ from ..environment import Environment
 from ..export.jsonl import FailuresFile, JsonlSink, open_sink
 from ..rollouts.estimates import Scored
 from ..rollouts.events import Event, Observer
-from ..rollouts.group import Machinery
+from ..rollouts.group import RolloutContext
 from ..rollouts.scheduler import Scheduler
-from ..rollouts.stream import Ticket
+from ..rollouts.stream import GroupRequest
 from ..tokens.flags import FLAGS, Actions, chosen
 from .command_line import program, read_command_line
 from .curricula import Book, has_curriculum, stream_of
@@ -28,7 +28,7 @@ from .logs import configure_logs
 from .loop import run_loop
 from .mixing import read_mix
 from .progress import ProgressView, Tally, counted, summary_table
-from .runtime import EngineRoom, machinery, run_until_stopped
+from .runtime import EngineRoom, rollout_context, run_until_stopped
 
 SUMMARY = """Runs rollouts of an environment, or of several, and writes each finished group as a
 line of JSON. Ctrl-C once finishes the open groups and stops; twice stops at once. Nothing written
@@ -118,7 +118,7 @@ async def write_groups(
     reference: str,
     environment: Environment,
     settings: Settings,
-    stream: Iterator[Ticket],
+    stream: Iterator[GroupRequest],
     output: Path,
     console: Console,
     *,
@@ -171,7 +171,7 @@ async def write_groups(
                 observer(event)
 
         try:
-            async with machinery(
+            async with rollout_context(
                 settings,
                 environment,
                 reference,
@@ -192,9 +192,9 @@ async def write_groups(
 
 
 async def _run(
-    parts: Machinery,
+    parts: RolloutContext,
     sink: JsonlSink,
-    stream: Iterator[Ticket],
+    stream: Iterator[GroupRequest],
     wanted: int | None,
     view: ProgressView,
 ) -> bool:

@@ -25,7 +25,7 @@ from ..proxy.attempts import line_of
 from ..proxy.source import Source
 from ..rollouts.attempt import Finished
 from ..rollouts.events import Event
-from ..rollouts.group import Machinery, run_once, score_once
+from ..rollouts.group import RolloutContext, run_once, score_once
 from ..rollouts.kept_calls import calls_in, service_calls_in
 from ..rollouts.replaying import (
     Difference,
@@ -36,11 +36,11 @@ from ..rollouts.replaying import (
     recorded_calls,
     told_calls,
 )
-from ..rollouts.stream import Ticket
+from ..rollouts.stream import GroupRequest
 from ..telemetry.tracing import NO_TRACER
 from ..tokens.flags import chosen
 from ..workers.debugging import DebugPool
-from .runtime import EngineRoom, machinery
+from .runtime import EngineRoom, rollout_context
 from .task_finder import TaskFinder
 
 _NAMES_SHOWN = 8
@@ -217,7 +217,7 @@ async def replay(
     engine = MeasuredEngine(player)
     async with (
         engine,
-        machinery(
+        rollout_context(
             settings,
             environment,
             reference,
@@ -243,9 +243,9 @@ async def _task(record: Record, environment: Environment, reference: str) -> Tas
     return await TaskFinder(reference, config, address).find(facts["task_id"])
 
 
-async def _played(record: Record, parts: Machinery, task: Task, player: Player) -> Replayed:
+async def _played(record: Record, parts: RolloutContext, task: Task, player: Player) -> Replayed:
     facts, rollout = record.facts, record.rollout
-    ticket = Ticket(
+    request = GroupRequest(
         group_id=facts["group_id"],
         index=facts["index"],
         env=facts["env"],
@@ -254,7 +254,7 @@ async def _played(record: Record, parts: Machinery, task: Task, player: Player) 
         task=task,
     )
     try:
-        finished = await run_once(parts, ticket, rollout.rollout_id, rollout.attempt)
+        finished = await run_once(parts, request, rollout.rollout_id, rollout.attempt)
     except RolloutError as error:
         return Replayed(player.played, player.left, player.difference, str(error))
     if player.difference is not None:

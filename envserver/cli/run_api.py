@@ -24,7 +24,7 @@ from ..config import (
 )
 from ..delivery_config import DeliveryConfig
 from ..proxy.gate import Gate
-from ..rollouts.room import Bounds
+from ..rollouts.capacity import Bounds
 from ..store import Store
 from ..store.demand import Demand, Staleness
 from .front import beside, front

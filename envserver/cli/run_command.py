@@ -27,7 +27,7 @@ from ..tokens.flags import chosen
 from .command_line import CommandLine, read_command_line
 from .logs import configure_logs
 from .loop import run_loop
-from .runtime import machinery
+from .runtime import rollout_context
 from .settings import named_environment
 
 S = TypeVar("S", bound=Section)
@@ -72,7 +72,7 @@ async def ask(line: CommandLine[Any], environment: Environment, asked: Any) -> i
     settings: RunSettings = line.settings
     task = environment.task_from_question(asked)
     console = Console(stderr=True)
-    async with machinery(
+    async with rollout_context(
         settings,
         environment,
         line.reference,

@@ -21,9 +21,9 @@ from ..proxy.source import Source
 from ..registry import absolute
 from ..rollouts.agents import roles_of, seats_of
 from ..rollouts.events import Observer
-from ..rollouts.freshness import Freshness
-from ..rollouts.group import Demonstrator, Machinery
+from ..rollouts.group import Demonstrator, RolloutContext
 from ..rollouts.scoring import ScorerPool
+from ..rollouts.staleness import StalenessMonitor
 from ..sandbox.client import SandboxClient
 from ..sandbox.rooms import AttemptSandboxes
 from ..sandbox.service import SandboxService
@@ -43,7 +43,7 @@ class EngineRoom(msgspec.Struct, frozen=True):
 
     Args:
         model: name of the model there.
-        demonstrator, tracer: see Machinery.
+        demonstrator, tracer: see RolloutContext.
     """
 
     engine: MeasuredEngine
@@ -58,7 +58,7 @@ async def engine_room(
     settings: Settings, *, need_engine: bool, need_exact: bool, gate: Gate | None = None
 ) -> AsyncIterator[EngineRoom]:
     """The engine that `settings` name, behind `gate` (unset: one of its own). Other arguments and
-    errors as of `machinery`."""
+    errors as of `rollout_context`."""
     async with contextlib.AsyncExitStack() as stack:
         openai = await stack.enter_async_context(
             started(settings.model, settings.openai, settings.engine)
@@ -74,7 +74,7 @@ async def engine_room(
 
 
 @contextlib.asynccontextmanager
-async def machinery(
+async def rollout_context(
     settings: Settings,
     environment: Environment,
     env_reference: str,
@@ -86,7 +86,7 @@ async def machinery(
     drop_zero_variance: bool,
     room: EngineRoom | None = None,
     is_up: Callable[[str], None] = lambda part: None,
-) -> AsyncIterator[Machinery]:
+) -> AsyncIterator[RolloutContext]:
     """Everything that running rollouts needs, started; all of it is ended on the way out.
 
     Args:
@@ -148,7 +148,7 @@ async def machinery(
         await scorer_is_up
         is_up("scorers")
         await trying
-        yield Machinery(
+        yield RolloutContext(
             environment=environment,
             isolation=environment.isolation,
             env_reference=reference,
@@ -172,7 +172,7 @@ async def machinery(
             need_exact=need_exact,
             drop_zero_variance=drop_zero_variance,
             observer=observer,
-            freshness=_freshness(settings.rollouts),
+            staleness=_staleness_monitor(settings.rollouts),
             slots=asyncio.Semaphore(_slots(settings, environment)),
             demonstrator=room.demonstrator,
             tracer=room.tracer,
@@ -274,8 +274,8 @@ async def _host(
         yield host
 
 
-def _freshness(config: RolloutsConfig) -> Freshness:
-    return Freshness(config.max_staleness if config.stale_rollouts == "cancel" else None)
+def _staleness_monitor(config: RolloutsConfig) -> StalenessMonitor:
+    return StalenessMonitor(config.max_staleness if config.stale_rollouts == "cancel" else None)
 
 
 def _sandbox_places(settings: Settings) -> int:

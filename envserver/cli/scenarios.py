@@ -21,11 +21,11 @@ from ..environment import Environment
 from ..export.trace_files import check_same_run, whole_trace, write_index, write_trace
 from ..models.catalogue import find_model, read_catalogue
 from ..rollouts.events import Event
-from ..rollouts.group import Machinery
+from ..rollouts.group import RolloutContext
 from ..rollouts.single import run_single
 from ..tokens.flags import chosen
 from .engines import SIMULATED
-from .runtime import machinery
+from .runtime import rollout_context
 
 Json = dict[str, Any]
 Embed = Callable[[Json], Json]
@@ -207,7 +207,7 @@ async def _run_model(
 ) -> None:
     settings = runner.settings
     async with (
-        machinery(
+        rollout_context(
             settings,
             environment,
             reference,
@@ -224,7 +224,7 @@ async def _run_model(
 
 
 async def _run(
-    parts: Machinery,
+    parts: RolloutContext,
     runner: Runner,
     task: Task,
     out: Path,

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ..api.app import create_api
 from ..config import MixSettings
-from ..rollouts.group import Machinery
+from ..rollouts.group import RolloutContext
 from ..rollouts.mixing import Share
 from ..store import Store
 from .command_line import read_command_line
@@ -128,7 +128,7 @@ def _check_alike(members: Members) -> None:
         )
 
 
-def _announce(console: Console, url: str, parts: Machinery) -> None:
+def _announce(console: Console, url: str, parts: RolloutContext) -> None:
     console.print(
         f"Trainers: {url}\n"
         f"Model endpoint for other environments: {parts.proxy_url}/r/{parts.proxy.open_guest()}/v1",

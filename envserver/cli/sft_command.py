@@ -18,13 +18,13 @@ from ..environment import Environment
 from ..export.sft import Choice, Decode, SftSink
 from ..models.model_files import find_tokenizer
 from ..rollouts.scheduler import Scheduler
-from ..rollouts.stream import tickets
+from ..rollouts.stream import group_requests
 from ..tokens.flags import chosen
 from .command_line import read_command_line
 from .logs import configure_logs
 from .loop import run_loop
 from .progress import ProgressView, counted
-from .runtime import machinery, run_until_stopped
+from .runtime import rollout_context, run_until_stopped
 
 SUMMARY = """Runs rollouts of one environment and writes those with the best scores of each group as
 rows for supervised training: {"messages", "score"}, or {"prefix", "completion", "score"}."""
@@ -102,7 +102,7 @@ async def generate(
         append=settings.append_to_previous,
     )
     with sink:
-        async with machinery(
+        async with rollout_context(
             settings,
             environment,
             reference,
@@ -114,7 +114,7 @@ async def generate(
         ) as parts:
             scheduler = Scheduler(
                 parts,
-                tickets(environment, repeat=True),
+                group_requests(environment, repeat=True),
                 sink,
                 wanted=config.total_steps,
                 stop_on_failures=True,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from envserver_records.records import Group, pack
 
-from ..rollouts.stream import Ticket
+from ..rollouts.stream import GroupRequest
 from .link import Link
 from .several import compressed
 
@@ -16,23 +16,23 @@ _ASKED_AT_ONCE = 1024
 
 
 def lacking(
-    tickets: Iterator[Ticket], known: Callable[[list[str]], set[str]], stored: int
-) -> Iterator[Ticket]:
-    """Those of `tickets` whose groups the server has not, in their order.
+    requests: Iterator[GroupRequest], known: Callable[[list[str]], set[str]], stored: int
+) -> Iterator[GroupRequest]:
+    """Yields the requests whose groups the server does not have, in order.
 
     Args:
         known: which of these the server has; it may block.
-        stored: how many of the stream it has: as long as not all of them were met, tickets are read
-            ahead to ask for many at once.
+        stored: number of groups of the stream that the server has; until all of them are met,
+            requests are read ahead and asked about in batches.
     """
     while stored > 0:
-        ahead = list(itertools.islice(tickets, min(_ASKED_AT_ONCE, stored)))
+        ahead = list(itertools.islice(requests, min(_ASKED_AT_ONCE, stored)))
         if not ahead:
             return
-        found = known([ticket.group_id for ticket in ahead])
+        found = known([request.group_id for request in ahead])
         stored -= len(found)
-        yield from (ticket for ticket in ahead if ticket.group_id not in found)
-    yield from tickets
+        yield from (request for request in ahead if request.group_id not in found)
+    yield from requests
 
 
 class RemoteSink:

@@ -43,8 +43,8 @@ from ..tokens.flags import Actions
 from ..tokens.invariants import check
 from ..tokens.trace import pack_calls
 from ..workers.pool import Assignment, Spent, WorkerPool
-from .freshness import Freshness
 from .policy import limit_of_death
+from .staleness import StalenessMonitor
 
 _ERRORS = by_kind(RolloutError)
 
@@ -74,13 +74,13 @@ async def run_attempt(
     pool: WorkerPool,
     isolation: Isolation,
     actions: Actions,
-    freshness: Freshness,
+    staleness: StalenessMonitor,
     keep_calls: bool = False,
 ) -> Finished:
     """Runs the agent once.
 
     Args:
-        freshness: ends it when it becomes too old.
+        staleness: ends it when it becomes too old.
         proxy_url: where workers reach the proxy, without a trailing slash.
         keep_calls: give the calls beside the sequences.
 
@@ -91,7 +91,7 @@ async def run_attempt(
     attempt = proxy.open(spec)
     spent, death = None, None
     try:
-        async with freshness.watching(attempt):
+        async with staleness.watching(attempt):
             with _traced(attempt, isolation):
                 spent = await pool.run(
                     Assignment(

@@ -20,7 +20,7 @@ from envserver_records.records import Result, Score, Task, pack
 
 from ..environment import Environment, KnownResult
 from .absurd import MAY_RAISE, absurd_results, strings_in
-from .stream import tickets
+from .stream import group_requests
 
 SHORTEST_SECRET = 20
 """Characters of a hidden text that would not stand in the public part by chance."""
@@ -167,8 +167,8 @@ def task_problems(task: Task) -> Iterator[str]:
 
 
 def _first(environment: Environment, count: int) -> list[Task]:
-    made = tickets(environment, repeat=False)
-    return [ticket.task for ticket in itertools.islice(made, count)]
+    made = group_requests(environment, repeat=False)
+    return [request.task for request in itertools.islice(made, count)]
 
 
 def _packed(task: Task) -> bytes | None:

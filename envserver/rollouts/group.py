@@ -37,7 +37,6 @@ from .agents import demonstrated
 from .attempt import Finished, run_attempt
 from .estimates import scored_of
 from .events import Observer, RolloutFailed, RolloutScored
-from .freshness import Freshness
 from .policy import (
     Drop,
     GroupRules,
@@ -51,7 +50,8 @@ from .policy import (
     rules_of,
 )
 from .scoring import ScorerPool
-from .stream import Ticket
+from .staleness import StalenessMonitor
+from .stream import GroupRequest
 
 _LATE = ["call_after_seal"]
 """Flags of a rollout whose agent asked on after its end."""
@@ -67,7 +67,7 @@ class Demonstrator(Protocol):
         """The rollout is over."""
 
 
-class Machinery(msgspec.Struct, kw_only=True):
+class RolloutContext(msgspec.Struct, kw_only=True):
     """What running groups needs; shared by all groups of a run.
 
     Args:
@@ -80,7 +80,7 @@ class Machinery(msgspec.Struct, kw_only=True):
         keep_calls: keep every call beside the sequences of a trajectory.
         need_exact: only trajectories with exact tokens are delivered.
         drop_zero_variance: drop groups whose rewards are all equal.
-        freshness: ends rollouts in flight that are too old.
+        staleness: ends rollouts in flight that are too old.
         slots: one per rollout in flight.
         demonstrator: None where nobody needs solutions.
         tracer: told what each rollout does.
@@ -103,7 +103,7 @@ class Machinery(msgspec.Struct, kw_only=True):
     need_exact: bool
     drop_zero_variance: bool
     observer: Observer
-    freshness: Freshness
+    staleness: StalenessMonitor
     slots: asyncio.Semaphore
     demonstrator: Demonstrator | None
     tracer: Tracer = NO_TRACER
@@ -111,7 +111,7 @@ class Machinery(msgspec.Struct, kw_only=True):
     def publish_version(self, version: int) -> None:
         """The engine serves `version` of the policy from now on; what is too old for it ends."""
         self.proxy.publish_version(version)
-        self.freshness.publish(version)
+        self.staleness.publish(version)
 
 
 class Member(msgspec.Struct):
@@ -123,9 +123,9 @@ class Member(msgspec.Struct):
 
 
 async def make_group(
-    machinery: Machinery, ticket: Ticket, rules: GroupRules | None = None
+    context: RolloutContext, request: GroupRequest, rules: GroupRules | None = None
 ) -> Group | Drop:
-    """Runs all rollouts of `ticket` and scores them.
+    """Runs all rollouts of `request` and scores them.
 
     Args:
         rules: what the group must be; unset: as its environment is set.
@@ -134,39 +134,39 @@ async def make_group(
         The group, or why it is not delivered. A group that cannot be delivered any more is not made
         to its end.
     """
-    rules = rules or _rules(machinery)
-    failures = _Failures(machinery.observer, ticket)
-    members = await _members(machinery, ticket, rules, failures)
+    rules = rules or _rules(context)
+    failures = _Failures(context.observer, request)
+    members = await _members(context, request, rules, failures)
     if (drop := judge_losses(failures.lost, rules)) is not None:
         return drop
     try:
-        scores = await _group_scores(machinery, ticket.task, list(members.values()))
+        scores = await _group_scores(context, request.task, list(members.values()))
     except (ScorerError, SandboxError) as error:
         return Drop("unscorable", str(error), True)
     trajectories = {
-        number: trajectory_of(machinery, ticket, number, member, score)
+        number: trajectory_of(context, request, number, member, score)
         for (number, member), score in zip(members.items(), scores, strict=True)
     }
-    return _judged(machinery, ticket, rules, trajectories, failures)
+    return _judged(context, request, rules, trajectories, failures)
 
 
-def _rules(machinery: Machinery) -> GroupRules:
-    config = machinery.environment.config
+def _rules(context: RolloutContext) -> GroupRules:
+    config = context.environment.config
     return rules_of(
-        machinery.rollouts,
+        context.rollouts,
         size=config.group_size,
-        drop_zero_variance=machinery.drop_zero_variance,
+        drop_zero_variance=context.drop_zero_variance,
         max_token_length=config.max_token_length,
     )
 
 
 async def _members(
-    machinery: Machinery, ticket: Ticket, rules: GroupRules, failures: _Failures
+    context: RolloutContext, request: GroupRequest, rules: GroupRules, failures: _Failures
 ) -> dict[int, Member]:
     """The rollouts that are scored, by number; of the others `failures` says why not."""
     started = time.monotonic()
     tasks = {
-        asyncio.create_task(_member(machinery, ticket, number, failures)): number
+        asyncio.create_task(_member(context, request, number, failures)): number
         for number in range(rules.size)
     }
     pending = set(tasks)
@@ -176,7 +176,7 @@ async def _members(
         while pending and judge_losses(failures.lost, rules) is None:
             now = time.monotonic()
             left = group_seconds_left(
-                machinery.rollouts, now - started, None if enough_at is None else now - enough_at
+                context.rollouts, now - started, None if enough_at is None else now - enough_at
             )
             done, pending = await asyncio.wait(
                 pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
@@ -204,11 +204,11 @@ class _Failures:
     `lost`: rollouts that are missing for good, by the kind of their last failure.
     """
 
-    def __init__(self, observer: Observer, ticket: Ticket) -> None:
+    def __init__(self, observer: Observer, request: GroupRequest) -> None:
         self.seen: list[Failure] = []
         self.lost: Counter[str] = Counter()
         self._observer = observer
-        self._ticket = ticket
+        self._ticket = request
         self._attempts: Counter[int] = Counter()
 
     def next_attempt(self, number: int) -> int:
@@ -237,38 +237,38 @@ class _Failures:
         return failure
 
 
-def _rollout_id(ticket: Ticket, number: int) -> str:
-    return f"{ticket.group_id}-r{number}"
+def _rollout_id(request: GroupRequest, number: int) -> str:
+    return f"{request.group_id}-r{number}"
 
 
 async def _member(
-    machinery: Machinery, ticket: Ticket, number: int, failures: _Failures
+    context: RolloutContext, request: GroupRequest, number: int, failures: _Failures
 ) -> Member | None:
-    rollout_id = _rollout_id(ticket, number)
+    rollout_id = _rollout_id(request, number)
     bind_contextvars(rollout_id=rollout_id)
     about = {
         "envserver.rollout_id": rollout_id,
-        "envserver.group_id": ticket.group_id,
-        "envserver.task_id": ticket.task.id,
-        "envserver.environment": ticket.env,
+        "envserver.group_id": request.group_id,
+        "envserver.task_id": request.task.id,
+        "envserver.environment": request.env,
     }
-    with root(machinery.tracer, "task", about):
-        return await _until_scored(machinery, ticket, number, failures)
+    with root(context.tracer, "task", about):
+        return await _until_scored(context, request, number, failures)
 
 
 async def _until_scored(
-    machinery: Machinery, ticket: Ticket, number: int, failures: _Failures
+    context: RolloutContext, request: GroupRequest, number: int, failures: _Failures
 ) -> Member | None:
-    rollout_id = _rollout_id(ticket, number)
+    rollout_id = _rollout_id(request, number)
     tries = 0
     while True:
         attempt = failures.next_attempt(number)
         try:
-            return await _try_member(machinery, ticket, rollout_id, attempt)
+            return await _try_member(context, request, rollout_id, attempt)
         except RolloutError as error:
             failed = error
         tries += counts_as_attempt(failed)
-        again = is_retried(failed, tries, machinery.rollouts.max_attempts)
+        again = is_retried(failed, tries, context.rollouts.max_attempts)
         failures.add(number, failed, final=not again)
         if not again:
             return None
@@ -276,17 +276,17 @@ async def _until_scored(
 
 
 async def _try_member(
-    machinery: Machinery, ticket: Ticket, rollout_id: str, attempt: int
+    context: RolloutContext, request: GroupRequest, rollout_id: str, attempt: int
 ) -> Member:
-    async with machinery.slots:
-        finished = await run_once(machinery, ticket, rollout_id, attempt)
-    with within(current().child("score", {"envserver.environment": ticket.env})) as span:
-        score = await score_once(machinery, ticket.task, finished.result)
+    async with context.slots:
+        finished = await run_once(context, request, rollout_id, attempt)
+    with within(current().child("score", {"envserver.environment": request.env})) as span:
+        score = await score_once(context, request.task, finished.result)
         if score.reward is not None:
             span.note({"envserver.reward": score.reward})
-    machinery.observer(
+    context.observer(
         RolloutScored(
-            group_id=ticket.group_id,
+            group_id=request.group_id,
             rollout_id=rollout_id,
             reward=score.reward,
             turns=finished.result.turns,
@@ -300,25 +300,27 @@ async def _try_member(
     return Member(attempt, finished, score)
 
 
-async def run_once(machinery: Machinery, ticket: Ticket, rollout_id: str, attempt: int) -> Finished:
-    with _demonstrated(machinery, ticket.task, rollout_id):
+async def run_once(
+    context: RolloutContext, request: GroupRequest, rollout_id: str, attempt: int
+) -> Finished:
+    with _demonstrated(context, request.task, rollout_id):
         return await run_attempt(
-            attempt_spec(machinery, ticket.task.without_hidden(), rollout_id, attempt),
-            proxy=machinery.proxy,
-            proxy_url=machinery.proxy_url,
-            pool=machinery.pool,
-            isolation=machinery.isolation,
-            actions=machinery.actions,
-            freshness=machinery.freshness,
-            keep_calls=machinery.keep_calls,
+            attempt_spec(context, request.task.without_hidden(), rollout_id, attempt),
+            proxy=context.proxy,
+            proxy_url=context.proxy_url,
+            pool=context.pool,
+            isolation=context.isolation,
+            actions=context.actions,
+            staleness=context.staleness,
+            keep_calls=context.keep_calls,
         )
 
 
 @contextlib.contextmanager
-def _demonstrated(machinery: Machinery, task: Task, rollout_id: str) -> Iterator[None]:
+def _demonstrated(context: RolloutContext, task: Task, rollout_id: str) -> Iterator[None]:
     """Within: the demonstrator, if there is one, knows how to solve `task`."""
-    demonstrator = machinery.demonstrator
-    solution = _solution(machinery, task) if demonstrator else {}
+    demonstrator = context.demonstrator
+    solution = _solution(context, task) if demonstrator else {}
     lines = {line_of(rollout_id, agent): turns for agent, turns in solution.items()}
     try:
         for line, turns in lines.items():
@@ -331,9 +333,9 @@ def _demonstrated(machinery: Machinery, task: Task, rollout_id: str) -> Iterator
             demonstrator.forget(line)
 
 
-def _solution(machinery: Machinery, task: Task) -> dict[str | None, list[Message]]:
-    environment = machinery.environment
-    trained = {name: seat.trained for name, seat in machinery.agents.items()}
+def _solution(context: RolloutContext, task: Task) -> dict[str | None, list[Message]]:
+    environment = context.environment
+    trained = {name: seat.trained for name, seat in context.agents.items()}
     try:
         return demonstrated(environment, task, trained)
     except Exception as error:
@@ -345,56 +347,56 @@ def _solution(machinery: Machinery, task: Task) -> dict[str | None, list[Message
 
 
 def attempt_spec(
-    machinery: Machinery, task: PublicTask, rollout_id: str, attempt: int
+    context: RolloutContext, task: PublicTask, rollout_id: str, attempt: int
 ) -> AttemptSpec:
     """What the proxy and the worker need to know of one attempt that begins now."""
-    config = machinery.environment.config
+    config = context.environment.config
     return AttemptSpec(
         rollout_id=rollout_id,
         attempt=attempt,
-        env=machinery.environment.name,
-        env_reference=machinery.env_reference,
+        env=context.environment.name,
+        env_reference=context.env_reference,
         env_config=config.model_dump(mode="json"),
         task=task,
-        model=machinery.model,
+        model=context.model,
         deadline=time.time() + config.worker_timeout,
         limits=Limits(
             max_turns=config.max_turns, max_completion_tokens=config.max_completion_tokens
         ),
-        sampling=machinery.sampling.model_dump(),
+        sampling=context.sampling.model_dump(),
         group_id=rollout_id.rpartition("-r")[0],
-        agents=machinery.agents,
-        keep_services=machinery.keep_calls,
+        agents=context.agents,
+        keep_services=context.keep_calls,
     )
 
 
-async def score_once(machinery: Machinery, task: Task, result: Result) -> Score:
+async def score_once(context: RolloutContext, task: Task, result: Result) -> Score:
     """The score; a scorer that failed is asked once more before the rollout is blamed."""
     try:
-        return await machinery.scorer.score(task, result)
+        return await context.scorer.score(task, result)
     except (ScorerError, SandboxError):
-        return await machinery.scorer.score(task, result)
+        return await context.scorer.score(task, result)
 
 
-async def _group_scores(machinery: Machinery, task: Task, members: list[Member]) -> list[Score]:
+async def _group_scores(context: RolloutContext, task: Task, members: list[Member]) -> list[Score]:
     scores = [member.score for member in members]
-    if type(machinery.environment).score_group is Environment.score_group or not members:
+    if type(context.environment).score_group is Environment.score_group or not members:
         return scores
     results = [member.finished.result for member in members]
-    return await machinery.scorer.score_group(task, results, scores)
+    return await context.scorer.score_group(task, results, scores)
 
 
 def trajectory_of(
-    machinery: Machinery, ticket: Ticket, number: int, member: Member, score: Score
+    context: RolloutContext, request: GroupRequest, number: int, member: Member, score: Score
 ) -> Trajectory:
     finished, result = member.finished, member.finished.result
     return Trajectory(
-        rollout_id=_rollout_id(ticket, number),
+        rollout_id=_rollout_id(request, number),
         attempt=member.attempt,
-        task_id=ticket.task.id,
-        env=machinery.environment.name,
+        task_id=request.task.id,
+        env=context.environment.name,
         sequences=finished.sequences,
-        messages=result.messages if machinery.environment.config.include_messages else [],
+        messages=result.messages if context.environment.config.include_messages else [],
         tools=finished.tools,
         output=result.output,
         score=score,
@@ -406,15 +408,15 @@ def trajectory_of(
         metrics=result.metrics,
         calls=finished.calls,
         actions=result.actions,
-        others=finished.others if machinery.environment.config.include_messages else [],
+        others=finished.others if context.environment.config.include_messages else [],
         service_calls=finished.service_calls,
         flags=[*finished.flags, *_LATE[: finished.attempt.late_calls]],
     )
 
 
 def _judged(
-    machinery: Machinery,
-    ticket: Ticket,
+    context: RolloutContext,
+    request: GroupRequest,
     rules: GroupRules,
     trajectories: dict[int, Trajectory],
     failures: _Failures,
@@ -423,7 +425,7 @@ def _judged(
     kept = []
     for number, trajectory in trajectories.items():
         why_not = judge_trajectory(
-            trajectory, need_exact=machinery.need_exact, actions=machinery.actions
+            trajectory, need_exact=context.need_exact, actions=context.actions
         )
         if why_not is None:
             kept.append(trajectory)
@@ -431,47 +433,47 @@ def _judged(
             failures.add(number, why_not, final=True)
     versions = [int(row.versions[row.mask == 1].min()) for item in kept for row in item.sequences]
     group = Group(
-        group_id=ticket.group_id,
-        index=ticket.index,
-        env=ticket.env,
-        task_id=ticket.task.id,
-        split=ticket.split,
+        group_id=request.group_id,
+        index=request.index,
+        env=request.env,
+        task_id=request.task.id,
+        split=request.split,
         trajectories=kept,
-        model=machinery.model,
+        model=context.model,
         policy_version=min(versions, default=-1),
-        generation_params=machinery.sampling.model_dump(),
-        rendering=_rendering(machinery),
-        services=machinery.proxy.services.shown(ticket.group_id),
+        generation_params=context.sampling.model_dump(),
+        rendering=_rendering(context),
+        services=context.proxy.services.shown(request.group_id),
         failures=failures.seen,
         created_at=time.time(),
-        seed=ticket.seed,
+        seed=request.seed,
         asked=rules.size,
         lost=dict(failures.lost),
-        env_config=_kept_config(machinery),
+        env_config=_kept_config(context),
     )
-    drop = judge_group(group, rules, machinery.freshness.version)
+    drop = judge_group(group, rules, context.staleness.version)
     if drop is None:
         return group
     is_whole = judge_losses(group.lost, rules) is None
     return msgspec.structs.replace(drop, scored=scored_of(group) if is_whole else None)
 
 
-def _kept_config(machinery: Machinery) -> dict[str, Any]:
-    if not machinery.keep_calls:
+def _kept_config(context: RolloutContext) -> dict[str, Any]:
+    if not context.keep_calls:
         return {}
     others = {"agents", "total_steps", "data_path_to_save_groups"}  # secrets, and what is no matter
-    config: EnvironmentConfig = machinery.environment.config
+    config: EnvironmentConfig = context.environment.config
     return config.model_dump(mode="json", exclude=others)
 
 
-def _rendering(machinery: Machinery) -> dict[str, Any]:
-    described = machinery.proxy.engine_described()
-    if not machinery.agents:
+def _rendering(context: RolloutContext) -> dict[str, Any]:
+    described = context.proxy.engine_described()
+    if not context.agents:
         return described
     own = described.pop("agents", {})
     agents = {
         name: {"model": seat.model, "trained": seat.trained, **own.get(seat.source, {})}
-        for name, seat in machinery.agents.items()
+        for name, seat in context.agents.items()
     }
     return {**described, "agents": agents}
 

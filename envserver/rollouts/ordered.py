@@ -24,10 +24,10 @@ from structlog.contextvars import bind_contextvars
 
 from ..environment import Environment
 from .events import GroupDelivered, GroupDropped
-from .group import Machinery, make_group
+from .group import RolloutContext, make_group
 from .policy import Drop, GroupRules
-from .stream import Ticket
-from .taskbook import TaskBook
+from .stream import GroupRequest
+from .task_index import TaskIndex
 
 log = structlog.get_logger()
 
@@ -93,13 +93,13 @@ class Orders:
 
     def __init__(
         self,
-        parts: Sequence[Machinery],
+        parts: Sequence[RolloutContext],
         shelf: Shelf,
         *,
         forgotten_after_seconds: float = _FORGOTTEN_AFTER_SECONDS,
     ) -> None:
         self._parts = {one.environment.name: one for one in parts}
-        self._books = {name: TaskBook(one.environment) for name, one in self._parts.items()}
+        self._books = {name: TaskIndex(one.environment) for name, one in self._parts.items()}
         self._shelf = shelf
         self._forgotten_after_seconds = forgotten_after_seconds
         self._open: dict[Order, _Open] = {}
@@ -141,7 +141,7 @@ class Orders:
             )
         return self._parts[name].environment
 
-    def book(self, name: str) -> TaskBook:
+    def book(self, name: str) -> TaskIndex:
         """The tasks of an environment. Raises NotFoundError: there is none of this name."""
         self.environment(name)
         return self._books[name]
@@ -175,13 +175,13 @@ class Orders:
         made.work.result()
         return len(tasks)
 
-    async def _missing(self, order: Order, tasks: Sequence[Task]) -> list[Ticket]:
+    async def _missing(self, order: Order, tasks: Sequence[Task]) -> list[GroupRequest]:
         """What is still to be made of an order."""
         config = self.environment(order.environment).config
         group_ids = order.group_ids()
         known = await self._shelf.known(group_ids)
         return [
-            Ticket(
+            GroupRequest(
                 group_id=group_id,
                 index=index,
                 env=order.environment,
@@ -193,7 +193,7 @@ class Orders:
             if group_id not in known
         ]
 
-    def _begin(self, order: Order, missing: list[Ticket]) -> _Open:
+    def _begin(self, order: Order, missing: list[GroupRequest]) -> _Open:
         made = _Open(
             order, asyncio.create_task(self._make(order, missing), name=f"order-{order.key}")
         )
@@ -201,27 +201,27 @@ class Orders:
         self._open[order] = made
         return made
 
-    async def _make(self, order: Order, tickets: list[Ticket]) -> None:
+    async def _make(self, order: Order, requests: list[GroupRequest]) -> None:
         try:
             async with asyncio.TaskGroup() as groups:
-                for ticket in tickets:
-                    groups.create_task(self._make_one(order, ticket), name=ticket.group_id)
+                for request in requests:
+                    groups.create_task(self._make_one(order, request), name=request.group_id)
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
-    async def _make_one(self, order: Order, ticket: Ticket) -> None:
-        machinery = self._parts[order.environment]
-        async with self._room_of(machinery, order):
-            bind_contextvars(group_id=ticket.group_id, env=ticket.env)
-            made = await make_group(machinery, ticket, GroupRules(size=order.group_size, least=0))
-            group = _nothing(ticket, made, order) if isinstance(made, Drop) else made
+    async def _make_one(self, order: Order, request: GroupRequest) -> None:
+        context = self._parts[order.environment]
+        async with self._room_of(context, order):
+            bind_contextvars(group_id=request.group_id, env=request.env)
+            made = await make_group(context, request, GroupRules(size=order.group_size, least=0))
+            group = _nothing(request, made, order) if isinstance(made, Drop) else made
             await self._put(group)
         if isinstance(made, Drop):
-            machinery.observer(
+            context.observer(
                 GroupDropped(
-                    group_id=ticket.group_id,
-                    index=ticket.index,
-                    task_id=ticket.task.id,
+                    group_id=request.group_id,
+                    index=request.index,
+                    task_id=request.task.id,
                     reason=made.reason,
                     failed=made.failed,
                     message=made.message,
@@ -229,14 +229,14 @@ class Orders:
                 )
             )
         else:
-            machinery.observer(GroupDelivered(group=made))
+            context.observer(GroupDelivered(group=made))
         self._open[order].done += 1
 
-    def _room_of(self, machinery: Machinery, order: Order) -> asyncio.Semaphore:
+    def _room_of(self, context: RolloutContext, order: Order) -> asyncio.Semaphore:
         """Groups of this size at a time: the time of a group begins when its rollouts can."""
         key = (order.environment, order.group_size)
         if key not in self._room:
-            fit = max(1, machinery.rollouts.max_concurrent // order.group_size)
+            fit = max(1, context.rollouts.max_concurrent // order.group_size)
             self._room[key] = asyncio.Semaphore(fit + 1)
         return self._room[key]
 
@@ -262,17 +262,17 @@ class Orders:
                 log.warning("order_given_up", key=order.key, groups_done=made.done)
 
 
-def _nothing(ticket: Ticket, drop: Drop, order: Order) -> Group:
+def _nothing(request: GroupRequest, drop: Drop, order: Order) -> Group:
     """A group that has lost all its rollouts."""
     return Group(
-        group_id=ticket.group_id,
-        index=ticket.index,
-        env=ticket.env,
-        task_id=ticket.task.id,
-        split=ticket.split,
+        group_id=request.group_id,
+        index=request.index,
+        env=request.env,
+        task_id=request.task.id,
+        split=request.split,
         trajectories=[],
         created_at=time.time(),
-        seed=ticket.seed,
+        seed=request.seed,
         asked=order.group_size,
         lost={drop.reason: order.group_size},
     )

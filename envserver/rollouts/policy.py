@@ -21,7 +21,7 @@ from envserver_records.records import Group, Trajectory
 from ..config import Missing, RolloutsConfig
 from ..environment import Isolation
 from ..tokens.flags import Actions
-from ..workers.child import EXIT_CRASHED
+from ..workers.worker_main import EXIT_CRASHED
 from .estimates import Scored
 
 

@@ -1,7 +1,7 @@
 """The stream of groups: how many run at once, when to stop, what to do when everything fails.
 
-Tickets flow in, groups flow to the sink. At most as many groups are open as can fill the rollout
-slots; a group that the sink already has is skipped, which is all that resuming needs.
+Group requests flow in, groups flow to the sink. Only as many groups are open as can fill the
+rollout slots. A group that the sink already has is skipped; resuming needs nothing else.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from structlog.contextvars import bind_contextvars
 from ..telemetry.tracing import gathered
 from .estimates import Scored
 from .events import GroupDelivered, GroupDropped, GroupSink
-from .group import Machinery, make_group
+from .group import RolloutContext, make_group
 from .mixing import Ending, Lane
 from .policy import Drop, retry_delay_seconds
-from .stream import Ticket, read
+from .stream import GroupRequest, read
 
 log = structlog.get_logger()
 
@@ -43,8 +43,8 @@ class Scheduler:
 
     def __init__(
         self,
-        machinery: Machinery,
-        tickets: Iterator[Ticket],
+        context: RolloutContext,
+        requests: Iterator[GroupRequest],
         sink: GroupSink,
         *,
         wanted: int | None,
@@ -53,15 +53,15 @@ class Scheduler:
         opened: Callable[[int], object] | None = None,
         counted: Callable[[Scored], Awaitable[None]] | None = None,
     ) -> None:
-        self._machinery = machinery
-        self._tickets = tickets
+        self._context = context
+        self._requests = requests
         self._sink = sink
         self._wanted = wanted
         self._stop_on_failures = stop_on_failures
         self._lane = lane
         self._opened = opened
         self._counted = counted
-        self._size = machinery.environment.config.group_size
+        self._size = context.environment.config.group_size
         self._draining = asyncio.Event()
         self._open: set[asyncio.Task[Ending]] = set()
         self._failed_in_a_row = 0
@@ -95,21 +95,21 @@ class Scheduler:
             AllFailed: too many groups failed in a row.
             EnvserverError: the sink refused a group for good, or the tasks cannot be read.
         """
-        most = max(1, self._machinery.rollouts.max_concurrent // self._size) + 1
+        most = max(1, self._context.rollouts.max_concurrent // self._size) + 1
         try:
             while not self._draining.is_set() and self.delivered != self._wanted:
                 await self._pause_after_failures()
                 await self._until_fewer_than(most)
                 if not self._is_wanting() or not await self._has_room():
                     continue
-                ticket = await self._next_ticket()
-                if ticket is None:
+                request = await self._next_request()
+                if request is None:
                     break
-                if await self._sink.known([ticket.group_id]):
+                if await self._sink.known([request.group_id]):
                     continue
                 if not await self._has_turn():
                     break
-                self._start(ticket)
+                self._start(request)
             if self._lane is not None:
                 self._lane.left()
             await self._until_fewer_than(1)
@@ -120,8 +120,8 @@ class Scheduler:
                 task.cancel()
             await asyncio.gather(*self._open, return_exceptions=True)
 
-    def _start(self, ticket: Ticket) -> None:
-        group = asyncio.create_task(self._one(ticket), name=ticket.group_id)
+    def _start(self, request: GroupRequest) -> None:
+        group = asyncio.create_task(self._one(request), name=request.group_id)
         self._open.add(group)
         if self._opened is not None:
             opened = self._opened
@@ -161,9 +161,9 @@ class Scheduler:
                 task.cancel()
             await asyncio.gather(room, drain, return_exceptions=True)
 
-    async def _next_ticket(self) -> Ticket | None:
+    async def _next_request(self) -> GroupRequest | None:
         """None behind the last, and when the run is being drained meanwhile."""
-        reading = read(self._tickets)
+        reading = read(self._requests)
         drain = asyncio.create_task(self._draining.wait())
         try:
             first: set[asyncio.Future[Any]] = {reading, drain}
@@ -198,23 +198,23 @@ class Scheduler:
         failed = group.cancelled() or group.exception() is not None
         self._lane.ended(self._size, "failed" if failed else group.result())
 
-    async def _one(self, ticket: Ticket) -> Ending:
-        bind_contextvars(group_id=ticket.group_id, env=ticket.env)
+    async def _one(self, request: GroupRequest) -> Ending:
+        bind_contextvars(group_id=request.group_id, env=request.env)
         with gathered() as traces:
-            made = await make_group(self._machinery, ticket)
+            made = await make_group(self._context, request)
         if isinstance(made, Drop):
             await self._count(made)
-            self._dropped(ticket, made)
+            self._dropped(request, made)
             return "failed" if made.failed else "filtered"
         began = time.time()
         await self._deliver(made)
         for trace in traces:
-            about = {"envserver.group_id": ticket.group_id}
+            about = {"envserver.group_id": request.group_id}
             trace.past("store put", about, began, time.time())
         self._failed_in_a_row = self._dropped_in_a_row = 0
         self._causes.clear()
         self.delivered += 1
-        self._machinery.observer(GroupDelivered(group=made))
+        self._context.observer(GroupDelivered(group=made))
         return "delivered"
 
     async def _count(self, drop: Drop) -> None:
@@ -226,12 +226,12 @@ class Scheduler:
         except StoreError as error:
             log.warning("group.not_counted", group_id=drop.scored.group_id, error=str(error))
 
-    def _dropped(self, ticket: Ticket, drop: Drop) -> None:
-        self._machinery.observer(
+    def _dropped(self, request: GroupRequest, drop: Drop) -> None:
+        self._context.observer(
             GroupDropped(
-                group_id=ticket.group_id,
-                index=ticket.index,
-                task_id=ticket.task.id,
+                group_id=request.group_id,
+                index=request.index,
+                task_id=request.task.id,
                 reason=drop.reason,
                 failed=drop.failed,
                 message=drop.message,
@@ -242,7 +242,7 @@ class Scheduler:
         self._dropped_in_a_row += 1
         self._failed_in_a_row = self._failed_in_a_row + 1 if drop.failed else 0
         self._causes[f"{drop.reason}: {drop.message}"] += 1
-        limits = self._machinery.rollouts
+        limits = self._context.rollouts
         if self._stop_on_failures and (
             self._failed_in_a_row >= limits.stop_after_failed_groups
             or self._dropped_in_a_row >= limits.stop_after_dropped_groups

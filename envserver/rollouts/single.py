@@ -11,13 +11,13 @@ import msgspec
 from envserver_records.errors import Failure, RolloutError
 from envserver_records.records import Score, Task, Trajectory
 
-from .group import Machinery, Member, run_once, score_once, trajectory_of
+from .group import Member, RolloutContext, run_once, score_once, trajectory_of
 from .policy import counts_as_attempt, is_retried, retry_delay_seconds
-from .stream import Ticket
+from .stream import GroupRequest
 
 
 async def run_single(
-    machinery: Machinery, task: Task, *, scored: bool, failed: Callable[[Failure], object]
+    context: RolloutContext, task: Task, *, scored: bool, failed: Callable[[Failure], object]
 ) -> Trajectory:
     """Runs `task` once, and again where a failure is ours.
 
@@ -28,13 +28,13 @@ async def run_single(
     Raises:
         RolloutError: the last try failed, too.
     """
-    config = machinery.environment.config
+    config = context.environment.config
     if not scored:  # nobody knows how to solve it
-        machinery = msgspec.structs.replace(machinery, demonstrator=None)
-    ticket = Ticket(
+        context = msgspec.structs.replace(context, demonstrator=None)
+    request = GroupRequest(
         group_id=f"single-{uuid.uuid4().hex[:12]}",
         index=0,
-        env=machinery.environment.name,
+        env=context.environment.name,
         split=config.split,
         seed=config.seed,
         task=task,
@@ -43,15 +43,15 @@ async def run_single(
     while True:
         attempt += 1
         try:
-            async with machinery.slots:
-                finished = await run_once(machinery, ticket, f"{ticket.group_id}-r0", attempt)
+            async with context.slots:
+                finished = await run_once(context, request, f"{request.group_id}-r0", attempt)
             score = Score(reward=None)
             if scored:
-                score = await score_once(machinery, task, finished.result)
-            return trajectory_of(machinery, ticket, 0, Member(attempt, finished, score), score)
+                score = await score_once(context, task, finished.result)
+            return trajectory_of(context, request, 0, Member(attempt, finished, score), score)
         except RolloutError as error:
             tries += counts_as_attempt(error)
-            if not is_retried(error, tries, machinery.rollouts.max_attempts):
+            if not is_retried(error, tries, context.rollouts.max_attempts):
                 raise
             failed(error.failure())
         await asyncio.sleep(retry_delay_seconds(max(tries, 1), random.random()))

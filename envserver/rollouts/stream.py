@@ -19,7 +19,7 @@ from ..environment import Environment
 T = TypeVar("T")
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One group to be made: the task at position `index` of the stream (from 0); of one that came
     again, see `again_prefix`, how many had come again before."""
 
@@ -54,7 +54,7 @@ def group_id(prefix: str, index: int, task_id: str) -> str:
     return f"{prefix}{index:06d}-{digest}"
 
 
-def tickets(environment: Environment, *, repeat: bool) -> Iterator[Ticket]:
+def group_requests(environment: Environment, *, repeat: bool) -> Iterator[GroupRequest]:
     """The tasks of the environment's split as groups to be made, lazily.
 
     Args:
@@ -69,7 +69,7 @@ def tickets(environment: Environment, *, repeat: bool) -> Iterator[Ticket]:
     for _ in itertools.count() if repeat else range(1):
         before = index
         for task in tasks_of(environment, config.split):
-            yield Ticket(
+            yield GroupRequest(
                 group_id=group_id(prefix, index, task.id),
                 index=index,
                 env=environment.name,
@@ -85,9 +85,9 @@ def tickets(environment: Environment, *, repeat: bool) -> Iterator[Ticket]:
             )
 
 
-def read(tickets: Iterator[Ticket]) -> asyncio.Future[Ticket | None]:
-    """The next of `tickets`, None behind the last; read `aside`."""
-    return aside(lambda: next(tickets, None))
+def read(requests: Iterator[GroupRequest]) -> asyncio.Future[GroupRequest | None]:
+    """The next of `requests`, None behind the last; read `aside`."""
+    return aside(lambda: next(requests, None))
 
 
 def aside(work: Callable[[], T]) -> asyncio.Future[T]:

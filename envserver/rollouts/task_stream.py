@@ -1,8 +1,8 @@
 """The stream of a run with a curriculum: the environment's own order, into which tasks come again.
 
-In: the tickets of the environment, what is known of their groups and tasks, and the events of the
-groups that are made. Out: tickets. What holds: the environment's own order is the one of
-`stream.tickets`, with the same ids, so that a run goes on with any sampler; groups that were made
+In: the requests of the environment, what is known of their groups and tasks, and the events of the
+groups that are made. Out: requests. What holds: the environment's own order is the one of
+`stream.group_requests`, with the same ids, so a run can be resumed with any sampler; groups made
 before, or scored and dropped, are not made again; a group of a task that came again has an id of
 its own; no more than `memory` tasks are held. After a restart the environment's order is read from
 its beginning, as without a curriculum, and tasks that were scored are remembered as it comes by.
@@ -23,7 +23,7 @@ from ..curriculum_config import CurriculumConfig
 from .curriculum import Candidate, choose, is_passed_over, to_forget
 from .estimates import UNTRIED, Estimate, Scored, as_of, scored_of, updated
 from .events import Event, GroupDelivered, GroupDropped
-from .stream import Ticket, again_prefix, group_id, stream_prefix
+from .stream import GroupRequest, again_prefix, group_id, stream_prefix
 
 _ASKED_AT_ONCE = 1024
 _FORGOTTEN = 8
@@ -36,7 +36,7 @@ _PASSED_OVER_AT_MOST = 1000
 
 
 class Known(msgspec.Struct, frozen=True):
-    """What is known of some tickets: the ids of groups that need not be made, and estimates by
+    """What is known of some requests: the ids of groups that need not be made, and estimates by
     task."""
 
     made: set[str]
@@ -50,10 +50,10 @@ class _Remembered(msgspec.Struct):
 
 
 class TaskStream:
-    """See the module. Iterate `tickets` in one thread at a time; `observe` may run beside it.
+    """See the module. Iterate `requests` in one thread at a time; `observe` may run beside it.
 
     Args:
-        look: what is known of these tickets; it may block.
+        look: what is known of these requests; it may block.
         counts: how many groups of the environment's own order need not be made, and how many of
             tasks that came again there are; asked once, when the stream begins.
         version: of the policy that is published now, -1 for none.
@@ -63,7 +63,7 @@ class TaskStream:
         self,
         rules: CurriculumConfig,
         *,
-        look: Callable[[list[Ticket]], Known],
+        look: Callable[[list[GroupRequest]], Known],
         counts: Callable[[], tuple[int, int]] = lambda: (0, 0),
         seed: int = 0,
         version: Callable[[], int] = lambda: -1,
@@ -95,21 +95,21 @@ class TaskStream:
         latest = list(self._latest.values())
         return sum(latest) / len(latest) if latest else None
 
-    def tickets(self, own: Iterator[Ticket]) -> Iterator[Ticket]:
+    def requests(self, own: Iterator[GroupRequest]) -> Iterator[GroupRequest]:
         """The stream over the environment's own order `own`; it ends where that does."""
         self._left, self._again = self._counts()
         self._rng = random.Random(f"{self._seed}/{self._left}/{self._again}")
         unmade = self._unmade(own)
-        last: Ticket | None = None
+        last: GroupRequest | None = None
         while True:
             self._number += 1
-            ticket = None if last is None else self._one_again(last)
-            if ticket is None:
-                ticket = last = next(unmade, None)
-                if ticket is None:
+            request = None if last is None else self._one_again(last)
+            if request is None:
+                request = last = next(unmade, None)
+                if request is None:
                     return
-                self._remember(ticket, None, drawn=self._number)
-            yield ticket
+                self._remember(request, None, drawn=self._number)
+            yield request
 
     def observe(self, event: Event) -> None:
         """Takes up what a group says of its task."""
@@ -129,8 +129,8 @@ class TaskStream:
             if len(self._latest) > _LATEST:
                 self._latest.popitem(last=False)
 
-    def _one_again(self, last: Ticket) -> Ticket | None:
-        """A remembered task as a ticket of the same stream as `last`; None: none comes again."""
+    def _one_again(self, last: GroupRequest) -> GroupRequest | None:
+        """A remembered task as a request of the same stream as `last`; None: none comes again."""
         with self._lock:
             task_id = choose(self._candidates(), self._rules, self._rng, self._number)
             if task_id is None:
@@ -144,7 +144,7 @@ class TaskStream:
             last, group_id=group_id(prefix, index, task_id), index=index, task=one.task
         )
 
-    def _unmade(self, own: Iterator[Ticket]) -> Iterator[Ticket]:
+    def _unmade(self, own: Iterator[GroupRequest]) -> Iterator[GroupRequest]:
         """Those of the environment's order whose groups are to be made."""
         passed = 0
         while True:
@@ -153,18 +153,18 @@ class TaskStream:
             if not ahead:
                 return
             known = self._look(ahead)
-            for ticket in ahead:
-                estimate = known.estimates.get(ticket.task.id)
+            for request in ahead:
+                estimate = known.estimates.get(request.task.id)
                 if estimate is not None:
-                    self._remember(ticket, estimate)
-                if ticket.group_id in known.made:
+                    self._remember(request, estimate)
+                if request.group_id in known.made:
                     self._left -= 1
                 elif passed < _PASSED_OVER_AT_MOST and self._is_passed_over(estimate):
                     passed += 1
                     self.passed_over += 1
                 else:
                     passed = 0
-                    yield ticket
+                    yield request
 
     def _is_passed_over(self, estimate: Estimate | None) -> bool:
         return is_passed_over(self._now(estimate), self._rules, self._rng)
@@ -182,13 +182,13 @@ class TaskStream:
         ]
 
     def _remember(
-        self, ticket: Ticket, estimate: Estimate | None, drawn: int | None = None
+        self, request: GroupRequest, estimate: Estimate | None, drawn: int | None = None
     ) -> None:
         if self._rules.sampler == "uniform":
             return
-        task = ticket.task
+        task = request.task
         # What was scored in an earlier life has rested, and waits in the environment's order.
-        new = _Remembered(task, None, ticket.index - _LONG_AGO)
+        new = _Remembered(task, None, request.index - _LONG_AGO)
         with self._lock:
             one = self._remembered.setdefault(task.id, new)
             one.task = task

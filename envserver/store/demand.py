@@ -1,7 +1,7 @@
 """What trainers want of the groups that are made here, as the store has it.
 
 In: the queues and the open runs, from memory, and which groups are being made. Out: how many more
-may be begun, as `rollouts.room` says, and runs that are closed because they hold up the others.
+may be begun, as `rollouts.capacity` says, and runs that are closed because they hold up the others.
 Whoever waits for room is woken when something was taken, made, published or dropped: nobody polls.
 """
 
@@ -17,8 +17,17 @@ from typing import Any
 import structlog
 from envserver_records.errors import StoreError
 
+from ..rollouts.capacity import (
+    SHARED,
+    Bounds,
+    Depth,
+    Seen,
+    Taker,
+    free_capacity,
+    most_waiting,
+    silent_runs,
+)
 from ..rollouts.policy import oldest_deliverable
-from ..rollouts.room import SHARED, Bounds, Depth, Seen, Taker, most_waiting, room, silent_runs
 from .changes import Changes
 from .rows import ATROPOS_RUN
 from .sql import Store
@@ -114,13 +123,13 @@ class Demand:
         self._open[env] += groups
         self._changes.announce(self._changes.number + 1)
 
-    def room(self, env: str) -> int:
+    def free_capacity(self, env: str) -> int:
         """Groups that may be begun now; not positive: none."""
-        return room(env, self._takers(), self._depths(), self._open, self._bounds)
+        return free_capacity(env, self._takers(), self._depths(), self._open, self._bounds)
 
     def free(self, env: str) -> int:
         """The same, whatever is being made."""
-        return room(env, self._takers(), self._depths(), {}, self._bounds)
+        return free_capacity(env, self._takers(), self._depths(), {}, self._bounds)
 
     def most(self) -> int:
         """Groups that may wait where all runs share them."""
@@ -131,7 +140,7 @@ class Demand:
         """Returns when a group of `env` may be begun."""
         while True:
             ours, theirs = self._changes.number, self._store.activity
-            if self.room(env) > 0:
+            if self.free_capacity(env) > 0:
                 return
             await _first(
                 self._changes.wait(ours, None), self._store.wait_for_activity(None, since=theirs)

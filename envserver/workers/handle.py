@@ -50,7 +50,7 @@ class WorkerHandle(asyncio.Protocol):
     """One worker process.
 
     Args:
-        kill: has the nursery kill the process and its group.
+        kill: has the forkserver kill the process and its group.
         on_gone: called once, when it is gone and its rollouts have their errors.
     """
 

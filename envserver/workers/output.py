@@ -22,7 +22,7 @@ _COST_OF_A_LINE = 200
 """What logging even an empty line costs, in bytes of the budget."""
 
 
-class Lines:
+class OutputLimiter:
     """The output of one worker. `now` is any monotonic clock's seconds."""
 
     def __init__(self, now: float) -> None:

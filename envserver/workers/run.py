@@ -29,9 +29,9 @@ from envserver_records.records import Message, PublicTask, SandboxSpec
 
 from ..actions import encode
 from ..environment import Reply, Sandbox
+from .event_uploader import EventUploader
 from .failures import error_of_answer, error_of_sandbox, error_of_service
 from .sandboxes import BlockingSandbox, Opening, open_blocking
-from .telling import Telling
 
 if TYPE_CHECKING:
     import openai
@@ -87,7 +87,7 @@ class AttemptRun:
         self._asked_from_threads: set[Future[Any]] = set()
         self._client: openai.AsyncOpenAI | None = None
         self._blocking_client: openai.OpenAI | None = None
-        self._telling = Telling(job.rollout_id, url, http)
+        self._uploader = EventUploader(job.rollout_id, url, http)
 
     @property
     def seconds_left(self) -> float:
@@ -197,7 +197,7 @@ class AttemptRun:
         line = orjson.dumps(
             {"event": event, "facts": facts}, default=repr, option=orjson.OPT_NON_STR_KEYS
         )
-        self._loop.call_soon_threadsafe(self._telling.line, line)
+        self._loop.call_soon_threadsafe(self._uploader.line, line)
 
     def log_metric(self, name: str, value: float) -> None:
         number = float(value)
@@ -207,7 +207,7 @@ class AttemptRun:
 
     def log_action(self, tool: str, input: Any = None, output: Any = None) -> None:
         step = encode(tool, input, output, time.time())
-        self._loop.call_soon_threadsafe(self._telling.step, step)
+        self._loop.call_soon_threadsafe(self._uploader.step, step)
 
     def end(self) -> None:
         """No more requests: those from threads end now, later ones raise LimitReached."""
@@ -217,7 +217,7 @@ class AttemptRun:
 
     async def finish(self) -> None:
         """Sends the steps and log lines that wait and closes what was opened."""
-        await self._telling.finish()
+        await self._uploader.finish()
         if self._client is not None:
             await self._client.close()
         if self._blocking_client is not None:

@@ -1,6 +1,6 @@
-"""Keeps a nursery alive and knows every worker that it forked.
+"""Keeps a forkserver alive and knows every worker that it forked.
 
-`fork` gives handles; when the nursery dies, so do they, and a new nursery takes its place.
+`fork` gives handles; when the forkserver dies, so do they, and a new forkserver takes its place.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from envserver_records.errors import EnvserverError
 
 from . import linux
 from .deaths import End
+from .forkserver_process import ForkserverProcess
 from .frames import BEATS_PER_SILENCE
 from .handle import WorkerHandle
-from .nursery_process import NurseryProcess
 from .walled import Wall
 
 Listen = Callable[[socket.socket], Coroutine[Any, Any, asyncio.AbstractServer]]
 
 KILL_SECONDS = 5.0
-"""For the nursery to report the end of a worker that it was told to kill."""
+"""For the forkserver to report the end of a worker that it was told to kill."""
 MAX_PAUSE_SECONDS = 5.0
 
 _log = structlog.get_logger("envserver.workers")
@@ -66,13 +66,13 @@ class Supervisor:
         self._lost = asyncio.Event()
 
     async def start(self) -> None:
-        """Starts the nursery.
+        """Starts the forkserver.
 
         Raises:
             ConfigError, NotFoundError: an environment cannot be found or imported.
         """
         self._lost.clear()
-        self._nursery = NurseryProcess(
+        self._nursery = ForkserverProcess(
             self._references,
             heartbeat_seconds=self._heartbeat_seconds,
             wall=self._wall,
@@ -85,7 +85,7 @@ class Supervisor:
             self._up.set()
 
     async def keep(self) -> None:
-        """Starts a new nursery whenever the last one is gone; ends by being cancelled."""
+        """Starts a new forkserver whenever the last one is gone; ends by being cancelled."""
         pause = 0.0
         while True:
             await self._lost.wait()
@@ -107,7 +107,7 @@ class Supervisor:
                 handle.tick()
 
     async def fork(self) -> WorkerHandle:
-        """A new worker; it takes rollouts at once. Waits while there is no nursery."""
+        """A new worker; it takes rollouts at once. Waits while there is no forkserver."""
         handle = WorkerHandle(
             f"worker-{next(self._ids)}",
             kill_grace_seconds=self._kill_grace_seconds,
@@ -130,7 +130,7 @@ class Supervisor:
         return handle
 
     async def stop(self) -> None:
-        """Ends all workers, first kindly, and the nursery. Nothing is left when it returns."""
+        """Ends all workers, first kindly, and the forkserver. Nothing is left when it returns."""
         self._up.clear()
         handles = list(self.handles.values())
         for handle in handles:
@@ -182,10 +182,10 @@ class Supervisor:
         self._nursery.kill(handle.id)
         asyncio.get_running_loop().call_later(KILL_SECONDS, self._insist, handle, self._nursery)
 
-    def _insist(self, handle: WorkerHandle, nursery: NurseryProcess) -> None:
+    def _insist(self, handle: WorkerHandle, forkserver: ForkserverProcess) -> None:
         if handle.end is None:
             _log.error("nursery_does_not_answer", worker=handle.id)
-            nursery.abandon()
+            forkserver.abandon()
 
     def _gone(self, handle: WorkerHandle) -> None:
         del self.handles[handle.id]

@@ -1,6 +1,6 @@
 """A worker whose whole process lives behind the kernel's wall, for agents that execute code in it.
 
-    nursery (in the outer layer) --one clone--> worker, process 1 of its namespaces
+    forkserver (in the outer layer) --one clone--> worker, process 1 of its namespaces
 
 Its end is the end of everything in there. Programs in there cannot end or stop it by a signal, but
 for those of faults (SIGSEGV and the like), which keep their meaning. Memory, which limits of single
@@ -28,7 +28,7 @@ from ..sandbox import landlock, linux, namespaces
 from ..sandbox.room import NamespaceRoom, kernel_bytes
 from ..sandbox.sampling import numbers, sample
 from ..sandbox.wire import WHOLE_WALLS
-from .child import Birth, become_worker
+from .worker_main import WorkerSpec, worker_main
 
 LOOK_SECONDS = 0.1
 """Between two looks at the memory of a worker."""
@@ -65,7 +65,7 @@ def fork_walled(
     wall: Wall,
     seen: dict[str, Any],
     uid: int | None,
-    birth: Birth,
+    spec: WorkerSpec,
     hand_out: Callable[[socket.socket], None],
 ) -> int:
     """Forks a worker that lives behind `wall`; only for a process with one thread.
@@ -81,12 +81,12 @@ def fork_walled(
     if wall.kind not in WHOLE_WALLS:
         pid = os.fork()
         if pid == 0:
-            _live(lambda: _confine_on_the_host(wall, seen, uid, birth), birth)
+            _live(lambda: _confine_on_the_host(wall, seen, uid, spec), spec)
         return pid
     owner = namespaces.owner(uid)
     pid = namespaces.fork_inner(uid)
     if pid == 0:
-        _live(lambda: _confine_in_namespaces(wall, seen, owner, birth, hand_out), birth)
+        _live(lambda: _confine_in_namespaces(wall, seen, owner, spec, hand_out), spec)
     return pid
 
 
@@ -115,20 +115,22 @@ class Watch:
         return f"passed its {self._limit // _MB} MB of memory" if used > self._limit else ""
 
 
-def _live(confine: Callable[[], None], birth: Birth) -> NoReturn:
+def _live(confine: Callable[[], None], spec: WorkerSpec) -> NoReturn:
     """In the fork: behind the wall first, then a worker."""
     try:
-        os.dup2(birth.output_fd, 1)
-        os.dup2(birth.output_fd, 2)
+        os.dup2(spec.output_fd, 1)
+        os.dup2(spec.output_fd, 2)
         confine()
     except BaseException:  # noqa: BLE001 - the last frame: whatever it is, say it and end
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    become_worker(birth)
+    worker_main(spec)
 
 
-def _confine_on_the_host(wall: Wall, seen: dict[str, Any], uid: int | None, birth: Birth) -> None:
+def _confine_on_the_host(
+    wall: Wall, seen: dict[str, Any], uid: int | None, spec: WorkerSpec
+) -> None:
     """Without namespaces: a user and a directory of its own, Landlock, a filter, limits.
 
     What it may connect to is the proxy's port, at whatever address.
@@ -138,7 +140,7 @@ def _confine_on_the_host(wall: Wall, seen: dict[str, Any], uid: int | None, birt
     _bound(wall)
     linux.drop_capabilities()
     if wall.kind == "landlock":
-        landlock.restrict(seen["visible"], [str(birth.directory)], connect_ports=[wall.port])
+        landlock.restrict(seen["visible"], [str(spec.directory)], connect_ports=[wall.port])
         linux.install_filter(bytes.fromhex(seen["tcp_filter"]))
 
 
@@ -146,7 +148,7 @@ def _confine_in_namespaces(
     wall: Wall,
     seen: dict[str, Any],
     owner: tuple[int, int],
-    birth: Birth,
+    spec: WorkerSpec,
     hand_out: Callable[[socket.socket], None],
 ) -> None:
     """As process 1 of fresh namespaces: furnishes the place, then gives up every right to it."""

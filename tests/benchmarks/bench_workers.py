@@ -77,8 +77,8 @@ def memory(pid: int) -> dict[str, float]:
 def _workers_cpu_seconds(pool: LocalPool) -> float:
     """Of the living workers and, through their parent, of those that ended."""
     pids = pool.snapshot()["pids"]
-    nursery = int(_stat(pids[0])[1])
-    ticks = sum(int(field) for field in _stat(nursery)[11:15])
+    forkserver = int(_stat(pids[0])[1])
+    ticks = sum(int(field) for field in _stat(forkserver)[11:15])
     ticks += sum(int(field) for pid in pids for field in _stat(pid)[11:13])
     return ticks / os.sysconf("SC_CLK_TCK")
 

@@ -15,7 +15,7 @@ from ...config import ServerConfig
 from ...rollouts.ordered import Orders
 from ...store import Store
 from ..atropos.service import AtroposService
-from ..leasing import Travelling
+from ..leasing import GroupEncoder
 from .estimates import add_estimate_routes
 from .groups import add_group_routes
 from .leases import add_lease_routes
@@ -46,7 +46,7 @@ def native_routes(
         orders: None where there is no environment whose rollouts could be ordered.
     """
     router = APIRouter(tags=["native"])
-    travelling = Travelling(store)
+    encoder = GroupEncoder(store)
     streams = Streams()
     leasing = Leasing(
         store,
@@ -56,11 +56,11 @@ def native_routes(
         settings.max_open_leases,
     )
     add_run_routes(router, store, atropos, streams)
-    add_lease_routes(router, store, atropos, leasing, travelling, streams)
-    add_group_routes(router, store, travelling)
+    add_lease_routes(router, store, atropos, leasing, encoder, streams)
+    add_group_routes(router, store, encoder)
     add_estimate_routes(router, store)
     add_policy_routes(router, policy)
     add_status_routes(router, store, atropos, policy, joined, status)
     if orders is not None:
-        add_on_demand_routes(router, orders, store, travelling)
+        add_on_demand_routes(router, orders, store, encoder)
     return router

@@ -10,14 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...store import GroupRow, Store
-from ..leasing import GROUP_MSGPACK, PackedAnswer, Travelling
+from ..leasing import GROUP_MSGPACK, GroupEncoder, PackedAnswer
 from .answers import answers, json_answer
 from .models import MOST_GROUPS, GroupsAnswer, LeasedGroup
 
 _SEQ_LIMIT: Final = 2**63 - 1
 
 
-def add_group_routes(router: APIRouter, store: Store, travelling: Travelling) -> None:
+def add_group_routes(router: APIRouter, store: Store, encoder: GroupEncoder) -> None:
     @router.get("/v1/groups", responses=answers(GroupsAnswer, 422, what="A page of groups."))
     async def list_groups(
         after: Annotated[int, Query(ge=0, le=_SEQ_LIMIT, description="`seq` behind which")] = 0,
@@ -41,8 +41,8 @@ def add_group_routes(router: APIRouter, store: Store, travelling: Travelling) ->
         """
         (row,) = await store.rows([group_id])
         if GROUP_MSGPACK in request.headers.get("accept", ""):
-            return PackedAnswer(await travelling.group(row), GROUP_MSGPACK, request.headers)
-        return Response(await travelling.group_as_json(row), media_type="application/json")
+            return PackedAnswer(await encoder.group(row), GROUP_MSGPACK, request.headers)
+        return Response(await encoder.group_as_json(row), media_type="application/json")
 
 
 def _summary(row: GroupRow) -> dict[str, Any]:

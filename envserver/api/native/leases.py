@@ -20,7 +20,7 @@ from ...store import Lease, Store
 from ...store.damage import DamagedBodies
 from ..atropos.service import AtroposService
 from ..bodies import read_body, request_body
-from ..leasing import MSGPACK, PackedAnswer, Travelling
+from ..leasing import MSGPACK, GroupEncoder, PackedAnswer
 from .answers import answers, json_answer
 from .models import (
     Ack,
@@ -46,7 +46,7 @@ def add_lease_routes(
     store: Store,
     atropos: AtroposService,
     leasing: Leasing,
-    travelling: Travelling,
+    encoder: GroupEncoder,
     streams: Streams,
 ) -> None:
     @router.post(
@@ -77,7 +77,7 @@ def add_lease_routes(
                     await leasing.give_back(found.lease_id)
                     return Response(status_code=204)
                 try:
-                    return await lease_answer(found, travelling, request.headers)
+                    return await lease_answer(found, encoder, request.headers)
                 except DamagedBodies as damaged:
                     await leasing.take_back(found.lease_id, damaged)
 
@@ -107,7 +107,7 @@ def add_lease_routes(
             seen = ""
         name = wanted.stream or stream_of(seen) or uuid.uuid4().hex
         pushed = LeaseStream(store, leasing, run, wanted, name, seen)
-        return StreamAnswer(pushed, streams, travelling, request.headers)
+        return StreamAnswer(pushed, streams, encoder, request.headers)
 
     @router.post(
         "/v1/runs/{run}/ack",
@@ -163,11 +163,11 @@ def add_lease_routes(
         await atropos.lease_closed(lease_id)
 
 
-async def lease_answer(lease: Lease, travelling: Travelling, headers: Headers) -> Response:
+async def lease_answer(lease: Lease, encoder: GroupEncoder, headers: Headers) -> Response:
     """The lease as the client wants it. Raises DamagedBodies: some cannot be read."""
     if MSGPACK in headers.get("accept", ""):
-        return PackedAnswer(await travelling.lease(lease), MSGPACK, headers)
-    return Response(await travelling.lease_as_json(lease), media_type="application/json")
+        return PackedAnswer(await encoder.lease(lease), MSGPACK, headers)
+    return Response(await encoder.lease_as_json(lease), media_type="application/json")
 
 
 async def _require_open(store: Store, run: str) -> None:

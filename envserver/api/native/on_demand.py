@@ -23,7 +23,7 @@ from ...store import Lease, Store
 from ...store.damage import DamagedBodies
 from ..access.quotas import TooManyRequests
 from ..bodies import read_body, request_body
-from ..leasing import MSGPACK, Travelling
+from ..leasing import MSGPACK, GroupEncoder
 from .answers import answers, json_answer
 from .leases import lease_answer
 from .models import LONGEST_WAIT_SECONDS, MOST_GROUPS, Body, LeaseAnswer, Name
@@ -73,7 +73,7 @@ _ROLLOUTS: Final = TypeAdapter(RolloutsRequest)
 
 
 def add_on_demand_routes(
-    router: APIRouter, orders: Orders, store: Store, travelling: Travelling
+    router: APIRouter, orders: Orders, store: Store, encoder: GroupEncoder
 ) -> None:
     @router.post(
         "/v1/rollouts",
@@ -105,7 +105,7 @@ def add_on_demand_routes(
         rows = await store.rows(order.group_ids())
         found = Lease(lease_id=order.key, run="", expires_at=0.0, groups=rows)
         try:
-            return await lease_answer(found, travelling, request.headers)
+            return await lease_answer(found, encoder, request.headers)
         except DamagedBodies as damaged:
             await store.drop_damaged(damaged.reasons)
             raise ConflictError(

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...store import Lease, Store
 from ...store.damage import DamagedBodies
-from ..leasing import Travelling, zstd_frame
+from ..leasing import GroupEncoder, zstd_frame
 from ..transfer import accepts
 from .models import StreamRequest
 from .waiting import Hangup, Leasing
@@ -212,11 +212,11 @@ class _Events:
     encoding = ""
     keep_alive = b":\n\n"
 
-    def __init__(self, travelling: Travelling) -> None:
-        self._travelling = travelling
+    def __init__(self, encoder: GroupEncoder) -> None:
+        self._encoder = encoder
 
     async def lease(self, lease: Lease) -> AsyncIterator[bytes]:
-        data = await self._travelling.lease_as_json(lease)
+        data = await self._encoder.lease_as_json(lease)
         # What others posted may have line ends between its values, and none within them.
         line = data.replace(b"\r", b" ").replace(b"\n", b" ")
         yield b"id: %s\nevent: lease\ndata: %s\n\n" % (lease.lease_id.encode(), line)
@@ -225,14 +225,14 @@ class _Events:
 class _Frames:
     media_type = STREAM
 
-    def __init__(self, travelling: Travelling, *, compress: bool) -> None:
-        self._travelling = travelling
+    def __init__(self, encoder: GroupEncoder, *, compress: bool) -> None:
+        self._encoder = encoder
         self._compress = compress
         self.encoding = "zstd" if compress else ""
         self.keep_alive = zstd_frame(bytes(4)) if compress else bytes(4)
 
     async def lease(self, lease: Lease) -> AsyncIterator[bytes]:
-        packed = await self._travelling.lease(lease)
+        packed = await self._encoder.lease(lease)
         length = packed.size.to_bytes(4, "big")
         if self._compress:
             for part in packed.compressed(length):
@@ -243,19 +243,19 @@ class _Frames:
             yield part
 
 
-def _format(travelling: Travelling, headers: Headers) -> _Format:
+def _format(encoder: GroupEncoder, headers: Headers) -> _Format:
     if EVENTS in headers.get("accept", ""):
-        return _Events(travelling)
-    return _Frames(travelling, compress=accepts(headers, "zstd"))
+        return _Events(encoder)
+    return _Frames(encoder, compress=accepts(headers, "zstd"))
 
 
 class StreamAnswer(Response):
     """Sends a stream's leases for as long as the client listens."""
 
     def __init__(
-        self, stream: LeaseStream, streams: Streams, travelling: Travelling, headers: Headers
+        self, stream: LeaseStream, streams: Streams, encoder: GroupEncoder, headers: Headers
     ) -> None:
-        self._format = _format(travelling, headers)
+        self._format = _format(encoder, headers)
         super().__init__(media_type=self._format.media_type)
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-store"

@@ -25,9 +25,9 @@ from support.commands import envserver, read_jsonl
 from support.swe_scripts import ROMAN, SUBMIT, Scripted, attempt, bash, call
 
 from envserver import Sandboxes, Task
-from envserver.cli.runtime import machinery
+from envserver.cli.runtime import rollout_context
 from envserver.config import SandboxConfig, Settings
-from envserver.rollouts.group import Ticket, make_group
+from envserver.rollouts.group import GroupRequest, make_group
 from envserver.sandbox.service import SandboxService
 from envserver.sandbox.watched import WatchedSandboxes
 from envserver.tokens.flags import chosen
@@ -228,22 +228,24 @@ async def under_fire(groups: int, group_size: int, pause: float) -> int:
     )
     swe = Swe(Swe.Config(group_size=group_size))
     killed, rng = 0, random.Random(7)
-    async with machinery(
+    async with rollout_context(
         settings, swe, "swe", observer=lambda event: None, need_engine=True,
         actions=chosen([], [], []), need_exact=False, drop_zero_variance=False,
     ) as parts:  # fmt: skip
         tasks = list(swe.tasks("train"))
-        tickets = [
-            Ticket(group_id=f"g{n}", index=n, env="swe", split="train", seed=0, task=tasks[n % 20])
+        requests = [
+            GroupRequest(
+                group_id=f"g{n}", index=n, env="swe", split="train", seed=0, task=tasks[n % 20]
+            )
             for n in range(groups)
         ]
         limit = asyncio.Semaphore(3)
 
-        async def make(ticket: Ticket) -> Any:
+        async def make(request: GroupRequest) -> Any:
             async with limit:
-                return await make_group(parts, ticket)
+                return await make_group(parts, request)
 
-        making = asyncio.gather(*map(make, tickets))
+        making = asyncio.gather(*map(make, requests))
         while not making.done():
             await asyncio.sleep(pause * rng.random())
             if pids := parts.pool.snapshot()["pids"]:

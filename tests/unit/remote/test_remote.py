@@ -28,7 +28,7 @@ from envserver.remote.identity import held_identity
 from envserver.remote.link import Link
 from envserver.remote.messages import Heartbeat, Registration
 from envserver.remote.sink import lacking
-from envserver.rollouts.stream import Ticket
+from envserver.rollouts.stream import GroupRequest
 
 STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")
 
@@ -264,8 +264,8 @@ async def test_one_that_is_to_leave_is_told_and_people_see_how_all_are(tmp_path:
 @settings(max_examples=50, deadline=None)
 @given(has=st.sets(st.integers(0, 40)), asked_at_once=st.integers(1, 7))
 def test_a_stream_goes_on_with_what_the_server_lacks(has: set[int], asked_at_once: int) -> None:
-    tickets = [
-        Ticket(group_id=f"g{n}", index=n, env="", split="train", seed=0, task=Task("", {}))
+    requests = [
+        GroupRequest(group_id=f"g{n}", index=n, env="", split="train", seed=0, task=Task("", {}))
         for n in range(40)
     ]
     ids = {f"g{n}" for n in has}
@@ -276,7 +276,7 @@ def test_a_stream_goes_on_with_what_the_server_lacks(has: set[int], asked_at_onc
         return ids & set(group_ids)
 
     with mock.patch("envserver.remote.sink._ASKED_AT_ONCE", asked_at_once):
-        left = [ticket.index for ticket in lacking(iter(tickets), known, len(has))]
+        left = [request.index for request in lacking(iter(requests), known, len(has))]
     assert left == [n for n in range(40) if n not in has]
     assert len(asked) == len(set(asked))
 

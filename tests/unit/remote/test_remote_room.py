@@ -16,8 +16,8 @@ from envserver.api.joined.beside import SharingSink
 from envserver.api.joined.registered import RemoteEnvironments
 from envserver.api.joined.rooms import Slack, deal, fair_shares
 from envserver.remote.messages import Heartbeat, Registration
+from envserver.rollouts.capacity import Bounds
 from envserver.rollouts.mixing import CATCH_UP_GROUPS, Share
-from envserver.rollouts.room import Bounds
 from envserver.store import open_store
 from envserver.store.demand import Demand
 

@@ -24,7 +24,7 @@ from envserver.config import CurriculumConfig
 from envserver.rollouts.curriculum import LONGEST_REST, Candidate, choose, to_forget, wanted
 from envserver.rollouts.estimates import UNTRIED, Estimate, Scored, as_of, updated
 from envserver.rollouts.events import GroupDropped
-from envserver.rollouts.stream import Ticket, group_id
+from envserver.rollouts.stream import GroupRequest, group_id
 from envserver.rollouts.task_stream import Known, TaskStream
 
 DIFFICULTY = CurriculumConfig(sampler="difficulty", explore=0.2)
@@ -144,11 +144,11 @@ def test_what_is_not_yet_scored_is_forgotten_last(
 CHANCES = (0.0, 0.5, 1.0)
 
 
-def own_order(tasks: int | None) -> Iterator[Ticket]:
+def own_order(tasks: int | None) -> Iterator[GroupRequest]:
     """An environment's order: `tasks` again and again, or always new ones."""
     for index in itertools.count():
         number = index if tasks is None else index % tasks
-        yield Ticket(
+        yield GroupRequest(
             group_id=group_id("e-train-0-", index, f"t-{number}"),
             index=index,
             env="e",
@@ -158,7 +158,7 @@ def own_order(tasks: int | None) -> Iterator[Ticket]:
         )
 
 
-def nothing(asked: list[Ticket]) -> Known:
+def nothing(asked: list[GroupRequest]) -> Known:
     return Known(set(), {})
 
 
@@ -167,7 +167,7 @@ class Played:
 
     def __init__(self, rules: CurriculumConfig, tasks: int | None, seed: int = 0) -> None:
         self.stream = TaskStream(rules, look=nothing, seed=seed)
-        self._tickets = self.stream.tickets(own_order(tasks))
+        self._requests = self.stream.requests(own_order(tasks))
         self._rng = random.Random(seed)
         self.group_ids: list[str] = []
         self.task_ids: list[str] = []
@@ -175,17 +175,17 @@ class Played:
         self.held = 0
 
     def play(self, groups: int, chances: tuple[float, ...] = CHANCES) -> Played:
-        for ticket in itertools.islice(self._tickets, groups):
-            chance = chances[int(ticket.task.id[2:]) % len(chances)]
+        for request in itertools.islice(self._requests, groups):
+            chance = chances[int(request.task.id[2:]) % len(chances)]
             rewards = sum(self._rng.random() < chance for _ in range(4))
             self.mixed += 0 < rewards < 4
-            self.group_ids.append(ticket.group_id)
-            self.task_ids.append(ticket.task.id)
+            self.group_ids.append(request.group_id)
+            self.task_ids.append(request.task.id)
             self.held = max(self.held, self.stream.remembered)
             told = GroupDropped(
-                group_id=ticket.group_id, index=ticket.index, task_id=ticket.task.id,
+                group_id=request.group_id, index=request.index, task_id=request.task.id,
                 reason="zero_variance", failed=False, message="", at=0.0,
-                scored=scored(ticket.task.id, rewards),
+                scored=scored(request.task.id, rewards),
             )  # fmt: skip
             self.stream.observe(told)
         return self
@@ -265,7 +265,7 @@ def test_solved_tasks_are_passed_over_mostly_and_never_for_ever() -> None:
     stream = TaskStream(
         rules, look=lambda asked: Known(set(), {one.task.id: known[one.task.id] for one in asked})
     )
-    drawn = Counter(one.task.id for one in itertools.islice(stream.tickets(own_order(10)), 2000))
+    drawn = Counter(one.task.id for one in itertools.islice(stream.requests(own_order(10)), 2000))
     solved = sum(drawn[f"t-{n}"] for n in range(1, 10, 2))
     assert 0.06 < solved / 2000 < 0.13  # 1 of 11
     assert len(drawn) == 10
@@ -275,7 +275,7 @@ def test_solved_tasks_are_passed_over_mostly_and_never_for_ever() -> None:
     stream = TaskStream(
         rules, look=lambda asked: Known(set(), {one.task.id: known[one.task.id] for one in asked})
     )
-    assert len(list(itertools.islice(stream.tickets(own_order(10)), 3))) == 3
+    assert len(list(itertools.islice(stream.requests(own_order(10)), 3))) == 3
 
 
 def test_a_stream_goes_on_where_it_was_and_remembers_what_was_scored() -> None:
@@ -285,7 +285,7 @@ def test_a_stream_goes_on_where_it_was_and_remembers_what_was_scored() -> None:
     }
     asked_at_once = []
 
-    def look(asked: list[Ticket]) -> Known:
+    def look(asked: list[GroupRequest]) -> Known:
         asked_at_once.append(len(asked))
         return Known(
             {one.group_id for one in asked} & made,
@@ -294,7 +294,7 @@ def test_a_stream_goes_on_where_it_was_and_remembers_what_was_scored() -> None:
 
     rules = REPLAY.model_copy(update={"replay_share": 0.9})
     stream = TaskStream(rules, look=look, counts=lambda: (50, 7))
-    drawn = list(itertools.islice(stream.tickets(own_order(60)), 30))
+    drawn = list(itertools.islice(stream.requests(own_order(60)), 30))
     assert not {one.group_id for one in drawn} & made
     own = [one.index for one in drawn if "-again-" not in one.group_id]
     assert own == list(range(50, 50 + len(own)))

@@ -17,7 +17,6 @@ from support.serving import attempt_spec
 from envserver import Group, Score, pack, unpack
 from envserver.config import RolloutsConfig
 from envserver.proxy import Attempt
-from envserver.rollouts.freshness import Freshness
 from envserver.rollouts.policy import (
     Drop,
     GroupRules,
@@ -28,6 +27,7 @@ from envserver.rollouts.policy import (
     judge_losses,
     rules_of,
 )
+from envserver.rollouts.staleness import StalenessMonitor
 
 VERSIONS = st.integers(-1, 20)
 MOST = st.none() | st.integers(0, 6)
@@ -91,12 +91,12 @@ def test_after_a_publish_nothing_goes_on_that_is_too_old(
     most: int | None, oldest: list[int], published: list[int]
 ) -> None:
     async def run() -> None:
-        freshness = Freshness(most)
+        staleness = StalenessMonitor(most)
         ended: dict[int, Stale] = {}
 
         async def rollout(number: int, one: Attempt) -> None:
             try:
-                async with freshness.watching(one):
+                async with staleness.watching(one):
                     await asyncio.Event().wait()
             except Stale as error:
                 ended[number] = error
@@ -106,7 +106,7 @@ def test_after_a_publish_nothing_goes_on_that_is_too_old(
         await asyncio.sleep(0)
         gone: set[int] = set()
         for version in published:
-            freshness.publish(version)
+            staleness.publish(version)
             gone |= {n for n, first in enumerate(oldest) if is_stale(first, version, most)}
             for _ in range(4):
                 await asyncio.sleep(0)
@@ -121,10 +121,10 @@ def test_after_a_publish_nothing_goes_on_that_is_too_old(
 
 
 async def test_what_is_cancelled_from_outside_is_not_called_stale() -> None:
-    freshness = Freshness(0)
+    staleness = StalenessMonitor(0)
 
     async def rollout() -> None:
-        async with freshness.watching(attempt(call(3))):
+        async with staleness.watching(attempt(call(3))):
             await asyncio.Event().wait()
 
     running = asyncio.create_task(rollout())
@@ -133,7 +133,7 @@ async def test_what_is_cancelled_from_outside_is_not_called_stale() -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     with pytest.raises(TimeoutError):
-        async with freshness.watching(attempt()):
+        async with staleness.watching(attempt()):
             raise TimeoutError
 
 

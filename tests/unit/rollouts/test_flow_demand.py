@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from envserver.rollouts.room import Bounds
+from envserver.rollouts.capacity import Bounds
 from envserver.store import Store, open_store
 from envserver.store.demand import Demand, Staleness
 from envserver.store.rows import ATROPOS_RUN, GroupPut

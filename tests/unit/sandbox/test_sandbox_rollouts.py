@@ -35,13 +35,13 @@ from envserver import (
     pack,
     unpack,
 )
-from envserver.cli.runtime import machinery
+from envserver.cli.runtime import rollout_context
 from envserver.config import Settings
 from envserver.registry import find
 from envserver.rollouts.attempt import Finished, run_attempt
-from envserver.rollouts.freshness import Freshness
-from envserver.rollouts.group import Machinery, attempt_spec, make_group
-from envserver.rollouts.stream import Ticket
+from envserver.rollouts.group import RolloutContext, attempt_spec, make_group
+from envserver.rollouts.staleness import StalenessMonitor
+from envserver.rollouts.stream import GroupRequest
 from envserver.sandbox.requests import Exec, Open, Opened
 from envserver.sandbox.rooms import cut_down, summed
 from envserver.sandbox.supervisor import READY
@@ -54,12 +54,12 @@ _numbers = count(1)
 
 
 @asynccontextmanager
-async def house(kind: str, **settings: Any) -> AsyncIterator[Machinery]:
+async def house(kind: str, **settings: Any) -> AsyncIterator[RolloutContext]:
     """All that `envserver process` runs, for one of the zoo's environments."""
     environment = find(f"{ZOO}:{kind}")()
     tree = {"model": "sim", "workers": {"processes": 1}, **settings}
     tree["sandbox"] = {"wall": "namespace", **settings.get("sandbox", {})}
-    async with machinery(
+    async with rollout_context(
         Settings.model_validate(tree),
         environment,
         f"{ZOO}:{kind}",
@@ -73,13 +73,18 @@ async def house(kind: str, **settings: Any) -> AsyncIterator[Machinery]:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def zoo() -> AsyncIterator[Machinery]:
+async def zoo() -> AsyncIterator[RolloutContext]:
     async with house("Zoo") as parts:
         yield parts
 
 
 async def run(
-    parts: Machinery, do: str, marker: str = "", *, isolation: Any = None, seconds: float = 30.0
+    parts: RolloutContext,
+    do: str,
+    marker: str = "",
+    *,
+    isolation: Any = None,
+    seconds: float = 30.0,
 ) -> Finished:
     task = PublicTask("t", {"do": do, "marker": marker})
     spec = attempt_spec(parts, task, f"{do}-{next(_numbers)}", 1)
@@ -90,7 +95,7 @@ async def run(
         pool=parts.pool,
         isolation=isolation or parts.isolation,
         actions=parts.actions,
-        freshness=Freshness(None),
+        staleness=StalenessMonitor(None),
     )
 
 
@@ -130,7 +135,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-async def test_an_agent_uses_a_sandbox_and_what_it_used_is_told(zoo: Machinery) -> None:
+async def test_an_agent_uses_a_sandbox_and_what_it_used_is_told(zoo: RolloutContext) -> None:
     finished = await run(zoo, "sums")
     output = finished.result.output
     assert output["shown"] == "hello6 * 7"
@@ -146,7 +151,7 @@ async def test_an_agent_uses_a_sandbox_and_what_it_used_is_told(zoo: Machinery) 
 
 
 @pytest.mark.parametrize("isolation", ["pooled", "dedicated"])
-async def test_what_an_agent_leaves_open_is_closed(zoo: Machinery, isolation: str) -> None:
+async def test_what_an_agent_leaves_open_is_closed(zoo: RolloutContext, isolation: str) -> None:
     marker = marked()
     finished = await run(zoo, "leave_open", marker, isolation=isolation)
     assert finished.result.output == "left"
@@ -156,21 +161,21 @@ async def test_what_an_agent_leaves_open_is_closed(zoo: Machinery, isolation: st
     assert finished.usage.sandbox.killed == {"cancelled": 1}, finished.usage
 
 
-async def test_sandboxes_end_with_a_worker_that_is_killed(zoo: Machinery) -> None:
+async def test_sandboxes_end_with_a_worker_that_is_killed(zoo: RolloutContext) -> None:
     marker = marked()
     with pytest.raises(WorkerDied):
         await run(zoo, "die", marker, isolation="dedicated")
     await until(lambda: not running(marker))
 
 
-async def test_a_cancelled_program_has_ended_and_the_sandbox_goes_on(zoo: Machinery) -> None:
+async def test_a_cancelled_program_has_ended_and_the_sandbox_goes_on(zoo: RolloutContext) -> None:
     marker = marked()
     finished = await run(zoo, "lose_patience", marker)
     found, said, killed = finished.result.output
     assert (found, said, killed) == (1, "well\n", {"cancelled": 1})
 
 
-async def test_a_program_that_runs_at_the_deadline_is_the_models(zoo: Machinery) -> None:
+async def test_a_program_that_runs_at_the_deadline_is_the_models(zoo: RolloutContext) -> None:
     marker = marked()
     finished = await run(zoo, "overrun", marker, seconds=1.0)
     assert (finished.result.limit, finished.result.truncated) == ("time", True)
@@ -178,7 +183,7 @@ async def test_a_program_that_runs_at_the_deadline_is_the_models(zoo: Machinery)
     assert running(marker) == []
 
 
-async def test_a_cancelled_rollout_takes_its_sandbox_along(zoo: Machinery) -> None:
+async def test_a_cancelled_rollout_takes_its_sandbox_along(zoo: RolloutContext) -> None:
     marker = marked()
     rollout = asyncio.create_task(run(zoo, "overrun", marker))
     await until(lambda: running(marker))
@@ -188,7 +193,7 @@ async def test_a_cancelled_rollout_takes_its_sandbox_along(zoo: Machinery) -> No
     await until(lambda: not running(marker))
 
 
-async def test_nobody_gets_more_than_the_environment_declares(zoo: Machinery) -> None:
+async def test_nobody_gets_more_than_the_environment_declares(zoo: RolloutContext) -> None:
     said = (await run(zoo, "ask_too_much")).result.output
     assert "Only these modules may be preloaded: json" in said["preload"]
     assert said["disk"] != "got it"
@@ -200,7 +205,7 @@ async def test_nobody_gets_more_than_the_environment_declares(zoo: Machinery) ->
     assert said["many"] == [8, "An attempt may have 8 sandboxes at a time."]
 
 
-async def test_two_attempts_share_nothing(zoo: Machinery) -> None:
+async def test_two_attempts_share_nothing(zoo: RolloutContext) -> None:
     first, second = await asyncio.gather(run(zoo, "share"), run(zoo, "share"))
     names = {one.result.output[0] for one in (first, second)}
     assert len(names) == 2
@@ -274,14 +279,14 @@ async def test_who_gets_no_room_in_time_is_tried_again(tmp_path: Path) -> None:
         assert (await run(parts, "sums")).usage.sandbox is not None
 
 
-async def test_a_scorer_has_sandboxes_of_its_own(zoo: Machinery) -> None:
+async def test_a_scorer_has_sandboxes_of_its_own(zoo: RolloutContext) -> None:
     task = Task("t", {}, {"answer": "42"})
     assert (await zoo.scorer.score(task, Result(output={"score": "sums"}))).reward == 1.0
     wrong = Task("t", {}, {"answer": "43"})
     assert (await zoo.scorer.score(wrong, Result(output={"score": "sums"}))).reward == 0.0
 
 
-async def test_a_scorer_that_is_killed_takes_its_sandboxes_along(zoo: Machinery) -> None:
+async def test_a_scorer_that_is_killed_takes_its_sandboxes_along(zoo: RolloutContext) -> None:
     marker = marked()
     scoring = asyncio.create_task(
         zoo.scorer.score(
@@ -322,11 +327,11 @@ async def test_two_hundred_rollouts_whose_workers_are_killed_at_random() -> None
     async with house("Plain", **settings) as parts:
         parts.environment.config.group_size = 8
         (task, *_) = parts.environment.tasks("train")
-        tickets = [
-            Ticket(group_id=f"g{n}", index=n, env="plain", split="train", seed=0, task=task)
+        requests = [
+            GroupRequest(group_id=f"g{n}", index=n, env="plain", split="train", seed=0, task=task)
             for n in range(25)
         ]
-        making = asyncio.gather(*(make_group(parts, ticket) for ticket in tickets))
+        making = asyncio.gather(*(make_group(parts, request) for request in requests))
         while not making.done():
             await asyncio.sleep(0.2)
             if pids := parts.pool.snapshot()["pids"]:
@@ -353,7 +358,7 @@ async def post(url: str, body: bytes) -> tuple[int, bytes]:
         return answer.status, await answer.read()
 
 
-async def test_a_hostile_worker_is_refused(zoo: Machinery) -> None:
+async def test_a_hostile_worker_is_refused(zoo: RolloutContext) -> None:
     encode = msgspec.msgpack.encode
     task = PublicTask("t", {})
     mine, other = (zoo.proxy.open(attempt_spec(zoo, task, name, 1)) for name in ("a", "b"))
@@ -396,7 +401,7 @@ async def test_a_hostile_worker_is_refused(zoo: Machinery) -> None:
     assert await zoo.proxy.settle(other) is None
 
 
-async def test_an_attempt_that_is_sealed_interrupts_what_it_asks(zoo: Machinery) -> None:
+async def test_an_attempt_that_is_sealed_interrupts_what_it_asks(zoo: RolloutContext) -> None:
     marker = marked()
     attempt = zoo.proxy.open(attempt_spec(zoo, PublicTask("t", {}), "sealed", 1))
     url = f"{zoo.proxy_url}/r/{attempt.key}/sandbox"
@@ -430,7 +435,7 @@ async def test_limits_are_cut_down_one_by_one() -> None:
     assert (cut.wall_seconds, cut.memory_mb, cut.processes) == (5.0, 50, 2)
 
 
-async def test_a_spec_may_say_less_than_the_environments(zoo: Machinery) -> None:
+async def test_a_spec_may_say_less_than_the_environments(zoo: RolloutContext) -> None:
     attempt = zoo.proxy.open(attempt_spec(zoo, PublicTask("t", {}), "less", 1))
     try:
         url = f"{zoo.proxy_url}/r/{attempt.key}/sandbox"

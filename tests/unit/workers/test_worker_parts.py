@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from envserver.workers.deaths import End, Verdict, errors_by_rollout
 from envserver.workers.frames import FrameReader, encode
-from envserver.workers.output import BURST_BYTES, BYTES_PER_SECOND, TAIL_BYTES, Lines
+from envserver.workers.output import BURST_BYTES, BYTES_PER_SECOND, TAIL_BYTES, OutputLimiter
 
 
 @given(st.lists(st.lists(st.text(), min_size=1), max_size=5), st.integers(1, 7))
@@ -38,7 +38,7 @@ PIECES = st.builds(
 
 @given(st.lists(PIECES, max_size=60), st.floats(0, 2))
 def test_every_byte_of_output_is_passed_on_or_counted(pieces: list[bytes], pause: float) -> None:
-    lines, passed, dropped = Lines(0.0), 0, 0
+    lines, passed, dropped = OutputLimiter(0.0), 0, 0
     for number, piece in enumerate(pieces):
         passed += sum(len(line) for line in lines.feed(piece, number * pause))
         dropped += lines.take_dropped(number * pause)
@@ -50,7 +50,7 @@ def test_every_byte_of_output_is_passed_on_or_counted(pieces: list[bytes], pause
 
 
 def test_a_flood_is_told_once_a_second() -> None:
-    lines = Lines(0.0)
+    lines = OutputLimiter(0.0)
     told = []
     for tick in range(300):  # three seconds of a megabyte a tick
         lines.feed(b"y" * 1_000_000 + b"\n", tick / 100)
@@ -60,7 +60,7 @@ def test_a_flood_is_told_once_a_second() -> None:
 
 
 def test_output_holds_no_key_of_an_attempt() -> None:
-    lines = Lines(0.0)
+    lines = OutputLimiter(0.0)
     key = secrets.token_urlsafe(24)
     passed = lines.feed(f"HTTP Request: POST http://127.0.0.1:1/r/{key}/v1/models\n".encode(), 0.0)
     assert passed == ["HTTP Request: POST http://127.0.0.1:1/r/***/v1/models"]

@@ -323,7 +323,9 @@ async def test_an_error_beside_the_pool_passes_unchanged() -> None:
 # Nothing survives.
 
 
-@pytest.mark.parametrize("way", ["worker exits", "rollout ends", "nursery is killed", "pool ends"])
+@pytest.mark.parametrize(
+    "way", ["worker exits", "rollout ends", "forkserver is killed", "pool ends"]
+)
 async def test_nothing_that_an_agent_started_survives_it(
     proxy: StandIn, tmp_path: Path, way: str
 ) -> None:
@@ -341,7 +343,7 @@ async def test_nothing_that_an_agent_started_survives_it(
         running = asyncio.gather(pool.run(parent), return_exceptions=True)
         await until(lambda: written.exists() and written.read_text())
         pids = [int(pid) for pid in written.read_text().split()]
-        if way == "nursery is killed":
+        if way == "forkserver is killed":
             worker = Path(f"/proc/{pool.snapshot()['pids'][0]}/stat").read_text()
             os.kill(int(worker.rpartition(")")[2].split()[1]), signal.SIGKILL)
         if way != "pool ends":
@@ -382,7 +384,7 @@ async def test_nothing_survives_a_killed_server(tmp_path: Path) -> None:
         await until(lambda: started.exists() and pids.exists() and pids.read_text(), 20)
         (root,) = tmp_path.glob("envserver-workers-*")
         family = [int(pid) for pid in pids.read_text().split()] + marked_by(root)
-        assert len(set(family)) >= 7  # nursery, 3 workers, 3 grandchildren
+        assert len(set(family)) >= 7  # forkserver, 3 workers, 3 grandchildren
     finally:
         server.kill()
         server.wait()
@@ -415,10 +417,10 @@ async def test_workers_get_no_secret_and_no_hidden_part(
         environ = proxy.open("environ")
         await pool.run(environ)
         (worker,) = (Path(f"/proc/{pid}") for pid in pool.snapshot()["pids"])
-        nursery = Path(f"/proc/{(worker / 'stat').read_text().rpartition(')')[2].split()[1]}")
+        forkserver = Path(f"/proc/{(worker / 'stat').read_text().rpartition(')')[2].split()[1]}")
         seen = [
             (process / name).read_bytes()
-            for process in (worker, nursery)
+            for process in (worker, forkserver)
             for name in ("environ", "cmdline")
         ]
     names = proxy.posted(environ)["output"]

@@ -1,8 +1,8 @@
-"""The server's side of one nursery process: started, spoken to, ended.
+"""The server's side of one forkserver process: started, spoken to, ended.
 
-The kernel ends a nursery with the thread that started it, so the loop must run in one that stays.
+The kernel ends a forkserver with the thread that started it, so the loop needs a lasting thread.
 
-Out go requests to fork and to kill; in comes what the nursery tells of its workers, and what it
+Out go requests to fork and to kill; in comes what the forkserver tells of its workers, and what it
 prints itself. Of the server's environment variables, only an allow-list reaches it.
 """
 
@@ -26,8 +26,8 @@ import structlog
 from envserver_records.errors import ConfigError, EnvserverError, NotFoundError
 
 from . import linux
-from .nursery import READ_BYTES, Boot
-from .output import Lines
+from .forkserver import READ_BYTES, Boot
+from .output import OutputLimiter
 from .walled import Wall
 
 IMPORT_SECONDS = 300.0
@@ -41,7 +41,7 @@ _INHERITED = {
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from envserver.workers.nursery import main; main(sys.argv[2])"
+    "from envserver.workers.forkserver import main; main(sys.argv[2])"
 )
 
 _log = structlog.get_logger("envserver.workers")
@@ -60,8 +60,8 @@ def environment_variables(server: Mapping[str, str], home: str) -> dict[str, str
     return {**kept, **dict.fromkeys(_ONE_THREAD, "1"), "HOME": home, "TMPDIR": home}
 
 
-class NurseryProcess:
-    """One nursery.
+class ForkserverProcess:
+    """One forkserver.
 
     Args:
         references: environments to import.
@@ -91,7 +91,7 @@ class NurseryProcess:
         self._loop = asyncio.get_running_loop()
         self._up: asyncio.Future[None] = self._loop.create_future()
         self._outbox: deque[tuple[bytes, socket.socket | None]] = deque()
-        self._lines = Lines(self._loop.time())
+        self._lines = OutputLimiter(self._loop.time())
         self._open = False
 
     async def start(self) -> None:
@@ -152,7 +152,7 @@ class NurseryProcess:
         self._post(["kill", worker_id])
 
     def abandon(self) -> None:
-        """Kills a nursery that does not answer; its workers die with it."""
+        """Kills a forkserver that does not answer; its workers die with it."""
         self._process.kill()
 
     async def close(self) -> None:
@@ -166,7 +166,7 @@ class NurseryProcess:
         self._clean_up_after_a_kill()
 
     def _clean_up_after_a_kill(self) -> None:
-        if Path(self.root).exists():  # a nursery that ends by itself leaves nothing
+        if Path(self.root).exists():  # a forkserver that ends by itself leaves nothing
             linux.kill_marked(self.root)
             shutil.rmtree(self.root, ignore_errors=True)
 
@@ -230,7 +230,7 @@ class NurseryProcess:
             self._up.set_exception(error)
 
     def _detach(self) -> None:
-        """Closes our ends: for the nursery, the sign to end."""
+        """Closes our ends: for the forkserver, the sign to end."""
         if not self._open:
             return
         self._open = False

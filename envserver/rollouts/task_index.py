@@ -34,7 +34,7 @@ class _Page:
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class TaskBook:
+class TaskIndex:
     """The tasks of `environment`.
 
     Args:

@@ -22,7 +22,7 @@ EXIT_CRASHED = 70
 
 
 @dataclass(frozen=True)
-class Birth:
+class WorkerSpec:
     """What a child needs to become a worker.
 
     Args:
@@ -42,13 +42,13 @@ class Birth:
     heartbeat_seconds: float
 
 
-def become_worker(birth: Birth) -> NoReturn:
+def worker_main(spec: WorkerSpec) -> NoReturn:
     """Turns this process, just forked, into a worker; ends with it, running no exit handler."""
     code = EXIT_CRASHED
     try:
-        _leave_the_nursery(birth)
-        _settle_in(birth)
-        process.main(birth.control, heartbeat_seconds=birth.heartbeat_seconds)
+        _leave_the_nursery(spec)
+        _settle_in(spec)
+        process.main(spec.control, heartbeat_seconds=spec.heartbeat_seconds)
         code = 0
     except BaseException:  # noqa: BLE001 - the last frame: whatever it is, say it and end
         traceback.print_exc()
@@ -58,26 +58,26 @@ def become_worker(birth: Birth) -> NoReturn:
         os._exit(code)
 
 
-def _leave_the_nursery(birth: Birth) -> None:
-    """Own session, process group and death pact; no descriptor or handler of the nursery."""
+def _leave_the_nursery(spec: WorkerSpec) -> None:
+    """Own session, process group and death pact; no descriptor or handler of the forkserver."""
     os.setsid()
-    linux.die_with_parent(birth.parent_pid, signal.SIGKILL)
+    linux.die_with_parent(spec.parent_pid, signal.SIGKILL)
     linux.adopt_orphans()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    if birth.parent_pid != OUTSIDE:  # else it is deaf to these
+    if spec.parent_pid != OUTSIDE:  # else it is deaf to these
         for number in (signal.SIGTERM, signal.SIGINT):  # each ends us, and is seen
             signal.signal(number, signal.SIG_DFL)
-    os.dup2(birth.output_fd, 1)
-    os.dup2(birth.output_fd, 2)
-    linux.close_all_but({0, 1, 2, birth.control.fileno(), *birth.kept_descriptors})
+    os.dup2(spec.output_fd, 1)
+    os.dup2(spec.output_fd, 2)
+    linux.close_all_but({0, 1, 2, spec.control.fileno(), *spec.kept_descriptors})
     linux.limit_resources()
 
 
-def _settle_in(birth: Birth) -> None:
+def _settle_in(spec: WorkerSpec) -> None:
     """Own directory, unbuffered lines of output, own random numbers, a trace at a crash."""
-    os.chdir(birth.directory)
-    os.environ["HOME"] = os.environ["TMPDIR"] = str(birth.directory)
+    os.chdir(spec.directory)
+    os.environ["HOME"] = os.environ["TMPDIR"] = str(spec.directory)
     tempfile.tempdir = None
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False, errors="backslashreplace")
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")

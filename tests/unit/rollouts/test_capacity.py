@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envserver.rollouts.mixing import Share, Shares, targets
-from envserver.rollouts.policy import is_stale, oldest_deliverable
-from envserver.rollouts.room import (
+from envserver.rollouts.capacity import (
     SHARED,
     Bounds,
     Depth,
     Seen,
     Taker,
+    free_capacity,
     most_waiting,
-    room,
     silent_runs,
 )
+from envserver.rollouts.mixing import Share, Shares, targets
+from envserver.rollouts.policy import is_stale, oldest_deliverable
 
 BOUNDS = Bounds(most_groups=9, most_batches=3)
 ENVS = ("a", "b", "c")
@@ -37,44 +37,46 @@ def taker(name: str = "t", batch: int = 4, *environments: str, own: bool = False
 
 
 def test_without_a_trainer_so_many_groups_wait_and_no_more() -> None:
-    assert room("a", [], {}, {}, BOUNDS) == 9
-    assert room("a", [], depths(a=5, b=4), {}, BOUNDS) == 0
+    assert free_capacity("a", [], {}, {}, BOUNDS) == 9
+    assert free_capacity("a", [], depths(a=5, b=4), {}, BOUNDS) == 0
     only_b = taker("t", 4, "b")
-    assert room("a", [only_b], depths(a=5, b=8), {}, BOUNDS) == 4
+    assert free_capacity("a", [only_b], depths(a=5, b=8), {}, BOUNDS) == 4
 
 
 def test_the_slowest_broadcast_run_decides() -> None:
     fast, slow = taker("fast", own=True), taker("slow", own=True)
     waiting = {"fast": {"a": Depth(1)}, "slow": {"a": Depth(9)}}
-    assert room("a", [fast], waiting, {}, BOUNDS) == 8
-    assert room("a", [fast, slow], waiting, {}, BOUNDS) == 0
+    assert free_capacity("a", [fast], waiting, {}, BOUNDS) == 8
+    assert free_capacity("a", [fast, slow], waiting, {}, BOUNDS) == 0
 
 
 def test_of_runs_that_share_one_that_wants_more_is_enough() -> None:
     everything, only_a = taker("everything"), taker("only a", 2, "a")
     waiting = depths(a=1, b=20)
-    assert room("b", [everything, only_a], waiting, {}, BOUNDS) <= 0
-    assert room("a", [everything, only_a], waiting, {}, BOUNDS) == most_waiting(2, BOUNDS) - 1
-    assert room("a", [everything], waiting, {}, BOUNDS) <= 0
+    assert free_capacity("b", [everything, only_a], waiting, {}, BOUNDS) <= 0
+    assert (
+        free_capacity("a", [everything, only_a], waiting, {}, BOUNDS) == most_waiting(2, BOUNDS) - 1
+    )
+    assert free_capacity("a", [everything], waiting, {}, BOUNDS) <= 0
 
 
 def test_who_has_nothing_may_begin_one_whatever_the_others_do() -> None:
-    assert room("c", [taker()], depths(a=50, b=50), {"a": 5}, BOUNDS) == 1
-    assert room("c", [taker()], depths(a=50, b=50), {"c": 1}, BOUNDS) <= 0
+    assert free_capacity("c", [taker()], depths(a=50, b=50), {"a": 5}, BOUNDS) == 1
+    assert free_capacity("c", [taker()], depths(a=50, b=50), {"c": 1}, BOUNDS) <= 0
 
 
 def test_what_would_be_too_old_is_not_begun() -> None:
     for most, leased, queued, made in itertools.product((0, 1, 3), (0, 4, 9), (0, 3), (0, 2)):
         fresh = Bounds(most_groups=1000, most_batches=1000, max_staleness=most)
         waiting = {SHARED: {"a": Depth(queued, leased)}}
-        free = room("a", [taker()], waiting, {"a": made}, fresh)
+        free = free_capacity("a", [taker()], waiting, {"a": made}, fresh)
         if leased or queued or made:
             assert free == (most + 1) * 4 - min(leased, 4) - queued - made
     on_policy = Bounds(most_groups=1000, most_batches=3, max_staleness=0)
     trained = {SHARED: {"a": Depth(0, 4)}}
-    assert room("a", [taker()], trained, {}, on_policy) == 0
+    assert free_capacity("a", [taker()], trained, {}, on_policy) == 0
     hungry = Taker(name="t", queue=SHARED, batch=4, is_hungry=True)
-    assert room("a", [hungry], trained, {}, on_policy) == 4
+    assert free_capacity("a", [hungry], trained, {}, on_policy) == 4
 
 
 @given(
@@ -136,7 +138,7 @@ class World:
         """The next group of whose turn it is among those that have room."""
         made = Counter(env for env, _ in self.open)
         waiting = self.depths()
-        asking = [e for e in ENVS if room(e, self.takers, waiting, made, self.bounds) > 0]
+        asking = [e for e in ENVS if free_capacity(e, self.takers, waiting, made, self.bounds) > 0]
         if not asking or len(self.open) >= MOST_OPEN:
             return False
         env = self.shares.next(asking)

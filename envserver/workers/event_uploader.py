@@ -25,7 +25,7 @@ _BATCH_BYTES = 1 << 20
 _TRIES = 3
 
 
-class Telling:
+class EventUploader:
     """For one attempt; its methods are called on the loop.
 
     Args:

@@ -1,10 +1,10 @@
 """The parent of all workers: warm, preloaded, single-threaded; it forks, watches and kills.
 
-    server --(fork id + socket, kill id)--> nursery --(forked, lines, exit)--> server
+    server --(fork id + socket, kill id)--> forkserver --(forked, lines, exit)--> server
 
 It imports the worker's code and the environments once, so that a fork is ready in milliseconds.
 What always holds: it dies with the server; a worker's whole tree dies with the worker (each worker
-adopts the orphans among its descendants, the nursery those of a dead worker, and the nursery kills
+adopts the orphans among its descendants, the forkserver those of a dead worker, and it kills
 every child that is no worker); nobody waits for the server to read what workers print.
 
 It runs in a process of its own (`supervisor` starts it) and never sees a secret: its environment
@@ -37,9 +37,9 @@ from ..sandbox import outer
 from ..sandbox.room import NamespaceRoom
 from ..sandbox.wire import WHOLE_WALLS
 from . import linux
-from .child import OUTSIDE, Birth, become_worker
-from .output import Lines
+from .output import OutputLimiter
 from .walled import LOOK_SECONDS, Wall, Watch, fork_walled
+from .worker_main import OUTSIDE, WorkerSpec, worker_main
 
 READ_BYTES = 65536
 LOOK_ROUND_SECONDS = 1.0
@@ -47,7 +47,7 @@ KILL_ALL_SECONDS = 5.0
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
-    """What the nursery is started with, as JSON in its arguments.
+    """What the forkserver is started with, as JSON in its arguments.
 
     Args:
         control_fd: of a SOCK_SEQPACKET socket whose other end only the server holds.
@@ -73,7 +73,7 @@ class _Worker:
     id: str
     pid: int
     output_fd: int
-    lines: Lines
+    lines: OutputLimiter
     directory: Path
     user: int | None
     watch: Watch | None
@@ -81,7 +81,7 @@ class _Worker:
 
 
 def main(boot_json: str) -> None:
-    """The whole life of the nursery."""
+    """The whole life of the forkserver."""
     boot = msgspec.json.decode(boot_json, type=Boot)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     linux.die_with_parent(boot.server_pid, signal.SIGTERM)
@@ -94,9 +94,9 @@ def main(boot_json: str) -> None:
         users = _users(boot)
         opened = linux.open_descriptors() - ours
         if boot.wall is None:
-            Nursery(boot, control, opened, users, seen).run()
+            Forkserver(boot, control, opened, users, seen).run()
         else:
-            _run_walled(boot, boot.wall, Nursery(boot, control, opened, users, seen))
+            _run_walled(boot, boot.wall, Forkserver(boot, control, opened, users, seen))
     except EnvserverError as error:
         control.send(msgspec.msgpack.encode(["broken", error.kind, error.message, error.hint]))
     except OSError as error:
@@ -117,16 +117,16 @@ def _users(boot: Boot) -> list[int | None]:
     return list(range(first, first + boot.most_workers))
 
 
-def _run_walled(boot: Boot, wall: Wall, nursery: Nursery) -> None:
-    """The nursery goes into the outer layer: from now on it sees only what its workers may see."""
+def _run_walled(boot: Boot, wall: Wall, forkserver: Forkserver) -> None:
+    """Enters the outer layer: from now on it sees only what its workers may see."""
     root = Path(boot.root, "outer")
     root.mkdir(mode=0o711)
     Path(boot.root).chmod(0o711)  # users of their own pass through
-    outer.enter(wall.kind, str(root), nursery.seen, nursery.run)
+    outer.enter(wall.kind, str(root), forkserver.seen, forkserver.run)
 
 
-class Nursery:
-    """The loop of the nursery process."""
+class Forkserver:
+    """The loop of the forkserver process."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class Nursery:
         directory = self._directory_for(worker_id, user)
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
-        birth = Birth(
+        spec = WorkerSpec(
             control=control,
             output_fd=writing,
             directory=directory,
@@ -218,12 +218,12 @@ class Nursery:
             heartbeat_seconds=self._boot.heartbeat_seconds,
         )
         try:
-            pid = self._fork_one(birth, worker_id, user)
+            pid = self._fork_one(spec, worker_id, user)
         except OSError as error:
             os.close(reading)
             self._tell("exit", worker_id, None, f"it could not be forked: {error}", False, 0.0, 0.0)
         else:
-            lines, watch = Lines(time.monotonic()), self._watch(pid)
+            lines, watch = OutputLimiter(time.monotonic()), self._watch(pid)
             worker = _Worker(worker_id, pid, reading, lines, directory, user, watch)
             self._workers[pid] = worker
             self._selector.register(reading, selectors.EVENT_READ, lambda: self._read(worker))
@@ -241,14 +241,14 @@ class Nursery:
             os.chown(directory, user, user)
         return directory
 
-    def _fork_one(self, birth: Birth, worker_id: str, user: int | None) -> int:
+    def _fork_one(self, spec: WorkerSpec, worker_id: str, user: int | None) -> int:
         wall = self._boot.wall
         if wall is not None:
             hand_out = partial(self._hand_out, worker_id)
-            return fork_walled(wall, self.seen, user, birth, hand_out)
+            return fork_walled(wall, self.seen, user, spec, hand_out)
         pid = os.fork()
         if pid == 0:
-            become_worker(birth)
+            worker_main(spec)
         return pid
 
     def _watch(self, pid: int) -> Watch | None:

@@ -62,7 +62,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int | None = None
 
 
-def room(
+def free_capacity(
     env: str,
     takers: Iterable[Taker],
     depths: Depths,
@@ -77,9 +77,9 @@ def room(
     runs = list(takers)
     queues = {taker.queue for taker in runs if taker.takes(env)}
     if not queues:
-        return _room_for_nobody(runs, depths, bounds)
+        return _capacity_without_takers(runs, depths, bounds)
     return min(
-        _room_of_queue(
+        _capacity_of_queue(
             env,
             [taker for taker in runs if taker.queue == queue],
             depths.get(queue, {}),
@@ -90,7 +90,7 @@ def room(
     )
 
 
-def _room_for_nobody(takers: list[Taker], depths: Depths, bounds: Bounds) -> int:
+def _capacity_without_takers(takers: list[Taker], depths: Depths, bounds: Bounds) -> int:
     """Of an environment that no run takes: what nobody takes is bounded together."""
     untaken = {
         env: depth
@@ -100,7 +100,7 @@ def _room_for_nobody(takers: list[Taker], depths: Depths, bounds: Bounds) -> int
     return bounds.most_groups - sum(depth.queued for depth in untaken.values())
 
 
-def _room_of_queue(
+def _capacity_of_queue(
     env: str,
     takers: list[Taker],
     queue: Mapping[str, Depth],
@@ -111,14 +111,14 @@ def _room_of_queue(
     own = queue.get(env, Depth())
     has_none = not (own.queued or own.leased or open_groups.get(env))
     found = [
-        _room_of_taker(taker, takers, queue, open_groups, bounds)
+        _capacity_of_taker(taker, takers, queue, open_groups, bounds)
         for taker in takers
         if taker.takes(env)
     ]
     return max(*found, 1 if has_none else min(found))
 
 
-def _room_of_taker(
+def _capacity_of_taker(
     taker: Taker,
     sharing: list[Taker],
     queue: Mapping[str, Depth],

@@ -17,7 +17,7 @@ from ..proxy.attempts import Attempt
 from .policy import is_stale
 
 
-class Freshness:
+class StalenessMonitor:
     """Ends attempts that have become too old.
 
     Args:
