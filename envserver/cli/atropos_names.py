@@ -1,14 +1,15 @@
 """Names of Atropos' command line that mean something else, or nothing, here.
 
-Command lines and YAML files written for Atropos are to work: a name in `RENAMED` is taken under its
-new name, one in `IGNORED` is accepted with a line that says what does its work here, one in
-`REFUSED` is an error unless it is switched off. A setting of the environment goes before all three.
+Command lines and YAML files written for Atropos work: a name in `EQUIVALENTS` is read as the
+setting that does the same here, one in `IGNORED` is accepted with a line that says what does its
+work here, one in `REFUSED` is an error unless it is switched off. A setting of the environment
+that has the name goes before all three.
 (The fields of `BaseEnvConfig`, `APIServerConfig` and `ServerManagerConfig` of atroposlib 0.4.0.)
 """
 
 from __future__ import annotations
 
-RENAMED: dict[str, str] = {
+EQUIVALENTS: dict[str, str] = {
     "env.max_batches_offpolicy": "rollouts.max_batches_offpolicy",
     "env.max_concurrent_processes": "workers.dedicated",
     "env.process_timeout": "env.worker_timeout",

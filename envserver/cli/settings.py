@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError, create_model
 
 from ..config import EngineConfig, EnvironmentConfig, Section, Settings
 from ..registry import find
-from .atropos_names import IGNORED, REFUSED, RENAMED
+from .atropos_names import EQUIVALENTS, IGNORED, REFUSED
 from .options import (
     ANY_NAME,
     Option,
@@ -34,6 +34,7 @@ from .options import (
     parse,
     preset,
 )
+from .renamed import current_path, with_old_names
 from .sources import VARIABLE_PREFIX, Given, YamlFile, read_dotenv, read_flags, read_variables
 
 S = TypeVar("S", bound=Section)
@@ -94,7 +95,7 @@ def load_settings(
     names = [given.path for given in (*over, *variables, *flags)]
     names += [name for section in named_sections(options) for name in file.names_in(section)]
     options = expanded(options, names)
-    from_file = file.read(options_of(Settings) | options)
+    from_file = file.read(with_old_names(options_of(Settings) | options))
 
     problems = _Problems()
     chosen = _choose(
@@ -189,7 +190,11 @@ def _choose(
     elsewhere = options_of(Settings)
     chosen: dict[str, list[Given]] = {}
     for given in all_given:
-        path = given.path if given.path in options else RENAMED.get(given.path, given.path)
+        path = current_path(given.path, options)
+        if path != given.path:
+            warn(f"{given.where} is now {_spelled(path, given)}.")
+        elif path not in options:
+            path = EQUIVALENTS.get(path, current_path(path, elsewhere))
         if path in options:
             before = chosen.get(path, [])
             repeated = given.kind == "flag" and bool(before) and before[0].kind == "flag"

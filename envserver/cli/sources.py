@@ -8,7 +8,7 @@ checked here but the form of the source itself.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,6 @@ from typing import Any
 import yaml
 from dotenv.parser import parse_stream
 from envserver_records.errors import ConfigError, NotFoundError
-
-from .options import Option
 
 VARIABLE_PREFIX = "ENVSERVER_"
 _OF_TESTS = "ENVSERVER_TEST_"
@@ -132,8 +130,8 @@ class YamlFile:
         except yaml.YAMLError as error:
             raise ConfigError(f"{path}: no YAML: {error}.") from None
 
-    def read(self, options: Mapping[str, Option]) -> list[Given]:
-        """Every value, sections entered as far as `options` says that they are sections."""
+    def read(self, options: Collection[str]) -> list[Given]:
+        """Every value, sections entered as far as `options` (paths) says that they are sections."""
         if self._root is None:
             return []
         return self._walk(self._root, "", options)
@@ -147,7 +145,7 @@ class YamlFile:
         children = node.value if isinstance(node, yaml.MappingNode) else []
         return [f"{section}.{key.value}" for key, _ in children]
 
-    def _walk(self, node: yaml.Node, prefix: str, options: Mapping[str, Option]) -> list[Given]:
+    def _walk(self, node: yaml.Node, prefix: str, options: Collection[str]) -> list[Given]:
         given: list[Given] = []
         for name, child in self._items(node, prefix):
             path = f"{prefix}{name}"
@@ -163,7 +161,7 @@ class YamlFile:
                 given += self._walk(child, f"{path}.", options)
         return given
 
-    def _replicas(self, node: yaml.SequenceNode, options: Mapping[str, Option]) -> list[Given]:
+    def _replicas(self, node: yaml.SequenceNode, options: Collection[str]) -> list[Given]:
         """A list of engines, as Atropos writes them: one engine with several addresses."""
         merged: dict[str, Given] = {}
         for child in node.value:
@@ -227,7 +225,7 @@ def _variable_path(name: str) -> str:
     return name[len(VARIABLE_PREFIX) :].lower().replace("__", ".")
 
 
-def _is_prefix(path: str, options: Mapping[str, Option]) -> bool:
+def _is_prefix(path: str, options: Collection[str]) -> bool:
     return any(known.startswith(f"{path}.") for known in options)
 
 

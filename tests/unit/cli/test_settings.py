@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
+from envserver.cli import renamed
 from envserver.cli.settings import load_settings
 from envserver.config import EnvironmentConfig, SamplingConfig, Section, ServerConfig, Settings
 
@@ -326,3 +327,35 @@ def test_a_command_skips_what_shared_sources_say_of_other_commands(tmp_path: Pat
     assert few.server.port == 1
     with pytest.raises(ConfigError, match=r"--sim\.seed has no meaning for this command"):
         load_settings(["--sim.seed", "1"], settings_class=Few, environ={})
+
+
+@pytest.fixture
+def _new_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {"environment_set.digit_count": "env.digits", "judging": "env.judge", "out_file": "out"}
+    monkeypatch.setattr(renamed, "RENAMED", table)
+
+
+@pytest.mark.usefixtures("_new_names")
+def test_an_old_name_is_accepted_with_a_line_that_says_the_new_one(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("env:\n  seed: 1\njudging:\n  temperature: 0.5\n")
+    environ = {"ENVSERVER_JUDGING__TOP_P": "0.25"}
+    told: list[str] = []
+    config = env(
+        *("--environment_set.digit-count", "7", "--config", str(tmp_path / "run.yaml")),
+        environ=environ,
+        warn=told.append,
+    )
+    assert (config.digits, config.judge.temperature, config.judge.top_p) == (7, 0.5, 0.25)
+    assert told == [
+        f"{tmp_path}/run.yaml:4: judging.temperature is now env.judge.temperature.",
+        "ENVSERVER_JUDGING__TOP_P is now ENVSERVER_ENV__JUDGE__TOP_P.",
+        "--environment_set.digit-count is now --env.digits.",
+    ]
+
+
+@pytest.mark.usefixtures("_new_names")
+def test_a_mistake_below_an_old_name_is_told_and_a_command_without_the_new_one_refuses() -> None:
+    assert "--judging.temperature: must be a valid number" in message(
+        "--judging.temperature", "warm", warn=lambda line: None
+    )
+    assert message("--out_file", "x").startswith("--out_file: there is no such setting.")
