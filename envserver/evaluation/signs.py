@@ -43,10 +43,10 @@ def sign_flip_test(differences: Sequence[float], *, seed: int = 0) -> SignTest:
     Args:
         seed: of the random signs, where there are too many choices to take them all.
     """
-    values = np.abs(np.asarray([one for one in differences if abs(one) > _ROUNDING], np.float64))
-    if not len(values):
+    counted = [difference for difference in differences if abs(difference) > _ROUNDING]
+    if not counted:
         return SignTest(p_value=1.0, exact=True)
-    seen = abs(float(sum(differences)))
+    values, seen = np.abs(np.asarray(counted, np.float64)), abs(float(sum(counted)))
     if (steps := _whole(values)) is not None:
         return SignTest(p_value=_exact_of_steps(*steps, seen), exact=True)
     if len(values) <= _MOST_ENUMERATED:

@@ -51,7 +51,7 @@ class Math(Environment):
     """Solve mathematics problems, with a calculator or without tools."""
 
     name = "math"
-    score_timeout_seconds = 20.0
+    score_timeout_seconds = 120.0
 
     class Config(Environment.Config):
         """Which problems, how they are solved, and what counts as right."""

@@ -1,9 +1,10 @@
 r"""Whether an answer equals the gold, by math-verify, whatever the answer is made of.
 
 An answer is hostile input: `9^{9^9}` or `10^8!` can cost minutes and gigabytes. So each comparison
-runs in a process of its own, forked from the warm scorer, with math-verify's own timeouts, a limit
-of memory, a limit of CPU time, and a kill when all these fail. The answer is then wrong, which is
-the model's fault, and the scorer is as before.
+runs in a process of its own, forked from the warm scorer, with a limit of memory and a limit of CPU
+time; math-verify's own timeouts and a kill follow when these fail. The answer is then wrong, which
+is the model's fault, and the scorer is as before. The limit of CPU time decides: by the clock, a
+right answer would be wrong on a machine that is busy.
 
 math-verify is not symmetric: the gold comes first, else an answer may repeat a condition of the
 problem instead of solving it. It needs the main thread (it works with SIGALRM).
@@ -27,11 +28,12 @@ from typing import Any, NoReturn
 
 from envserver import ConfigError
 
-TIMEOUT_SECONDS = 8
-"""For parsing, and again for one comparison, by the clock: a busy machine may take its time."""
 CPU_SECONDS = 3
-"""Of a process for one answer. That is what an answer that never ends comes to."""
-KILL_SECONDS = 16.0
+"""CPU time of the process that compares one answer; an answer that never ends takes all of it."""
+TIMEOUT_SECONDS = 30
+"""Time by the clock for parsing, and again for each comparison."""
+KILL_SECONDS = 100.0
+"""Time by the clock after which the process is killed, whatever it does."""
 MEMORY_BYTES = 1 << 30
 """That one comparison may take beyond what the scorer holds."""
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
+import resource
 from typing import Any
 
 import pytest
 from envserver_environments.answers import choice_index, last_boxed, visible_text
+from envserver_environments.math import verification
 from envserver_environments.math.env import Math
 from envserver_environments.math.literals import is_number_literal
 
@@ -222,12 +223,20 @@ def test_failed_tool_calls_cost_only_when_asked_for() -> None:
         assert scored == pytest.approx(expected)
 
 
+def cpu_seconds() -> float:
+    """CPU time of this process and of those it waited for."""
+    spent = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in spent)
+
+
 @pytest.mark.parametrize(
     "answer",
     [r"10^{8}!", r"2^{10^{10}}", "(" * 140 + "1"],
 )
-def test_hostile_answers_are_wrong_in_time(answer: str) -> None:
-    started = time.monotonic()
+def test_hostile_answers_are_wrong_in_time(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "CPU_SECONDS", 1)
+    reward("7", r"\boxed{x}")  # loads the library
+    before = cpu_seconds()
     assert reward("7", f"\\boxed{{{answer}}}") == 0.0
-    assert time.monotonic() - started < 12
+    assert cpu_seconds() - before < 3
     assert reward("7", r"\boxed{7}") == 1.0

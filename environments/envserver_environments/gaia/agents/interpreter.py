@@ -76,7 +76,7 @@ class Interpreter:
     ) -> None:
         self.tools = dict(tools or {})
         self._imports = imports
-        self._step_seconds = step_seconds
+        self.step_seconds = step_seconds
         self._stop_at = stop_at
         self._characters = characters
         self._step = 0
@@ -91,7 +91,7 @@ class Interpreter:
         if process is None:
             return _died("The interpreter is closed.", "")
         watched = _Watched(process, self.tools, self._characters)
-        seconds = min(self._step_seconds, self._stop_at - time.time())
+        seconds = min(self.step_seconds, self._stop_at - time.time())
         try:
             ended = watched.step({"code": code, "step": self._step}, max(seconds, 0.0))
         except _Stopped:
