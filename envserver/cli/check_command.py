@@ -18,12 +18,13 @@ from ..registry import absolute
 from ..rollouts.checking import Kind, Report, check
 from ..rollouts.checking import Progress as Told
 from ..rollouts.scoring import ScorerPool
+from ..running.sandboxes import sandboxes_of
+from ..running.spec import RunSpec
+from ..running.tally import counted
 from ..sandbox.watched import WatchedSandboxes
-from .command_line import CommandLine, read_command_line
+from .command_line import read_command_line
 from .logs import configure_logs
 from .loop import run_loop
-from .progress import counted
-from .sandboxing import sandboxes_of
 
 SUMMARY = """Checks an environment without any model: right results score what they should, empty,
 absurd and cheating ones nothing; tasks are the same whenever they are listed, and show nothing that
@@ -69,7 +70,7 @@ def run(argv: list[str]) -> int:
     return 0 if report.ok else 1
 
 
-async def check_environment(line: CommandLine[CheckSettings], progress: Told) -> Report:
+async def check_environment(line: RunSpec[CheckSettings], progress: Told) -> Report:
     """The report on the environment that the command line names.
 
     Raises:

@@ -16,55 +16,19 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from envserver_records.errors import ConfigError, EnvserverError, UsageError
+from envserver_records.errors import UsageError
 
 from ..config import EnvironmentSettings
-from ..environment import Environment
 from ..registry import find
+from ..running.spec import RunSpec
 from .help import show_help
 from .settings import load_settings
 
 S = TypeVar("S", bound=EnvironmentSettings)
-
-
-@dataclass(frozen=True)
-class CommandLine(Generic[S]):
-    """A command line that was read.
-
-    Args:
-        settings: checked; `settings.env` is the environment's own Config.
-        reference: what was said after `--env`.
-        environment_class: the environment that it names.
-    """
-
-    settings: S
-    reference: str
-    environment_class: type[Environment]
-
-    def make_environment(self) -> Environment:
-        """The environment with its settings.
-
-        Raises:
-            ConfigError: it cannot be made with them, or has not the agents that they name.
-        """
-        from ..rollouts.agents import roles_of
-
-        try:
-            environment = self.environment_class(self.settings.env)
-            roles_of(environment)
-            return environment
-        except EnvserverError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"Environment {self.reference!r} cannot be made: {type(error).__name__}: {error}.",
-                hint="--debug shows where.",
-            ) from error
 
 
 def program() -> str:
@@ -90,7 +54,7 @@ def read_command_line(
     settings_class: type[S],
     defaults: Mapping[str, Any] | None = None,
     aliases: Mapping[str, str] | None = None,
-) -> CommandLine[S] | None:
+) -> RunSpec[S] | None:
     """The settings of a command that needs an environment; None when its help was asked and shown.
 
     Args:
@@ -118,4 +82,4 @@ def read_command_line(
             f"`envserver {command}` needs an environment: --env NAME or --env path/to/file.py.",
             hint="`envserver list` shows the names.",
         )
-    return CommandLine(settings, settings.environment, find(settings.environment))
+    return RunSpec(settings, settings.environment, find(settings.environment))

@@ -33,11 +33,11 @@ from ..evaluation.results import TaskFacts, facts_of, read_tasks
 from ..evaluation.suite import Suite
 from ..rollouts.events import Event, GroupDropped, RolloutFailed
 from ..rollouts.stream import GroupRequest, group_requests
-from .engines import SIMULATED
-from .evaluate_folder import claim, write_report, write_run_file, write_tasks
+from ..running.context import EngineRoom, engine_room
+from ..running.engines import SIMULATED
+from ..running.evaluation_folder import claim, write_report, write_run_file, write_tasks
 from .evaluate_members import Member
 from .process import write_groups
-from .runtime import EngineRoom, engine_room
 
 Show = Callable[[Console, Report | Suite, Path], object]
 

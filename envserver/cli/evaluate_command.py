@@ -1,4 +1,4 @@
-"""`envserver evaluate`: its settings and what it shows; the work is done in `evaluate.py`.
+"""`envserver evaluate`: its settings and what it shows; the work: `evaluate.py`.
 
 Its words: `evaluate compare A B` holds two evaluations against each other, `evaluate report DIR`
 makes the report of one anew.
@@ -20,9 +20,9 @@ from ..evaluation.folders import View
 from ..evaluation.report import Failures, Report, Truncated
 from ..evaluation.suite import Suite
 from ..evaluation.tables import TextTable, notes_of, summary_of, tables_of, warnings_of
+from ..running.prices import PricesConfig, pricing_of
 from .evaluate import Choice, evaluate
 from .evaluate_members import read_members
-from .evaluate_prices import PricesConfig, pricing_of
 from .help import show_help
 from .logs import configure_logs
 from .loop import run_loop

@@ -26,8 +26,8 @@ from ..evaluation.group_files import report_of_file
 from ..evaluation.page import comparison_page
 from ..evaluation.report import Failures, Report, Truncated
 from ..export.unified import write_json
+from ..running.evaluation_folder import write_text
 from .evaluate_command import show_tables
-from .evaluate_folder import write_text
 from .help import show_help
 from .settings import load_settings
 

@@ -20,7 +20,7 @@ from envserver_records.errors import ConfigError, InputError, UsageError
 from ..config import MixEntry, MixSettings
 from ..environment import Environment
 from ..registry import builtin_names, entry_point_names, find
-from .command_line import CommandLine
+from ..running.spec import RunSpec
 from .mixing import entries_of, without_environment
 from .settings import load_settings, named_environment
 
@@ -35,14 +35,14 @@ class Member(Generic[M]):
     """One environment to be evaluated, with its settings."""
 
     name: str
-    line: CommandLine[M]
+    line: RunSpec[M]
 
     @property
     def settings(self) -> M:
         return self.line.settings
 
     def make_environment(self) -> Environment:
-        """See `CommandLine`; its errors name the member."""
+        """See `RunSpec`; its errors name the member."""
         try:
             return self.line.make_environment()
         except ConfigError as error:
@@ -82,7 +82,7 @@ def read_members(
         )
         environment_class = find(one.reference)
         name = one.name or environment_class.name
-        found.append(Member(name, CommandLine(settings, one.reference, environment_class)))
+        found.append(Member(name, RunSpec(settings, one.reference, environment_class)))
     return _named_apart(found)
 
 

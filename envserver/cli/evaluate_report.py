@@ -10,9 +10,9 @@ from rich.console import Console
 from ..config import Section
 from ..evaluation.folders import View
 from ..evaluation.report import Failures, Truncated
+from ..running.evaluation_folder import write_report
+from ..running.prices import PricesConfig, pricing_of
 from .evaluate_command import show_report
-from .evaluate_folder import write_report
-from .evaluate_prices import PricesConfig, pricing_of
 from .help import show_help
 from .settings import load_settings
 

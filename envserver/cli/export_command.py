@@ -1,4 +1,4 @@
-"""`envserver export`: its settings and what it shows; the work is done in `export.py`."""
+"""`envserver export`: its settings and what it shows; the work: `running.exporting`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from ..config import LogLevel, Section
 from ..export.formats import Format, Options, format_of
-from .export import DROPPED, Tally, Wanted, export
+from ..running.exporting import DROPPED, Tally, Wanted, export
+from ..running.tally import counted
 from .file_words import named_sources
 from .help import show_help
 from .logs import configure_logs
-from .progress import counted
 from .settings import load_settings
 
 SUMMARY = """Writes stored rollouts in another form, those that you want, with checksums:

@@ -34,13 +34,15 @@ from ..rollouts.events import Event, GroupDropped, Observer
 from ..rollouts.group import RolloutContext
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import group_requests
+from ..running.context import engine_room, rollout_context
+from ..running.curricula import MOST_ESTIMATES, Book, has_curriculum
+from ..running.spec import RunSpec
+from ..running.stopping import run_until_stopped
+from ..running.tally import Tally, counted
 from ..tokens.flags import chosen
-from .command_line import CommandLine, read_command_line
-from .curricula import MOST_ESTIMATES, Book, has_curriculum
+from .command_line import read_command_line
 from .logs import configure_logs
 from .loop import run_loop
-from .progress import Tally, counted
-from .runtime import engine_room, rollout_context, run_until_stopped
 
 SUMMARY = """Runs rollouts of an environment here for the server at URL (`serve` or `run-api`).
 It reconnects by itself, and goes on with its own groups when it is started again. SIGTERM or
@@ -79,7 +81,7 @@ class JoinSettings(Settings):
         return value.rstrip("/")
 
 
-Line = CommandLine[JoinSettings]
+Line = RunSpec[JoinSettings]
 
 
 def run(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""`envserver lm-eval TASKS`: its settings; the work is done in `lm_eval.py`."""
+"""`envserver lm-eval TASKS`: its settings; the work: `running.lm_eval`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,19 @@ from ..config import EngineConfig, LogLevel, OpenAIConfig, Section, SimConfig
 from ..evaluation.folders import View
 from ..evaluation.report import Counted
 from ..models.engine import Engine
-from .engines import SIMULATED, look_at, started
+from ..running.engines import SIMULATED, look_at, started
+from ..running.evaluation_folder import write_report
+from ..running.lm_eval import (
+    CountingEngine,
+    Order,
+    check_installed,
+    fold_in,
+    run_harness,
+    this_python,
+)
+from ..running.prices import PricesConfig, pricing_of
 from .evaluate_command import show_report
-from .evaluate_folder import write_report
-from .evaluate_prices import PricesConfig, pricing_of
 from .help import show_help
-from .lm_eval import CountingEngine, Order, check_installed, fold_in, run_harness, this_python
 from .logs import configure_logs
 from .loop import run_loop
 from .settings import load_settings

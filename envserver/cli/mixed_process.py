@@ -22,12 +22,14 @@ from ..rollouts.events import Event, GroupDelivered, Observer
 from ..rollouts.mixing import Shares, Turns, targets
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import id_prefix
+from ..running.context import EngineRoom, engine_room, rollout_context
+from ..running.curricula import Book, has_curriculum, stream_of
+from ..running.mix import Member, Several
+from ..running.stopping import run_until_stopped
+from ..running.tally import Rewards
 from ..tokens.flags import Actions, chosen
-from .curricula import Book, has_curriculum, stream_of
-from .mixing import Member, Several
 from .process import ProcessSettings, show_notes
-from .progress import ProgressView, Rewards, summary_table
-from .runtime import EngineRoom, engine_room, rollout_context, run_until_stopped
+from .progress import ProgressView, summary_table
 
 Members = list[Member[ProcessSettings]]
 
@@ -39,7 +41,7 @@ async def process_mix(members: Members, console: Console) -> int:
         AllFailed: an environment failed; the others came to their ends.
         ConfigError, InputError, StoreError: see `open_sink`.
     """
-    settings = members[0].line.settings
+    settings = members[0].spec.settings
     if settings.resume and settings.overwrite:
         raise ConfigError("--resume and --overwrite exclude each other.")
     actions = chosen(settings.tokens.train, settings.tokens.mask, settings.tokens.drop)
@@ -112,9 +114,9 @@ async def _run(
             book = books.get(one.environment.name)
             parts = await stack.enter_async_context(
                 rollout_context(
-                    one.line.settings,
+                    one.spec.settings,
                     one.environment,
-                    one.line.reference,
+                    one.spec.reference,
                     observer=observer(file, book),
                     need_engine=True,
                     actions=actions,

@@ -6,36 +6,24 @@ in the file is stronger than the rest of the file, and weaker than variables and
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from envserver_records.errors import ConfigError, EnvserverError
+from envserver_records.errors import ConfigError
 from pydantic import ValidationError
 
 from ..config import MixEntry, MixSettings
-from ..environment import Environment
 from ..registry import find
 from ..rollouts.mixing import Share, targets
-from ..rollouts.scheduler import Scheduler
-from .command_line import CommandLine
+from ..running.mix import Member
+from ..running.spec import RunSpec
 from .options import options_of
 from .settings import load_settings
 from .sources import YamlFile, read_flags
 
 M = TypeVar("M", bound=MixSettings)
-
-
-@dataclass(frozen=True)
-class Member(Generic[M]):
-    """One environment of a mix, made."""
-
-    line: CommandLine[M]
-    environment: Environment
-    share: Share
 
 
 def read_mix(
@@ -66,7 +54,7 @@ def _line(
     place: str,
     settings_class: type[M],
     aliases: Mapping[str, str] | None,
-) -> CommandLine[M]:
+) -> RunSpec[M]:
     try:
         settings = load_settings(
             [*words, "--env", entry.name],
@@ -77,7 +65,7 @@ def _line(
     except ConfigError as error:
         error.message = f"{entry.name}: {error.message}"
         raise
-    return CommandLine(settings, entry.name, find(entry.name))
+    return RunSpec(settings, entry.name, find(entry.name))
 
 
 def entries_of(
@@ -150,60 +138,3 @@ def without_environment(argv: Sequence[str]) -> list[str]:
         elif not word.startswith("--env="):
             kept.append(word)
     return kept
-
-
-class Several:
-    """Schedulers of a mix as one."""
-
-    def __init__(self, schedulers: Mapping[str, Scheduler]) -> None:
-        self._schedulers = dict(schedulers)
-        self.failed: dict[str, EnvserverError] = {}
-        """Which ended by a failure, while the others went on."""
-
-    @property
-    def open_groups(self) -> int:
-        """Groups that are being made now."""
-        return sum(one.open_groups for one in self._schedulers.values())
-
-    @property
-    def drained(self) -> bool:
-        """Whether `drain` was called."""
-        return any(one.drained for one in self._schedulers.values())
-
-    def cut_off(self) -> dict[str, int]:
-        """Groups of each that were cancelled because the run was."""
-        return {name: one.cut_off for name, one in self._schedulers.items()}
-
-    def delivered(self) -> dict[str, int]:
-        """Groups that each delivered in this run."""
-        return {name: one.delivered for name, one in self._schedulers.items()}
-
-    def drain(self) -> None:
-        """No environment begins a further group."""
-        for one in self._schedulers.values():
-            one.drain()
-
-    async def run(self, say: Callable[[str], object]) -> None:
-        """Runs all to their ends.
-
-        Raises:
-            EnvserverError: of the first that failed, when all have ended.
-        """
-        async with asyncio.TaskGroup() as tasks:
-            for name, one in self._schedulers.items():
-                tasks.create_task(self._one(name, one.run(), say))
-        if self.failed:
-            name, error = next(iter(self.failed.items()))
-            if len(self._schedulers) > 1:
-                error.message = f"{name}: {error.message}"
-            raise error
-
-    async def _one(
-        self, name: str, work: Coroutine[Any, Any, None], say: Callable[[str], object]
-    ) -> None:
-        try:
-            await work
-        except EnvserverError as error:
-            self.failed[name] = error
-            if len(self._schedulers) > 1:
-                say(f"{name} has ended: {error.message}")

@@ -1,4 +1,4 @@
-"""`envserver models sim`: its settings; what it does stands in `models.py`."""
+"""`envserver models sim`: its settings; the work: `running.simulated_server`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..config import EnvironmentSettings, LoopbackHost, SandboxConfig, SimConfig
 from ..environment import Environment
 from ..models.sim import Solver
 from ..registry import find
-from .command_line import CommandLine
+from ..running.sandboxes import sandboxes_of
+from ..running.simulated_server import demonstration_solver, run_sim
+from ..running.spec import RunSpec
 from .help import show_help
 from .logs import configure_logs
 from .loop import run_loop
-from .models import demonstration_solver, run_sim
-from .sandboxing import sandboxes_of
 from .settings import load_settings
 
 SUMMARY = """Serves the simulated engine as an OpenAI-compatible server. It is no language model: it
@@ -61,7 +61,7 @@ def _solver(settings: ModelsSettings) -> Solver | None:
     """Of the environment that is named, if one is."""
     if settings.environment is None:
         return None
-    line = CommandLine(settings, settings.environment, find(settings.environment))
+    line = RunSpec(settings, settings.environment, find(settings.environment))
     environment = line.make_environment()
     if environment.sandbox is None:
         return demonstration_solver(environment, settings.env.split)

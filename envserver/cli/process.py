@@ -20,15 +20,17 @@ from ..rollouts.events import Event, Observer
 from ..rollouts.group import RolloutContext
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import GroupRequest
+from ..running.context import EngineRoom, rollout_context
+from ..running.curricula import Book, has_curriculum, stream_of
+from ..running.engines import SIMULATED
+from ..running.stopping import run_until_stopped
+from ..running.tally import Tally, counted
 from ..tokens.flags import FLAGS, Actions, chosen
 from .command_line import program, read_command_line
-from .curricula import Book, has_curriculum, stream_of
-from .engines import SIMULATED
 from .logs import configure_logs
 from .loop import run_loop
 from .mixing import read_mix
-from .progress import ProgressView, Tally, counted, summary_table
-from .runtime import EngineRoom, rollout_context, run_until_stopped
+from .progress import ProgressView, summary_table
 
 SUMMARY = """Runs rollouts of an environment, or of several, and writes each finished group as a
 line of JSON. Ctrl-C once finishes the open groups and stops; twice stops at once. Nothing written
@@ -59,7 +61,7 @@ def run(argv: list[str]) -> int:
         if members is not None:
             from .mixed_process import process_mix
 
-            configure_logs(members[0].line.settings.log_level, members[0].line.settings.log_format)
+            configure_logs(members[0].spec.settings.log_level, members[0].spec.settings.log_format)
             return run_loop(process_mix(members, Console(stderr=True)))
     line = read_command_line("process", SUMMARY, argv, settings_class=ProcessSettings)
     if line is None:

@@ -6,10 +6,8 @@ Where the output is no terminal, a line now and then says the same.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from types import TracebackType
 
-from envserver_records.records import Group
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -21,90 +19,10 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from ..rollouts.events import Event, GroupDelivered, GroupDropped, RolloutFailed, RolloutScored
+from ..rollouts.events import Event
+from ..running.tally import ALL, Tally, counted, mean_text
 
 SECONDS_BETWEEN_LINES = 10.0
-GROUPS_SHOWN = 12
-ALL = 0.999
-"""Rewards from here on count as everything (floats)."""
-
-
-class Rewards:
-    """What is known of a growing number of rewards, in constant memory."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.total = 0.0
-        self.none = 0
-        self.full = 0
-
-    def add(self, reward: float) -> None:
-        self.count += 1
-        self.total += reward
-        self.none += reward <= 0
-        self.full += reward >= ALL
-
-    @property
-    def mean(self) -> float | None:
-        return self.total / self.count if self.count else None
-
-    def __str__(self) -> str:
-        between = self.count - self.none - self.full
-        return f"0: {self.none}  between: {between}  1: {self.full}"
-
-
-class Tally:
-    """Counts over the events of a run; an Observer. Rewards are of all scored rollouts."""
-
-    def __init__(self) -> None:
-        self.started = time.monotonic()
-        self.groups = 0
-        self.rollouts = 0
-        self.rewards = Rewards()
-        self.completion_tokens = 0
-        self.failures: Counter[str] = Counter()
-        self.last_words: dict[str, str] = {}
-        """By kind of failure, what the latest one said."""
-        self.latest_failure = ""
-        self.lost = 0
-        self.drops: Counter[str] = Counter()
-        self.flags: Counter[str] = Counter()
-        self.first_groups: list[Group] = []
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, RolloutScored):
-            self.rollouts += 1
-            self.completion_tokens += event.completion_tokens
-            self.flags.update(event.flags)
-            if event.reward is not None:
-                self.rewards.add(event.reward)
-        elif isinstance(event, RolloutFailed):
-            self.failures[event.failure.kind] += 1
-            self.last_words[event.failure.kind] = event.failure.message
-            self.latest_failure = event.failure.message
-            self.lost += event.final
-        elif isinstance(event, GroupDropped):
-            self.drops[event.reason] += 1
-        elif isinstance(event, GroupDelivered):
-            self._add_group(event.group)
-
-    def _add_group(self, group: Group) -> None:
-        self.groups += 1
-        if len(self.first_groups) < GROUPS_SHOWN:
-            self.first_groups.append(group)
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.started
-
-    def line(self) -> str:
-        """The state in a few words."""
-        mean = _mean(self.rewards.mean)
-        rate = self.completion_tokens / max(self.seconds, 1e-9)
-        parts = [f"reward {mean}", f"{rate:,.0f} tok/s"]
-        parts += [f"{kind} {count}" for kind, count in self.failures.most_common(2)]
-        parts += [f"{reason} {count}" for reason, count in self.drops.most_common(2)]
-        return " · ".join(parts)
 
 
 class ProgressView:
@@ -165,7 +83,7 @@ def summary_table(tally: Tally) -> Table:
     table = Table(title=None, show_footer=True)
     table.add_column("task", footer=counted(tally.groups, "group"), overflow="fold")
     table.add_column("rewards", footer=str(tally.rewards))
-    table.add_column("mean", justify="right", footer=_mean(tally.rewards.mean))
+    table.add_column("mean", justify="right", footer=mean_text(tally.rewards.mean))
     table.add_column("turns", justify="right")
     table.add_column("tokens", justify="right", footer=f"{tally.completion_tokens:,}")
     for group in tally.first_groups:
@@ -174,7 +92,7 @@ def summary_table(tally: Tally) -> Table:
         table.add_row(
             group.task_id,
             " ".join(_reward(reward) for reward in rewards),
-            _mean(sum(rewards) / len(rewards) if rewards else None),
+            mean_text(sum(rewards) / len(rewards) if rewards else None),
             f"{sum(turns) / len(turns):.1f}",
             f"{sum(t.usage.completion_tokens for t in group.trajectories):,}",
         )
@@ -183,15 +101,6 @@ def summary_table(tally: Tally) -> Table:
     return table
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 group`, `2 groups`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _reward(reward: float) -> str:
     colour = "green" if reward >= ALL else "yellow" if reward > 0 else "red"
     return f"[{colour}]{reward:g}[/]" if reward in (0.0, 1.0) else f"[{colour}]{reward:.2f}[/]"
-
-
-def _mean(mean: float | None) -> str:
-    return "-" if mean is None else f"{mean:.2f}"

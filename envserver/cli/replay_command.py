@@ -1,4 +1,4 @@
-"""`envserver replay`: its settings and what it shows; the work is done in `replay.py`."""
+"""`envserver replay`: its settings and what it shows; the work: `running.replaying`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config import Settings
-from .command_line import CommandLine, read_command_line
+from ..running.replaying import Record, Replayed, read_record, replay
+from ..running.spec import RunSpec
+from ..running.tally import counted
+from .command_line import read_command_line
 from .logs import configure_logs
 from .loop import run_loop
-from .progress import counted
-from .replay import Record, Replayed, read_record, replay
 from .rescore_command import with_flag
 from .settings import named_environment
 
@@ -107,7 +108,7 @@ def _as_then(record: Record) -> dict[str, Any]:
     return {"env": config, "sampling": sampling}
 
 
-def _environment(line: CommandLine[Any]) -> Any:
+def _environment(line: RunSpec[Any]) -> Any:
     """
     Raises:
         ConfigError: it must not run in this process.
@@ -123,7 +124,7 @@ def _environment(line: CommandLine[Any]) -> Any:
         )
     config = settings.env.model_copy(update={"worker_timeout": 7 * 86400.0})
     unhurried = settings.model_copy(update={"env": config})
-    return CommandLine(unhurried, line.reference, line.environment_class).make_environment()
+    return RunSpec(unhurried, line.reference, line.environment_class).make_environment()
 
 
 def _show(console: Console, record: Record, done: Replayed) -> None:

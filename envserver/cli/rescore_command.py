@@ -1,4 +1,4 @@
-"""`envserver rescore`: its settings and what it shows; the work is done in `rescore.py`."""
+"""`envserver rescore`: its settings and what it shows; the work: `running.rescoring`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 from ..config import EnvironmentSettings, SandboxConfig
-from .command_line import CommandLine, read_command_line
+from ..running.rescoring import LEFT_OUT, Tally, rescore
+from ..running.spec import RunSpec
+from ..running.tally import counted
+from .command_line import read_command_line
 from .logs import configure_logs
 from .loop import run_loop
-from .progress import counted
-from .rescore import LEFT_OUT, Tally, rescore
 
 SUMMARY = """Scores stored rollouts again, by the environment or another rubric; no model is asked.
 `envserver rescore FILE... --env NAME --out FILE`: the same lines with new scores, the old ones as
@@ -72,7 +73,7 @@ def run(argv: list[str]) -> int:
     return 0 if tally.groups and not tally.left_out["failed"] else 1
 
 
-def _rescored(line: CommandLine[RescoreSettings], console: Console, bad: list[InputError]) -> Tally:
+def _rescored(line: RunSpec[RescoreSettings], console: Console, bad: list[InputError]) -> Tally:
     settings = line.settings
     with _line_of(console) as told:
         shown = told.add_task("", facts="")

@@ -25,13 +25,13 @@ from ..config import (
 from ..delivery_config import DeliveryConfig
 from ..proxy.gate import Gate
 from ..rollouts.capacity import Bounds
+from ..running.bootstrap import beside, front
+from ..running.metrics import Deliveries
 from ..store import Store
 from ..store.demand import Demand, Staleness
-from .front import beside, front
 from .help import show_help
 from .logs import configure_logs
 from .loop import run_loop
-from .metrics import Deliveries
 from .settings import load_settings
 
 SUMMARY = """Serves trainers, and environments that others run, over the Atropos wire and /v1.

@@ -23,11 +23,12 @@ from ..export.unified import unified, write_json
 from ..registry import find
 from ..rollouts.events import Event
 from ..rollouts.single import run_single
+from ..running.context import rollout_context
+from ..running.spec import RunSpec
 from ..tokens.flags import chosen
-from .command_line import CommandLine, read_command_line
+from .command_line import read_command_line
 from .logs import configure_logs
 from .loop import run_loop
-from .runtime import rollout_context
 from .settings import named_environment
 
 S = TypeVar("S", bound=Section)
@@ -62,7 +63,7 @@ def run(argv: list[str]) -> int:
     return run_loop(ask(line, line.make_environment(), asked))
 
 
-async def ask(line: CommandLine[Any], environment: Environment, asked: Any) -> int:
+async def ask(line: RunSpec[Any], environment: Environment, asked: Any) -> int:
     """Runs it, says what came out; the exit status.
 
     Raises:
@@ -143,7 +144,7 @@ def _with_fields_of(asked: type[Environment.Question]) -> type[RunSettings]:
     return create_model("RunSettings", __base__=RunSettings, **fields)
 
 
-def _question(line: CommandLine[Any], asked: type[Environment.Question]) -> Environment.Question:
+def _question(line: RunSpec[Any], asked: type[Environment.Question]) -> Environment.Question:
     """
     Raises:
         ConfigError: what was said makes no question.
@@ -152,7 +153,7 @@ def _question(line: CommandLine[Any], asked: type[Environment.Question]) -> Envi
     return _validated(asked, given, "--")
 
 
-def _as_asked(line: CommandLine[Any], asked: Environment.Question) -> CommandLine[Any]:
+def _as_asked(line: RunSpec[Any], asked: Environment.Question) -> RunSpec[Any]:
     """`line` with the environment's settings that the question implies."""
     implied = asked.settings()
     if not implied:
@@ -160,7 +161,7 @@ def _as_asked(line: CommandLine[Any], asked: Environment.Question) -> CommandLin
     config: EnvironmentConfig = line.settings.env
     said = config.model_dump(exclude_unset=True) | implied
     settings = line.settings.model_copy(update={"env": _validated(type(config), said, "--env.")})
-    return CommandLine(settings, line.reference, line.environment_class)
+    return RunSpec(settings, line.reference, line.environment_class)
 
 
 def _validated(kind: type[S], values: dict[str, Any], prefix: str) -> S:

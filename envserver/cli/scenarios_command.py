@@ -1,4 +1,4 @@
-"""`envserver scenarios`: its settings and what it shows; the work is done in `scenarios.py`."""
+"""`envserver scenarios`: its settings and what it shows; the work: `running.scenarios`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..config import Settings
+from ..running.scenarios import Embed, Runs, run_scenarios, runners
+from ..running.tally import counted
 from .command_line import read_command_line
 from .logs import configure_logs
 from .loop import run_loop
-from .progress import counted
-from .scenarios import Embed, Runs, run_scenarios, runners
 
 SUMMARY = """Runs models in a scenario (a folder or YAML file with a prompt, a workspace and checks)
 and writes each run as a trace OUT/MODEL/LABEL/run_NNN.json: thoughts, tool calls, results and the

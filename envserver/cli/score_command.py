@@ -1,4 +1,4 @@
-"""`envserver score`: its settings and what it shows; the work is done in `score.py`."""
+"""`envserver score`: its settings and what it shows; the work: `running.scoring`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from ..config import EnvironmentSettings, SandboxConfig
+from ..running.scoring import Summary, run_score
 from .command_line import read_command_line
 from .logs import configure_logs
 from .loop import run_loop
-from .score import Summary, run_score
 
 SUMMARY = """Scores rows {"task": a row of a data set or a task id, "response": "text"} (or a row
 with "messages"), without any model: reward, components, metrics and error of each, in order."""

@@ -17,15 +17,16 @@ from ..api.app import create_api
 from ..config import MixSettings
 from ..rollouts.group import RolloutContext
 from ..rollouts.mixing import Share
+from ..running.bootstrap import Front, front
+from ..running.hosting import Hosted, Members, hosted, loaded_parts
+from ..running.mix import Member, Several
+from ..running.stopping import run_until_stopped
+from ..running.tally import counted
 from ..store import Store
 from .command_line import read_command_line
-from .front import Front, front
-from .hosting import Hosted, Members, hosted, loaded_parts
 from .logs import configure_logs
 from .loop import run_loop
-from .mixing import Member, Several, read_mix
-from .progress import counted
-from .runtime import run_until_stopped
+from .mixing import read_mix
 
 SUMMARY = """Runs rollouts of an environment, or of several, and offers the groups to trainers.
 SIGTERM or Ctrl-C once finishes the open groups and stops; twice stops at once."""
@@ -54,7 +55,7 @@ def run(argv: list[str]) -> int:
             return 0
         environment = line.make_environment()
         members = [Member(line, environment, Share(environment.name))]
-    settings = members[0].line.settings
+    settings = members[0].spec.settings
     configure_logs(settings.log_level, settings.log_format)
     return run_loop(serve(members, Console(stderr=True)))
 
@@ -68,7 +69,7 @@ async def serve(members: Members, console: Console) -> int:
     Raises:
         ConfigError, StoreError, EngineError: see the parts.
     """
-    settings = members[0].line.settings
+    settings = members[0].spec.settings
     _check_alike(members)
     expected = ["engine", *loaded_parts(members)]
     async with (
@@ -98,7 +99,7 @@ async def serve(members: Members, console: Console) -> int:
 
 
 def _api(members: Members, door: Front, host: Hosted) -> FastAPI:
-    settings, config = members[0].line.settings, members[0].environment.config
+    settings, config = members[0].spec.settings, members[0].environment.config
     return create_api(
         door.store,
         settings=settings.server,

@@ -15,9 +15,9 @@ from envserver_records.errors import ConfigError
 
 from ..config import SandboxConfig
 from ..registry import find
+from ..running.scoring import run_score
 from .file_words import reading_bar
 from .loop import run_loop
-from .score import run_score
 
 FULL = 0.999
 """Rewards from here on are full ones (floats)."""

@@ -19,12 +19,14 @@ from ..export.sft import Choice, Decode, SftSink
 from ..models.model_files import find_tokenizer
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import group_requests
+from ..running.context import rollout_context
+from ..running.stopping import run_until_stopped
+from ..running.tally import counted
 from ..tokens.flags import chosen
 from .command_line import read_command_line
 from .logs import configure_logs
 from .loop import run_loop
-from .progress import ProgressView, counted
-from .runtime import rollout_context, run_until_stopped
+from .progress import ProgressView
 
 SUMMARY = """Runs rollouts of one environment and writes those with the best scores of each group as
 rows for supervised training: {"messages", "score"}, or {"prefix", "completion", "score"}."""

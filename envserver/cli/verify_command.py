@@ -1,4 +1,4 @@
-"""`envserver verify`: its settings and what it shows; the work is done in `verify.py`."""
+"""`envserver verify`: its settings and what it shows; the work: `running.verifying`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rich.table import Table
 from ..config import EngineConfig, LogLevel, OpenAIConfig, Section, SimConfig
 from ..models.engine import Engine
 from ..rollouts.audit import NOT_COMPARED
-from .engines import SIMULATED, started
+from ..running.engines import SIMULATED, started
+from ..running.group_sources import FileSource, ServerSource
+from ..running.tally import counted
+from ..running.verifying import Progress as Told
+from ..running.verifying import Report, parse_sample, verify
 from .help import show_help
 from .logs import configure_logs
 from .loop import run_loop
-from .progress import counted
 from .settings import load_settings
-from .verify import Progress as Told
-from .verify import Report, parse_sample, verify
-from .verify_sources import FileSource, ServerSource
 
 SUMMARY = """Checks that what was delivered is what the engine sampled: reads a JSONL file of
 `process`, or the groups of a running server (without leasing any), has the engine score the rows

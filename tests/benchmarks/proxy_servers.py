@@ -27,7 +27,6 @@ from proxy_load import pin
 from support.serving import attempt_spec
 
 from envserver.api.server import serve_api
-from envserver.cli.engines import make_source
 from envserver.cli.loop import run_loop
 from envserver.config import OpenAIConfig, Settings, TokensConfig
 from envserver.models.openai import OpenAIEngine
@@ -36,6 +35,7 @@ from envserver.proxy import Attempt, Proxy
 from envserver.proxy.asgi import AsgiApp, Receive, Scope, Send, send_json
 from envserver.proxy.source import Source
 from envserver.proxy.ways import Ways
+from envserver.running.engines import make_source
 
 
 def make_proxy(engine: OpenAIEngine, mode: str) -> Proxy:

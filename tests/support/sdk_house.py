@@ -20,12 +20,12 @@ import openai
 import orjson
 from envserver_records.records import Call, Message, Sequence
 
-from envserver.cli.engines import make_source
 from envserver.config import OpenAIConfig, Settings, SimConfig
 from envserver.models.openai import OpenAIEngine
 from envserver.models.sim import RolloutSolver, SimEngine
 from envserver.proxy import Attempt, Proxy
 from envserver.proxy.asgi import AsgiApp, Receive, Scope, Send
+from envserver.running.engines import make_source
 from envserver.tokens.builder import build
 from support.serving import attempt_spec, serving
 

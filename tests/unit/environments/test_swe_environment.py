@@ -25,9 +25,9 @@ from support.commands import envserver, read_jsonl
 from support.swe_scripts import ROMAN, SUBMIT, Scripted, attempt, bash, call
 
 from envserver import Sandboxes, Task
-from envserver.cli.runtime import rollout_context
 from envserver.config import SandboxConfig, Settings
 from envserver.rollouts.group import GroupRequest, make_group
+from envserver.running.context import rollout_context
 from envserver.sandbox.service import SandboxService
 from envserver.sandbox.watched import WatchedSandboxes
 from envserver.tokens.flags import chosen

@@ -37,9 +37,9 @@ from envserver import (
     ServiceError,
     Task,
 )
-from envserver.cli.command_line import CommandLine
 from envserver.cli.process import ProcessSettings, process
 from envserver.cli.settings import load_settings
+from envserver.running.spec import RunSpec
 
 LINE = {"customer_id": "C21", "line_id": "L21"}
 
@@ -487,7 +487,7 @@ async def test_process_gives_rows_of_the_assistant_only(tmp_path: Path, user: st
         *("--env.include_actions", "--env.data_path_to_save_groups", str(output)),
     ]
     loaded = load_settings(words, settings_class=ProcessSettings, environ={}, folder=tmp_path)
-    line = CommandLine(loaded, "tau", Tau)
+    line = RunSpec(loaded, "tau", Tau)
     console = Console(file=io.StringIO())
     assert await process("tau", line.make_environment(), loaded, console) == 0
     groups = read_jsonl(output)

@@ -17,11 +17,11 @@ import pytest
 from envserver_records.errors import ConfigError, EngineGarbage
 from envserver_records.records import Task
 
-from envserver.cli.models import demonstration_solver, question_text
 from envserver.config import OpenAIConfig, SimConfig
 from envserver.environment import Environment
 from envserver.models.openai import OpenAIEngine
 from envserver.models.sim import Solver, TextSolver, serve_sim
+from envserver.running.simulated_server import demonstration_solver, question_text
 
 QUESTION = "What is 6 times 7?"
 TURNS = [
@@ -207,7 +207,7 @@ async def test_a_taken_port_is_a_clear_error() -> None:
 async def test_a_signal_ends_the_command_cleanly(number: signal.Signals) -> None:
     program = (
         "import asyncio\n"
-        "from envserver.cli.models import run_sim\n"
+        "from envserver.running.simulated_server import run_sim\n"
         "from envserver.config import SimConfig\n"
         "asyncio.run(run_sim(SimConfig(), port=0, announce=lambda line: print(line, flush=True)))\n"
     )

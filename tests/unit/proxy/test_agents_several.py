@@ -19,7 +19,6 @@ from support.proxy_house import House, chat, house
 from support.serving import attempt_spec, serving
 
 from envserver import AgentRole, ConfigError, Environment, Score, Task
-from envserver.cli.command_line import CommandLine
 from envserver.cli.process import ProcessSettings, process
 from envserver.cli.settings import load_settings
 from envserver.config import OpenAIConfig
@@ -31,6 +30,7 @@ from envserver.proxy.source import Source
 from envserver.rollouts.agents import roles_of
 from envserver.rollouts.attempt import counted_calls, main_call, other_conversations
 from envserver.rollouts.policy import judge_trajectory
+from envserver.running.spec import RunSpec
 from envserver.tokens.builder import build
 from envserver.tokens.flags import chosen
 
@@ -88,7 +88,7 @@ async def processed(talk: Path, *flags: str, **variables: str) -> list[dict[str,
     settings = load_settings(
         words, settings_class=ProcessSettings, environ=variables, folder=talk.parent
     )
-    line = CommandLine(settings, str(talk), _class_of(talk))
+    line = RunSpec(settings, str(talk), _class_of(talk))
     console = Console(file=io.StringIO())
     assert await process(str(talk), line.make_environment(), settings, console) == 0
     return read_jsonl(output)

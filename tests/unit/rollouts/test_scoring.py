@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from envserver import ConfigError, NotFoundError, Result, Score, ScorerError, StoreError, Task
-from envserver.cli.score import MAX_LINE_BYTES, Summary, run_score
 from envserver.rollouts.scoring import ScorerPool
+from envserver.running.scoring import MAX_LINE_BYTES, Summary, run_score
 
 ENVIRONMENT = '''
 import asyncio, math, os, sys, time

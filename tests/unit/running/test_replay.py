@@ -13,13 +13,13 @@ from support.commands import envserver, read_jsonl
 
 from envserver import EngineError, InputError, ServiceError
 from envserver.cli import main
-from envserver.cli.replay import read_record
 from envserver.rollouts.replaying import (
     Player,
     RecordedServices,
     recorded_calls,
     told_calls,
 )
+from envserver.running.replaying import read_record
 
 PAIR = '''
 import contextlib, os

@@ -19,10 +19,10 @@ from support.sampled import PROMPT, SAMPLED, Engine, group
 from support.vllm_server import VllmServer
 
 from envserver.cli import main
-from envserver.cli.verify import Report, Sample, parse_sample, verify
-from envserver.cli.verify_sources import FileSource
 from envserver.export.jsonl import group_line
 from envserver.models.sim import SimEngine
+from envserver.running.group_sources import FileSource
+from envserver.running.verifying import Report, Sample, parse_sample, verify
 
 GROUPS = [group("a"), group("b")]
 

@@ -35,13 +35,13 @@ from envserver import (
     pack,
     unpack,
 )
-from envserver.cli.runtime import rollout_context
 from envserver.config import Settings
 from envserver.registry import find
 from envserver.rollouts.attempt import Finished, run_attempt
 from envserver.rollouts.group import RolloutContext, attempt_spec, make_group
 from envserver.rollouts.staleness import StalenessMonitor
 from envserver.rollouts.stream import GroupRequest
+from envserver.running.context import rollout_context
 from envserver.sandbox.requests import Exec, Open, Opened
 from envserver.sandbox.rooms import cut_down, summed
 from envserver.sandbox.supervisor import READY

@@ -24,8 +24,8 @@ from ..rollouts.events import Event
 from ..rollouts.group import RolloutContext
 from ..rollouts.single import run_single
 from ..tokens.flags import chosen
+from .context import rollout_context
 from .engines import SIMULATED
-from .runtime import rollout_context
 
 Json = dict[str, Any]
 Embed = Callable[[Json], Json]

@@ -30,12 +30,12 @@ from ..store import Store
 from ..store.demand import Demand, Staleness
 from ..store.shelf import StoreShelf
 from ..tokens.flags import chosen
+from .bootstrap import Front, beside
+from .context import EngineRoom, engine_room, rollout_context
 from .curricula import curriculum_of_store, stream_of
-from .front import Front, beside
 from .metrics import CurriculumNumbers, Deliveries, EngineNumbers, PartsNumbers, RolloutNumbers
-from .mixing import Member, Several
-from .progress import Tally
-from .runtime import EngineRoom, engine_room, rollout_context
+from .mix import Member, Several
+from .tally import Tally
 
 Members = list[Member[MixSettings]]
 
@@ -88,7 +88,7 @@ async def hosted(members: Members, door: Front) -> AsyncIterator[Hosted]:
     Raises:
         ConfigError, EngineError: see `rollout_context`.
     """
-    settings = members[0].line.settings
+    settings = members[0].spec.settings
     tally, numbers = Tally(), RolloutNumbers()
     async with contextlib.AsyncExitStack() as stack:
         room = await stack.enter_async_context(
@@ -150,7 +150,7 @@ def loaded_parts(members: Members) -> list[str]:
 async def _curriculum(
     member: Member[MixSettings], store: Store, version: Callable[[], int]
 ) -> TaskStream | None:
-    rules = member.line.settings.curriculum
+    rules = member.spec.settings.curriculum
     return await curriculum_of_store(member.environment, rules, store, version)
 
 
@@ -196,12 +196,12 @@ async def _machineries(
     async with contextlib.AsyncExitStack() as stack:
         parts = []
         for one in members:
-            settings, config = one.line.settings, one.environment.config
+            settings, config = one.spec.settings, one.environment.config
             tokens = settings.tokens
             made = rollout_context(
                 settings,
                 one.environment,
-                one.line.reference,
+                one.spec.reference,
                 observer=observe(one.environment.name),
                 need_engine=False,
                 actions=chosen(tokens.train, tokens.mask, tokens.drop),
@@ -219,9 +219,9 @@ def _found(health: Health, environment: str, part: str) -> None:
 
 
 def _demand(members: Members, store: Store) -> Demand:
-    rollouts = members[0].line.settings.rollouts
+    rollouts = members[0].spec.settings.rollouts
     sizes = [
-        min(one.line.settings.rollouts.min_group_size or size, size)
+        min(one.spec.settings.rollouts.min_group_size or size, size)
         for one in members
         if (size := one.environment.config.group_size)
     ]
@@ -247,7 +247,7 @@ async def _schedulers(
     curricula: Mapping[str, TaskStream],
 ) -> Several:
     """One for each; several of them take turns."""
-    settings = members[0].line.settings
+    settings = members[0].spec.settings
     made = {
         one.share.name: await store.count_with_prefix(id_prefix(one.environment)) for one in members
     }

@@ -34,7 +34,7 @@ from ..config import SandboxConfig
 from ..registry import absolute
 from ..rollouts.scorer_process import Row
 from ..rollouts.scoring import ScoredRow, ScorerPool
-from .sandboxing import sandboxes_of
+from .sandboxes import sandboxes_of
 from .task_finder import TaskFinder, environment_of
 
 MAX_LINE_BYTES = 4 << 20

@@ -35,7 +35,7 @@ from ..export.rescored import old_reward, rescored_line
 from ..export.stored import StoredGroup, StoredRollout, read_groups
 from ..registry import absolute
 from ..rollouts.scoring import ScorerPool
-from .sandboxing import sandboxes_of
+from .sandboxes import sandboxes_of
 from .task_finder import TaskFinder, environment_of
 
 LEFT_OUT = {

@@ -22,7 +22,7 @@ from ..rollouts.audit import Difference, Outcome, Row, Totals, audit_row, share_
 from ..rollouts.audit import why_not_comparable as why_not
 from ..rollouts.rescoring import Rescorer
 from .delivered import Delivery, Finding
-from .verify_sources import Source
+from .group_sources import Source
 
 _MOST_FINDINGS: Final = 100
 _MOST_WORST: Final = 10

@@ -31,7 +31,7 @@ from ..models.engine import Engine
 from ..models.measured import Json, MeasuredEngine
 from ..proxy.server import Proxy
 from ..proxy.source import Source
-from .evaluate_folder import write_run_file
+from .evaluation_folder import write_run_file
 
 _CALLS = "calls.json"
 _PATHS = {"chat": "chat/completions", "completions": "completions"}

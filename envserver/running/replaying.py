@@ -40,7 +40,7 @@ from ..rollouts.stream import GroupRequest
 from ..telemetry.tracing import NO_TRACER
 from ..tokens.flags import chosen
 from ..workers.debugging import DebugPool
-from .runtime import EngineRoom, rollout_context
+from .context import EngineRoom, rollout_context
 from .task_finder import TaskFinder
 
 _NAMES_SHOWN = 8

@@ -1,0 +1,1 @@
+"""Composition: puts engine, proxy, workers, scorers, store and API together, and runs them."""
