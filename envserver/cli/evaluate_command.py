@@ -10,17 +10,16 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..config import MixSettings
 from ..evaluation.folders import View
-from ..evaluation.report import Failures, Report, Truncated
+from ..evaluation.report import Report
 from ..evaluation.suite import Suite
 from ..evaluation.tables import TextTable, notes_of, summary_of, tables_of, warnings_of
-from ..running.prices import PricesConfig, pricing_of
+from ..running.prices import pricing_of
+from ..running.run_settings import EvaluateSettings
 from .evaluate import Choice, evaluate
 from .evaluate_members import read_members
 from .help import show_help
@@ -41,27 +40,6 @@ Tasks of lm-evaluation-harness: envserver lm-eval TASKS"""
 DEFAULTS = {"env": {"split": "test"}, "rollouts": {"min_group_size": 1}}
 _WORDS = {"compare": "evaluate_compare", "report": "evaluate_report"}
 _SHOWN_OF_SEVERAL = ("What happened", "What it took")
-
-
-class EvaluateSettings(MixSettings):
-    """Settings with the flags that only `evaluate` has."""
-
-    out: Path | None = None
-    """Folder for groups and report; unset: runs/evaluate/<environment>-<time>."""
-    resume: bool = False
-    """Go on in a folder that exists (--out): its groups are not made again, the report is."""
-    overwrite: bool = False
-    """Replace what a folder holds."""
-    pass_at: float = Field(default=1.0, gt=0, le=1)
-    """Least reward of an attempt that passes."""
-    failures: Failures = "drop"
-    """Attempts that were lost by our fault are left out (drop), or count as 0 (zero)."""
-    truncated: Truncated = "score"
-    """Attempts in which the model was cut off count what they scored (score), 0 (zero), or are left
-    out (drop)."""
-    no_baselines: bool = False
-    """Do not run the environment's baselines."""
-    prices: PricesConfig = PricesConfig()
 
 
 def run(argv: list[str]) -> int:

@@ -12,8 +12,9 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..config import EnvironmentConfig, Section
-from .options import ANY_NAME, Option, options_of, sections_of
-from .settings import named_environment, with_environment
+from ..running.options import ANY_NAME, Option, options_of, sections_of
+from ..running.validation import with_environment
+from .settings import named_environment
 
 _INDENT = "      "
 _SOURCES = """\

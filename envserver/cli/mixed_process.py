@@ -25,10 +25,11 @@ from ..rollouts.stream import id_prefix
 from ..running.context import EngineRoom, engine_room, rollout_context
 from ..running.curricula import Book, has_curriculum, stream_of
 from ..running.mix import Member, Several
+from ..running.run_settings import ProcessSettings
 from ..running.stopping import run_until_stopped
 from ..running.tally import Rewards
 from ..tokens.flags import Actions, chosen
-from .process import ProcessSettings, show_notes
+from .process import show_notes
 from .progress import ProgressView, summary_table
 
 Members = list[Member[ProcessSettings]]

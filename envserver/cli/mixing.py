@@ -18,8 +18,8 @@ from ..config import MixEntry, MixSettings
 from ..registry import find
 from ..rollouts.mixing import Share, targets
 from ..running.mix import Member
+from ..running.options import options_of
 from ..running.spec import RunSpec
-from .options import options_of
 from .settings import load_settings
 from .sources import YamlFile, read_flags
 

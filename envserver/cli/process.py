@@ -12,7 +12,7 @@ from textwrap import shorten
 from envserver_records.errors import ConfigError
 from rich.console import Console
 
-from ..config import MixSettings, OpenAIConfig, Settings
+from ..config import OpenAIConfig, Settings
 from ..environment import Environment
 from ..export.jsonl import FailuresFile, JsonlSink, open_sink
 from ..rollouts.estimates import Scored
@@ -23,6 +23,7 @@ from ..rollouts.stream import GroupRequest
 from ..running.context import EngineRoom, rollout_context
 from ..running.curricula import Book, has_curriculum, stream_of
 from ..running.engines import SIMULATED
+from ..running.run_settings import ProcessSettings
 from ..running.stopping import run_until_stopped
 from ..running.tally import Tally, counted
 from ..tokens.flags import FLAGS, Actions, chosen
@@ -39,15 +40,6 @@ is lost."""
 _DONE = {"train": "trained", "mask": "such calls masked", "drop": "not fit for RL"}
 LONGEST_WORDS = 200
 """Of a failure's message, on the terminal; the whole stands in the failures file."""
-
-
-class ProcessSettings(MixSettings):
-    """Settings with the flags that only `process` has."""
-
-    resume: bool = False
-    """Go on with an output file that exists: its groups are not made again."""
-    overwrite: bool = False
-    """Replace an output file that exists."""
 
 
 def run(argv: list[str]) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from envserver_records.errors import ConfigError, UsageError
 from rich.console import Console
 from rich.table import Table
 
-from ..config import Settings
 from ..running.replaying import Record, Replayed, read_record, replay
+from ..running.run_settings import ReplaySettings
 from ..running.spec import RunSpec
 from ..running.tally import counted
 from .command_line import read_command_line
@@ -26,23 +26,6 @@ says at the end whether result and score are the same (exit status 1: they are n
 the agent in this process and stops it in pdb."""
 
 _SHOWN = 70
-
-
-class ReplaySettings(Settings):
-    """Settings with the flags that only `replay` has."""
-
-    source: list[str]
-    """File of `process`, folder of such, a store, or a running server; may stand first."""
-    rollout: str
-    """Id of the rollout."""
-    services: Literal["auto", "record", "live"] = "auto"
-    """Who answers what the agent asks the environment's services: the record, or they themselves;
-    auto: the record where calls were kept (`--tokens.keep_calls true` of `process`)."""
-    debug: bool = False
-    """Run the agent in this process, stopped in pdb at its first line; without a time limit."""
-    without_walls: bool = False
-    """Let --debug run agents that execute the model's code in their own process: what the model
-    wrote then runs in this process."""
 
 
 def run(argv: list[str]) -> int:

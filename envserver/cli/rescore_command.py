@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from envserver_records.errors import InputError, UsageError
-from pydantic import Field
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
-from ..config import EnvironmentSettings, SandboxConfig
 from ..running.rescoring import LEFT_OUT, Tally, rescore
+from ..running.run_settings import RescoreSettings
 from ..running.spec import RunSpec
 from ..running.tally import counted
 from .command_line import read_command_line
@@ -22,29 +21,6 @@ SUMMARY = """Scores stored rollouts again, by the environment or another rubric;
 `envserver rescore FILE... --env NAME --out FILE`: the same lines with new scores, the old ones as
 `rescored_from`, and how they differ. What fails by no fault of the model is left out and counted,
 never a 0. Exit status 1 where something failed, or nothing was scored."""
-
-
-class RescoreSettings(EnvironmentSettings):
-    """The settings that `rescore` has."""
-
-    source: list[str] = Field(default_factory=list)
-    """Files of `process` (plain, .gz, .zst), folders of them, a store, or a running server; may
-    stand first, without the flag."""
-    rubric: str | None = None
-    """Class that scores instead of the environment: path/to/file.py:Class."""
-    out: Path
-    """JSONL file for the groups with their new scores."""
-    resume: bool = False
-    """Go on with a file that exists: what stands in it is not scored again."""
-    overwrite: bool = False
-    """Replace a file that exists."""
-    skip_bad: bool = False
-    """Pass over lines that are no groups, and count them."""
-    without_messages: bool = False
-    """Score rollouts that were written without their conversations by their output alone."""
-    processes: int = Field(default=2, ge=1)
-    """Rollouts that are scored at a time, each in a process."""
-    sandbox: SandboxConfig = SandboxConfig()
 
 
 def run(argv: list[str]) -> int:

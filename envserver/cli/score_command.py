@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from ..config import EnvironmentSettings, SandboxConfig
+from ..running.run_settings import ScoreSettings
 from ..running.scoring import Summary, run_score
 from .command_line import read_command_line
 from .logs import configure_logs
@@ -16,18 +15,6 @@ from .loop import run_loop
 
 SUMMARY = """Scores rows {"task": a row of a data set or a task id, "response": "text"} (or a row
 with "messages"), without any model: reward, components, metrics and error of each, in order."""
-
-
-class ScoreSettings(EnvironmentSettings):
-    """The settings that `score` has."""
-
-    input: Path
-    """JSONL file of rows to score."""
-    output: Path
-    """JSONL file for the scores; one that exists is replaced at the end."""
-    processes: int = Field(default=2, ge=1)
-    """Rows that are scored at a time, each in a process."""
-    sandbox: SandboxConfig = SandboxConfig()
 
 
 def run(argv: list[str]) -> int:

@@ -9,38 +9,34 @@ nearest right name; the values of secrets are never in it.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from envserver_records.errors import ConfigError
-from pydantic import BaseModel, ValidationError, create_model
+from pydantic import BaseModel
 
-from ..config import EngineConfig, EnvironmentConfig, Section, Settings
-from ..registry import find
-from .atropos_names import EQUIVALENTS, IGNORED, REFUSED
-from .options import (
+from ..config import EnvironmentConfig, Section, Settings
+from ..running.options import (
     ANY_NAME,
     Option,
     expanded,
     flatten,
-    is_section,
     named_sections,
     nearest,
-    nest,
     options_of,
     parse,
     preset,
 )
+from ..running.validation import sampling_of_model, validated, with_environment
+from .atropos_names import EQUIVALENTS, IGNORED, REFUSED
 from .renamed import current_path, with_old_names
 from .sources import VARIABLE_PREFIX, Given, YamlFile, read_dotenv, read_flags, read_variables
 
 S = TypeVar("S", bound=Section)
 
 _ALIASES = {"env": "environment"}
-_LONGEST_VALUE_SHOWN = 80
 
 
 def to_stderr(line: str) -> None:
@@ -104,26 +100,19 @@ def load_settings(
     values = preset(model) | flatten(defaults or {}, options)
     said = _parsed(chosen, options, problems)
     problems.raise_if_any()
-    values |= _sampling_of_model(values | said, options) | said
-    return _validated(model, values, chosen, options)
+    values |= sampling_of_model(values | said, options) | said
+    return validated(
+        model,
+        values,
+        options,
+        lambda path: chosen[path][-1].where if path in chosen else f"--{path}",
+    )
 
 
 def named_environment(command_line: Sequence[str]) -> str | None:
     """The environment that the sources name, for `--help`; nothing else in them is checked."""
     flags, file, variables = _sources(command_line, {}, None, Path())
     return _environment([*file.read(options_of(Settings)), *variables, *flags])
-
-
-def with_environment(
-    settings_class: type[S], reference: str, config_class: type[EnvironmentConfig] | None = None
-) -> type[S]:
-    """`settings_class` whose `env` has the type of the environment's own Config.
-
-    Raises:
-        NotFoundError, ConfigError: `reference` names no environment, and no class is given.
-    """
-    fields: dict[str, Any] = {"env": (config_class or find(reference).Config, ...)}
-    return create_model(settings_class.__name__, __base__=settings_class, **fields)
 
 
 class _Problems:
@@ -268,78 +257,6 @@ def _parsed_one(given: Given, option: Option) -> Any:
             return True
         raise ValueError(f"a value is needed ({option.type_name})")
     return parse(option, given.value)
-
-
-def _sampling_of_model(values: Mapping[str, Any], options: Mapping[str, Option]) -> dict[str, Any]:
-    """How the model that is named wants to be sampled, where nobody says anything else.
-
-    Raises:
-        NotFoundError, ConfigError: there is no such model, or its file is wrong.
-    """
-    name = values.get("model")
-    if not isinstance(name, str) or name == "sim" or "engine.models_file" not in options:
-        return {}
-    from ..models.catalogue import find_model, read_catalogue
-
-    place = Path(values.get("engine.models_file", EngineConfig().models_file))
-    chosen = flatten({"sampling": find_model(name, read_catalogue(place), place).sampling}, options)
-    return {path: value for path, value in chosen.items() if path in options}
-
-
-def _validated(
-    model: type[S],
-    values: dict[str, Any],
-    chosen: Mapping[str, list[Given]],
-    options: Mapping[str, Option],
-) -> S:
-    tree = nest(values)
-    for name, field in model.model_fields.items():
-        if field.is_required() and is_section(field.annotation):
-            tree.setdefault(name, {})
-    try:
-        return model.model_validate(tree)
-    except ValidationError as error:
-        problems = _Problems()
-        for one in error.errors(include_url=False, include_context=False):
-            problems.add(_explained(one["type"], one["loc"], one["msg"], values, chosen, options))
-        problems.raise_if_any()
-        raise
-
-
-def _explained(
-    kind: str,
-    location: Sequence[int | str],
-    message: str,
-    values: Mapping[str, Any],
-    chosen: Mapping[str, list[Given]],
-    options: Mapping[str, Option],
-) -> str:
-    path = _path_of(location, options)
-    option = options.get(path)
-    if kind == "missing":
-        about = f" ({option.description.rstrip('.')})" if option and option.description else ""
-        return f"--{path} is needed{about}."
-    message = re.sub(r"^Value error, ", "", message)
-    message = re.sub(r"^Input should be ", "must be ", message)
-    message = re.sub(r", unable to parse string as .*$", "", message.rstrip("."))
-    where = chosen[path][-1].where if path in chosen else f"--{path}"
-    shown = _shown(values[path]) if path in values and option and not option.secret else ""
-    return f"{where}: {message}{shown}."
-
-
-def _path_of(location: Sequence[int | str], options: Mapping[str, Option]) -> str:
-    """The option that pydantic's location means; the section where it is about several."""
-    parts: list[str] = []
-    for part in location:
-        parts.append(str(part))
-        if ".".join(parts) in options:
-            break
-    return ".".join(parts)
-
-
-def _shown(value: Any) -> str:
-    text = re.sub(r"//[^/@\s]*@", "//***@", str(value))
-    return f" (given: {text[:_LONGEST_VALUE_SHOWN]})"
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import orjson
 from envserver_records.errors import UsageError
-from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
-from ..config import EngineConfig, LogLevel, OpenAIConfig, Section, SimConfig
+from ..config import OpenAIConfig, SimConfig
 from ..models.engine import Engine
 from ..rollouts.audit import NOT_COMPARED
 from ..running.engines import SIMULATED, started
 from ..running.group_sources import FileSource, ServerSource
+from ..running.run_settings import VerifySettings
 from ..running.tally import counted
 from ..running.verifying import Progress as Told
 from ..running.verifying import Report, parse_sample, verify
@@ -42,37 +42,6 @@ _VERDICTS = {
     "wrong": "WRONG: what is listed below.",
     "nothing_compared": "NOTHING was compared.",
 }
-
-
-class VerifySettings(Section):
-    """The settings that `verify` has."""
-
-    source: str
-    """JSONL file, or address of a running server (http://127.0.0.1:8000); may be the first word."""
-    openai: OpenAIConfig = OpenAIConfig()
-    model: str | None = None
-    """A model to start an engine for (a name in `engine.models_file`, a folder, a name on the
-    hub), or "sim" for groups of the simulated engine; unset: the engine at `openai.base_url`."""
-    engine: EngineConfig = EngineConfig()
-    tolerance: float = Field(default=1e-4, ge=0, allow_inf_nan=False)
-    """Largest difference of a logprob that passes. In float32 on a CPU vLLM says the very same
-    numbers again for rows of up to some 480 tokens, and beyond that differs by 1e-5, the order of
-    its sums; on a GPU kernels and batches differ, so set what you take for rounding, such as 0.05.
-    0: only what is exactly equal passes. How many are exactly equal is told in any case."""
-    policy_version: int | None = Field(default=None, ge=-1)
-    """The version of the policy that the engine serves now: only rows that it sampled are compared.
-    Unset: the newest of the file, or the one published at the server."""
-    sample: str | None = None
-    """Compare only a share of the rows (1% or 0.01), or a number of them (20); unset: all."""
-    seed: int = 0
-    """Which rows a sample holds: the same seed, the same rows."""
-    concurrency: int = Field(default=1, ge=1)
-    """Requests to the engine at a time. More is faster, but what is computed in one batch with
-    others may differ in its last digits."""
-    as_json: bool = False
-    """Print the report as one JSON object."""
-    log_level: LogLevel = "warning"
-    """Least serious event that is logged."""
 
 
 def run(argv: list[str]) -> int:

@@ -37,8 +37,9 @@ from envserver import (
     ServiceError,
     Task,
 )
-from envserver.cli.process import ProcessSettings, process
+from envserver.cli.process import process
 from envserver.cli.settings import load_settings
+from envserver.running.run_settings import ProcessSettings
 from envserver.running.spec import RunSpec
 
 LINE = {"customer_id": "C21", "line_id": "L21"}

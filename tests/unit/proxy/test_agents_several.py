@@ -19,7 +19,7 @@ from support.proxy_house import House, chat, house
 from support.serving import attempt_spec, serving
 
 from envserver import AgentRole, ConfigError, Environment, Score, Task
-from envserver.cli.process import ProcessSettings, process
+from envserver.cli.process import process
 from envserver.cli.settings import load_settings
 from envserver.config import OpenAIConfig
 from envserver.environment import Rollout
@@ -30,6 +30,7 @@ from envserver.proxy.source import Source
 from envserver.rollouts.agents import roles_of
 from envserver.rollouts.attempt import counted_calls, main_call, other_conversations
 from envserver.rollouts.policy import judge_trajectory
+from envserver.running.run_settings import ProcessSettings
 from envserver.running.spec import RunSpec
 from envserver.tokens.builder import build
 from envserver.tokens.flags import chosen

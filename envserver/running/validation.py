@@ -1,0 +1,111 @@
+"""From values by dotted path to checked settings; shared by the command line and the Python API."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from envserver_records.errors import ConfigError
+from pydantic import ValidationError, create_model
+
+from ..config import EngineConfig, EnvironmentConfig, Section
+from ..registry import find
+from .options import Option, flatten, is_section, nest
+
+S = TypeVar("S", bound=Section)
+
+_LONGEST_VALUE_SHOWN = 80
+
+
+def with_environment(
+    settings_class: type[S], reference: str, config_class: type[EnvironmentConfig] | None = None
+) -> type[S]:
+    """`settings_class` whose `env` has the type of the environment's own Config.
+
+    Raises:
+        NotFoundError, ConfigError: `reference` names no environment, and no class is given.
+    """
+    fields: dict[str, Any] = {"env": (config_class or find(reference).Config, ...)}
+    return create_model(settings_class.__name__, __base__=settings_class, **fields)
+
+
+def sampling_of_model(values: Mapping[str, Any], options: Mapping[str, Option]) -> dict[str, Any]:
+    """How the model that is named wants to be sampled, where nobody says anything else.
+
+    Raises:
+        NotFoundError, ConfigError: there is no such model, or its file is wrong.
+    """
+    name = values.get("model")
+    if not isinstance(name, str) or name == "sim" or "engine.models_file" not in options:
+        return {}
+    from ..models.catalogue import find_model, read_catalogue
+
+    place = Path(values.get("engine.models_file", EngineConfig().models_file))
+    chosen = flatten({"sampling": find_model(name, read_catalogue(place), place).sampling}, options)
+    return {path: value for path, value in chosen.items() if path in options}
+
+
+def validated(
+    model: type[S],
+    values: dict[str, Any],
+    options: Mapping[str, Option],
+    where: Callable[[str], str],
+) -> S:
+    """Makes `model` of values by dotted path.
+
+    Args:
+        where: says where the value of a path was given, or how to give it.
+
+    Raises:
+        ConfigError: a value is wrong or missing; a line for each. Secrets are not shown.
+    """
+    tree = nest(values)
+    for name, field in model.model_fields.items():
+        if field.is_required() and is_section(field.annotation):
+            tree.setdefault(name, {})
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False)
+        problems = [
+            _explained(one["type"], one["loc"], one["msg"], values, options, where) for one in found
+        ]
+        problems = list(dict.fromkeys(problems))
+        raise ConfigError("\n".join(problems), problems=problems) from None
+
+
+def _explained(
+    kind: str,
+    location: Sequence[int | str],
+    message: str,
+    values: Mapping[str, Any],
+    options: Mapping[str, Option],
+    where: Callable[[str], str],
+) -> str:
+    path = _path_of(location, options)
+    option = options.get(path)
+    if kind == "missing":
+        about = f" ({option.description.rstrip('.')})" if option and option.description else ""
+        return f"{where(path)} is needed{about}."
+    message = re.sub(r"^Value error, ", "", message)
+    message = re.sub(r"^Input should be ", "must be ", message)
+    message = re.sub(r", unable to parse string as .*$", "", message.rstrip("."))
+    shown = _shown(values[path]) if path in values and option and not option.secret else ""
+    return f"{where(path)}: {message}{shown}."
+
+
+def _path_of(location: Sequence[int | str], options: Mapping[str, Option]) -> str:
+    """The option that pydantic's location means; the section where it is about several."""
+    parts: list[str] = []
+    for part in location:
+        parts.append(str(part))
+        if ".".join(parts) in options:
+            break
+    return ".".join(parts)
+
+
+def _shown(value: Any) -> str:
+    text = re.sub(r"//[^/@\s]*@", "//***@", str(value))
+    return f" (given: {text[:_LONGEST_VALUE_SHOWN]})"
