@@ -19,8 +19,9 @@ _HOMES = {
     "Rollout": "envserver.environment",
     "Isolation": "envserver.environment",
     "KnownResult": "envserver.environment",
-    "Sandbox": "envserver.environment",
-    "Sandboxes": "envserver.environment",
+    "Sandbox": "envserver.sandbox_interface",
+    "BlockingSandbox": "envserver.sandbox_interface",
+    "Sandboxes": "envserver.sandbox_interface",
     "Caller": "envserver.environment",
     "Service": "envserver.environment",
     "Services": "envserver.environment",
@@ -109,12 +110,11 @@ if TYPE_CHECKING:
         KnownResult,
         Reply,
         Rollout,
-        Sandbox,
-        Sandboxes,
         Service,
         Services,
     )
     from .evaluation import pass_at_k, pass_hat_k
+    from .sandbox_interface import BlockingSandbox, Sandbox, Sandboxes
 
 __all__ = [
     "__version__",
@@ -126,6 +126,7 @@ __all__ = [
     "Isolation",
     "KnownResult",
     "Sandbox",
+    "BlockingSandbox",
     "Sandboxes",
     "Caller",
     "Service",

@@ -1,6 +1,6 @@
 """Where the programs run that a model wrote: no network, nothing of ours, an end to all they use.
 
-Specs go in, sandboxes come out (`environment.Sandboxes`). What always holds: a sandbox dies with
+Specs go in, sandboxes come out (`sandbox_interface.Sandboxes`). What always holds: a sandbox dies with
 the connection that opened it, everything with the server; where no wall holds, nothing is started.
 
     service      the wall is chosen (walls, probe), the supervisor started and kept alive

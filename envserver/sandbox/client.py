@@ -1,4 +1,4 @@
-"""Sandboxes for asyncio, over the supervisor's socket: what `environment.Sandboxes` promises.
+"""Sandboxes for asyncio, over the supervisor's socket: what `sandbox_interface.Sandboxes` promises.
 
 The supervisor gives a socket to the sandbox itself, and its pidfd: programs, files and answers do
 not pass through the supervisor. The connection owns the sandboxes: they die with it.
@@ -155,7 +155,7 @@ class SandboxClient:
 
 
 class ConnectedSandbox:
-    """A sandbox at the other end of `channel`; see `environment.Sandbox`."""
+    """A sandbox at the other end of `channel`; see `sandbox_interface.Sandbox`."""
 
     _names = itertools.count(1)
 

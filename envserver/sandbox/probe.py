@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec
 
-from ..environment import Sandbox
+from ..sandbox_interface import Sandbox
 from .client import SandboxClient
 from .places import folder_for_sockets
 from .remedies import remedies

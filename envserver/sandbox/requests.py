@@ -31,7 +31,7 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 class Exec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """See `environment.Sandbox.exec`."""
+    """See `sandbox_interface.Sandbox.exec`."""
 
     argv: list[str]
     stdin: bytes
@@ -41,7 +41,7 @@ class Exec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class RunPython(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """See `environment.Sandbox.run_python`."""
+    """See `sandbox_interface.Sandbox.run_python`."""
 
     code: str
     argv: list[str]
@@ -51,14 +51,14 @@ class RunPython(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """See `environment.Sandbox.read`."""
+    """See `sandbox_interface.Sandbox.read`."""
 
     path: str
     max_bytes: int
 
 
 class Write(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """See `environment.Sandbox.write`."""
+    """See `sandbox_interface.Sandbox.write`."""
 
     path: str
     data: bytes

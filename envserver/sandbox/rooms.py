@@ -20,8 +20,8 @@ import structlog
 from envserver_records.errors import EnvserverError, InputError, SandboxLost, SandboxUnavailable
 from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 
-from ..environment import Sandbox, Sandboxes
 from ..proxy.attempts import Attempt, ended
+from ..sandbox_interface import Sandbox, Sandboxes
 from .requests import Exec, Open, Opened, Read, RunPython, Write
 
 MOST_PER_ATTEMPT = 8

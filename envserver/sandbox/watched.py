@@ -1,51 +1,53 @@
-"""`Environment.sandboxes`: what scorers and `tasks` open sandboxes with, from any event loop.
+"""`Environment.sandboxes`: opens sandboxes for scorers and `tasks`, from any event loop.
 
-Each sandbox has a connection of its own, so it dies with the process, and whoever holds one may be
-any thread with a loop. A failure of ours is remembered, for a scorer may take it for the model's:
-what it then says of the rollout does not count.
+Each sandbox has its own connection: it ends with the process and can be used from any thread with
+an event loop. A failure of the sandbox is remembered, because a scorer may mistake it for a failure
+of the model: its score of that rollout does not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from envserver_records.errors import SandboxError, SandboxLost, SandboxUnavailable
-from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
+from envserver_records.records import ExecResult, SandboxSpec
 
-from ..environment import Sandbox
+from ..sandbox_interface import Sandbox
 from .client import SandboxClient
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class WatchedSandboxes:
-    """See `environment.Sandboxes`.
+    """See `sandbox_interface.Sandboxes`.
 
     Args:
-        address: of the service (`SandboxService.address`).
+        address: address of the service (`SandboxService.address`).
     """
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.failure: SandboxError | None = None
-        """What failed since this was last unset. That none could be made is overcome by one that
-        could; that one was lost is not."""
+        """The failure since this was last set to None. A sandbox that could not be made is forgiven
+        when another one can; a sandbox that was lost is not."""
 
     @asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
         async with SandboxClient(self.address) as client:
-            sandbox = await self.noted(client.create(spec))
+            sandbox = await self.watch(client.create(spec))
             if isinstance(self.failure, SandboxUnavailable):
                 self.failure = None
             try:
-                yield _Watched(sandbox, self)
+                yield _WatchedSandbox(sandbox, self)
             finally:
                 await sandbox.close()
 
-    async def noted(self, request: Coroutine[Any, Any, T]) -> T:
-        """Its result; a SandboxError is remembered on its way."""
+    async def watch(self, request: Coroutine[Any, Any, T]) -> T:
+        """Awaits `request` and remembers a SandboxError that it raises."""
         try:
             return await request
         except SandboxError as error:
@@ -54,60 +56,46 @@ class WatchedSandboxes:
             raise
 
 
-class _Watched:
-    """See `environment.Sandbox`."""
+def _watched(
+    method: Callable[Concatenate[Sandbox, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[_WatchedSandbox, P], Coroutine[Any, Any, T]]:
+    """Derives a method of `_WatchedSandbox` from the method of `Sandbox`."""
+
+    @functools.wraps(method)
+    async def call(self: _WatchedSandbox, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        request = getattr(self.sandbox, method.__name__)(*args, **kwargs)
+        result: T = await self.watcher.watch(_not_lost(request))
+        return result
+
+    return call
+
+
+class _WatchedSandbox:
+    """See `sandbox_interface.Sandbox`."""
 
     def __init__(self, sandbox: Sandbox, watcher: WatchedSandboxes) -> None:
         self.id = sandbox.id
         self.isolation = sandbox.isolation
-        self._sandbox = sandbox
-        self._watcher = watcher
+        self.sandbox = sandbox
+        self.watcher = watcher
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        cwd: str = "/work",
-        env: Mapping[str, str] | None = None,
-        limits: SandboxLimits | None = None,
-    ) -> ExecResult:
-        variables = None if env is None else dict(env)
-        running = self._sandbox.exec(argv, stdin=stdin, cwd=cwd, env=variables, limits=limits)
-        return await self._watcher.noted(_ended(running))
-
-    async def run_python(
-        self,
-        code: str,
-        *,
-        argv: Sequence[str] = (),
-        stdin: bytes = b"",
-        cwd: str = "/work",
-        limits: SandboxLimits | None = None,
-    ) -> ExecResult:
-        running = self._sandbox.run_python(code, argv=argv, stdin=stdin, cwd=cwd, limits=limits)
-        return await self._watcher.noted(_ended(running))
-
-    async def read(self, path: str, max_bytes: int = 1 << 20) -> bytes:
-        return await self._watcher.noted(self._sandbox.read(path, max_bytes))
-
-    async def write(self, path: str, data: bytes) -> None:
-        await self._watcher.noted(self._sandbox.write(path, data))
-
-    async def total(self) -> SandboxUsage:
-        return await self._watcher.noted(self._sandbox.total())
+    exec = _watched(Sandbox.exec)
+    run_python = _watched(Sandbox.run_python)
+    read = _watched(Sandbox.read)
+    write = _watched(Sandbox.write)
+    total = _watched(Sandbox.total)
 
     async def close(self) -> None:
-        await self._sandbox.close()
+        await self.sandbox.close()
 
 
-async def _ended(running: Coroutine[Any, Any, ExecResult]) -> ExecResult:
-    """Its result, which is the program's.
+async def _not_lost(request: Coroutine[Any, Any, T]) -> T:
+    """Awaits `request`.
 
     Raises:
-        SandboxLost: it says nothing about the program.
+        SandboxLost: the sandbox lost the program, so its result says nothing about the program.
     """
-    result = await running
-    if result.killed_by == "lost":
+    result = await request
+    if isinstance(result, ExecResult) and result.killed_by == "lost":
         raise SandboxLost("The sandbox lost the program that ran in it.")
     return result

@@ -28,10 +28,11 @@ from envserver_records.errors import (
 from envserver_records.records import Message, PublicTask, SandboxSpec
 
 from ..actions import encode
-from ..environment import Reply, Sandbox
+from ..environment import Reply
+from ..sandbox_interface import BlockingSandbox, Sandbox
 from .event_uploader import EventUploader
 from .failures import error_of_answer, error_of_sandbox, error_of_service
-from .sandboxes import BlockingSandbox, Opening, open_blocking
+from .sandboxes import RemoteOpening, open_blocking
 
 if TYPE_CHECKING:
     import openai
@@ -156,7 +157,7 @@ class AttemptRun:
         return f"{self._url}/a/{quote(agent, safe='')}/v1"
 
     def open_sandbox(self, spec: SandboxSpec | None = None) -> AbstractAsyncContextManager[Sandbox]:
-        return Opening(self._ask_sandbox, spec)
+        return RemoteOpening(self._ask_sandbox, spec)
 
     def open_sandbox_blocking(
         self, spec: SandboxSpec | None = None
