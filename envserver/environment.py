@@ -181,7 +181,7 @@ class Rollout(Protocol):
         """`chat` for a plain `def rollout`."""
 
     def base_url_of(self, agent: str) -> str:
-        """Returns the `base_url` of one of several agents; its calls are recorded under its name."""
+        """Returns the `base_url` of one of several agents; calls are recorded under its name."""
 
     def open_sandbox(self, spec: SandboxSpec | None = None) -> AbstractAsyncContextManager[Sandbox]:
         """Opens a sandbox on the server for the model's programs; its usage is in the trajectory.
