@@ -1,8 +1,8 @@
 """The definition of a sandbox, and its blocking form.
 
 Implementations: `sandbox/client.py` (over the supervisor's socket) and `workers/sandboxes.py` (over
-HTTP, in a worker). `BlockingSandbox` and `sandbox/watched.py` derive their methods, with their types,
-from `Sandbox`.
+HTTP, in a worker). `BlockingSandbox` and `sandbox/watched.py` derive their methods, with their
+types, from `Sandbox`.
 """
 
 from __future__ import annotations
