@@ -17,6 +17,7 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 from envserver_records import ConflictError, EnvserverError, InputError, NotFoundError, StoreError
+from envserver_records.backoff import Backoff
 
 from .records import Batch, decode_batch
 
@@ -65,8 +66,8 @@ class Retries:
 
     def pause_seconds(self, tried: int) -> float:
         """The pause after `tried` requests."""
-        pause = self.first_pause_seconds * 2.0 ** min(tried - 1, 32)
-        return min(pause, self.longest_pause_seconds) * random.uniform(0.5, 1.0)
+        backoff = Backoff(self.first_pause_seconds, self.longest_pause_seconds, jitter=(0.5, 1.0))
+        return backoff.seconds(tried, random.random())
 
 
 class Wanted(TypedDict, total=False):

@@ -14,14 +14,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
+from envserver_records.backoff import Backoff
+
 State = Literal["closed", "open", "half_open"]
 
 _WINDOW_SECONDS = 30.0
 _RECENT = 10
 _FAILURES = 5
 """So many among the last calls, and within the window, open it."""
-_FIRST_ASIDE_SECONDS = 0.5
-_LONGEST_ASIDE_SECONDS = 30.0
+_ASIDE = Backoff(first_seconds=0.5, max_seconds=30.0)
 
 
 class Breaker:
@@ -100,11 +101,9 @@ class Breaker:
             self._close()
 
     def _open(self, reason: str, *, by_calls: bool) -> None:
-        # Bounded before it is a power: an engine may be away for thousands of calls.
-        seconds = min(_LONGEST_ASIDE_SECONDS, _FIRST_ASIDE_SECONDS * 2.0 ** min(self._openings, 16))
         self._openings += 1
         self._opened_at = self._clock()
-        self._until = self._opened_at + seconds
+        self._until = self._opened_at + _ASIDE.seconds(self._openings)
         self._by_calls = by_calls
         self.reason = reason
 

@@ -11,6 +11,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from envserver_records.backoff import Backoff
 from envserver_records.errors import EngineError, EngineRefused, EngineTimeout, EngineUnavailable
 
 from .connections import TryAgain
@@ -32,7 +33,7 @@ class Retrying:
     def __init__(self, replicas: Replicas, *, tries: int, pause_seconds: float) -> None:
         self._replicas = replicas
         self._tries = tries
-        self._pause_seconds = pause_seconds
+        self._backoff = Backoff(pause_seconds, _MAX_PAUSE_SECONDS, jitter=(0.5, 1.5))
 
     async def until_answered(
         self, once: Callable[[Visit], Awaitable[T]], rollout_id: str, deadline: float
@@ -66,9 +67,7 @@ class Retrying:
             return 0.0
         if again.elsewhere:
             return None
-        doubled = self._pause_seconds * 2.0 ** (len(tried) - 1)
-        backoff = min(_MAX_PAUSE_SECONDS, doubled * random.uniform(0.5, 1.5))
-        return max(backoff, again.wait_seconds)
+        return max(self._backoff.seconds(len(tried), random.random()), again.wait_seconds)
 
 
 async def _try(once: Callable[[Visit], Awaitable[T]], visit: Visit, deadline: float) -> T:

@@ -15,6 +15,7 @@ import random
 from contextlib import suppress
 from http import HTTPStatus
 
+from envserver_records.backoff import Backoff
 from envserver_records.errors import EngineError
 
 from .adaptive import read_load
@@ -109,8 +110,8 @@ class Watch:
         """Until the next check; a suspicion makes it short."""
         seconds = self._check_seconds
         if misses:
-            backoff = self._check_seconds / 10 * 2.0 ** min(misses, 16)
-            seconds = min(_LONGEST_PAUSE_SECONDS, backoff)
+            backoff = Backoff(self._check_seconds / 5, _LONGEST_PAUSE_SECONDS)
+            seconds = backoff.seconds(misses)
         replica.suspected.clear()
         seconds *= random.uniform(0.8, 1.2)
         if misses:

@@ -12,13 +12,13 @@ import asyncio
 import time
 from http import HTTPStatus
 
+from envserver_records.backoff import Backoff
 from envserver_records.errors import EngineRefused, EngineUnavailable
 
 from ..models.measured import not_ours
 
 PATIENCE_SECONDS = 60.0
-_FIRST_PAUSE_SECONDS = 0.05
-_LONGEST_PAUSE_SECONDS = 2.0
+_BACKOFF = Backoff(first_seconds=0.05, max_seconds=2.0)
 
 
 class MissingVersion:
@@ -26,7 +26,7 @@ class MissingVersion:
 
     def __init__(self) -> None:
         self._since: float | None = None
-        self._pause = _FIRST_PAUSE_SECONDS
+        self._pauses = 0
 
     async def wait(self, error: EngineRefused, asked: str, now: str) -> None:
         """Returns when the call may be sent again.
@@ -51,6 +51,6 @@ class MissingVersion:
                 hint="A trainer must publish it, with `envserver_clients.weights.Lora` or "
                 "/v1/load_lora_adapter.",
             )
+        self._pauses += 1
         with not_ours():
-            await asyncio.sleep(self._pause)
-        self._pause = min(_LONGEST_PAUSE_SECONDS, self._pause * 2)
+            await asyncio.sleep(_BACKOFF.seconds(self._pauses))

@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 import httpx
 import msgspec
 import structlog
+from envserver_records.backoff import Backoff
 from envserver_records.errors import ConfigError, ConflictError, EnvserverError, InputError
 from envserver_records.records import Split
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -50,8 +51,7 @@ _POLL_SECONDS: Final = 5.0
 _SHORTEST_BEAT_SECONDS: Final = 0.01
 _GOODBYE_SECONDS: Final = 5.0
 _REQUEST_SECONDS: Final = 60.0
-_FIRST_PAUSE_SECONDS: Final = 0.2
-_LONGEST_PAUSE_SECONDS: Final = 3.0
+_BACKOFF: Final = Backoff(first_seconds=0.4, max_seconds=3.0, jitter=(0.5, 1.0))
 _PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504, 507})
 _HOLD_SECONDS: Final = 3600.0
 _KNOWN: Final = TypeAdapter(dict[str, list[str]])
@@ -320,8 +320,7 @@ class Link:
                 if self._reachable:
                     self._reachable = False
                     _log.warning("server_unreachable", reason=error.message)
-                longest = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(tried, 16))
-                await asyncio.sleep(longest * random.uniform(0.5, 1.0))
+                await asyncio.sleep(_BACKOFF.seconds(tried, random.random()))
             else:
                 if not self._reachable:
                     self._reachable = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
+from envserver_records.backoff import Backoff
 from envserver_records.errors import (
     Outcome,
     RolloutError,
@@ -23,6 +24,8 @@ from ..environment import Isolation
 from ..tokens.flags import Actions
 from ..workers.worker_main import EXIT_CRASHED
 from .estimates import Scored
+
+_RETRY = Backoff(first_seconds=0.2, max_seconds=10.0, jitter=(0.5, 1.0))
 
 
 def is_retried(error: RolloutError, attempts: int, max_attempts: int) -> bool:
@@ -63,8 +66,7 @@ def limit_of_death(
 
 def retry_delay_seconds(attempts: int, jitter: float) -> float:
     """Pause before the next try: 0.2 s doubling to at most 10 s, spread by `jitter` in [0, 1]."""
-    # Bounded before it is a power: a server outlives its engine for any number of attempts.
-    return min(10.0, 0.2 * 2.0 ** min(attempts - 1, 16)) * (0.5 + jitter / 2)
+    return _RETRY.seconds(attempts, jitter)
 
 
 def is_stale(oldest: int, version: int, most: int | None) -> bool:

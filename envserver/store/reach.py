@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from envserver_records.backoff import Backoff
 from envserver_records.errors import StoreError
 
-_FIRST_SECONDS: Final = 0.1
-_MOST_SECONDS: Final = 5.0
+_BACKOFF: Final = Backoff(first_seconds=0.1, max_seconds=5.0)
 
 
 class Unanswered(StoreError):
@@ -21,7 +21,7 @@ class Reach:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._wait = 0.0
+        self._failures = 0
         self._next_try = 0.0
         self._why = ""
 
@@ -36,9 +36,9 @@ class Reach:
         if self._next_try > self._clock():
             return
         self._why = error.message
-        self._wait = min(max(_FIRST_SECONDS, 2 * self._wait), _MOST_SECONDS)
-        self._next_try = self._clock() + self._wait
+        self._failures += 1
+        self._next_try = self._clock() + _BACKOFF.seconds(self._failures)
 
     def worked(self) -> None:
         """The next failure waits as if it were the first."""
-        self._wait = 0.0
+        self._failures = 0

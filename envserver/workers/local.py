@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any
 
+from envserver_records.backoff import Backoff
 from envserver_records.errors import WorkerDied, WorkerError
 
 from .. import registry
@@ -25,7 +26,7 @@ from .supervisor import Listen, Supervisor
 from .walled import Wall
 
 MAX_SUSPECTS = 4096
-MAX_PAUSE_SECONDS = 5.0
+_BACKOFF = Backoff(first_seconds=0.05, max_seconds=5.0)
 _SPARE_WORKERS = 8
 """Those that are still ending while others begin."""
 
@@ -156,7 +157,7 @@ class LocalPool:
         }
 
     async def _keep_filled(self, slot: _Slot) -> None:
-        pause = 0.0
+        failures = 0
         while True:
             worker = await self._supervisor.fork()
             slot.fill(worker)
@@ -164,8 +165,8 @@ class LocalPool:
             slot.fill(None)
             self._restarts += 1
             # Only a worker that never came to life is a reason to slow down.
-            pause = 0.0 if worker.ready else min(MAX_PAUSE_SECONDS, 2 * pause + 0.05)
-            await asyncio.sleep(pause)
+            failures = 0 if worker.ready else failures + 1
+            await asyncio.sleep(_BACKOFF.seconds(failures))
 
     @asynccontextmanager
     async def _pooled_worker(self, deadline: float) -> AsyncIterator[WorkerHandle]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import structlog
+from envserver_records.backoff import Backoff
 from envserver_records.errors import EnvserverError
 
 from . import linux
@@ -25,7 +26,7 @@ Listen = Callable[[socket.socket], Coroutine[Any, Any, asyncio.AbstractServer]]
 
 KILL_SECONDS = 5.0
 """For the forkserver to report the end of a worker that it was told to kill."""
-MAX_PAUSE_SECONDS = 5.0
+_BACKOFF = Backoff(first_seconds=0.1, max_seconds=5.0)
 
 _log = structlog.get_logger("envserver.workers")
 
@@ -86,17 +87,17 @@ class Supervisor:
 
     async def keep(self) -> None:
         """Starts a new forkserver whenever the last one is gone; ends by being cancelled."""
-        pause = 0.0
+        failures = 0
         while True:
             await self._lost.wait()
             await self._nursery.close()
-            await asyncio.sleep(pause)
+            await asyncio.sleep(_BACKOFF.seconds(failures))
             try:
                 await self.start()
-                pause = 0.0
+                failures = 0
             except EnvserverError as error:
                 _log.error("nursery_failed", error=str(error))
-                pause = min(MAX_PAUSE_SECONDS, 2 * pause + 0.1)
+                failures += 1
                 self._lost.set()
 
     async def watch(self) -> None:

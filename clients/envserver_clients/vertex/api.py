@@ -8,6 +8,7 @@ label), what failed for the moment is asked again with growing pauses.
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import random
 import time
@@ -17,6 +18,7 @@ from typing import Any, Final
 
 import httpx
 from envserver_records import ConfigError, EngineRefused, EngineUnavailable
+from envserver_records.backoff import Backoff
 
 TOKEN: Final = "VERTEX_ACCESS_TOKEN"
 """Variable with a token: `gcloud auth print-access-token`."""
@@ -183,14 +185,13 @@ class TuningJobs:
     def _pauses(self, what: str) -> Iterator[Callable[[], None]]:
         """Pauses that grow, as long as there is patience."""
         until = time.monotonic() + self._patience.seconds
-        seconds = self._patience.first_pause
-        while True:
+        backoff = Backoff(self._patience.first_pause, _LONGEST_PAUSE, jitter=(0.5, 1.0))
+        for tried in itertools.count(1):
             left = until - time.monotonic()
-            length = min(seconds, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)
+            length = backoff.seconds(tried, random.random())
             yield lambda length=length: time.sleep(length)  # type: ignore[misc]
             if length > left:
                 return
-            seconds *= 2
 
     def _gave_up(self, what: str) -> EngineUnavailable:
         return EngineUnavailable(

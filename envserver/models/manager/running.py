@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 import aiohttp
+from envserver_records.backoff import Backoff
 from envserver_records.errors import ConfigError, EngineUnavailable
 
 from .launches import Kind, Launch, find_vllm, launches
@@ -32,7 +33,7 @@ _LOOK_SECONDS = 0.2
 _TELL_SECONDS = 10.0
 _STEADY_SECONDS = 60.0
 """An engine that lived for so long has earned all its restarts again."""
-_LONGEST_PAUSE_SECONDS = 30.0
+_BACKOFF = Backoff(first_seconds=1.0, max_seconds=30.0)
 _LAST_WORDS_BYTES = 4096
 
 
@@ -134,7 +135,7 @@ async def _kept(
                 starter.tell(message)
                 engine.give_up(EngineUnavailable(message))
                 return
-            pause = min(2.0 ** (deaths - 1), _LONGEST_PAUSE_SECONDS)
+            pause = _BACKOFF.seconds(deaths)
             starter.tell(
                 f"{words}; it is started again in {pause:g} s, with the weights it began with."
             )

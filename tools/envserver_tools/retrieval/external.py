@@ -16,6 +16,7 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 import orjson
+from envserver_records.backoff import Backoff
 
 from envserver import InputError, ServiceError
 
@@ -80,13 +81,12 @@ class HttpRetriever:
             raise ServiceError(f"The retriever's answer cannot be read: {error}") from error
 
     async def _asked(self, body: bytes) -> bytes:
-        pause = self._settings.pause_seconds
-        for _ in range(self._settings.retries):
+        backoff = Backoff(self._settings.pause_seconds)
+        for failures in range(1, self._settings.retries + 1):
             try:
                 return await self._post(body)
             except _MayPass:
-                await asyncio.sleep(pause)
-                pause *= 2
+                await asyncio.sleep(backoff.seconds(failures))
         return await self._post(body)
 
     async def _post(self, body: bytes) -> bytes:

@@ -1,0 +1,44 @@
+"""Exponential back-off: how long to wait before something that failed is tried again.
+
+In: how often it has failed in a row. Out: seconds. Pure: the caller brings the random number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+_MAX_EXPONENT: Final = 64
+"""Bounds the power: a server may be away for thousands of tries, and 2.0 ** 1024 overflows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Pauses that grow by a factor and stay below a maximum.
+
+    Args:
+        first_seconds: the pause after the first failure.
+        max_seconds: no pause is longer, jitter included.
+        factor: how much longer each pause is than the one before.
+        jitter: (low, high), the range that the random number spreads a pause over, as factors.
+    """
+
+    first_seconds: float
+    max_seconds: float = math.inf
+    factor: float = 2.0
+    jitter: tuple[float, float] = (1.0, 1.0)
+
+    def seconds(self, failures: int, draw: float = 1.0) -> float:
+        """Returns the pause after so many failures in a row; none after no failure.
+
+        Args:
+            draw: a random number in [0, 1], such as `random.random()`: where in the range of
+                `jitter` the pause lies.
+        """
+        if failures < 1:
+            return 0.0
+        grown = self.first_seconds * self.factor ** min(failures - 1, _MAX_EXPONENT)
+        low, high = self.jitter
+        spread = low + (high - low) * draw
+        return min(self.max_seconds, min(self.max_seconds, grown) * spread)
