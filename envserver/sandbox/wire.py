@@ -27,6 +27,7 @@ WHOLE_WALLS = ("namespace", "bubblewrap")
 MAX_ANSWER_TEXT_BYTES = 2**20
 """What programs wrote comes beside the text."""
 
+# Not `envserver_records.framing`: a frame has two lengths, and a zygote must not import msgspec.
 _lengths = struct.Struct(">II")
 _MARK = "$bytes"
 

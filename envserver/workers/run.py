@@ -18,6 +18,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 import orjson
+from envserver_records import http_errors
 from envserver_records.errors import (
     EngineGarbage,
     EngineUnavailable,
@@ -31,7 +32,6 @@ from ..actions import encode
 from ..environment import Reply
 from ..sandbox_interface import BlockingSandbox, Sandbox
 from .event_uploader import EventUploader
-from .failures import error_of_answer, error_of_sandbox, error_of_service
 from .sandboxes import RemoteOpening, open_blocking
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class AttemptRun:
         except aiohttp.ClientError as error:
             raise ServiceError(f"The server cannot be reached: {error}") from error
         if answer.status != 200:
-            raise error_of_service(answer.status, content)
+            raise http_errors.SERVICE.read(answer.status, content)
         try:
             return orjson.loads(content)
         except orjson.JSONDecodeError as error:
@@ -243,7 +243,7 @@ class AttemptRun:
         except aiohttp.ClientError as error:
             raise EngineUnavailable(f"The model's endpoint cannot be reached: {error}") from error
         if answer.status != 200:
-            raise error_of_answer(answer.status, content)
+            raise http_errors.MODEL.read(answer.status, content)
         return content
 
     async def _ask_sandbox(self, path: str, body: bytes) -> bytes:
@@ -262,7 +262,7 @@ class AttemptRun:
         except aiohttp.ClientError as error:
             raise SandboxUnavailable(f"The server cannot be reached: {error}") from error
         if answer.status != 200:
-            raise error_of_sandbox(answer.status, content)
+            raise http_errors.SANDBOX.read(answer.status, content)
         return content
 
     def _wait(self, request: Coroutine[Any, Any, Any]) -> Any:

@@ -19,6 +19,7 @@ from typing import Final, Protocol
 
 import structlog
 from envserver_records.errors import EnvserverError
+from envserver_records.framing import frame, frame_header
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -229,11 +230,12 @@ class _Frames:
         self._encoder = encoder
         self._compress = compress
         self.encoding = "zstd" if compress else ""
-        self.keep_alive = zstd_frame(bytes(4)) if compress else bytes(4)
+        keep_alive = frame(b"")
+        self.keep_alive = zstd_frame(keep_alive) if compress else keep_alive
 
     async def lease(self, lease: Lease) -> AsyncIterator[bytes]:
         packed = await self._encoder.lease(lease)
-        length = packed.size.to_bytes(4, "big")
+        length = frame_header(packed.size)
         if self._compress:
             for part in packed.compressed(length):
                 yield part

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from envserver import AgentError, EngineError, LimitReached, Message, Rollout
+from envserver_records import http_errors
+
+from envserver import EngineError, LimitReached, Message, Rollout
 
 _TRIES = 2
 
@@ -126,7 +128,7 @@ class _Connection:
                 if not tries_left:
                     raise EngineError(f"The model's endpoint cannot be reached: {error}") from error
         if status != 200:
-            raise _error(status, content)
+            raise http_errors.MODEL.read(status, content)
         try:
             answer: dict[str, Any] = json.loads(content)
         except ValueError as error:
@@ -170,17 +172,3 @@ def _budget_is_spent() -> LimitReached:
 
 def _is_over() -> LimitReached:
     return LimitReached("The time of this rollout is used up.", limit="time")
-
-
-def _error(status: int, content: bytes) -> Exception:
-    """The error that an answer of the proxy stands for."""
-    try:
-        told = json.loads(content)["error"]
-        message, code = str(told["message"]), told.get("code")
-    except (ValueError, KeyError, TypeError):
-        told, message, code = {}, content[:2000].decode(errors="replace"), None
-    if code == LimitReached.kind:
-        return LimitReached(message, limit=told.get("limit") or told.get("param") or "turns")
-    text = f"The model's endpoint answered HTTP {status}: {message}"
-    is_engines = status >= 500 or str(code).startswith("engine_")
-    return EngineError(text) if is_engines else AgentError(text)

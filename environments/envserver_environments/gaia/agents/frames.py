@@ -1,49 +1,39 @@
-"""JSON objects over a socket, each behind its length: between an agent and its interpreter."""
+"""JSON objects over a socket, each in a frame: between an agent and its interpreter."""
 
 from __future__ import annotations
 
 import json
 import socket
-import struct
 from typing import Any
 
+from envserver_records import framing
+
 MAX_BYTES = 8_000_000
-_LENGTH = struct.Struct(">I")
 
 
 class BrokenFrame(Exception):
-    """What came is no frame, or the other side is gone."""
+    """What came is not a frame, or the other side is gone."""
 
 
-def send(channel: socket.socket, frame: dict[str, Any]) -> None:
-    """Raises OSError where the other side is gone. What JSON has no form for is sent as text."""
-    body = json.dumps(frame, default=str).encode()
-    channel.sendall(_LENGTH.pack(len(body)) + body)
+def send(channel: socket.socket, message: dict[str, Any]) -> None:
+    """Sends one message; what JSON has no form for is sent as text.
+
+    Raises:
+        OSError: the other side is gone.
+    """
+    channel.sendall(framing.frame(json.dumps(message, default=str).encode()))
 
 
 def receive(channel: socket.socket) -> dict[str, Any]:
-    """The next frame; waits for it, no longer than the socket's timeout.
+    """Returns the next message; waits for it, no longer than the socket's timeout.
 
     Raises:
-        BrokenFrame: there is none.
+        BrokenFrame: none came.
     """
     try:
-        (length,) = _LENGTH.unpack(_exactly(channel, _LENGTH.size))
-        if length > MAX_BYTES:
-            raise BrokenFrame(f"a frame of {length} bytes")
-        frame = json.loads(_exactly(channel, length))
+        message = json.loads(framing.receive_frame(channel, MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise BrokenFrame(str(error)) from error
-    if not isinstance(frame, dict):
-        raise BrokenFrame("no object")
-    return frame
-
-
-def _exactly(channel: socket.socket, size: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < size:
-        part = channel.recv(min(size - len(parts), 1 << 16))
-        if not part:
-            raise BrokenFrame("the other side is gone")
-        parts += part
-    return bytes(parts)
+    if not isinstance(message, dict):
+        raise BrokenFrame("not an object")
+    return message

@@ -1,0 +1,82 @@
+"""Length-prefixed frames: 4 bytes of length (big-endian), then as many bytes.
+
+In: bodies, or the pieces of a stream as a connection gives them. Out: frames, or the bodies in the
+stream. What a body means is its user's matter. A reader never waits for more than `max_bytes`.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Final
+
+_LENGTH: Final = struct.Struct(">I")
+_READ_BYTES: Final = 1 << 16
+
+
+def frame(body: bytes) -> bytes:
+    """Returns `body` as one frame."""
+    return frame_header(len(body)) + body
+
+
+def frame_header(size: int) -> bytes:
+    """Returns what stands before a body of `size` bytes."""
+    return _LENGTH.pack(size)
+
+
+class FrameReader:
+    """Cuts a stream of bytes into the bodies of its frames.
+
+    Args:
+        max_bytes: the largest body that is accepted; None: any.
+    """
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        self._max_bytes = max_bytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yields the bodies that `data` completes, empty ones too.
+
+        Raises:
+            ValueError: a frame is too large; nothing that follows can be read.
+        """
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH.size:
+            size = _size(self._buffer, self._max_bytes)
+            end = _LENGTH.size + size
+            if len(self._buffer) < end:
+                return
+            with memoryview(self._buffer) as view:
+                body = bytes(view[_LENGTH.size : end])
+            del self._buffer[:end]
+            yield body
+
+
+def receive_frame(channel: socket.socket, max_bytes: int) -> bytes:
+    """Returns the body of the next frame; waits for it, no longer than the socket's timeout.
+
+    Raises:
+        ValueError: the frame is too large.
+        OSError: the other side is gone, or the socket timed out.
+    """
+    size = _size(_exactly(channel, _LENGTH.size), max_bytes)
+    return _exactly(channel, size)
+
+
+def _size(header: bytes | bytearray, max_bytes: int | None) -> int:
+    (size,) = _LENGTH.unpack_from(header)
+    if max_bytes is not None and size > max_bytes:
+        raise ValueError(f"a frame of {size} bytes is larger than {max_bytes}")
+    return int(size)
+
+
+def _exactly(channel: socket.socket, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        part = channel.recv(min(size - len(parts), _READ_BYTES))
+        if not part:
+            raise ConnectionError("the other side is gone")
+        parts += part
+    return bytes(parts)
