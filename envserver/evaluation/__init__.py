@@ -1,4 +1,4 @@
-"""From groups to what a model can do: pure functions, from attempts at tasks to a report."""
+"""Turns attempts at tasks into reports: estimates, intervals, comparisons. Pure functions."""
 
 from __future__ import annotations
 

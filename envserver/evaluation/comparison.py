@@ -1,9 +1,9 @@
-"""Two runs over the same tasks held against each other, task by task. Pure.
+"""Compares two runs over the same tasks, task by task. Pure.
 
-In: the task rows of two reports. Out: a `Comparison`: mean difference with its interval and test,
-which tasks went from lost to won and back, and which could not be compared at all. What holds:
-tasks are paired by environment and id; both sides are counted by the same rules; a task that counts
-on one side only is named, and takes no part.
+In: the task rows of two reports. Out: a `Comparison`: the mean difference with its interval and
+test, the tasks that were lost or won, and those that cannot be compared. What holds: tasks are
+paired by environment and id; both sides are counted by the same rules; a task that counts on one
+side only is named and takes no part.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _EQUAL = 1e-9
 
 
 class Paired(msgspec.Struct, frozen=True, kw_only=True):
-    """One measure over the tasks of both.
+    """One measure over the tasks that both runs have.
 
     Args:
-        a, b: its means; `difference`: of b less a.
-        better, worse, equal: tasks at which b is so.
+        a, b: the means of the two runs; `difference`: b minus a.
+        better, worse, equal: numbers of tasks at which b is better, worse or equal.
     """
 
     tasks: int
@@ -39,7 +39,7 @@ class Paired(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fourfold(msgspec.Struct, frozen=True, kw_only=True):
-    """Tasks by who passed them, where each has one attempt on both sides."""
+    """Counts of tasks by which run passed them; each task has one attempt in each run."""
 
     both: int
     only_a: int
@@ -48,7 +48,7 @@ class Fourfold(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """A task at which the two differ: mean rewards."""
+    """A task at which the two runs differ, with both mean rewards."""
 
     part: str
     task_id: str
@@ -57,13 +57,14 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """One environment of both, or all of them together.
+    """The comparison of one environment, or of all of them together.
 
     Args:
-        reward, passed: mean reward, and the share of attempts that passed; None: no common task.
+        reward, passed: mean reward, and the share of attempts that passed; None without a common
+            task.
         fourfold: None where a task has several attempts.
-        only_a, only_b: ids of tasks that count on one side only.
-        other_tasks: ids that stand for other tasks in a and b; they take no part.
+        only_a, only_b: ids of tasks that count in one run only.
+        other_tasks: ids that name different tasks in a and b; they take no part.
     """
 
     name: str
@@ -76,15 +77,15 @@ class PartComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Two runs.
+    """The comparison of two runs.
 
     Args:
-        a, b: what they are called; `models`: of both.
-        rules: by which both are counted.
+        a, b: names of the runs; `models`: the models of both.
+        rules: how both are counted.
         parts: by environment; `together`: over all their tasks, where there are several.
-        parts_of_a, parts_of_b: environments that only the one has.
-        settings: those of both that differ: name -> the two values.
-        warnings: why the numbers may not mean what they seem to.
+        parts_of_a, parts_of_b: environments that only one of them has.
+        settings: settings that differ: name -> the two values.
+        warnings: why the numbers may mislead.
         changes: the tasks at which they differ, the largest loss of b first.
     """
 
@@ -112,7 +113,7 @@ def compare(
 
     Args:
         a, b: reports by the name of their part.
-        names: what the runs are called.
+        names: names of the two runs.
     """
     common = [name for name in a if name in b]
     pairs: dict[str, list[Sides]] = {}

@@ -1,4 +1,4 @@
-"""A comparison as tables and sentences, for terminals, Markdown and the page. Pure."""
+"""Shows a comparison as tables and sentences, for terminals, Markdown and the HTML page. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .comparison import Comparison, Fourfold, Paired, PartComparison
 from .tables import TextTable, cell_text, estimate_text, markdown_table
 
 MOST_CHANGES = 20
-"""At each end: the largest losses and the largest gains."""
+"""Tasks shown at each end: the largest losses and the largest gains."""
 _MOST_NAMED = 5
 _LEVEL = 0.05
 
@@ -36,12 +36,12 @@ def comparison_tables(found: Comparison) -> list[TextTable]:
 
 
 def verdicts_of(found: Comparison) -> list[str]:
-    """What came out, in a sentence for each environment and one for all."""
+    """Returns the result in a sentence for each environment and one for all."""
     return list(_verdicts(found))
 
 
 def comparison_notes(found: Comparison) -> list[str]:
-    """What could not be compared, and how the rest was tested."""
+    """Says what could not be compared and how the rest was tested."""
     return [
         *_about_tasks(found),
         *found.warnings,
@@ -58,7 +58,7 @@ def comparison_notes(found: Comparison) -> list[str]:
 
 
 def comparison_markdown(found: Comparison) -> str:
-    """The whole comparison."""
+    """Returns the whole comparison as Markdown."""
     lines = [f"# {cell_text(found.b)} against {cell_text(found.a)}", ""]
     models = f"Models: {cell_text(found.models[0])} (first), {cell_text(found.models[1])} (second)."
     lines += [models, "", *map(cell_text, verdicts_of(found)), ""]

@@ -1,8 +1,8 @@
-"""Estimates from several attempts at each of many tasks. Pure, the same for the same arguments.
+"""Estimates from several attempts at each of many tasks. Pure and deterministic.
 
-Of one task: `pass_at_k` (is one of k attempts a success?) and `pass_hat_k` (are all k?), both
-without bias for any number of attempts from k on. Over tasks: their mean with a bootstrap interval,
-in which tasks are drawn, never attempts: attempts at a task are no independent evidence.
+For one task: `pass_at_k` (is one of k attempts a success?) and `pass_hat_k` (are all k?), both
+unbiased for k or more attempts. Over tasks: the mean with a bootstrap interval that resamples
+tasks, never attempts: attempts at one task are not independent evidence.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """A mean over tasks.
 
     Args:
-        low, high: its interval of 95 %; None where one task says nothing of others.
-        tasks: over how many.
+        low, high: its 95 % interval; None for a single task.
+        tasks: number of tasks.
     """
 
     value: float
@@ -34,7 +34,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pass_at_k(attempts: int, passed: int, k: int) -> float:
-    """The chance that at least one of k of `attempts`, drawn without putting back, is a success.
+    """Returns the chance that at least one of k attempts, drawn without replacement, is a success.
 
     `1 - C(attempts - passed, k) / C(attempts, k)`. Average it over tasks.
 
@@ -46,7 +46,7 @@ def pass_at_k(attempts: int, passed: int, k: int) -> float:
 
 
 def pass_hat_k(attempts: int, passed: int, k: int) -> float:
-    """pass^k: the chance that all of k of `attempts`, drawn without putting back, are successes.
+    """Returns pass^k: the chance that all of k attempts, drawn without replacement, are successes.
 
     `C(passed, k) / C(attempts, k)`. Average it over tasks.
 
@@ -65,10 +65,10 @@ def _check(attempts: int, passed: int, k: int) -> None:
 
 
 def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
-    """The mean of `values`, one of each task, with its percentile bootstrap interval.
+    """Returns the mean of `values`, one for each task, with its percentile bootstrap interval.
 
     Args:
-        seed: of the resampling; the same seed and values give the same interval.
+        seed: seed of the resampling; the same seed and values give the same interval.
 
     Raises:
         ValueError: there are no values.
@@ -85,10 +85,11 @@ def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
 
 
 def estimate_of_means(groups: Sequence[Sequence[float]], *, seed: int = 0) -> Estimate:
-    """The mean of the groups' means, each with the same weight; tasks are drawn within each group.
+    """Returns the mean of the groups' means with equal weights; tasks are resampled within each
+    group.
 
     Raises:
-        ValueError: there is no group, or one without values.
+        ValueError: there is no group, or a group has no values.
     """
     means = [estimate(values, seed=seed).value for values in groups]
     tasks = sum(map(len, groups))
@@ -105,7 +106,7 @@ def estimate_of_means(groups: Sequence[Sequence[float]], *, seed: int = 0) -> Es
 
 
 def _resampled_means(values: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
-    """float64[RESAMPLES], in slices, so that many tasks need no more memory than few."""
+    """Returns float64[RESAMPLES]; works in slices to bound memory."""
     rng = np.random.default_rng(seed)
     rows = max(1, _VALUES_AT_ONCE // len(values))
     means = [

@@ -1,9 +1,9 @@
-"""The folder of an evaluation: what lies there, and the report that follows from it.
+"""The folder of an evaluation: its files, and the report that follows from them.
 
-`run.json` says what was run, `groups.jsonl` (of a baseline: `groups-NAME.jsonl`) what came out,
-`tasks.jsonl` beside each what else is known of its tasks. A folder of several parts names their
-folders in its `run.json`. What holds: a report is a function of these files and of a `View`; made
-again it is the same, byte for byte.
+`run.json` says what was run, `groups.jsonl` (for a baseline: `groups-NAME.jsonl`) holds the
+results, `tasks.jsonl` beside each holds what else is known about its tasks. A folder of several
+parts names their folders in its `run.json`. What holds: a report is a function of these files and
+of a `View`; made again it is the same, byte for byte.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .suite import Suite, suite_of
 
 RUN_FILE = "run.json"
 Pricing = Callable[[str], Prices | None]
-"""The prices of a model by its name."""
+"""Returns the prices of a model by its name."""
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """What a person wants to be counted otherwise than it was; see `Counted`. None: as it was."""
+    """Overrides of how attempts are counted, see `Counted`. None leaves a rule as it was."""
 
     pass_at: float | None = None
     failures: Failures | None = None
@@ -36,7 +36,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     pricing: Pricing | None = None
 
     def over(self, before: Counted, model: str) -> Counted:
-        """How the attempts of a model are counted that were counted as `before`."""
+        """Returns the rules of `before` with these overrides."""
         return Counted(
             pass_at=self.pass_at or before.pass_at,
             failures=self.failures or before.failures,
@@ -50,9 +50,9 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         env, sampling: the settings that decide results.
-        baselines: names of those that were run beside it.
-        complete: whether all came to their end; `finished_at`: when they ended (`time.time()`).
-        simulated: whether the model was.
+        baselines: names of the baselines that were run beside it.
+        complete: whether all runs finished; `finished_at`: when (`time.time()`).
+        simulated: whether the model was the simulated engine.
     """
 
     environment: str
@@ -68,11 +68,11 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunFile(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What stands in `run.json`: what was run in this folder, and which folders belong to it.
+    """The contents of `run.json`: what was run in this folder, and which folders belong to it.
 
     Args:
-        name: what this part is called among others.
-        counted: how attempts are counted where nobody says otherwise.
+        name: name of this part among others.
+        counted: how attempts are counted by default.
         parts: names of the folders below that are parts of this evaluation.
     """
 
@@ -84,20 +84,20 @@ class RunFile(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def groups_path(folder: Path, baseline: str = "") -> Path:
-    """Where the groups of a run lie."""
+    """Returns the path of a run's groups."""
     return folder / f"groups{baseline and f'-{baseline}'}.jsonl"
 
 
 def tasks_path(folder: Path, baseline: str = "") -> Path:
-    """Where more is said of the tasks of a run."""
+    """Returns the path of the facts about a run's tasks."""
     return folder / f"tasks{baseline and f'-{baseline}'}.jsonl"
 
 
 def read_run_file(folder: Path) -> RunFile | None:
-    """What was run in a folder; None: nothing.
+    """Reads what was run in a folder; None where nothing was.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: the file cannot be read.
     """
     path = folder / RUN_FILE
     if not path.exists():
@@ -109,10 +109,10 @@ def read_run_file(folder: Path) -> RunFile | None:
 
 
 def read_folder(folder: Path, view: View) -> list[Report]:
-    """The reports of all parts of the evaluation in a folder, one at least.
+    """Reads the reports of all parts of the evaluation in a folder, at least one.
 
     Raises:
-        InputError: it holds no evaluation, or one of its files cannot be read.
+        InputError: the folder holds no evaluation, or one of its files cannot be read.
     """
     found = list(_parts(folder, view))
     if not found:
@@ -125,7 +125,7 @@ def read_folder(folder: Path, view: View) -> list[Report]:
 
 
 def whole(parts: Sequence[Report]) -> Report | Suite:
-    """What stands in `report.json`: the report of the only part, or one of all."""
+    """Returns the contents of `report.json`: the report of the only part, or a suite of all."""
     return parts[0] if len(parts) == 1 else suite_of(parts)
 
 

@@ -1,4 +1,4 @@
-"""Files of `envserver process` as reports, so that they can be compared like evaluations."""
+"""Reads files of `envserver process` as reports, so that they can be compared like evaluations."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .results import GroupFacts, TaskResult, read_facts
 
 
 def report_of_file(path: Path, view: View) -> list[Report]:
-    """A report for each environment in a JSONL file of groups.
+    """Returns a report for each environment in a JSONL file of groups.
 
     A task that came several times is one task with the attempts of all its groups.
 
     Raises:
-        InputError: a line is no group of ours, or there is none.
+        InputError: a line is not a group, or the file has none.
     """
     by_env: dict[str, list[GroupFacts]] = {}
     for facts in read_facts(path):

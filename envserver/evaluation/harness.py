@@ -1,4 +1,4 @@
-"""Tasks that lm-evaluation-harness ran, as results like those of environments.
+"""Reads the results of lm-evaluation-harness as reports.
 
 In: what it writes with `--log_samples`: `results_*.json` and, for each task, `samples_TASK_*.jsonl`
 with a line for each document and filter. Out: for each task a `HarnessRun`, and from it a `Report`
@@ -28,8 +28,8 @@ class HarnessRun(msgspec.Struct, frozen=True, kw_only=True):
     """A task of the harness that was run.
 
     Args:
-        settings: those that decide results.
-        prompt_tokens, completion_tokens: of all calls, shared out evenly over the documents.
+        settings: the settings that decide results.
+        prompt_tokens, completion_tokens: over all calls; divided evenly among the documents.
     """
 
     task: str
@@ -53,7 +53,7 @@ class _Results(msgspec.Struct):
 
 
 class Harvest(msgspec.Struct, frozen=True, kw_only=True):
-    """One task as the harness left it: its numbers, and where its documents lie."""
+    """One task as the harness wrote it: its numbers and the place of its documents."""
 
     task: str
     facts: HarnessFacts
@@ -62,16 +62,16 @@ class Harvest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def harvest(folder: Path, *, metric: str | None, requests: int) -> list[Harvest]:
-    """The tasks in a folder that the harness wrote to; of several runs the last.
+    """Returns the tasks in a folder that the harness wrote to; of several runs the last.
 
     Args:
-        metric: which are the rewards: "exact_match" or "exact_match,strict-match"; unset: of each
-            task the first that is the mean of a value from 0 to 1 of each document, more being
-            better.
+        metric: the metric that gives rewards: "exact_match" or "exact_match,strict-match"; unset:
+            for each task the first metric that is a mean of per-document values from 0 to 1 where
+            higher is better.
         requests: see `HarnessFacts`.
 
     Raises:
-        InputError: it holds no results, or no task in it has such a metric.
+        InputError: the folder holds no results, or no task in it has such a metric.
     """
     path = _latest(folder, "results_*.json")
     if path is None:
@@ -141,7 +141,7 @@ def _is_wanted(name: str, metric: str | None, better: Mapping[str, bool | None])
 
 
 def _is_mean(value: float, measure: str, lines: Sequence[Json]) -> bool:
-    """Whether the harness's value is the mean of values of documents that can be rewards."""
+    """Whether the harness's value is the mean of per-document values that can be rewards."""
     found = [_value(line, measure) for line in lines]
     if not found or not all(found):
         return False
@@ -149,7 +149,7 @@ def _is_mean(value: float, measure: str, lines: Sequence[Json]) -> bool:
 
 
 def _value(line: Json, measure: str) -> list[float]:
-    """The value of one document, [] where it has none from 0 to 1."""
+    """Returns the value of one document, [] where it has none from 0 to 1."""
     value = line.get(measure)
     return [float(value)] if isinstance(value, (int, float)) and 0 <= value <= 1 else []
 
@@ -167,10 +167,10 @@ def _lines(path: Path) -> Iterator[Json]:
 
 
 def report_harness(folder: Path, name: str, run: HarnessRun, counted: Counted) -> Report:
-    """The report of one task, from the samples in its folder.
+    """Returns the report of one task, from the samples in its folder.
 
     Raises:
-        InputError: they cannot be read.
+        InputError: the samples cannot be read.
     """
     path = folder / SAMPLES_FILE
     if not path.exists():
@@ -196,7 +196,7 @@ def report_harness(folder: Path, name: str, run: HarnessRun, counted: Counted) -
 
 
 def _results(lines: Sequence[Json], run: HarnessRun) -> list[TaskResult]:
-    """A document is a task; what other filters say of it are components."""
+    """Returns the documents as task results; values of other filters become components."""
     measure, own = run.facts.metric, run.facts.filter
     others: dict[Any, dict[str, float]] = {}
     for line in lines:
@@ -224,7 +224,7 @@ def _results(lines: Sequence[Json], run: HarnessRun) -> list[TaskResult]:
 
 
 def _shares(run: HarnessRun) -> Iterator[AttemptUsage]:
-    """Of each document, such that they sum up to what all took."""
+    """Yields each document's share of the tokens; the shares add up to the total."""
     count = max(1, run.documents)
     for number in range(count):
         yield AttemptUsage(

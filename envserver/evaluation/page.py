@@ -1,4 +1,4 @@
-"""Reports and comparisons as pages of HTML that need nothing else: no script, no other file.
+"""Reports and comparisons as self-contained HTML pages: no script, no other file.
 
 In: a `Report`, a `Suite` or a `Comparison`. Out: text. What holds: whatever stands in the data
 (names of tasks and models, labels) is escaped.
@@ -22,13 +22,15 @@ from .suite import Suite
 from .tables import estimate_text, notes_of, summary_of, tables_of, warnings_of
 
 MOST_TASKS = 500
-"""Of a part, in its list of tasks; report.json has them all."""
+"""Tasks listed for each part; report.json has them all."""
 _MOST_ATTEMPTS = 64
 _WIDTH, _HEIGHT = 320.0, 120.0
 
 
 class Bar(msgspec.Struct, frozen=True):
-    """A value with its interval on a line from 0 to 1; places in per cent of the line's length."""
+    """A value with its interval on a line from 0 to 1; positions in per cent of the line's
+    length.
+    """
 
     name: str
     text: str
@@ -40,7 +42,7 @@ class Bar(msgspec.Struct, frozen=True):
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """A line of a chart: `points` as SVG has them."""
+    """A line of a chart; `points` in SVG's syntax."""
 
     name: str
     points: str
@@ -48,7 +50,7 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 class TaskLine(msgspec.Struct, frozen=True):
-    """A task and its attempts: (colour class, words) each."""
+    """A task and its attempts, each as (colour class, text)."""
 
     task_id: str
     labels: str
@@ -58,7 +60,7 @@ class TaskLine(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What the page shows of one report."""
+    """The contents of the page for one report."""
 
     report: Report
     bars: list[Bar]
@@ -68,7 +70,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 def report_page(found: Report | Suite) -> str:
-    """The page of a report."""
+    """Returns the page of a report."""
     parts = found.parts if isinstance(found, Suite) else [found]
     return _template("report.html").render(
         title="Evaluation" if isinstance(found, Suite) else f"Evaluation of {found.env}",
@@ -85,7 +87,7 @@ def report_page(found: Report | Suite) -> str:
 
 
 def comparison_page(found: Comparison) -> str:
-    """The page of a comparison."""
+    """Returns the page of a comparison."""
     pairs = [(one.name, one.reward) for one in found.parts]
     if found.together is not None:
         pairs.append((found.together.name, found.together.reward))
@@ -150,7 +152,7 @@ def _bar(name: str, found: Estimate, *, strong: bool = False) -> Bar:
 
 
 def _difference_bar(name: str, pair: Paired) -> Bar:
-    """From -1 to 1."""
+    """Returns a bar on a line from -1 to 1."""
 
     def place(value: float) -> float:
         return (value + 1) / 2
@@ -209,7 +211,7 @@ def _task_line(row: TaskRow) -> TaskLine:
 
 
 def _shade(reward: float) -> int:
-    """0 to 5; 0 and 5 only of what is wholly wrong or right."""
+    """Returns a shade from 0 to 5; 0 and 5 only for rewards of exactly 0 and 1."""
     if reward <= 0 or reward >= 1:
         return 0 if reward <= 0 else 5
     return 1 + min(3, math.floor(reward * 4))

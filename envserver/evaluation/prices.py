@@ -1,7 +1,7 @@
-"""What tokens cost: prices per million tokens, and where they are found.
+"""Prices per million tokens, and where they are found.
 
-In: a YAML file `model: {prompt: 0.15, completion: 0.6}`, in the currency of whoever reads it. Out:
-`Prices`, or nothing: a cost is told only where somebody said a price.
+In: a YAML file `model: {prompt: 0.15, completion: 0.6}`, in the reader's currency. Out: `Prices`,
+or nothing: a cost is shown only where somebody gave a price.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ MILLION = 1_000_000
 
 
 class Prices(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a model.
+    """The prices of a model.
 
     Args:
-        prompt, completion: of a million tokens each.
-        source: who says so.
+        prompt, completion: price of a million tokens each.
+        source: where the price comes from.
     """
 
     prompt: float
@@ -35,17 +35,17 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("A price must be a number from 0 on.")
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
-        """Of so many tokens."""
+        """Returns the cost of these tokens."""
         spent = prompt_tokens * self.prompt + completion_tokens * self.completion
         return spent / MILLION
 
 
 def read_prices(path: Path, model: str, *, currency: str) -> Prices:
-    """The prices of `model` in a file.
+    """Reads the prices of `model` from a file.
 
     Raises:
-        InputError: the file is no list of prices.
-        ConfigError: it has none of this model.
+        InputError: the file is not a list of prices.
+        ConfigError: it has no price for this model.
     """
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))

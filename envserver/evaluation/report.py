@@ -1,8 +1,8 @@
-"""From results to a report: how good, how sure, at what cost. Pure.
+"""Makes a report from results: how good, how sure, at what cost. Pure.
 
-What holds: every number has a declared denominator (`Rules`: whether attempts that were lost by our
-fault count, and those in which the model was cut off); an attempt passes with a reward from
-`Rules.pass_at` on.
+What holds: every number has a declared denominator (`Rules`: whether attempts count that
+infrastructure failures ended, or in which the model was cut off); an attempt passes with a reward
+of at least `Rules.pass_at`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .results import Attempt, TaskResult
 
 SCHEMA_VERSION = 1
 CORRECT = "correct_"
-"""With which metrics begin that say how right an attempt was, of tasks of one type only."""
+"""Prefix of metrics that measure correctness for the tasks of one type only."""
 MOST_VALUES = 40
-"""A label with more values than these tells no kinds of tasks apart."""
+"""A label with more values than this is not used to tell kinds of tasks apart."""
 _ROUNDING = 1e-6
 
 Failures = Literal["drop", "zero"]
@@ -29,14 +29,15 @@ Truncated = Literal["score", "zero", "drop"]
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """By which a report counts.
+    """How a report counts attempts.
 
     Args:
-        group_size: attempts that each task was to have.
-        pass_at: the least reward of a success.
-        failures: what an attempt counts that was lost by our fault: nothing (drop), or 0 (zero).
-        truncated: what one counts in which the model was cut off: its score, 0, or nothing.
-        seed: of the intervals.
+        group_size: attempts planned for each task.
+        pass_at: the smallest reward of a success.
+        failures: an attempt lost to an infrastructure failure: left out (drop), or counted as 0
+            (zero).
+        truncated: an attempt in which the model was cut off: counts its score, 0, or nothing.
+        seed: seed of the intervals.
     """
 
     group_size: int
@@ -47,7 +48,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a person wants attempts to be counted: see `Rules`, and what tokens cost."""
+    """How a user wants attempts to be counted, see `Rules`, and the prices of tokens."""
 
     pass_at: float = 1.0
     failures: Failures = "drop"
@@ -55,7 +56,7 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prices: Prices | None = None
 
     def rules(self, *, group_size: int, seed: int) -> Rules:
-        """The rules of a report."""
+        """Returns the rules of a report."""
         return Rules(
             group_size=group_size,
             pass_at=self.pass_at,
@@ -66,11 +67,11 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Measures(msgspec.Struct, frozen=True, kw_only=True):
-    """How good some tasks were done.
+    """How well some tasks were solved.
 
     Args:
-        tasks, rollouts: that count.
-        mean_reward: over tasks, of the mean over the attempts at each (avg@k).
+        tasks, rollouts: numbers of those that count.
+        mean_reward: mean over tasks of the mean over each task's attempts (avg@k).
         pass_at, pass_hat: pass@k and pass^k by k, over the tasks with at least k attempts.
     """
 
@@ -82,14 +83,14 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened.
+    """Numbers of tasks and attempts.
 
     Args:
-        tasks: that were tried; `tasks_lost`: of which no attempt has a score.
-        scored, lost: attempts with a score, and those lost by our fault.
+        tasks: tasks that were tried; `tasks_lost`: those without any scored attempt.
+        scored, lost: attempts with a score, and those lost to infrastructure failures.
         truncated: scored attempts in which the model was cut off.
         limits: scored attempts that a limit ended, by limit.
-        failed: attempts that failed, also where another one followed, by kind of failure.
+        failed: failed attempts, retried ones included, by kind of failure.
     """
 
     tasks: int
@@ -102,11 +103,11 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """What scored attempts took: means over them, and `total_*` of all together.
+    """Costs of scored attempts: means over them, and `total_*` of all together.
 
     Args:
-        cost: mean, in `Prices.currency`; None where no prices are known.
-        cost_of_pass: all that was paid, by the attempts that passed; None where none did.
+        cost: mean, in `Prices.currency`; None without known prices.
+        cost_of_pass: total cost divided by the attempts that passed; None where none did.
     """
 
     turns: float
@@ -123,10 +124,10 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One task: the rewards of its scored attempts, and what is known of it.
+    """One task: the rewards of its scored attempts, and what is known about it.
 
     Args:
-        truncated: of each of these attempts, whether the model was cut off.
+        truncated: for each of these attempts, whether the model was cut off.
         digest: see `TaskResult`.
     """
 
@@ -143,8 +144,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         overall: None where no attempt counts.
-        by: the same by name and value of a label; under "correct", of metrics `correct_<type>`, by
-            type: what is measured there is that metric.
+        by: measures by name and value of a label; under "correct", for metrics `correct_<type>`, by
+            type: there the measure is that metric.
         components, metrics: means over the scored attempts that have them.
     """
 
@@ -161,9 +162,9 @@ class HarnessFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A task of lm-evaluation-harness, in its own numbers.
 
     Args:
-        metric, filter: which of its metrics are the rewards here.
-        values: all of them: "metric,filter" -> value, "metric_stderr,filter" -> its error.
-        requests: calls that its tasks made of the model, all of one run of it together.
+        metric, filter: the metric that gives the rewards here.
+        values: all metrics: "metric,filter" -> value, "metric_stderr,filter" -> its error.
+        requests: model calls of one run of the harness, all its tasks together.
     """
 
     version: str
@@ -176,19 +177,19 @@ class HarnessFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """An evaluation.
+    """The report of an evaluation.
 
     Args:
         env: the environment, or the task of a harness.
-        name: what it is called among others: `env`, where no other has that name.
-        complete: whether every run came to its end.
-        simulated: whether the model was (then nothing here is a measure of any real one).
+        name: name among other reports; `env` where it is unique.
+        complete: whether every run finished.
+        simulated: whether the model was simulated; then nothing here measures a real model.
         created_at: `time.time()`.
         settings: of the environment and the sampling.
-        prices: by which `Costs` are told.
-        baselines: runs that `run` is to be held against, by name.
-        differences: mean reward of `run` less that of the baseline, over the tasks of both.
-        harness: what the harness says that measured it; None where we did.
+        prices: prices behind `Costs`.
+        baselines: runs to compare `run` with, by name.
+        differences: mean reward of `run` minus the baseline's, over the tasks of both.
+        harness: what the harness measured; None for our own evaluations.
     """
 
     env: str
@@ -211,7 +212,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 def report_run(
     results: Sequence[TaskResult], rules: Rules, prices: Prices | None = None
 ) -> RunReport:
-    """The report of one run, from the results of its tasks."""
+    """Makes the report of one run from the results of its tasks."""
     attempts = [attempt for result in results for attempt in result.attempts]
     return RunReport(
         overall=measured([rewards_of(result, rules) for result in results], rules),
@@ -235,13 +236,13 @@ def report_run(
 
 
 def rewards_of(result: TaskResult, rules: Rules) -> list[float]:
-    """What the attempts at a task count."""
+    """Returns the rewards of a task's attempts as `rules` count them."""
     found = [_counted(one.reward, one.truncated, rules) for one in result.attempts]
     return [value for value in found if value is not None] + _zeros(result, rules)
 
 
 def counted_rewards(row: TaskRow, rules: Rules) -> list[float]:
-    """The same from a report, by `rules` that need not be the report's own."""
+    """Likewise for a row of a report, by `rules` that may differ from the report's own."""
     cut = row.truncated or [False] * len(row.rewards)
     found = [_counted(one, was_cut, rules) for one, was_cut in zip(row.rewards, cut, strict=True)]
     zeros = [0.0] * row.lost if rules.failures == "zero" else []
@@ -249,7 +250,7 @@ def counted_rewards(row: TaskRow, rules: Rules) -> list[float]:
 
 
 def _counted(value: float, truncated: bool, rules: Rules) -> float | None:
-    """What an attempt counts; None: nothing."""
+    """Returns what an attempt counts as; None where it does not count."""
     if not truncated or rules.truncated == "score":
         return value
     return 0.0 if rules.truncated == "zero" else None
@@ -260,7 +261,7 @@ def _zeros(result: TaskResult, rules: Rules) -> list[float]:
 
 
 def measured(values: Sequence[Sequence[float]], rules: Rules) -> Measures | None:
-    """The measures of tasks, each of whose attempts has a value; None where there is no value."""
+    """Measures tasks, each with the values of its attempts; None where there is no value."""
     tried = [task for task in values if task]
     if not tried:
         return None
@@ -288,7 +289,8 @@ def passes(value: float, rules: Rules) -> bool:
 def difference(
     run: Sequence[TaskResult], baseline: Sequence[TaskResult], rules: Rules
 ) -> Estimate | None:
-    """Mean reward of `run` less that of `baseline`, pair by pair; None: no task counts in both."""
+    """Returns the mean reward of `run` minus that of `baseline` over paired tasks; None without a
+    pair."""
     others = {result.task_id: rewards_of(result, rules) for result in baseline}
     pairs = [(rewards_of(result, rules), others.get(result.task_id)) for result in run]
     values = [
@@ -329,7 +331,7 @@ def _of_label(
 
 
 def _of_metric(results: Sequence[TaskResult], name: str, rules: Rules) -> Measures | None:
-    """Of the tasks of which an attempt has this metric."""
+    """Measures the tasks that have an attempt with this metric."""
     values = []
     for result in results:
         having = [one for one in result.attempts if name in one.metrics]

@@ -1,6 +1,6 @@
-"""What files say of each task: its attempts, as far as reports need them.
+"""Reads the attempts at each task from files, as far as reports need them.
 
-Tokens and messages are skipped without being built, so large files are read fast.
+Tokens and messages are skipped without being decoded, so large files are read fast.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from envserver_records.errors import InputError
 from envserver_records.records import Task
 
 LABELS = ("level", "type", "domain", "data_set")
-"""Names in the public part of tasks by which reports tell tasks apart."""
+"""Names in the public part of tasks by which reports group tasks."""
 
 
 class AttemptUsage(msgspec.Struct, frozen=True):
-    """Of one attempt: tokens of all calls, seconds of wall clock."""
+    """Usage of one attempt: tokens of all calls, seconds of wall clock."""
 
     seconds: float = 0.0
     prompt_tokens: int = 0
@@ -43,10 +43,10 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     """The attempts at one task.
 
     Args:
-        lost: attempts that ended by our fault and have no score.
-        failed: attempts that failed, also where another followed, by kind of failure.
-        labels: what the task is, by name (`LABELS`).
-        digest: of what the task asks; "" where it is not known.
+        lost: attempts lost to infrastructure failures; they have no score.
+        failed: failed attempts, retried ones included, by kind of failure.
+        labels: what kind of task it is, by name (`LABELS`).
+        digest: digest of what the task asks; "" where unknown.
     """
 
     task_id: str
@@ -62,7 +62,7 @@ class _FailureKind(msgspec.Struct):
 
 
 class GroupFacts(msgspec.Struct):
-    """Of a group what reports need. Fields as in the file."""
+    """The part of a group that reports need. Fields as in the file."""
 
     group_id: str
     task_id: str
@@ -80,20 +80,20 @@ class _Line(msgspec.Struct):
 
 
 class Results(msgspec.Struct):
-    """What a groups file holds: results by group id, and the model that made them ("": none)."""
+    """The contents of a groups file: results by group id, and the model ("": unknown)."""
 
     by_group: dict[str, TaskResult]
     model: str = ""
 
 
 def read_results(path: Path, *, group_size: int) -> Results:
-    """The results in a file that `envserver evaluate` or `process` wrote.
+    """Reads the results from a file that `envserver evaluate` or `process` wrote.
 
     Args:
-        group_size: attempts that each group was to have; those missing are lost.
+        group_size: attempts planned for each group; missing ones are lost.
 
     Raises:
-        InputError: a line is no group of ours.
+        InputError: a line is not a group.
     """
     results = Results({})
     for facts in read_facts(path):
@@ -108,10 +108,10 @@ def read_results(path: Path, *, group_size: int) -> Results:
 
 
 def read_facts(path: Path) -> Iterator[GroupFacts]:
-    """The groups of a file, one at a time.
+    """Yields the groups of a file.
 
     Raises:
-        InputError: it cannot be read, or a line is no group of ours.
+        InputError: the file cannot be read, or a line is not a group.
     """
     decoder = msgspec.json.Decoder(_Line)
     with path.open("rb") as lines:
@@ -125,11 +125,11 @@ def read_facts(path: Path) -> Iterator[GroupFacts]:
 
 
 class TaskFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What reports need to know of a task that a groups file does not say: a line of `tasks.jsonl`.
+    """What reports need about a task that a groups file does not hold: a line of `tasks.jsonl`.
 
     Args:
         labels, digest: see `TaskResult`.
-        dropped: nothing of its group was kept: the failures of its attempts by kind; None: it was.
+        dropped: for a group that was dropped, the failures of its attempts by kind; else None.
     """
 
     group_id: str
@@ -140,7 +140,7 @@ class TaskFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def facts_of(group_id: str, task: Task) -> TaskFacts:
-    """By which names and values (of its public part) reports tell `task` apart."""
+    """Returns the labels and the digest of `task`."""
     said = {name: task.public.get(name) for name in LABELS}
     labels = {name: str(value) for name, value in said.items() if isinstance(value, (str, int))}
     return TaskFacts(
@@ -149,16 +149,16 @@ def facts_of(group_id: str, task: Task) -> TaskFacts:
 
 
 def digest_of(asked: object) -> str:
-    """Of JSON-like data, the same for the same data."""
+    """Returns a digest of JSON-like data, the same for equal data."""
     text = orjson.dumps(asked, default=str, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
 def read_tasks(path: Path) -> list[TaskFacts]:
-    """The tasks of an evaluation, in their order.
+    """Reads the tasks of an evaluation, in their order.
 
     Raises:
-        InputError: there is no such file, or a line is none of ours.
+        InputError: there is no such file, or a line is not a task.
     """
     decoder = msgspec.json.Decoder(TaskFacts)
     found = []
@@ -179,9 +179,10 @@ def read_tasks(path: Path) -> list[TaskFacts]:
 def results_of_tasks(
     results: Mapping[str, TaskResult], tasks: Iterable[TaskFacts], *, group_size: int
 ) -> list[TaskResult]:
-    """The results of those `tasks` that have any, by group id, with what is known of the task.
+    """Returns the results of those `tasks` that have any, by group id, with what is known of the
+    task.
 
-    Of a dropped group all attempts are lost.
+    All attempts of a dropped group are lost.
     """
     found = []
     for facts in tasks:

@@ -1,8 +1,8 @@
 """Is a mean difference more than chance? The paired sign-flip test. Pure.
 
-Were there no difference between two runs, each pair's difference could as well have had the other
-sign. The p-value is the share of all 2**n choices of signs whose sum is as far from 0 as the one
-that was seen. For differences of 1 and -1 that is McNemar's exact test.
+Without a difference between two runs, each pair's difference could as well have the other sign. The
+p-value is the share of all 2**n choices of signs whose sum is at least as far from 0 as the
+observed one. For differences of 1 and -1 that is McNemar's exact test.
 """
 
 from __future__ import annotations

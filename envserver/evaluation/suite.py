@@ -13,10 +13,10 @@ SCHEMA_VERSION = 1
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """Of all parts together, baselines left out.
+    """Totals over all parts, without baselines.
 
     Args:
-        cost: None where no part knows prices, or they are of several currencies.
+        cost: None where no part has prices, or their currencies differ.
     """
 
     tasks: int
@@ -35,10 +35,10 @@ class Suite(msgspec.Struct, frozen=True, kw_only=True):
     """An evaluation of several parts.
 
     Args:
-        model: of all parts; several with commas.
-        average: mean over the parts of their mean reward, each with the same weight; `average_pass`
-            of pass@1. None where nothing counts.
-        parts: in the order in which they were asked for.
+        model: the model of all parts; several are joined with commas.
+        average: mean over the parts of their mean reward, equally weighted; `average_pass`: of
+            pass@1. None where nothing counts.
+        parts: in the order in which they were requested.
     """
 
     model: str
@@ -53,7 +53,7 @@ class Suite(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def suite_of(parts: Sequence[Report]) -> Suite:
-    """One report of those of its parts (at least one)."""
+    """Makes one report of at least one part."""
     rewards = [
         [found for row in part.run.tasks if (found := counted_rewards(row, part.rules))]
         for part in parts

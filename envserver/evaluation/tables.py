@@ -28,7 +28,7 @@ class TextTable(msgspec.Struct, frozen=True):
 
 
 def tables_of(report: Report) -> list[TextTable]:
-    """Results, results by number of attempts, what happened, what it took, means."""
+    """Returns the tables: results, results by number of attempts, counts, costs, means."""
     tables = [
         _results(report),
         _by_attempts(report),
@@ -41,7 +41,7 @@ def tables_of(report: Report) -> list[TextTable]:
 
 
 def notes_of(report: Report) -> list[str]:
-    """How the numbers are to be read, a sentence or two each."""
+    """Explains how to read the numbers, in a sentence or two each."""
     notes = [_who_measured(report), *_denominators(report.rules, report)]
     if report.prices is not None:
         prices = report.prices
@@ -54,7 +54,7 @@ def notes_of(report: Report) -> list[str]:
 
 
 def warnings_of(report: Report | Suite) -> list[str]:
-    """Why the numbers may not mean what they seem to."""
+    """Says why the numbers may mislead."""
     if isinstance(report, Suite):
         told = (
             f"{part.name}: {note}"
@@ -107,7 +107,7 @@ def _denominators(rules: Rules, report: Report) -> list[str]:
 
 
 def summary_of(suite: Suite) -> TextTable:
-    """A row for each part, and their mean."""
+    """Returns a row for each part, and their mean."""
     sizes = {part.rules.group_size for part in suite.parts}
     k = str(sizes.pop()) if len(sizes) == 1 else "k"
     header = ["", "tasks", "mean reward", "pass@1", f"pass^{k}", "lost", "cut off"]
@@ -145,7 +145,7 @@ def _summary_row(part: Report, priced: bool) -> list[str]:
 
 
 def markdown_of(report: Report | Suite) -> str:
-    """The whole report."""
+    """Returns the whole report as Markdown."""
     at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(report.created_at))
     if isinstance(report, Report):
         lines = [f"# Evaluation of {cell_text(report.env)}", ""]
@@ -203,7 +203,7 @@ def _results(report: Report) -> TextTable:
             )
     for label, values in report.run.by.items():
         rows += [[f"{label} {value}", *_measures(one, size)] for value, one in values.items()]
-    if size == 1:  # the last two say the same as pass@1
+    if size == 1:  # the last two equal pass@1
         header, rows = header[:-2], [row[:-2] for row in rows]
     return TextTable("Results", header, rows)
 
