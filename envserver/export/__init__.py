@@ -1,1 +1,1 @@
-"""From delivered groups to files for people and offline training."""
+"""Writes delivered groups to files for people and offline training."""

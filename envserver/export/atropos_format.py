@@ -1,4 +1,4 @@
-"""`--to atropos`: the groups with the rollouts that are kept, as the lines of `process`."""
+"""`--to atropos`: groups with their kept rollouts, in the line format of `process`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _OF_ROWS = (
     *("tokens", "masks", "scores", "messages", "inference_logprobs", "ref_logprobs", "overrides"),
     *("advantages", "images", "distill_token_ids", "distill_logprobs"),
 )
-"""Keys of a line that hold one entry a row."""
+"""Keys of a line with one entry for each row."""
 
 
 class Atropos:
-    """Lines that everything which reads files of `process` reads."""
+    """Writes lines that every reader of `process` files understands."""
 
     name = "atropos"
     suffix = ".jsonl"
@@ -32,9 +32,9 @@ class Atropos:
 
 
 def kept_line(group: StoredGroup, rollout_ids: set[str]) -> dict[str, Any]:
-    """The line of `group` with these rollouts alone, their rows numbered anew.
+    """Returns the line of `group` with these rollouts only, their rows renumbered.
 
-    Advantages came from the whole group: they are taken out.
+    Advantages are removed: they were computed over the whole group.
     """
     line = group.line
     rows: list[int] = []

@@ -1,8 +1,8 @@
-"""The data card of an export that goes to the Hugging Face hub: `README.md` in its folder.
+"""The data card of an export for the Hugging Face hub: `README.md` in its folder.
 
-In: the rollouts that are kept, while they go by, and what the caller asked for. Out: a card with
-its YAML header. What holds: it names no path, user or password of this machine; names from the data
-can neither end its header nor become markup; what nobody has said (the license) it leaves open.
+In: the kept rollouts as they pass, and the caller's settings. Out: a card with its YAML header.
+What holds: it names no path, user or password of this machine; names from the data can neither end
+the header nor become markup; what nobody stated (the license) stays open.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .stored import StoredGroup, StoredRollout
 
 CARD: Final = "README.md"
 _LOOKED_AT: Final = 1000
-"""Rows whose columns the card names."""
+"""Rows inspected for the card's list of columns."""
 _LONGEST: Final = 100
 _BAR: Final = 30
 _SIZES: Final = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M"}
@@ -46,14 +46,14 @@ _ABOUT: Final = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What the caller asked for.
+    """The caller's settings.
 
     Args:
-        title: of the data.
+        title: title of the data.
         sources: where the rollouts come from, see `public_name`.
-        filter: settings that choose rollouts, those that choose none left out.
-        against: the evaluation sets of which no piece may be in it.
-        against_words: words in a row that make a piece.
+        filter: the settings that select rollouts.
+        against: evaluation sets that must not overlap with the data.
+        against_words: length in words of an overlap.
     """
 
     title: str
@@ -64,7 +64,7 @@ class Asked:
 
 
 class WithCard:
-    """A format whose folder gets a card, too."""
+    """Adds a card to the folder of another format."""
 
     def __init__(self, format: Format, asked: Asked) -> None:
         self.name, self.suffix = format.name, format.suffix
@@ -73,12 +73,12 @@ class WithCard:
         self._facts = RunFacts()
 
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
-        """Those of the format."""
+        """Returns the rows of the other format."""
         self._facts.add(group, kept)
         yield from self._format.rows(group, kept)
 
     def writer(self) -> Writer:
-        """That of the format, which writes the card at the end."""
+        """Returns the writer of the other format; it writes the card at the end."""
         return _WriterWithCard(writer_of(self._format), self._format, self._asked, self._facts)
 
 
@@ -131,12 +131,12 @@ def card(
     rows: int,
     shards: Sequence[str],
 ) -> str:
-    """The text of the card.
+    """Returns the text of the card.
 
     Args:
-        columns: name and type each.
-        rows: that were written.
-        shards: the files of rows, none where each rollout has its own.
+        columns: type by name.
+        rows: number of rows written.
+        shards: files of rows; empty where each rollout has its own file.
     """
     header = yaml.safe_dump(_header(facts, asked, rows, shards), sort_keys=False)
     versions = f"{facts.versions[0]} to {facts.versions[1]}" if facts.versions else "not known"
@@ -179,7 +179,8 @@ def card(
 
 
 def public_name(source: str) -> str:
-    """What may be told of a source: a file's or folder's name, a URL's host and last part."""
+    """Returns what may be published about a source: a file's or folder's name, a URL's host and
+    last part."""
     if "://" not in source:
         return Path(source).name or source
     parts = urlsplit(source)
@@ -260,7 +261,7 @@ def _names(names: Sequence[str] | dict[str, Any]) -> str:
 
 
 def _code(text: str) -> str:
-    """As code, in which nothing is markup; without what would end it, or a cell of a table."""
+    """Formats text as inline code without characters that would end it or a table cell."""
     return f"`{_plain(text, '`|')}`"
 
 

@@ -1,10 +1,10 @@
-"""Files of trajectories in any form -> files of unified trajectories.
+"""Converts files of trajectories in any known form to unified trajectories.
 
-In: documents of JSON or JSONL, each one of: a unified trajectory; a trace of the text protocol
-(`traces`); a group of `envserver process`; a trajectory of others (`convert_foreign`). Out: of each
-trajectory OUT/DOMAIN/TASK_ID.json, or a line of OUT where that is a .jsonl file. Always: what is
-written is valid (`problems_of`), each task id stands once, and each document that became nothing is
-told with its place and the reason.
+In: JSON or JSONL documents, each one of: a unified trajectory; a trace of the text protocol
+(`traces`); a group of `envserver process`; a foreign trajectory (`convert_foreign`). Out: for each
+trajectory OUT/DOMAIN/TASK_ID.json, or a line of OUT where that is a .jsonl file. What holds: every
+written trajectory is valid (`problems_of`), task ids are unique, and each skipped document is
+reported with its place and the reason.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from .unified_format import Unified
 
 Json = dict[str, Any]
 Told = Callable[[int, int], None]
-"""Gets the documents and the bytes that were read so far."""
+"""Called with the numbers of documents and bytes read so far."""
 Failed = Callable[[str, str], None]
-"""Gets the place of a document, and why it became nothing."""
+"""Called with the place of a skipped document and the reason."""
 
 
 @dataclass
 class Report:
-    """What came of the documents.
+    """Counts of a conversion.
 
     Args:
         read, failed: documents.
-        written: trajectories, by domain.
+        written: trajectories by domain.
     """
 
     read: int = 0
@@ -57,17 +57,17 @@ def convert(
     failed: Failed = lambda place, reason: None,
     told: Told = lambda count, size: None,
 ) -> Report:
-    """Writes the trajectories of `sources` below `out`; a file of the same name is replaced.
+    """Writes the trajectories of `sources` below `out`; files of the same name are replaced.
 
     Args:
         sources: files, folders and globs.
-        out: a folder, or a .jsonl file, which appears whole.
-        domain: of trajectories of others; unset: what they say, else their folder's name.
-        failed: told of each document that became nothing; the others are written all the same.
+        out: a folder, or a .jsonl file, which is written atomically.
+        domain: domain of foreign trajectories; unset: as they state, else their folder's name.
+        failed: called for each skipped document; the others are still written.
 
     Raises:
         NotFoundError: a source names no file.
-        ConfigError: there is no such domain.
+        ConfigError: the domain is unknown.
         StoreError: a file cannot be written.
     """
     if domain is not None and domain not in DOMAINS:
@@ -92,7 +92,7 @@ def convert(
 
 
 class Converter:
-    """Documents -> unified trajectories; it remembers the ids that it gave.
+    """Converts documents to unified trajectories and keeps ids unique.
 
     Args:
         domain: see `convert`.
@@ -104,10 +104,10 @@ class Converter:
         self._seen: dict[bytes, str] = {}
 
     def trajectories(self, document: Document) -> list[Json]:
-        """Those that `document` holds, all of them valid, with ids that none had before.
+        """Returns the trajectories in `document`, all valid, with ids not used before.
 
         Raises:
-            ValueError, InputError: it holds none, or one that is not valid.
+            ValueError, InputError: it holds none, or one that is invalid.
         """
         if document.problem is not None:
             raise ValueError(document.problem)
@@ -144,7 +144,7 @@ class Converter:
 
 
 def file_name(task_id: str) -> str:
-    """The name of the file of a task: its id where that can be one, else as much of it as can."""
+    """Returns the file name of a task: its id, or as much of it as a file name allows."""
     plain = "".join(one if one.isalnum() or one in "-_.,+=@ :" else "_" for one in task_id)
     if plain == task_id and len(task_id.encode()) <= 200 and not task_id.startswith("."):
         return f"{task_id}.json"
@@ -157,7 +157,7 @@ def _digest(task_id: str) -> bytes:
 
 
 def _name(document: Document) -> str:
-    """What a document is called that does not say so itself: its file, and its line there."""
+    """Names a document without an id of its own: its file, and its line there."""
     if document.line is None:
         return document.path.stem
     return f"{document.path.name.partition('.jsonl')[0]}-{document.line:06d}"
@@ -206,7 +206,7 @@ def _sink(out: Path) -> _Sink:
 
 
 class _Folder:
-    """A file for each trajectory, each whole or not there."""
+    """Writes a file for each trajectory, each atomically."""
 
     def __init__(self, out: Path) -> None:
         self._out = out
@@ -215,7 +215,7 @@ class _Folder:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """Every file is closed already."""
+        """Does nothing: every file is already closed."""
 
     def put(self, trajectory: Json) -> None:
         place = self._out / trajectory["domain"] / file_name(trajectory["task_id"])
@@ -226,7 +226,7 @@ class _Folder:
 
 
 class _Lines:
-    """One file of lines, which has its name when all of them are on disk."""
+    """Writes one file of lines, which gets its name when all lines are on disk."""
 
     def __init__(self, out: Path) -> None:
         self._out = out

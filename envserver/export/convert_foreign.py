@@ -1,19 +1,20 @@
-"""A trajectory as others wrote it -> a unified one. Pure.
+"""Converts a trajectory in another project's form to a unified one. Pure.
 
-In: any JSON of steps or of messages. Out: a unified trajectory with all that it says, or a
-`ValueError` that says why it is none. The keys that are known:
+In: any JSON of steps or of messages. Out: a unified trajectory with everything it says, or a
+`ValueError` with the reason. Known keys:
 
     question      task, question, problem, prompt, query, instruction, title; at the top or deeper
-    final_answer  final_answer, final, answer, solution, result, completion; else the last words of
-                  the assistant
+    final_answer  final_answer, final, answer, solution, result, completion; else the assistant's
+                  last message
     actions       actions, steps, tool_calls, calls, trajectory; else the calls in its messages
     an action's   tool: tool, name, type; input: input, args, request, arguments; output: output,
                   response, observation, result
     metadata      start_ts, end_ts, model, seed, reward, under their usual names
 
-What is left is kept: of an action beside its own keys, of the whole in `metadata.raw`. An action
-without tool, input and output would be invented: then the file is refused. Which keys ojo1996's
-VideoMultiAgents_HOEY reads (convert_to_out_traj_format.py) are a part of these, and mean the same.
+Everything else is kept: of an action beside its own keys, of the document in `metadata.raw`. A file
+with an action that has no tool, input or output is refused: nothing is invented. The keys that
+ojo1996's VideoMultiAgents_HOEY reads (convert_to_out_traj_format.py) are among these, with the same
+meaning.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ _UNKNOWN = "unknown"
 
 
 def unified_of_foreign(value: Any, *, task_id: str, domain: str) -> Json:
-    """`value` as a unified trajectory.
+    """Returns `value` as a unified trajectory.
 
     Args:
         value: an object, or a list of steps or messages.
-        task_id: in full, with its domain.
+        task_id: full id, with its domain.
 
     Raises:
-        ValueError: it has nothing that could be one.
+        ValueError: it cannot be read as a trajectory.
     """
     document = _document(value)
     messages = _messages(document)
@@ -90,7 +91,7 @@ def _messages(document: Json) -> list[Json]:
 
 
 def _key_of_actions(document: Json) -> str | None:
-    """Under which key its actions are: the first with any."""
+    """Returns the first key that holds actions."""
     for key in ACTIONS:
         found = document.get(key)
         if isinstance(found, list) and found and all(isinstance(one, dict) for one in found):
@@ -122,7 +123,7 @@ def _action(number: int, step: Json, place: str) -> Json:
 
 
 def _first(step: Json, keys: tuple[str, ...]) -> Any:
-    """The first of these that says something, "" where none does."""
+    """Returns the first non-empty value of these keys, "" where there is none."""
     return next((step[key] for key in keys if step.get(key) not in (None, "")), "")
 
 
@@ -135,7 +136,7 @@ def _actions_in(messages: list[Json]) -> list[Json]:
 
 
 def _of_message(message: Json) -> Json | None:
-    """A message that is a tool's: by its role, its tool or its command."""
+    """Returns the action of a tool's message, recognised by its role, tool or command."""
     tool = message.get("tool")
     if not isinstance(tool, str) or not tool:
         tool = "bash" if "cmd" in message else "tool" if message.get("role") == "tool" else None
@@ -162,7 +163,7 @@ def _final(document: Json, messages: list[Json]) -> str:
 
 
 def _searched(value: Any, keys: Collection[str], *, without: Collection[str]) -> Any:
-    """What stands under the first of `keys`: at the top before deeper, there in its order.
+    """Returns the value of the first of `keys` found: top level before deeper levels, in order.
 
     Args:
         without: keys below which nothing is searched.
@@ -208,7 +209,7 @@ def _metadata(document: Json, messages: list[Json], actions: list[Json], key: st
 
 
 def _is_left(name: str, value: Any, said: Mapping[str, Any]) -> bool:
-    """Whether a key that may be question or answer held something else."""
+    """Whether a key that may hold the question or the answer holds something else."""
     return name in (*QUESTION, *FINAL) and _text(value) not in said.values()
 
 
@@ -217,7 +218,7 @@ def _times(facts: Json, names: tuple[str, ...]) -> Iterator[float]:
 
 
 def _seconds(value: Any) -> float | None:
-    """Unix seconds of a number or a date; of a date without a zone as if it were UTC."""
+    """Returns a number or a date as Unix seconds; a date without a zone is read as UTC."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value) if math.isfinite(value) else None
     if not isinstance(value, str):
@@ -244,7 +245,7 @@ def _seed(facts: Json) -> Json:
 
 
 def _reward(facts: Json) -> Json:
-    """Its reward; of one with parts the total, and the parts."""
+    """Returns the reward; for one with parts the total and the parts."""
     for name in _REWARD:
         value = facts.get(name)
         if isinstance(value, dict):

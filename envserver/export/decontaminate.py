@@ -1,9 +1,9 @@
-"""Whether a rollout holds a piece of what models are measured by: n-grams of words.
+"""Finds rollouts that overlap with evaluation sets, by n-grams of words.
 
-In: evaluation sets (JSONL, JSON or text). Out: `Forbidden`, which says of a text whether any run of
-n words in it stands in one of them. Words are letters and digits, in lower case. Of an n-gram 8
-bytes are kept, sorted; a false alarm is less likely than one in a billion for a million texts. A
-text of fewer than n words forbids itself as a whole, from five words on.
+In: evaluation sets (JSONL, JSON or text). Out: `Forbidden`, which tells whether any run of n words
+of a text occurs in one of them. Words are letters and digits, in lower case. An n-gram takes 8
+bytes, sorted; a false alarm is less likely than one in a billion for a million texts. A text of
+fewer than n words counts as a whole if it has at least five words.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _QUESTIONS = (
     *("question", "problem", "prompt", "query", "instruction", "instructions", "task"),
     *("input", "text", "messages", "problem_statement", "user_query", "Question"),
 )
-"""Keys of a row that are read where it has any of them; else all its texts are."""
+"""Keys that are read from a row that has any of them; else all its texts are read."""
 _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst", ".ndjson.gz", ".ndjson.zst")
 _READ = (*_LINES, ".json", ".txt", ".md")
 _WORD = re.compile(r"\w+")
@@ -42,7 +42,7 @@ _GATHERED = 1 << 20
 
 
 class Forbidden:
-    """What must not be in a rollout.
+    """The n-grams of evaluation sets.
 
     Args:
         words: length of an n-gram.
@@ -52,7 +52,7 @@ class Forbidden:
         self.words = words
         self.texts = 0
         self.too_short = 0
-        """Texts that forbid nothing."""
+        """Texts too short to count."""
         self._known: dict[int, Hashes] = {}
         self._new: dict[int, list[Hashes]] = {}
         self._waiting = 0
@@ -62,7 +62,7 @@ class Forbidden:
 
         Raises:
             NotFoundError: there is no such file.
-            InputError: a file holds what cannot be read; its place is named.
+            InputError: a file cannot be read; its place is named.
         """
         for path in _files(sources):
             for text in _texts(path):
@@ -84,7 +84,7 @@ class Forbidden:
             self._settle()
 
     def is_in(self, text: str) -> bool:
-        """Whether a piece of what was added stands in `text`."""
+        """Whether an n-gram that was added occurs in `text`."""
         self._settle()
         hashes = _words(text)
         return any(
@@ -94,7 +94,7 @@ class Forbidden:
         )
 
     def is_in_rollout(self, rollout: StoredRollout) -> bool:
-        """Whether it stands in anything of its conversations but the system's words."""
+        """Whether one occurs in its conversations, system messages left out."""
         conversations = [rollout.messages, *(one.get("messages") or [] for one in rollout.others)]
         return any(
             self.is_in(text_of(message))
@@ -142,7 +142,7 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 def _paragraphs(file: Any) -> Iterator[str]:
-    """Texts between empty lines."""
+    """Yields texts between empty lines."""
     lines: list[str] = []
     for data in file:
         line = data.decode("utf-8", "replace").strip()
@@ -171,7 +171,7 @@ def _of_row(row: Any) -> Iterator[str]:
 
 
 def _of_messages(value: Any) -> Iterator[str]:
-    """What a user says in them; a system's words may be in every rollout."""
+    """Yields the user's messages; system messages may be part of every rollout."""
     for message in value if isinstance(value, list) else []:
         if isinstance(message, dict) and message.get("role") == "user":
             yield text_of(message)
@@ -189,7 +189,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _words(text: str) -> Hashes:
-    """uint64[W], one for each word."""
+    """Returns uint64[W], one hash for each word."""
     words = _WORD.findall(unicodedata.normalize("NFKC", text).lower())
     return np.fromiter((_hash(word) for word in words), np.uint64, len(words))
 
@@ -201,7 +201,7 @@ def _hash(word: str) -> int:
 
 
 def _grams(words: Hashes, size: int) -> Hashes:
-    """uint64[W - size + 1], one for each run of `size` words; they depend on the order of these."""
+    """Returns uint64[W - size + 1], one hash for each run of `size` words; word order matters."""
     number = len(words) - size + 1
     grams = np.zeros(number, np.uint64)
     for offset in range(size):

@@ -1,8 +1,8 @@
-"""Rollouts that say the same as one before them.
+"""Finds duplicate rollouts.
 
-Two are the same where their conversations are: role, text and calls of each message, however blanks
-stand in them and in whatever order the keys of arguments come. Without conversations the tokens are
-compared, without those what was returned. Of each only 16 bytes are remembered.
+Two rollouts are equal if their conversations are: role, text and calls of each message, with white
+space normalised and the keys of arguments in any order. Without conversations the tokens are
+compared, without tokens the outputs. Each takes 16 bytes of memory.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from .stored import StoredRollout
 
 
 class Seen:
-    """What came before."""
+    """The rollouts seen so far."""
 
     def __init__(self) -> None:
         self._digests: set[bytes] = set()
 
     def add(self, rollout: StoredRollout) -> bool:
-        """Remembers `rollout`; whether it is new."""
+        """Remembers `rollout`; returns whether it is new."""
         before = len(self._digests)
         self._digests.add(digest_of(rollout))
         return len(self._digests) > before
 
 
 def digest_of(rollout: StoredRollout) -> bytes:
-    """16 bytes, the same for rollouts that say the same in the same environment."""
+    """Returns 16 bytes, equal for equal rollouts of the same environment."""
     content: Any
     if rollout.messages:
         conversations = [rollout.messages, *(other.get("messages") for other in rollout.others)]
@@ -55,7 +55,7 @@ def _message(message: Message) -> list[Any]:
 
 
 def normal(text: str) -> str:
-    """`text` with one blank between words, in one form of Unicode."""
+    """Returns `text` with single spaces between words, in one Unicode form."""
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 

@@ -1,8 +1,8 @@
-"""Trajectories as they lie in files: one document to a `.json` file, one to a line of `.jsonl`.
+"""Reads trajectories from files: one document for each `.json` file, one for each line of `.jsonl`.
 
-In: files, folders (with all below them) and globs. Out: each document with its place, one at a
-time, files in the order of their paths; a document that cannot be read comes with the reason. What
-describes a folder (MANIFEST.json, SUMMARY.json) is no document.
+In: files, folders (recursively) and globs. Out: each document with its place, one at a time, files
+in the order of their paths; an unreadable document comes with the reason. Files that describe a
+folder (MANIFEST.json, SUMMARY.json) are skipped.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from .stored_sources import opened
 
 LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst")
 MAX_BYTES = 256 << 20
-"""Of one document."""
+"""Maximum size of one document."""
 _ABOUT_A_FOLDER = ("MANIFEST.json", "SUMMARY.json", "summary.json")
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or why there is none.
+    """A document, or why it cannot be read.
 
     Args:
-        line: of a file of lines, from 1.
+        line: line number from 1, in a file of lines.
         value: the JSON value, None where it cannot be read.
-        problem: why it cannot be.
+        problem: why it cannot be read.
         bytes: its size.
     """
 
@@ -43,15 +43,15 @@ class Document:
 
     @property
     def place(self) -> str:
-        """For people: `file.json`, or `file.jsonl, line 7`."""
+        """Returns its place for people: `file.json`, or `file.jsonl, line 7`."""
         return str(self.path) if self.line is None else f"{self.path}, line {self.line}"
 
 
 def files_of(sources: Sequence[str]) -> list[Path]:
-    """The files that `sources` mean, each once, in the order of their paths as texts.
+    """Returns the files that `sources` name, each once, sorted by path.
 
     Raises:
-        NotFoundError: one of them means none.
+        NotFoundError: a source names no file.
     """
     found: dict[str, Path] = {}
     for source in sources:
@@ -66,17 +66,17 @@ def files_of(sources: Sequence[str]) -> list[Path]:
 
 
 def documents(files: Iterable[Path]) -> Iterator[Document]:
-    """What stands in `files`, one document at a time."""
+    """Yields the documents in `files`, one at a time."""
     for path in files:
         yield from _lines(path) if path.name.endswith(LINES) else [_whole(path)]
 
 
 def objects(sources: Sequence[str]) -> Iterator[Document]:
-    """The documents of `sources` where all must be JSON objects.
+    """Yields the documents of `sources`, all of which must be JSON objects.
 
     Raises:
         NotFoundError: see `files_of`.
-        InputError: one is something else; with its place.
+        InputError: a document is not a JSON object; with its place.
     """
     for document in documents(files_of(sources)):
         problem = document.problem

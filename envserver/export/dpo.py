@@ -1,7 +1,7 @@
 """`--to dpo`: pairs of a better and a worse rollout of one task, in TRL's conversational form.
 
-What holds of a pair: `prompt + chosen` and `prompt + rejected` are the two conversations; the
-prompt ends before the model first speaks, and both begin with the same; the rewards differ.
+What holds for a pair: `prompt + chosen` and `prompt + rejected` are the two conversations; the
+prompt ends before the model's first message, and is the same for both; the rewards differ.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from .stored import StoredGroup, StoredRollout
 
 
 class Dpo:
-    """Of each group the best against the worst, the second best against the second worst, ...: each
-    rollout is in one pair at most. Pairs need a difference of `Options.margin` at least.
+    """Pairs the best rollout of a group with the worst, the second best with the second worst, and
+    so on.
+
+    Each rollout is in at most one pair. Rewards of a pair differ by at least `Options.margin`.
     """
 
     name = "dpo"
@@ -41,7 +43,7 @@ class Dpo:
 
 
 def prompt_of(messages: list[Message]) -> list[Message]:
-    """What stands before the model's first word."""
+    """Returns the messages before the model's first one."""
     return list(takewhile(lambda message: message.get("role") != "assistant", messages))
 
 

@@ -1,8 +1,8 @@
-"""Embeddings of the steps of traces, by models of sentence-transformers, kept by what they say.
+"""Embeds the steps of traces with sentence-transformers models, with a cache.
 
-In: a trace; out: the same with an `embedding` (a list of floats) in each step that has text, and
-`metadata.embedder_id`. An embedding belongs to its text and its model: it is kept in a file named
-by the sha256 of both, so that nothing is computed twice, by whatever run.
+In: a trace. Out: the same with an `embedding` (a list of floats) in each step that has text, and
+`metadata.embedder_id`. The cache file of an embedding is named by the sha256 of its text and model,
+so nothing is computed twice, in any run.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Json = dict[str, Any]
 BATCH = 32
 _LIBRARY = "sentence_transformers"
 DIGITS = 7
-"""Significant digits that are written: float32 has no more."""
+"""Significant digits written: float32 has no more."""
 
 
 class Embedder:
-    """A model of texts; loaded when the first text is not in the cache.
+    """A text embedding model; loaded at the first text that is not in the cache.
 
     Args:
         model: name on the hub, or folder.
-        cache: folder of the vectors; None: nothing is kept.
+        cache: folder of the vectors; None: no cache.
         device: "cpu", "cuda"; unset: as sentence-transformers chooses.
 
     Raises:
@@ -60,10 +60,10 @@ class Embedder:
         self._encoder: Any = None
         self._lock = threading.Lock()
         self.computed = 0
-        """Texts that the model was asked for."""
+        """Number of texts that the model embedded."""
 
     def embed(self, texts: Sequence[str]) -> list[Vector]:
-        """float32[D] of each text, in their order; equal texts are computed once.
+        """Returns float32[D] for each text, in order; equal texts are computed once.
 
         Raises:
             NotFoundError: there is no such model.
@@ -97,7 +97,7 @@ class Embedder:
         return self._cache / name[:2] / f"{name}.npy"
 
     def _kept(self, text: str) -> Vector | None:
-        """The vector in the cache; what is torn or no vector is computed anew."""
+        """Returns the vector in the cache; a damaged one is computed again."""
         place = self._place(text)
         if place is None:
             return None
@@ -124,7 +124,7 @@ class Embedder:
 
 
 def embed_steps(trace: Json, embedder: Embedder) -> Json:
-    """`trace` with an `embedding` in each step whose text is not blank. Raises as `embed`."""
+    """Returns `trace` with an `embedding` in each step with text. Raises as `embed`."""
     steps = [dict(step) for step in trace["steps"]]
     said = [step for step in steps if str(step.get("text") or "").strip()]
     for step, vector in zip(said, embedder.embed([step["text"] for step in said]), strict=True):

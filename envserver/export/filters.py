@@ -1,8 +1,8 @@
-"""Which rollouts are wanted: an expression over what is known of each, and which of a group.
+"""Selects rollouts: by an expression over each, and by a choice within each group.
 
-In: rollouts. Out: those that are kept, and by reason how many are not. Expressions are read once
-and have no calls but a few of numbers, no attributes and no assignments: they come from people, not
-from programs.
+In: rollouts. Out: those that are kept, and counts of the others by reason. An expression is parsed
+once and allows no attributes, no assignments and only a few numeric functions: people write it, not
+programs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAMES = (
     *(field.name for field in dataclasses.fields(StoredRollout)),
     *("domain", "length", "sampled", "failed"),
 )
-"""What an expression can speak of."""
+"""Names that an expression may use."""
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "len": len,
     "min": min,
@@ -39,10 +39,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 class Where:
     """An expression such as `reward >= 0.8 and turns < 6 and 'lossy_detok' not in flags`.
 
-    What is not known (None, a component that there is not) is neither more nor less than anything.
+    An unknown value (None, a missing component) compares as neither more nor less than anything.
 
     Raises:
-        ConfigError: it is no expression, or names what there is not.
+        ConfigError: it is not a valid expression, or uses an unknown name.
     """
 
     def __init__(self, text: str) -> None:
@@ -52,10 +52,10 @@ class Where:
         self._evaluator = _evaluator(self._names)
 
     def __call__(self, rollout: StoredRollout) -> bool:
-        """Whether it is true of `rollout`.
+        """Whether it is true for `rollout`.
 
         Raises:
-            InputError: it cannot be said, such as the length of a number.
+            InputError: it cannot be evaluated, such as the length of a number.
         """
         self._names.rollout = rollout
         self._names.clear()
@@ -70,8 +70,9 @@ class Where:
 
 
 def chosen(rollouts: Sequence[StoredRollout], choice: Choice) -> list[StoredRollout]:
-    """Of one group all, the one of the highest reward (of several the shortest), or the shortest;
-    always the same one, in whatever order they come."""
+    """Returns all rollouts of a group, the one with the highest reward (the shortest of several),
+    or the shortest; independent of their order.
+    """
     if choice == "all" or not rollouts:
         return list(rollouts)
     if choice == "shortest":
@@ -80,7 +81,7 @@ def chosen(rollouts: Sequence[StoredRollout], choice: Choice) -> list[StoredRoll
 
 
 def said(rollout: StoredRollout) -> tuple[int, int]:
-    """How much the model said: tokens, where they are known, then characters."""
+    """Returns how much the model wrote: tokens where known, then characters."""
     tokens = rollout.sampled or int(rollout.usage.get("completion_tokens") or 0)
     answers = (one for one in rollout.messages if one.get("role") == "assistant")
     return tokens, sum(len(text_of(message)) for message in answers)
@@ -91,7 +92,7 @@ def _reward(rollout: StoredRollout) -> float:
 
 
 class _Known(dict[str, Any]):
-    """The names of an expression, each looked up when it is first asked for."""
+    """The names of an expression, each looked up at first use."""
 
     rollout: StoredRollout
 
@@ -106,7 +107,7 @@ class _Known(dict[str, Any]):
 
 
 class _Parts(dict[str, Any]):
-    """Named numbers, None where there is none of a name."""
+    """Named numbers; None for an unknown name."""
 
     def __missing__(self, name: str) -> None:
         return None

@@ -1,8 +1,8 @@
-"""What `envserver export` can write: one name, one small class a format.
+"""The formats of `envserver export`: one name and one small class each.
 
 A format turns the kept rollouts of a group into rows. A row is a dict, which becomes a line of a
-JSONL shard, or a `NamedFile`, which becomes a file of its own. A format whose rows go elsewhere
-(`writer`) brings what writes them.
+JSONL shard, or a `NamedFile`, which becomes a file. A format with another destination has a
+`writer`. To add a format: a module with a class, and a line in `FORMATS`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Row = dict[str, Any] | NamedFile
 
 @dataclass(frozen=True)
 class Written:
-    """A file that a writer made, relative to the folder of the export; its rows."""
+    """A file that a writer made, relative to the export's folder, with its number of rows."""
 
     path: str
     rows: int
@@ -39,17 +39,17 @@ class Written:
 
 @dataclass(frozen=True)
 class Options:
-    """What the caller of an export wants beside its rows.
+    """The caller's options.
 
     Args:
-        tokens: training rows too, where a format has both.
-        label: of traces, "auto": `solved` and `failed`.
-        margin: least difference of the rewards of a pair.
-        title: of what is exported, for people.
-        jsonl: lines of JSONL, where a format else writes a file for each rollout.
-        embed: model of sentence-transformers that embeds the steps of traces; "": none does.
-        embed_cache: folder where its embeddings are kept.
-        tokenizer: what tokens are shown by (see `token_texts`); unset: by the model's name.
+        tokens: include training rows, where a format has both.
+        label: label of traces; "auto": `solved` and `failed`.
+        margin: minimum difference between the rewards of a pair.
+        title: title of the export, for people.
+        jsonl: write JSONL where a format otherwise writes a file for each rollout.
+        embed: sentence-transformers model for the steps of traces; "": no embeddings.
+        embed_cache: folder of the embedding cache.
+        tokenizer: tokenizer that shows tokens (see `token_texts`); unset: by the model's name.
     """
 
     tokens: bool = False
@@ -63,37 +63,37 @@ class Options:
 
 
 class Format(Protocol):
-    """One form of an export. Made anew for each export, so it may count."""
+    """A format of an export. One instance for each export, so it may count."""
 
     name: str
     suffix: str
-    """Of its files, with the dot."""
+    """File suffix, with the dot."""
 
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
-        """The rows of `group`, of which only `kept` (in their order, at least one) are wanted."""
+        """Returns the rows of `group`; only `kept` (in order, at least one) are wanted."""
         ...
 
 
 class Writer(Protocol):
-    """Puts rows into files of a folder."""
+    """Writes rows into files of a folder."""
 
     def open(self, folder: Path, shard_rows: int) -> None:
-        """`folder` is empty and is there."""
+        """Prepares to write into `folder`, which exists and is empty."""
 
     def put(self, row: Row) -> None:
-        """Takes one row. Raises StoreError: it cannot be written."""
+        """Writes one row. Raises StoreError: it cannot be written."""
 
     def close(self) -> list[Written]:
-        """Ends all files, which are then whole, and tells of each."""
+        """Closes all files and returns them."""
         ...
 
 
 @runtime_checkable
 class HasWriter(Protocol):
-    """A format that has a writer of its own."""
+    """A format with a writer of its own."""
 
     def writer(self) -> Writer:
-        """A new one."""
+        """Returns a new writer."""
         ...
 
 
@@ -106,7 +106,7 @@ FORMATS = {
     "parquet": ".parquet:Parquet",
     "html": ".html:Html",
 }
-"""By name, `module:factory`; a factory takes Options."""
+"""`module:factory` by name; a factory takes Options."""
 
 
 def format_of(name: str, options: Options) -> Format:

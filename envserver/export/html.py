@@ -1,9 +1,9 @@
-"""A run as pages of HTML for people: no script, no other file, nothing from the network.
+"""Shows a run as HTML pages: no script, no other file, no network.
 
-In: groups and which of their rollouts are wanted. Out: `index.html` with all of it or, of a run
-that is too big for one page, with the summary and a list of `pages/page-0001.html`, ... What holds:
-all text from outside is escaped (and its control characters are made visible) where it is put in,
-without exception; pages forbid scripts and requests by a policy of their own; memory holds one.
+In: groups and their kept rollouts. Out: `index.html` with everything or, for a large run, with the
+summary and a list of `pages/page-0001.html`, ... What holds: all outside text is escaped (control
+characters are made visible) where it is inserted, without exception; a content policy forbids
+scripts and requests; memory holds one page.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from .stored import StoredGroup, StoredRollout
 from .token_texts import token_texts
 
 MOST_ROLLOUTS: Final = 200
-"""Of one page."""
+"""Maximum rollouts of one page."""
 MOST_CHARACTERS: Final = 4 * 2**20
-"""Of one page; it is ended with the group that reaches it."""
+"""Maximum characters of one page; the group that reaches it is the last."""
 _INDEX: Final = "index.html"
 _UNSEEN: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
-"""Characters that a page would not show, or that turn the direction of what stands around them."""
+"""Invisible characters, and those that change the direction of the text around them."""
 
 
 class Html:
-    """The format "html": its rows are for its own writer."""
+    """The format "html", with its own writer."""
 
     name, suffix = "html", ".html"
 
@@ -46,12 +46,12 @@ class Html:
         self._options = options
 
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
-        """One for each rollout; the first has its group with it."""
+        """Returns a row for each rollout; the first one carries its group."""
         for position, rollout in enumerate(kept):
             yield {"rollout": rollout, "new": (group, kept) if position == 0 else None}
 
     def writer(self) -> HtmlPages:
-        """What makes pages of them."""
+        """Returns the writer of pages."""
         return HtmlPages(self._options.title, self._options.tokenizer)
 
 
@@ -82,9 +82,9 @@ class HtmlPages:
     """Writes the pages.
 
     Args:
-        title: of the run; unset: the names of its environments.
+        title: title of the run; unset: the names of its environments.
         tokenizer: see `token_texts`.
-        most_rollouts, most_characters: of one page.
+        most_rollouts, most_characters: limits of one page.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class HtmlPages:
         self._begin_page()
 
     def open(self, folder: Path, shard_rows: int) -> None:
-        """Pages go to `folder`, each of at most `shard_rows` rollouts (but whole groups)."""
+        """Prepares to write pages of at most `shard_rows` rollouts (whole groups) into `folder`."""
         self._folder = folder
         self._most_rollouts = min(self._most_rollouts, shard_rows)
 
     def put(self, row: Row) -> None:
-        """Takes one row of `Html.rows`. Raises StoreError: a page cannot be written."""
+        """Adds one row of `Html.rows`. Raises StoreError: a page cannot be written."""
         assert isinstance(row, dict)
         rollout: StoredRollout = row["rollout"]
         if row["new"] is not None:
@@ -124,7 +124,7 @@ class HtmlPages:
         self._characters += len(section)
 
     def close(self) -> list[Written]:
-        """Writes the index. Raises like `put`."""
+        """Writes the index. Raises as `put`."""
         whole = not self._pages
         if not whole:
             self._end_page()
@@ -195,7 +195,7 @@ def _template(name: str) -> jinja2.Template:
 
 
 def _seen(value: Any) -> Any:
-    """Every value that a template puts out, before it is escaped."""
+    """Makes invisible characters of a template value visible, before it is escaped."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return _UNSEEN.sub(_named, value)
     return value
@@ -222,7 +222,7 @@ def _reward(value: float | None) -> str:
 
 
 def _shade(value: float | None) -> str:
-    """The CSS class of a reward."""
+    """Returns the CSS class of a reward."""
     if value is None:
         return "sx"
     return f"s{min(5, max(0, round(value * 5)))}" if value == value else "sx"

@@ -1,7 +1,7 @@
-"""What the HTML page shows of one rollout, cut to what a page can hold. Pure; escapes nothing.
+"""The data that the HTML page shows for one rollout, bounded. Pure; escapes nothing.
 
-In: a rollout and how its tokens read. Out: `RolloutView`. What holds: every text and list is
-bounded, and where something was left out the view says how much.
+In: a rollout and a function from token ids to text. Out: `RolloutView`. What holds: every text and
+list is bounded, and the view says how much was left out.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from envserver_records.records import Message, text_of
 from .stored import StoredRollout, StoredRow
 
 TokenText = Callable[[int], str | None]
-"""The text of a token id, None where it is not known."""
+"""Returns the text of a token id, None where unknown."""
 
 MOST_CHARACTERS: Final = 20_000
-"""Of one text."""
+"""Maximum characters of one text."""
 MOST_MESSAGES: Final = 400
 MOST_TOKENS: Final = 4_000
-"""Sampled tokens of one training row that are shown one by one."""
+"""Maximum sampled tokens shown of one training row."""
 MOST_ROWS: Final = 8
 _SHADES: Final = (0.9, 0.5, 0.2, 0.05)
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text, and how many characters of it are not here."""
+    """A text, and the number of characters left out."""
 
     shown: str
     left_out: int = 0
@@ -47,7 +47,7 @@ class CallView:
 
 @dataclass(frozen=True)
 class MessageView:
-    """A message; `kind` is its role, or "other" for one that nobody knows."""
+    """A message; `kind` is its role, "other" for an unknown one."""
 
     kind: str
     role: str
@@ -59,7 +59,7 @@ class MessageView:
 
 @dataclass(frozen=True)
 class ConversationView:
-    """Messages of one agent; `left_out` were in the middle, after the first `before`."""
+    """The messages of one agent; `left_out` messages were cut after the first `before`."""
 
     title: str
     messages: list[MessageView]
@@ -69,11 +69,11 @@ class ConversationView:
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a training row: context (`shade` None), or one sampled token.
+    """A piece of a training row: context (`shade` None), or one sampled token.
 
     Args:
-        shade: 0 (the token was likely) to 4 (hardly).
-        told: what is known of it: its id, logprob and probability; or how much context it is.
+        shade: 0 (likely token) to 4 (unlikely).
+        told: tooltip: id, logprob and probability, or the amount of context.
     """
 
     text: str
@@ -92,7 +92,7 @@ class RowView:
 
 @dataclass(frozen=True)
 class RolloutView:
-    """Everything of a rollout beside its line in the table."""
+    """The details of a rollout, beside its line in the table."""
 
     facts: list[tuple[str, str]]
     tools: list[tuple[str, Text]]
@@ -105,7 +105,7 @@ class RolloutView:
 
 
 def view_of(rollout: StoredRollout, token_text: TokenText) -> RolloutView:
-    """The view of `rollout`."""
+    """Returns the view of `rollout`."""
     conversations = [_conversation("", rollout.messages)] if rollout.messages else []
     for other in rollout.others[:MOST_ROWS]:
         trained = "" if other.get("trained", True) else ", not trained"
@@ -125,7 +125,7 @@ def view_of(rollout: StoredRollout, token_text: TokenText) -> RolloutView:
 
 
 def number(value: Any) -> str:
-    """A number for people."""
+    """Formats a number for people."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return _as_text(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

@@ -1,7 +1,7 @@
-"""A finished export, pushed to the Hugging Face hub as a data set.
+"""Pushes a finished export to the Hugging Face hub as a data set.
 
-The token is the hub library's own affair: HF_TOKEN or what `hf auth login` kept; it is read,
-written and shown nowhere here.
+The hub library handles the token (HF_TOKEN, or the one of `hf auth login`); it is never read,
+written or shown here.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def check_name(name: str) -> None:
-    """
+    """Checks the name of a data set.
+
     Raises:
-        ConfigError: `name` is none of a data set, or huggingface_hub is not installed.
+        ConfigError: `name` is invalid, or huggingface_hub is not installed.
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(
@@ -30,7 +31,7 @@ def check_name(name: str) -> None:
 
 
 def push(folder: Path, name: str) -> str:
-    """Uploads `folder` in one commit; a data set that is not there is made, for its owner alone.
+    """Uploads `folder` in one commit; a missing data set is created as private.
 
     Returns:
         Its address.

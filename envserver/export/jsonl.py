@@ -1,7 +1,7 @@
-"""Groups as JSONL, one a line, with the keys of Atropos's files and ours under "envserver".
+"""Groups as JSONL, one on each line, with Atropos's keys and ours under "envserver".
 
-A line is on disk before its group counts as delivered. A last line without its newline is what a
-killed writer leaves: it is cut off when the file is opened to go on, and its group is made again.
+A line is on disk before its group counts as delivered. A last line without a newline is what a
+killed writer leaves: it is removed when the file is resumed, and its group is made again.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def group_line(
     score_range: ScoreRange,
     include_actions: bool = False,
 ) -> bytes:
-    """`group` as one line of JSON, with its newline.
+    """Returns `group` as one line of JSON with its newline.
 
-    Keys: those of an Atropos scored data group (row i of each list is one training sequence), and
-    `envserver`: where the group comes from and what is known of each rollout (`rows`: its rows).
-    Calls that were kept (`tokens.keep_calls`) stand there, too, and what replaying them needs.
+    Keys: those of an Atropos scored data group (entry i of each list is one training sequence), and
+    `envserver`: the group's origin and what is known about each rollout (`rows`: its rows). Kept
+    calls (`tokens.keep_calls`) are included, with what replaying them needs.
     """
     line: dict[str, Any] = group_to_atropos(
         group, include_messages=include_messages, score_range=score_range
@@ -125,7 +125,7 @@ def _sandbox(usage: SandboxUsage | None) -> dict[str, Any] | None:
 
 
 def _spans(versions: Tokens) -> list[list[int]]:
-    """Runs of equal values as [value, start, end)."""
+    """Returns runs of equal values as [value, start, end)."""
     ends = [*(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
     starts = [0, *ends[:-1]]
     return [[int(versions[start]), start, end] for start, end in zip(starts, ends, strict=True)]
@@ -143,7 +143,7 @@ def _failure(failure: Failure) -> dict[str, Any]:
 
 
 class JsonlSink:
-    """A JSONL file as the place where groups go. Use `open_sink`."""
+    """A JSONL file as a GroupSink. Use `open_sink`."""
 
     def __init__(
         self,
@@ -167,14 +167,15 @@ class JsonlSink:
         self._lock = asyncio.Lock()
 
     def already_of(self, prefix: str) -> int:
-        """Groups that were in the file when it was opened and whose ids begin with `prefix`."""
+        """Returns the number of groups that were in the file at opening and whose ids begin with
+        `prefix`."""
         return sum(group_id.startswith(prefix) for group_id in self._at_first)
 
     def expect(self, model: str) -> None:
-        """Makes sure that no two models are mixed in one file.
+        """Makes sure that one file has groups of one model only.
 
         Raises:
-            ConfigError: the file holds groups of another one.
+            ConfigError: the file holds groups of another model.
         """
         if others := self._models - {model}:
             raise ConfigError(
@@ -187,7 +188,7 @@ class JsonlSink:
         """Appends `group` and syncs it to disk.
 
         Raises:
-            StoreFull: the disk is full; the file is as it was before.
+            StoreFull: the disk is full; the file is unchanged.
             StoreError: it cannot be written for another reason.
         """
         line = await asyncio.to_thread(
@@ -204,18 +205,19 @@ class JsonlSink:
             self._done.add(group.group_id)
 
     async def known(self, group_ids: list[str]) -> set[str]:
-        """Those that stand in the file."""
+        """Returns those that are in the file."""
         return self._done.intersection(group_ids)
 
     async def wait_for_room(self) -> None:
-        """A file always has room."""
+        """Returns at once: a file always has room."""
 
 
 def append_durably(file: IO[bytes], data: bytes) -> None:
     """Appends all of `data` to an unbuffered `file` and syncs it, or nothing.
 
     Raises:
-        StoreFull, StoreError
+        StoreFull: the disk is full.
+        StoreError: it cannot be written for another reason.
     """
     start = file.seek(0, os.SEEK_END)
     try:
@@ -248,17 +250,18 @@ async def open_sink(
     beside: Sequence[Mapping[str, Any]] = (),
     tell: Callable[[Scored], None] | None = None,
 ) -> AsyncIterator[JsonlSink]:
-    """The file at `path`, new or to be gone on with.
+    """Opens the file at `path`, new or to be resumed.
 
     Args:
-        beside: `env`, `split` and `seed` of others whose groups go there, too.
-        tell: told what each group says of its task that is there already, and, as far as the file
-            of the failures has them, each that was scored and dropped.
+        beside: `env`, `split` and `seed` of other groups in the same file.
+        tell: called for each group already in the file and, as far as the failures file has them,
+            for each group that was scored and dropped.
 
     Raises:
-        ConfigError: it exists and neither `resume` nor `overwrite` is given, or it holds the groups
+        ConfigError: the file exists and neither `resume` nor `overwrite` is given, or it holds
+        groups
             of another environment, split or seed, or another process writes it.
-        InputError: a line of it is no group of ours.
+        InputError: a line is not a group.
         StoreError: it cannot be opened.
     """
     with await asyncio.to_thread(_open_appending, path) as file:
@@ -300,7 +303,7 @@ def _lock(file: IO[bytes], path: Path) -> None:
 
 
 def cut_torn_line(file: IO[bytes]) -> int:
-    """Removes what stands behind the last newline; returns how many bytes that was."""
+    """Removes what follows the last newline; returns the number of bytes removed."""
     size = file.seek(0, os.SEEK_END)
     end = size
     while end:
@@ -336,7 +339,7 @@ class _ScoredFacts(_Facts):
 
 
 class _Line(msgspec.Struct):
-    """Of a line only what resuming needs; the decoder skips the rest without building it."""
+    """The part of a line that resuming needs; the decoder skips the rest."""
 
     envserver: _Facts
 
@@ -346,13 +349,13 @@ class _ScoredLine(msgspec.Struct):
 
 
 class _Dropped(msgspec.Struct):
-    """Of a line of a failures file only what a curriculum needs."""
+    """The part of a failures line that a curriculum needs."""
 
     scored: Scored | None = None
 
 
 class _Written(msgspec.Struct):
-    """What a file holds: the ids of its groups, and the models that made them."""
+    """The contents of a file: ids of its groups, and the models that made them."""
 
     group_ids: set[str]
     models: set[str]
@@ -396,7 +399,7 @@ def _news(facts: _Facts) -> Scored | None:
 
 
 def _read_dropped(path: Path, tell: Callable[[Scored], None]) -> None:
-    """The file is a report: what cannot be read of it is passed over."""
+    """Reads dropped groups from a failures file; unreadable lines of this report are skipped."""
     decoder = msgspec.json.Decoder(_Dropped)
     with contextlib.suppress(OSError), path.open("rb") as lines:
         for line in lines:
@@ -406,7 +409,7 @@ def _read_dropped(path: Path, tell: Callable[[Scored], None]) -> None:
 
 
 def _check_torn(line: bytes, path: Path, number: int) -> None:
-    """A line without its end is cut off, so it must be certain that we began it."""
+    """Checks that a line without its end was begun by us before it is cut off."""
     if line[: len(_BEGINNING)] != _BEGINNING[: len(line)]:
         raise _not_ours(path, number, "it has no end and does not begin like a group")
 
@@ -420,15 +423,15 @@ def _not_ours(path: Path, number: int, reason: str) -> InputError:
 
 
 def failures_path(output: Path) -> Path:
-    """Where the failures of the groups of `output` are told."""
+    """Returns the path of the failures file of `output`."""
     return output.with_name(output.stem + ".failures.jsonl")
 
 
 class FailuresFile:
-    """`<output>.failures.jsonl`: one line per failed attempt and per group not delivered.
+    """`<output>.failures.jsonl`: one line for each failed attempt and each dropped group.
 
-    Made when the first line comes. It is a report: its lines are not synced, and a disk too full
-    for them does not end the run.
+    Created with its first line. It is a report: its lines are not synced, and a full disk does not
+    end the run.
     """
 
     def __init__(self, output: Path, *, resume: bool) -> None:
@@ -438,7 +441,7 @@ class FailuresFile:
             self.path.unlink(missing_ok=True)
 
     def write(self, event: Event) -> None:
-        """Appends `event` if it tells of a failure or a dropped group."""
+        """Appends `event` if it reports a failure or a dropped group."""
         if isinstance(event, RolloutFailed):
             self._append({"event": "rollout_failed", **_facts(event), **_failure(event.failure)})
         elif isinstance(event, GroupDropped):

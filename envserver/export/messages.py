@@ -11,7 +11,7 @@ from .stored import StoredGroup, StoredRollout
 class Messages:
     """Rows {"messages", "reward", "env", "task_id"}, with "tools" where there were any.
 
-    A rollout without a conversation, or in which the model says nothing, has no row.
+    A rollout without a conversation, or without a message of the model, has no row.
     """
 
     name = "messages"

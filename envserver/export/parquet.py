@@ -1,9 +1,9 @@
 """Delivered rollouts as Parquet: one row for each training row, typed columns, streamed.
 
-In: rollouts as they are read back. Out: tables of `schema()`, written in row groups that are cut by
-bytes, so memory holds one row group whatever the size of the run. What holds: nothing is rounded or
-left out. What has the same shape everywhere is typed; what each environment shapes for itself is
-JSON text in a column that ends in `_json`. A rollout without training rows has one, of no tokens.
+In: rollouts as they are read back. Out: tables of `schema()`, in row groups cut by bytes, so memory
+holds one row group whatever the size of the run. What holds: nothing is rounded or left out. Fields
+with the same shape everywhere are typed; what each environment shapes for itself is JSON text in a
+column that ends in `_json`. A rollout without training rows has one row without tokens.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from .stored import StoredGroup, StoredRollout, StoredRow
 
 Json = dict[str, Any]
 Table = Any
-"""A `pyarrow.Table`, which brings no types."""
+"""A `pyarrow.Table`, which has no types."""
 Schema = Any
 """A `pyarrow.Schema`."""
 
 FOLDER: Final = "data"
-"""Of the files, in the folder of the export."""
+"""Subfolder of the files."""
 ROW_GROUP_BYTES: Final = 32 * 2**20
-"""Of tokens and texts, before compression: what memory holds and what a reader gets at once."""
+"""Bytes of tokens and texts in a row group, before compression: bounds memory of writer and reader.
+"""
 _BYTES_A_TOKEN: Final = 9
 _BYTES_BESIDE: Final = 1024
 
@@ -41,7 +42,7 @@ _PLAIN: Final = (
     *("limit", "reward", "turns", "truncated", "index", "attempt", "seed", "policy_version"),
     *("created_at", "flags", "length", "sampled"),
 )
-"""Columns that are a rollout's own fields."""
+"""Columns that are fields of a rollout."""
 _AS_JSON: Final = (
     *("components", "metrics", "agent_metrics", "output", "tools", "actions", "others", "usage"),
 )
@@ -58,21 +59,20 @@ class Parquet:
         _pyarrow("pyarrow.parquet")
 
     def rows(self, group: StoredGroup, kept: Iterable[StoredRollout]) -> Iterator[Row]:
-        """One for each training row."""
+        """Returns a row for each training row."""
         for rollout in kept:
             yield from rows_of(rollout, group.line.get("generation_params"))
 
     def writer(self) -> ParquetShards:
-        """What writes them."""
+        """Returns the writer."""
         return ParquetShards()
 
 
 class ParquetShards:
-    """Writes `data/part-00000.parquet`, ...: files of at most as many rows as are wanted.
+    """Writes `data/part-00000.parquet`, ...: files of at most the requested number of rows.
 
-    They have a folder of their own because pandas and pyarrow read a folder whole.
-
-    Where no row comes there is one file, of no rows.
+    They have a folder of their own because pandas and pyarrow read a whole folder. Without any row
+    there is one file without rows.
 
     Args:
         row_group_bytes: see ROW_GROUP_BYTES.
@@ -83,12 +83,12 @@ class ParquetShards:
         self._written: list[Written] = []
 
     def open(self, folder: Path, shard_rows: int) -> None:
-        """Begins the first file. Raises StoreError: it cannot be written."""
+        """Opens the first file. Raises StoreError: it cannot be written."""
         self._folder, self._shard_rows = folder, max(1, shard_rows)
         self._begin()
 
     def put(self, row: Row) -> None:
-        """Takes one row of `rows_of`. Raises like `open`."""
+        """Adds one row of `rows_of`. Raises as `open`."""
         assert isinstance(row, dict)
         if self._rows == self._shard_rows:
             self._end()
@@ -100,7 +100,7 @@ class ParquetShards:
             self._flush()
 
     def close(self) -> list[Written]:
-        """Ends the last file. Raises like `open`."""
+        """Closes the last file. Raises as `open`."""
         self._end()
         return self._written
 
@@ -134,10 +134,10 @@ class ParquetShards:
 
 
 def rows_of(rollout: StoredRollout, generation_params: Json | None = None) -> list[Json]:
-    """One row for each of its training rows: what the columns of `schema()` are made of.
+    """Returns a row for each training row, with the columns of `schema()`.
 
     Args:
-        generation_params: of its group.
+        generation_params: those of its group.
     """
     messages = [_typed(message) for message in rollout.messages]
     exact = all(map(_says_all, messages, rollout.messages))
@@ -153,17 +153,17 @@ def rows_of(rollout: StoredRollout, generation_params: Json | None = None) -> li
 
 
 def messages_in(row: Json) -> list[Message]:
-    """The conversation of a row that was read back; keys without a value are left out."""
+    """Returns the conversation of a row that was read back; keys without a value are left out."""
     if row["messages_json"] is not None:
         return list(orjson.loads(row["messages_json"]))
     return [_without_nulls(message) for message in row["messages"]]
 
 
 def table_of(rows: Sequence[Json]) -> Table:
-    """`rows` (of `rows_of`) as a table of `schema()`.
+    """Returns `rows` (of `rows_of`) as a table of `schema()`.
 
     Raises:
-        InputError: a value is none of its column's type (a number over 64 bits).
+        InputError: a value does not fit its column's type (a number over 64 bits).
     """
     pa = _pyarrow("pyarrow")
     columns = []
@@ -180,7 +180,9 @@ def table_of(rows: Sequence[Json]) -> Table:
 
 @functools.cache
 def schema() -> Schema:
-    """The columns. Those of one rollout stand in each of its rows; `row` counts them from 0."""
+    """Returns the columns. Those of a rollout repeat in each of its rows; `row` counts them from
+    0.
+    """
     pa = _pyarrow("pyarrow")
     text, number, real = pa.string(), pa.int64(), pa.float64()
     function = pa.struct([("name", text), ("arguments", text)])
@@ -241,7 +243,7 @@ def _without_tokens() -> Json:
 
 
 def _typed(message: Message) -> Json:
-    """What the columns can say of `message`; of content in parts the text."""
+    """Returns what the columns can hold of `message`; of content in parts the text."""
     found = {name: _text(message.get(name)) for name in _TEXTS if name != "content"}
     content = message.get("content")
     found["content"] = _text(text_of(message)) if isinstance(content, list) else _text(content)
@@ -278,19 +280,21 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _text(value: Any) -> str | None:
-    """`value` if it is text; half of a surrogate pair, which no UTF-8 says, becomes "?"."""
+    """Returns `value` if it is text; an unpaired surrogate, which UTF-8 cannot hold, becomes
+    "?".
+    """
     if not isinstance(value, str):
         return None
     return value if value.isascii() else value.encode("utf-8", "replace").decode()
 
 
 def _json(value: Any) -> str | None:
-    """None stays None."""
+    """Returns JSON text; None stays None."""
     if value is None:
         return None
     try:
         return orjson.dumps(value, default=msgspec.to_builtins).decode()
-    except (TypeError, orjson.JSONEncodeError):  # integers over 64 bits, halves of surrogate pairs
+    except (TypeError, orjson.JSONEncodeError):  # integers over 64 bits, unpaired surrogates
         return json.dumps(value, default=msgspec.to_builtins)
 
 

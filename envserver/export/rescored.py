@@ -1,8 +1,8 @@
-"""A delivered group with other scores: the line of `process`, its rows as they were.
+"""Replaces the scores of a delivered group; its rows stay as they were.
 
 In: the line as JSON and a Score for each of its rollouts. Out: the line with the new scores; each
-rollout keeps the old ones as `rescored_from`. A rollout whose new score has no reward is left out
-with its rows, as `process` leaves it out.
+rollout keeps the old ones as `rescored_from`. A rollout whose new score has no reward is removed
+with its rows, as in `process`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _OF_ROWS = (
     *("tokens", "masks", "scores", "messages", "inference_logprobs", "ref_logprobs", "overrides"),
     *("images", "distill_token_ids", "distill_logprobs"),
 )
-"""Keys of a line that hold one entry a row."""
+"""Keys of a line with one entry for each row."""
 
 
 def rescored_line(line: Json, scores: Sequence[Score], *, by: str, at: float) -> Json | None:
-    """`line` with `scores`, one for each of its rollouts in their order; None: none is left.
+    """Returns `line` with `scores`, one for each rollout in order; None where no rollout is left.
 
-    Advantages that stood there came from the old scores: they are taken out.
+    Advantages are removed: they came from the old scores.
 
     Args:
-        by: what scored.
+        by: name of the scorer.
         at: `time.time()`.
     """
     facts = line["envserver"]
@@ -67,7 +67,7 @@ def _rescored(rollout: Json, score: Score, rows: list[int]) -> Json:
 
 
 def _scale(line: Json) -> str:
-    """How the line's scores tell rewards: "unit", or "pm1" (of rewards that are all 1 both)."""
+    """Returns the line's reward scale: "unit", or "pm1" (rewards that are all 1 fit both)."""
     pairs = [
         (rollout["reward"], line["scores"][row])
         for rollout in line["envserver"]["rollouts"]
@@ -79,6 +79,6 @@ def _scale(line: Json) -> str:
 
 
 def old_reward(rollout: Mapping[str, Any]) -> float | None:
-    """The reward that a rescored rollout had before."""
+    """Returns the reward that a rescored rollout had before."""
     before = rollout.get("rescored_from") or {}
     return before.get("reward")

@@ -1,7 +1,7 @@
-"""What a run came to, counted while its groups go by: for the HTML page and the data card.
+"""Counts what a run produced, for the HTML page and the data card.
 
-In: groups and which of their rollouts are kept. Out: counts, sums and a histogram. What holds: the
-memory is bounded, however long the run is; names beyond `MOST_NAMES` are counted as `OTHER`.
+In: groups and their kept rollouts. Out: counts, sums and a histogram. What holds: memory is
+bounded, however long the run is; names beyond `MOST_NAMES` are counted as `OTHER`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class Part:
 
     @property
     def mean_reward(self) -> float | None:
-        """None where nothing is scored."""
+        """Returns None where nothing is scored."""
         return self.reward / self.scored if self.scored else None
 
 
 @dataclass
 class RunFacts:
-    """Add each group once.
+    """Counts of a run. Add each group once.
 
     Args:
-        rows, tokens, sampled: training rows, their tokens, and those of them that are trained.
+        rows, tokens, sampled: training rows, their tokens, and the trained ones among them.
         best: rollouts with a reward of 1.
         histogram: rollouts by reward, from [0, 0.1) to [0.9, 1]; `below` and `above` of [0, 1].
         ends: by finish reason, or by the limit that was reached.
-        failures: attempts that failed, by kind; `lost`: rollouts that are missing, likewise.
+        failures: failed attempts by kind; `lost`: missing rollouts by kind.
         first_at, last_at: when groups were made, `time.time()`.
     """
 
@@ -70,7 +70,7 @@ class RunFacts:
     last_at: float | None = None
 
     def add(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> None:
-        """Counts `kept` of `group`, and what is known of the group as a whole."""
+        """Counts `kept` of `group`, and the facts about the group as a whole."""
         for failure in group.failures:
             _count(self.failures, str(failure.get("kind", "")))
         for kind, number in group.lost.items():
@@ -84,7 +84,7 @@ class RunFacts:
             self._add(rollout)
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Returns the counts for programs."""
         return {
             "groups": self.total.groups,
             "rollouts": self.total.rollouts,

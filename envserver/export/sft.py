@@ -1,8 +1,8 @@
-"""Groups as rows for supervised training, as `atropos-sft-gen` writes them.
+"""Groups as rows for supervised training, in the form of `atropos-sft-gen`.
 
-In: scored groups. Out: JSONL, one row a line: {"messages", "score"}, or {"prefix", "completion",
-"score"}. Always: a row's score is that of its rollout, the rows of a group come best first, and
-rows that are in the file stay there.
+In: scored groups. Out: JSONL, one row on each line: {"messages", "score"}, or {"prefix",
+"completion", "score"}. What holds: a row's score is its rollout's, the rows of a group are sorted
+from the best, and rows already in the file stay there.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Choice:
     """Which rows of a group are kept.
 
     Args:
-        top: at most so many, the best ones.
-        allow_negative: those of a score of 0 or less, too.
-        min_difference: to the worst score of the group, that must be passed; 0: none.
+        top: maximum number, the best ones.
+        allow_negative: also keep scores of 0 or less.
+        min_difference: keep scores that exceed the group's worst by more than this; 0: all.
         pm1: scores are mapped from [0, 1] to [-1, 1].
     """
 
@@ -44,7 +44,7 @@ class Choice:
 
 
 def rows_of(group: Group, choice: Choice, decode: Decode | None) -> list[dict[str, Any]]:
-    """The rows of `group` that `choice` keeps, best first.
+    """Returns the rows of `group` that `choice` keeps, best first.
 
     Args:
         decode: token ids -> text: one row for each sequence, cut before its first sampled token;
@@ -79,15 +79,15 @@ def _contents(trajectory: Trajectory, decode: Decode | None) -> Iterator[dict[st
         prefix, whole = decode(ids[: int(sampled[0])]), decode(ids)
         if whole.startswith(prefix):
             yield {"prefix": prefix, "completion": whole[len(prefix) :]}
-        else:  # a character of several tokens stands across the cut
+        else:  # a character of several tokens crosses the cut
             yield {"prefix": prefix, "completion": decode(ids[int(sampled[0]) :])}
 
 
 class SftSink:
-    """A JSONL file as the place where groups go, until it has `wanted` new rows. `with` it.
+    """A JSONL file as a GroupSink, until it has `wanted` new rows. A context manager.
 
     Args:
-        append: go on with a file that exists.
+        append: continue an existing file.
 
     Raises:
         ConfigError: the file exists and `append` is not given, or another process writes it.
@@ -119,10 +119,10 @@ class SftSink:
         self._file.close()
 
     async def put(self, group: Group) -> None:
-        """Appends the rows of `group`, as many as are still wanted, and syncs them to disk.
+        """Appends as many rows of `group` as are still wanted, and syncs them to disk.
 
         Raises:
-            StoreError: they cannot be written; the file is as it was before.
+            StoreError: they cannot be written; the file is unchanged.
         """
         rows = await asyncio.to_thread(rows_of, group, self._choice, self._decode)
         async with self._lock:
@@ -137,11 +137,11 @@ class SftSink:
                 self.full.set()
 
     async def known(self, group_ids: list[str]) -> set[str]:
-        """Those whose rows stand in the file."""
+        """Returns those whose rows are in the file."""
         return self._done.intersection(group_ids)
 
     async def wait_for_room(self) -> None:
-        """A file always has room."""
+        """Returns at once: a file always has room."""
 
 
 def _opened(path: Path, *, append: bool) -> IO[bytes]:

@@ -1,9 +1,9 @@
-"""Rows into files: an export appears whole, with the checksums of its files, or not at all.
+"""Writes rows into files: an export is complete, with checksums of its files, or absent.
 
-In: rows. Out: a folder with JSONL shards (`part-00000.jsonl`, ...), files of their own, or what a
-writer of a format's own makes, and `MANIFEST.json`; or one single file with its manifest beside it.
-All is written to a hidden folder beside, which is renamed at the end; what a killed export left
-there is removed by the next.
+In: rows. Out: a folder with JSONL shards (`part-00000.jsonl`, ...), separate files, or what a
+format's own writer makes, and `MANIFEST.json`; or one single file with its manifest beside it. All
+is written to a hidden folder beside, which is renamed at the end; the next export removes what a
+killed one left there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CHUNK = 1 << 20
 
 
 class Files:
-    """The writer of all formats that have none of their own."""
+    """The writer of all formats without one of their own."""
 
     def open(self, folder: Path, shard_rows: int) -> None:
         self._folder = folder
@@ -50,7 +50,7 @@ class Files:
             raise failed(self._folder, error) from error
 
     def close(self) -> list[Written]:
-        """Tells of the shards; every other file in the folder is one row."""
+        """Returns the shards; every other file in the folder is one row."""
         self._end_shard()
         return self._shards
 
@@ -86,7 +86,7 @@ class Files:
 
 
 def writer_of(format: Format) -> Writer:
-    """The format's own writer, else `Files`."""
+    """Returns the format's own writer, else `Files`."""
     return format.writer() if isinstance(format, HasWriter) else Files()
 
 
@@ -95,8 +95,8 @@ class Place:
     """Where an export is being written.
 
     Args:
-        folder: what is written there, and nothing else, becomes the export.
-        out: what it will be; `single`: one file, with the manifest beside it.
+        folder: its contents become the export.
+        out: the final place; `single`: one file, with the manifest beside it.
     """
 
     folder: Path
@@ -105,7 +105,7 @@ class Place:
 
     @property
     def manifest(self) -> Path:
-        """Where the manifest will be."""
+        """Returns the final place of the manifest."""
         if self.single:
             return self.out.with_name(f"{self.out.name}.{MANIFEST}")
         return self.out / MANIFEST
@@ -113,10 +113,10 @@ class Place:
 
 @contextlib.contextmanager
 def place_for(out: Path, *, overwrite: bool, single: bool) -> Iterator[Place]:
-    """A new, empty folder beside `out`; removed again unless `finish` made it the export.
+    """Makes an empty folder beside `out`; it is removed unless `finish` made it the export.
 
     Raises:
-        ConfigError: `out` is there and is not to be replaced, or another export is writing it.
+        ConfigError: `out` exists and may not be replaced, or another export is writing it.
         StoreError: it cannot be made.
     """
     _check_free(out, overwrite)
@@ -146,14 +146,14 @@ def finish(place: Place, written: list[Written], facts: Json, *, overwrite: bool
     """Writes the manifest, and makes the folder the export.
 
     Args:
-        written: the files of several rows; each other file is one.
+        written: the files of several rows; every other file is one row.
         facts: what the manifest says beside its files.
 
     Returns:
-        How many `files`, and their `bytes`.
+        The number of `files`, and their `bytes`.
 
     Raises:
-        ConfigError: it should be one file and is not.
+        ConfigError: there are several files where one was requested.
         StoreError: it cannot be written.
     """
     rows = {one.path: one.rows for one in written}
@@ -183,7 +183,7 @@ def _rename_single(place: Place) -> None:
 
 
 def failed(path: Path, error: OSError) -> StoreError:
-    """What the operating system said, as an error of ours."""
+    """Converts an error of the operating system to a typed one."""
     import errno
 
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -205,7 +205,7 @@ def _check_free(out: Path, overwrite: bool) -> None:
 
 
 def _write_manifest(path: Path, folder: Path, rows: dict[str, int], facts: Json) -> Json:
-    """Files first, one a line, so that none but the one at hand is in memory."""
+    """Writes one file entry on each line, so that only one is in memory."""
     number = size = 0
     with path.open("wb") as out:
         out.write(b'{"files":[')

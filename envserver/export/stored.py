@@ -1,11 +1,11 @@
-"""Groups as they were delivered, for everything that works offline.
+"""Reads delivered groups for offline work.
 
 In: sources, each a JSONL file of `envserver process` (plain, .gz, .zst), a folder or glob of them,
 `-` (standard input), a store (SQLite file or URL) or the address of a running server. Out:
 `StoredGroup`s in the order of the sources, one in memory at a time. What holds: `line` is what
-`process` writes of the group, wherever it came from; row i of a rollout has as many mask values and
-logprobs as tokens; a logprob is 0 where nothing was sampled. Nothing is leased, consumed or
-changed. A group of another program in Atropos's form has a rollout for each of its rows.
+`process` writes for the group, wherever it came from; row i of a rollout has as many mask values
+and logprobs as tokens; a logprob is 0 where nothing was sampled. Nothing is leased, consumed or
+changed. A foreign group in Atropos's form has a rollout for each of its rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StoredRow:
         tokens: int32[T].
         mask: uint8[T], 1 where the token is trained.
         logprobs: float32[T], of the sampled token where the mask is 1, else 0.
-        agent: which of several agents it is of.
+        agent: name of its agent, where there are several.
         versions: runs of [policy version, start, end); -1 is context or unknown.
     """
 
@@ -52,11 +52,11 @@ class StoredRollout:
     """One rollout with its score. Fields as in `records.Result` and `records.Group`, and:
 
     Args:
-        reward: in [0, 1]; None where it is not known.
-        agent_metrics: what the agent logged; `metrics` are the score's.
+        reward: in [0, 1]; None where unknown.
+        agent_metrics: logged by the agent; `metrics` are the score's.
         messages: empty where they were not written.
         actions: None where they were not written.
-        others: of several agents the conversations that `messages` lacks.
+        others: conversations of further agents that `messages` lacks.
         usage: seconds and tokens, as in `records.Usage`.
         rows: empty where only text is known.
     """
@@ -91,22 +91,22 @@ class StoredRollout:
 
     @property
     def domain(self) -> str:
-        """The environment's name in the form of a domain: `my-env` is `my_env`."""
+        """Returns the environment's name in the form of a domain: `my-env` is `my_env`."""
         return domain_of(self.env)
 
     @property
     def length(self) -> int:
-        """Tokens of its longest row."""
+        """Returns the tokens of its longest row."""
         return max((len(row.tokens) for row in self.rows), default=0)
 
     @property
     def sampled(self) -> int:
-        """Tokens that are trained, over all rows."""
+        """Returns the trained tokens over all rows."""
         return sum(int(np.count_nonzero(row.mask)) for row in self.rows)
 
     @property
     def failed(self) -> bool:
-        """It has no reward, or one of 0."""
+        """Whether it has no reward, or a reward of 0."""
         return not self.reward
 
 
@@ -117,9 +117,9 @@ class StoredGroup:
     Args:
         line: the JSON of its line: the keys of Atropos, and "envserver".
         place: where it was read: "file.jsonl, line 7" or "group g-1 of http://...".
-        failures: of rollouts that are missing or were tried again.
-        asked: rollouts that were begun for it, 0: not known.
-        lost: those that are missing, by kind of failure.
+        failures: failures of missing or retried rollouts.
+        asked: rollouts that were started for it, 0: unknown.
+        lost: missing rollouts by kind of failure.
     """
 
     line: Json
@@ -135,18 +135,18 @@ def read_groups(
     on_bad: OnBad | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Iterator[StoredGroup]:
-    """The groups of `sources`, read as they are asked for.
+    """Yields the groups of `sources`, read on demand.
 
-    A last line that a killed writer left unfinished is passed over with a warning.
+    An unfinished last line of a killed writer is skipped with a warning.
 
     Args:
-        on_bad: told of each line or body that is no group, which is then passed over; unset: the
+        on_bad: called for each line or body that is not a group, which is then skipped; unset: the
             first one ends the reading.
-        on_bytes: told, now and then, how many more bytes of the files were read.
+        on_bytes: called now and then with the number of further bytes read.
 
     Raises:
         NotFoundError: there is no such file, or no server answers.
-        InputError: something is no group; its place is named.
+        InputError: something is not a group; its place is named.
         ConfigError, StoreError: a store cannot be read.
     """
     from .stored_sources import open_source
@@ -162,10 +162,10 @@ def read_groups(
 
 
 def group_of(line: Any, place: str) -> StoredGroup:
-    """The JSON of one line as a group.
+    """Returns the JSON of one line as a group.
 
     Raises:
-        InputError: it is no group.
+        InputError: it is not a group.
     """
     try:
         facts = msgspec.convert(line, _Line)
@@ -183,7 +183,7 @@ def group_of(line: Any, place: str) -> StoredGroup:
 
 
 def domain_of(env: str) -> str:
-    """An environment's name as a domain of unified trajectories."""
+    """Returns an environment's name as a domain of unified trajectories."""
     name = re.sub(r"[^a-z0-9]+", "_", env.lower()).strip("_")
     return name if name[:1].isalpha() else f"env_{name}".rstrip("_")
 
@@ -228,7 +228,7 @@ class _Facts(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    """Columns are looked at as arrays, which is where their numbers are checked."""
+    """Columns are kept as arrays, where their numbers are checked."""
 
     tokens: list[list[Any]]
     masks: list[list[Any]]
@@ -239,7 +239,9 @@ class _Line(msgspec.Struct):
 
 
 def _adopted(line: Json, facts: _Line, place: str) -> Json:
-    """A group that only has Atropos's keys, with a rollout for each row and what can be known."""
+    """Adds to a group that only has Atropos's keys a rollout for each row, with what can be
+    known.
+    """
     name = str(line.get("env_id") or "atropos")
     here = re.sub(r"[^A-Za-z0-9_.-]+", "-", place.rpartition("/")[2])
     group_id = str(line.get("group_id") or here)
@@ -259,9 +261,10 @@ def _group(line: Json, columns: _Line, facts: _Facts, place: str) -> StoredGroup
 
 
 def _check_columns(columns: _Line, facts: _Facts) -> None:
-    """
+    """Checks that rows and rollouts belong together.
+
     Raises:
-        ValueError: rows and rollouts do not belong together.
+        ValueError: they do not.
     """
     number = len(columns.tokens)
     lists = (columns.masks, columns.scores, columns.inference_logprobs, columns.messages)
@@ -310,9 +313,10 @@ def _stored(columns: _Line, facts: _Facts, told: _Rollout) -> StoredRollout:
 
 
 def _row(columns: _Line, row: int, told: _Rollout, number: int) -> StoredRow:
-    """
+    """Returns one row.
+
     Raises:
-        ValueError: its arrays do not belong together, or hold what is no number.
+        ValueError: its arrays differ in length, or hold something other than numbers.
     """
     tokens = _integers(columns.tokens[row], row, "tokens")
     masks = _integers(columns.masks[row], row, "masks")
@@ -348,7 +352,7 @@ def _integers(values: list[Any], row: int, name: str) -> np.ndarray[Any, np.dtyp
 
 
 def _numbers(values: list[Any], row: int) -> Logprobs:
-    """A missing one (null) is 0."""
+    """Returns float32 values; a missing one (null) is 0."""
     try:
         return np.array([0.0 if value is None else value for value in values], np.float32)
     except (TypeError, ValueError):

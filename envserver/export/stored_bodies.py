@@ -1,4 +1,4 @@
-"""A group's body, as stores and servers hold it, as the line that `process` writes."""
+"""Converts a group's body, as stores and servers hold it, to the line that `process` writes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .jsonl import group_line
 
 
 def line_of(body: bytes, format: str, env: str, group_id: str, place: str) -> dict[str, Any]:
-    """The JSON of a group.
+    """Returns the JSON of a group.
 
     Args:
-        format: "group" (ours) or "atropos" (what another program posted).
+        format: "group" (ours) or "atropos" (posted by another program).
 
     Raises:
         InputError: it cannot be read.

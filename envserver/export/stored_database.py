@@ -1,4 +1,4 @@
-"""The groups of a store, read beside whoever has it open; nothing is locked or changed."""
+"""Reads the groups of a store while another process may have it open; locks and changes nothing."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _NOT_DELIVERED: Final = ("buffered", "dropped")
 
 
 def of_database(where: str) -> Iterator[Raw]:
-    """The groups of the store at `where` (path or URL) that are still kept, oldest first.
+    """Yields the groups that the store at `where` (path or URL) still keeps, oldest first.
 
     Raises:
         NotFoundError: there is no such file.
-        ConfigError: it is no store, or one of another version.
+        ConfigError: it is not a store, or one of another version.
         StoreError: it does not answer.
     """
     url = _locate(where)
     name = url.database if url.get_backend_name() == "sqlite" else url.render_as_string()
     reading = _reading(url, str(name))
-    # In a thread of its own: whoever reads may be in an event loop.
+    # In a thread of its own: the caller may be in an event loop.
     with ThreadPoolExecutor(1) as thread:
         loop = asyncio.new_event_loop()
 
@@ -76,7 +76,7 @@ async def _reading(url: URL, name: str) -> AsyncGenerator[tuple[GroupRow, bytes 
 
 
 async def _body(connection: AsyncConnection, row: GroupRow) -> list[bytes | Exception]:
-    """The one body; none where it was removed meanwhile."""
+    """Returns the body; none where it was removed meanwhile."""
     try:
         ((encoding, stored),) = await stored_bodies(connection, [row.group_id])
     except NotFoundError:

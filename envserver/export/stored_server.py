@@ -1,4 +1,4 @@
-"""The groups of a running server, looked at: neither leased nor consumed."""
+"""Reads the groups of a running server without leasing or consuming them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _NOT_DELIVERED: Final = ("buffered", "dropped")
 
 
 def of_server(url: str) -> Iterator[Raw]:
-    """The groups that were delivered, or wait to be; the token of ENVSERVER_TOKEN is sent.
+    """Yields delivered and waiting groups; sends the token of ENVSERVER_TOKEN.
 
     Raises:
-        NotFoundError: no server answers, or it is none of ours.
+        NotFoundError: no server answers, or it is another kind of server.
         ConflictError: it refuses.
     """
     token = os.environ.get("ENVSERVER_TOKEN")

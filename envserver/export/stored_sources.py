@@ -1,7 +1,7 @@
-"""Where stored groups are read: files, folders, standard input, a store, a server.
+"""Opens the places of stored groups: files, folders, standard input, a store, a server.
 
-In: one source as a word. Out: `Raw`s, each a group as it lies there and its place; decoding them is
-the reader's, so that a bad one can be passed over.
+In: one source as text. Out: `Raw`s, each an undecoded group and its place; the reader decodes them,
+so that it can skip a bad one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = structlog.get_logger()
 OnBytes = Callable[[int], None]
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-"""Of the files that are read in a folder."""
+"""Suffixes of the files that are read in a folder."""
 SERVERS = ("http://", "https://")
 DATABASES = ("postgresql://", "postgres://", "sqlite://")
 _BUFFER = 1 << 20
@@ -40,20 +40,20 @@ _SQLITE = b"SQLite format 3\0"
 
 @dataclass(frozen=True)
 class Raw:
-    """A group that was not looked at yet; `decoded` raises InputError where it is no JSON."""
+    """An undecoded group; `decoded` raises InputError where it is not JSON."""
 
     place: str
     decoded: Callable[[], Any]
 
 
 def open_source(source: str, on_bytes: OnBytes | None = None) -> Iterator[Raw]:
-    """The groups of one source.
+    """Yields the groups of one source.
 
     Args:
-        on_bytes: told, now and then, how many more bytes of a file were read.
+        on_bytes: called now and then with the number of further bytes read.
 
     Raises:
-        NotFoundError: there is no such thing.
+        NotFoundError: there is no such source.
         InputError: a compressed file is damaged.
         ConfigError, StoreError: a store cannot be read.
     """
@@ -71,7 +71,8 @@ def open_source(source: str, on_bytes: OnBytes | None = None) -> Iterator[Raw]:
 
 
 def files_of(source: str) -> list[Path]:
-    """The JSONL files that a path, a folder or a glob names, sorted; no `.failures.jsonl`.
+    """Returns the JSONL files that a path, a folder or a glob names, sorted, without
+    `.failures.jsonl`.
 
     Raises:
         NotFoundError: there are none.
@@ -92,7 +93,7 @@ def files_of(source: str) -> list[Path]:
 
 
 def size_of(sources: Sequence[str]) -> int | None:
-    """Bytes of all `sources` as they lie on disk; None where one has no size."""
+    """Returns the bytes of all `sources` on disk; None where one has no size."""
     if any(one == "-" or one.startswith((*SERVERS, *DATABASES)) for one in sources):
         return None
     if any(_is_sqlite(Path(one)) for one in sources):
@@ -102,10 +103,10 @@ def size_of(sources: Sequence[str]) -> int | None:
 
 @contextlib.contextmanager
 def opened(path: Path, on_bytes: OnBytes | None = None) -> Iterator[IO[bytes]]:
-    """A file to read from, inflated where its name says that it is compressed.
+    """Opens a file for reading, decompressed as its name says.
 
     Args:
-        on_bytes: told of the bytes that are read of it, as they lie on disk.
+        on_bytes: called with the number of bytes read, as they are on disk.
 
     Raises:
         InputError: it is damaged.
@@ -127,7 +128,7 @@ def opened(path: Path, on_bytes: OnBytes | None = None) -> Iterator[IO[bytes]]:
 
 
 class _Counted(io.BufferedReader):
-    """A file that tells how many bytes are read of it."""
+    """A file that reports the bytes read."""
 
     def __init__(self, path: Path, on_bytes: OnBytes) -> None:
         super().__init__(_CountedRaw(path, on_bytes), _BUFFER)

@@ -1,8 +1,7 @@
-"""How token ids read, where the tokenizer of a model is on this machine.
+"""Turns token ids into text, with the tokenizers on this machine.
 
-In: the name of the model that sampled them. Out: a function from an id to its text. What holds: the
-network is never asked, and an id that is no text by itself (a part of a character, none of the
-vocabulary) has no text.
+In: the name of the model that sampled them. Out: a function from an id to its text. What holds: no
+network; an id that is not text by itself (part of a character, not in the vocabulary) has none.
 """
 
 from __future__ import annotations
@@ -22,14 +21,15 @@ _BROKEN: Final = "\ufffd"
 
 
 def token_texts(model: str, tokenizer: str = "") -> Callable[[int], str | None]:
-    """How the ids of `model` read.
+    """Returns a function from the ids of `model` to their texts.
 
     Args:
         tokenizer: folder of the tokenizer, or a model whose tokenizer is in the cache; unset: by
-            the name of the model.
+        the
+            name of the model.
 
     Raises:
-        ConfigError: `tokenizer` is given and is not there.
+        ConfigError: `tokenizer` is given and missing.
     """
     name = tokenizer or model
     folder = _simulated() if name == _SIMULATED else tokenizer_here(name)
@@ -68,7 +68,7 @@ def _texts_of(folder: Path) -> Callable[[int], str | None]:
             once, twice = vocabulary.decode([index]), vocabulary.decode([index, index])
         except OverflowError:
             return None
-        # Some tokenizers drop the space that begins a text.
+        # Some tokenizers drop a leading space.
         found = f" {once}" if twice == f"{once} {once}" else once
         return None if not found or _BROKEN in found else found
 

@@ -1,7 +1,7 @@
 """Traces of runs as files, `{model}/{label}/run_NNN.json` below one folder.
 
-A file appears whole or not at all; one that another program left torn is no trace, and is told as
-missing, so that its run is made again. `index.json` beside them says what there is.
+Files are written atomically; a damaged one counts as missing, so that its run is made again.
+`index.json` beside them lists what exists.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 def whole_trace(path: Path) -> Json | None:
-    """The trace in `path`; None where there is none, or a torn or wrong one."""
+    """Returns the trace in `path`; None where there is none, or a damaged or wrong one."""
     try:
         document = orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError):
@@ -32,13 +32,13 @@ def whole_trace(path: Path) -> Json | None:
 
 
 def check_same_run(trace: Json, wanted: Mapping[str, Any], path: Path) -> None:
-    """Makes sure that the trace in `path` is of the run that is wanted there.
+    """Checks that the trace in `path` is of the expected run.
 
     Args:
-        wanted: keys of a trace and what they must say.
+        wanted: keys of a trace and their expected values.
 
     Raises:
-        ConflictError: it is of another.
+        ConflictError: it is of another run.
     """
     for key, value in wanted.items():
         if trace.get(key) != value:
@@ -49,16 +49,16 @@ def check_same_run(trace: Json, wanted: Mapping[str, Any], path: Path) -> None:
 
 
 def write_trace(path: Path, trace: Json) -> None:
-    """Raises as `write_json`."""
+    """Writes a trace. Raises as `write_json`."""
     write_json(path, trace)
 
 
 def write_index(folder: Path, facts: Mapping[str, Any], paths: Iterable[Path]) -> None:
-    """Writes what traces there are, with how each ended.
+    """Writes the list of traces, with how each ended.
 
     Args:
-        facts: of all of them.
-        paths: of the traces; what is no whole one is left out.
+        facts: facts about all of them.
+        paths: of the traces; damaged ones are left out.
     """
     runs = []
     for path in sorted(paths):

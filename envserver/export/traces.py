@@ -1,9 +1,9 @@
 """One run as a trace: the steps thought, tool_call, tool_result, final and error, in order.
 
-In: a delivered rollout (`trace_of`), or any JSON (`problems_of_trace`). Out: a trace, what is wrong
-with one, or a trace as a unified trajectory (`unified_of_trace`). What holds of a good one: the
-schema; steps are numbered from 0; `tool` and `args` stand on tool calls alone; the outcome says
-what the steps say.
+In: a delivered rollout (`trace_of`), or any JSON (`problems_of_trace`). Out: a trace, the problems
+of one, or a trace as a unified trajectory (`unified_of_trace`). What holds for a valid one: the
+schema; steps are numbered from 0; only tool calls have `tool` and `args`; the outcome agrees with
+the steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 TYPES = ("thought", "tool_call", "tool_result", "final", "error")
 SOLVED = 0.999
-"""Rewards from here on count as everything (floats)."""
+"""Rewards from here on count as full (floats)."""
 
 _TEXT = {"type": "string"}
 _NAME = {"type": "string", "minLength": 1}
@@ -72,15 +72,16 @@ SCHEMA: Json = {
         },
     },
 }
-"""Keys beyond these are allowed everywhere."""
+"""Further keys are allowed everywhere."""
 
 
 def trace_of(rollout: StoredRollout, *, label: str = "auto", number: int = 1) -> Json:
-    """`rollout` as a trace: the one that its agent wrote (`output["trace"]`), else what it did.
+    """Returns `rollout` as a trace: the one its agent wrote (`output["trace"]`), else from its
+    actions.
 
     Args:
         label: "auto": `solved`, `partial` or `failed`, by its reward.
-        number: of the run among those of its model and label.
+        number: number of the run for its model and label.
     """
     label = label_of(rollout) if label == "auto" else label
     output = rollout.output
@@ -112,19 +113,19 @@ def trace_of(rollout: StoredRollout, *, label: str = "auto", number: int = 1) ->
 
 
 def label_of(rollout: StoredRollout) -> str:
-    """`solved`, `partial` or `failed`; `unscored` without a reward."""
+    """Returns `solved`, `partial` or `failed`; `unscored` without a reward."""
     if rollout.reward is None:
         return "unscored"
     return "solved" if rollout.reward >= SOLVED else "partial" if rollout.reward > 0 else "failed"
 
 
 def file_name(text: str) -> str:
-    """`text` as a name of a file: a model may be called "maker/model"."""
+    """Returns `text` as a file name: a model may be called "maker/model"."""
     return re.sub(r"[^\w.-]|^\.+", "_", text)
 
 
 def problems_of_trace(document: Any) -> list[str]:
-    """What is wrong with `document`, one line each; empty: it is a trace."""
+    """Returns the problems of `document`, one line each; empty for a valid trace."""
     problems = [
         f"{error.json_path}: {error.message[:200]}" for error in _validator().iter_errors(document)
     ]
@@ -132,11 +133,11 @@ def problems_of_trace(document: Any) -> list[str]:
 
 
 def unified_of_trace(trace: Json, *, domain: str = "swe") -> Json:
-    """A good trace as a unified trajectory: thoughts are `reason`, a call and its result are one
-    action, the final text is `finalize`, an error an action of that name.
+    """Returns a valid trace as a unified trajectory: thoughts are `reason`, a call and its result
+    one action, the final text `finalize`, an error an action of that name.
 
     Args:
-        domain: of it; the task's id begins with it.
+        domain: its domain; the task's id begins with it.
     """
     outcome, model = trace["outcome"], trace["model"]
     finals = [step["text"] for step in trace["steps"] if step["type"] == "final"]
@@ -168,7 +169,7 @@ def unified_of_trace(trace: Json, *, domain: str = "swe") -> Json:
 
 
 def _steps(actions: list[Json], limit: str | None) -> Iterator[Json]:
-    """The inverse of `_actions`; who was stopped by a limit has given no answer."""
+    """Inverts `_actions`; a run that a limit stopped has no answer."""
     for action in actions:
         tool, input, output = action["tool"], action["input"], action["output"]
         if tool == "reason":

@@ -14,7 +14,7 @@ from .traces import file_name, label_of, trace_of
 
 
 class Traces:
-    """Traces, numbered from 1 for each model and label in the order in which they come."""
+    """Traces, numbered from 1 for each model and label, in order of arrival."""
 
     name = "traces"
     suffix = ".json"

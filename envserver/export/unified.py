@@ -1,8 +1,8 @@
 """One rollout as a readable record: the unified trajectory, version 1.
 
-In: a trajectory and what its task was. Out: a dict of JSON (`unified`); of any such dict what is
-wrong with it (`problems_of`). What holds of a good one: the schema; steps are numbered 1 to n in
-the order of time; it began before it ended; every number is one.
+In: a trajectory and what its task was. Out: a dict of JSON (`unified`); for any such dict its
+problems (`problems_of`). What holds for a valid one: the schema; steps are numbered 1 to n in order
+of time; it started before it ended; every number is finite.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ SCHEMA: Json = {
         },
     },
 }
-"""Keys beyond these are allowed everywhere."""
+"""Further keys are allowed everywhere."""
 
 
 def unified(
@@ -104,16 +104,16 @@ def unified(
     source: str = "envserver",
     tokens: bool = False,
 ) -> Json:
-    """`trajectory` as a unified one.
+    """Returns `trajectory` as a unified one.
 
-    Where its agent logged no actions they are read off the conversation; a last action `finalize`
+    Where its agent logged no actions, they are read from the conversation; a last action `finalize`
     gives the answer, if none does.
 
     Args:
         ended_at: `time.time()` at its end.
-        question: unset: the first words of a user in the conversation.
-        final_answer: unset: what the output, or else the last message, says.
-        tokens: give the training rows, not the conversations only.
+        question: unset: the user's first message.
+        final_answer: unset: from the output, or else the last message.
+        tokens: include the training rows, not only the conversations.
     """
     if question is None:
         question = _first_question(trajectory.messages)
@@ -155,13 +155,13 @@ def unified_of(
     tokens: bool = False,
     source: str = "envserver",
 ) -> Json:
-    """A delivered rollout as a unified trajectory, by the same mapping as `unified`.
+    """Returns a delivered rollout as a unified trajectory, by the same mapping as `unified`.
 
-    `metadata.task_id` is that of its task, whatever the trajectory is called.
+    `metadata.task_id` is its task's id, whatever the trajectory is called.
 
     Args:
-        task_id: unset: that of its task, with the domain before it.
-        tokens: give the training rows, not the conversations only.
+        task_id: unset: its task's id, prefixed with the domain.
+        tokens: include the training rows, not only the conversations.
     """
     document = unified(
         _trajectory(rollout),
@@ -219,7 +219,7 @@ def _trajectory(rollout: StoredRollout) -> Trajectory:
 
 
 def actions_of(messages: list[Message]) -> list[Json]:
-    """The actions in a conversation: what was said is `reason`, each tool call is its own."""
+    """Returns the actions in a conversation: text is `reason`, each tool call is one action."""
     results = {
         message.get("tool_call_id"): message.get("content")
         for message in messages
@@ -241,10 +241,10 @@ def actions_of(messages: list[Message]) -> list[Json]:
 
 
 def problems_of(document: Any, *, domains: Collection[str] = DOMAINS) -> list[str]:
-    """What is wrong with `document`, one line each; empty: it is a unified trajectory.
+    """Returns the problems of `document`, one line each; empty for a unified trajectory.
 
     Args:
-        domains: those that there are.
+        domains: the known domains.
     """
     problems = [
         f"{error.json_path}: {error.message[:200]}" for error in _validator().iter_errors(document)
@@ -259,7 +259,7 @@ def problems_of(document: Any, *, domains: Collection[str] = DOMAINS) -> list[st
 
 
 def write_json(path: Path, document: Json) -> None:
-    """Writes `document` whole or not at all; folders above `path` are made.
+    """Writes `document` atomically; parent folders are made.
 
     Raises:
         StoreError: it cannot be written.
@@ -349,7 +349,7 @@ def _arguments(text: Any) -> Any:
 
 
 def _sequences(trajectory: Trajectory, tokens: bool) -> Iterator[Json]:
-    """One for each agent with its conversation; with tokens one for each row beside."""
+    """Yields the conversation of each agent; with tokens also each row."""
     rows = trajectory.sequences
     others = {other.agent for other in trajectory.others}
     main = next((row.agent for row in rows if row.agent not in others), None)

@@ -1,7 +1,7 @@
 """`--to unified`: `<domain>/<task_id>.json` below the folder, or JSONL.
 
-Ids are unique, and do not hang on the order in which groups come: a rollout of a group of several
-has eight digits behind its task's id that say which it is; one that was alone has the task's own.
+Ids are unique and independent of the order of groups: a rollout of a group of several has its
+task's id with eight digits that identify it; a single one has the task's own id.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Unified:
                 yield NamedFile(path, orjson.dumps(document, option=_INDENTED))
 
     def _unique(self, task_id: str, rollout: StoredRollout, alone: bool) -> str:
-        """An id that can name a file and is no other's, also where case does not count."""
+        """Returns an id that is a valid file name and unique, ignoring case."""
         which = hashlib.blake2b(rollout.rollout_id.encode(), digest_size=4).hexdigest()
         plain = _short(file_name(task_id))
         if alone and self._take(plain):

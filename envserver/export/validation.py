@@ -1,8 +1,8 @@
-"""Whether files hold unified trajectories: the schema, steps, times, numbers, and unique ids.
+"""Validates files of unified trajectories: schema, steps, times, numbers, and unique ids.
 
-In: files, folders and globs; of JSON one trajectory to a file, of JSONL one to a line. Out: every
-problem with its place, as it is found. What is remembered is twelve bytes of each task id: an id
-stands once in a file of lines, and once among the files of one folder.
+In: files, folders and globs; one trajectory for each JSON file, one for each line of JSONL. Out:
+every problem with its place, as it is found. A task id takes twelve bytes of memory; it must be
+unique within a file of lines, and among the files of one folder.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .documents import Document, documents, files_of
 from .unified import DOMAINS, problems_of
 
 Told = Callable[[int, int], None]
-"""Gets the documents and the bytes that were read so far."""
+"""Called with the numbers of documents and bytes read so far."""
 Bad = Callable[[str, str], None]
-"""Gets the place of a document (`file.json`; `file.jsonl, line 7`), and what is wrong with it."""
+"""Called with the place of a document (`file.json`; `file.jsonl, line 7`) and a problem."""
 
 
 @dataclass
 class Report:
-    """What was found.
+    """Counts of a validation.
 
     Args:
         files, bad_files: files; those with any problem.
@@ -46,8 +46,8 @@ def validate(
     """Checks every trajectory of `sources`.
 
     Args:
-        bad: told of each problem.
-        domains: those that there are.
+        bad: called for each problem.
+        domains: the known domains.
 
     Raises:
         NotFoundError: a source names no file.

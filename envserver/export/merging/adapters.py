@@ -1,9 +1,9 @@
-"""LoRA adapters, as the models that they make of their base.
+"""LoRA adapters, as the models they make of their base.
 
-In: a PEFT folder (`adapter_config.json`, `adapter_model.safetensors`) and the model below it. Out:
-that model's tensors with `scaling * B A` added to those that the adapter has, row by row as they
-are read, and those replaced that it saved whole (`modules_to_save`, biases). What holds: an adapter
-of a kind that is more than this is refused, never read as less than it is.
+In: a PEFT folder (`adapter_config.json`, `adapter_model.safetensors`) and its base model. Out: the
+base's tensors with `scaling * B A` added where the adapter has one, row by row as they are read,
+and with the tensors replaced that the adapter saved whole (`modules_to_save`, biases). What holds:
+an adapter with other features is refused, never misread.
 
 The names in the files and the scaling (`lora_alpha / r`, with `use_rslora` `lora_alpha / sqrt(r)`,
 patterns of ranks and alphas) are those of huggingface/peft.
@@ -48,7 +48,7 @@ _HINT: Final = "Load it with peft, call merge_and_unload() and save_pretrained()
 
 @dataclass(frozen=True)
 class _Pair:
-    """`scaling * B A`, [rows of the weight, columns of it]; turned where the weight is."""
+    """`scaling * B A`, [rows of the weight, columns of it]; transposed where the weight is."""
 
     a: Tensor
     b: Tensor
@@ -65,8 +65,8 @@ class Adapted:
     """A model with an adapter merged in; see `Model`.
 
     Raises:
-        InputError: the adapter is of another kind, or is not for this model.
-        NotFoundError: a file of it is missing.
+        InputError: the adapter is of another kind, or for another model.
+        NotFoundError: one of its files is missing.
     """
 
     def __init__(self, folder: Path, below: Model) -> None:
@@ -92,7 +92,7 @@ class Adapted:
         return [self.folder / _WEIGHTS, *self._below.files()]
 
     def raw(self, name: str, begin: int, end: int) -> bytes:
-        """See `Model`; of what the adapter leaves alone."""
+        """See `Model`; for tensors that the adapter does not change."""
         return self._below.raw(name, begin, end)
 
     def values(self, name: str, begin: int, end: int) -> Floats:
@@ -108,7 +108,7 @@ class Adapted:
         return values + part.reshape(-1) * np.asarray(pair.scaling, dtype=part.dtype)
 
     def _factors_of(self, name: str, pair: _Pair) -> tuple[Floats, Floats]:
-        """Read once for all pieces of a tensor."""
+        """Returns the factors, read once for all pieces of a tensor."""
         if self._factors is None or self._factors[0] != name:
             a, b = (_rows(one, 0, one.rows).reshape(one.shape) for one in (pair.a, pair.b))
             self._factors = (name, a, b)
@@ -170,12 +170,13 @@ class Adapted:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter, not a model."""
+    """Whether a folder holds an adapter rather than a model."""
     return (folder / CONFIG).is_file()
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """
+    """Reads adapter_config.json.
+
     Raises:
         InputError: it cannot be read.
     """
@@ -209,7 +210,7 @@ def _header(folder: Path) -> File:
 
 
 def _by_pattern(patterns: Any, module: str, otherwise: Any) -> Any:
-    """PEFT's rule: the first pattern that the module's name ends with, from a dot on."""
+    """Applies PEFT's rule: the first pattern that ends the module's name, at a dot."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value

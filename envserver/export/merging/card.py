@@ -1,7 +1,6 @@
-"""What a merged model is made of: `README.md` for people and the hub, `merge.json` for programs.
+"""Describes a merged model: `README.md` for people and the hub, `merge.json` for programs.
 
-Inputs are named by their folder's name and the sha256 of their weights, not by where they lie on
-somebody's machine.
+Inputs are named by their folder's name and the sha256 of their weights, never by a path.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from .tensors import Model
 from .writing import RECIPE
 
 _DIGITS: Final = 16
-"""Of a sha256, in the card; merge.json has all."""
+"""Digits of a sha256 in the card; merge.json has all."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """A model that went in: its part (base, rl, ...), the folder's name, sha256 by file."""
+    """An input model: its part (base, rl, ...), the folder's name, sha256 by file."""
 
     name: str
     files: dict[str, str]
@@ -46,7 +45,9 @@ class Facts:
 
 @dataclass(frozen=True)
 class Made:
-    """One model: its formula, alpha, sha256 of its weights, and what was copied from the base."""
+    """One merged model: its formula, alpha, sha256 of its weights, and files copied from the
+    base.
+    """
 
     formula: str
     alpha: float | None
@@ -62,7 +63,7 @@ def facts_of(
     method: str = "task arithmetic",
     versions: Mapping[str, str] | None = None,
 ) -> Facts:
-    """Reads every input's weights once more, for their sha256."""
+    """Collects the facts; reads every input's weights once more for their sha256."""
     digests: dict[Path, str] = {}
     inputs = []
     for folder, model in models.items():
@@ -84,7 +85,7 @@ def facts_of(
 
 
 def write_card(folder: Path, facts: Facts, made: Made) -> None:
-    """Puts README.md and merge.json into a merged model's folder."""
+    """Writes README.md and merge.json into a merged model's folder."""
     recipe = {**asdict(facts), **asdict(made)}
     text = json.dumps(recipe, indent=2, ensure_ascii=False) + "\n"
     (folder / RECIPE).write_text(text, encoding="utf-8")
@@ -131,6 +132,6 @@ def _file(folder: Path, path: Path) -> str:
 
 
 def digest_of(path: Path) -> str:
-    """sha256 of a file."""
+    """Returns the sha256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

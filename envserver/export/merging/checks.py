@@ -1,11 +1,11 @@
-"""Whether models can be added: the same tensors, the same architecture, the same tokens.
+"""Checks that models can be merged: same tensors, architecture and tokens.
 
-In: the base and the others, opened. Out: for each model under which name it has each tensor of the
-base, and notes of what differs without harm. Everything that forbids the merge is told at once.
+In: the base and the others, opened. Out: for each model its name of each tensor of the base, and
+notes on harmless differences. All reasons against a merge are reported at once.
 
 A tied output layer (`config.tie_word_embeddings`) may be stored or not: where the base stores
-`lm_head.weight` and another model does not, that model's is its embedding; where only the other one
-stores it, it has to equal its embedding, else the merge would lose it.
+`lm_head.weight` and another model does not, that model's embedding is used; where only the other
+model stores it, it must equal its embedding, else the merge would lose it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .tensors import Model, Tensor
 from .vocabulary import differences, has_tokenizer, same_template
 
 Names = Mapping[str, str | None]
-"""Tensor of the base -> its name in another model; None: that one has none."""
+"""Tensor of the base -> its name in another model; None where that model has none."""
 
 _SHOWN: Final = 5
 _HEADS: Final = ("lm_head.weight", "embed_out.weight")
@@ -41,13 +41,13 @@ _MEANINGLESS: Final = frozenset(
         *("gradient_checkpointing", "_attn_implementation_autoset"),
     )
 )
-"""In configs: what says nothing of what the weights mean."""
+"""Config keys that say nothing about the meaning of weights."""
 _ROWS_AT_A_TIME: Final = 4096
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """Differences that forbid a merge, unless they are allowed."""
+    """Differences that forbid a merge unless allowed."""
 
     config: bool = False
     tokenizer: bool = False
@@ -56,7 +56,7 @@ class Allowed:
 
 @dataclass
 class _Found:
-    """Why not, and what else there is to say."""
+    """Reasons against a merge, and notes."""
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -68,10 +68,10 @@ class _Found:
 def check(
     base: Model, others: Sequence[Model], allowed: Allowed
 ) -> tuple[dict[Path, Names], list[str]]:
-    """For each other model, by folder, how its tensors are called; and notes.
+    """Returns for each other model, by folder, its names of the tensors; and notes.
 
     Raises:
-        InputError: they cannot be added; the message has all reasons.
+        InputError: they cannot be merged; the message has all reasons.
     """
     found = _Found()
     _check_alone(base, found)
@@ -91,7 +91,7 @@ def check(
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A model's config.json; empty where there is none (an adapter's folder).
+    """Reads a model's config.json; empty where there is none (an adapter's folder).
 
     Raises:
         InputError: it cannot be read.
@@ -107,7 +107,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_alone(model: Model, found: _Found) -> None:
-    """Whether it can be added to anything."""
+    """Checks one model by itself."""
     config = read_config(model.described_by)
     if "quantization_config" in config:
         found.problems.append(
@@ -151,7 +151,7 @@ def _check_tensors(base: Model, other: Model, allowed: Allowed, found: _Found) -
 
 
 def _tied(other: Model, tensor: Tensor) -> Tensor | None:
-    """What a model that does not store its output layer uses in its place."""
+    """Returns what a model without a stored output layer uses in its place."""
     if not tensor.name.endswith(_HEADS):
         return None
     tied = read_config(other.described_by).get("tie_word_embeddings", True)

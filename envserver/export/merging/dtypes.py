@@ -1,7 +1,7 @@
-"""Numbers as safetensors files hold them, as numpy arrays, and back.
+"""Numbers in safetensors files as numpy arrays, and back.
 
-numpy has no bfloat16: its 16 bits are the upper half of a float32, so that reading is a shift and
-writing is rounding by integers. All numbers in files are little-endian. Names and sizes of dtypes:
+numpy has no bfloat16: its 16 bits are the upper half of a float32, so reading is a shift and
+writing is rounding on integers. All numbers in files are little-endian. Names and sizes of dtypes:
 the format's description in the README of huggingface/safetensors.
 """
 
@@ -23,7 +23,7 @@ SIZES: Final = {
 """Bytes of one number, by the dtype's name in a file."""
 
 FLOATS: Final = ("F64", "F32", "F16", "BF16")
-"""What can be added. All else (indices, masks, quantised weights) is only copied."""
+"""Dtypes that can be added. All others (indices, masks, quantised weights) are only copied."""
 
 _STORED: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _NAN: Final = 0x7FC0
@@ -31,7 +31,7 @@ _EXPONENT: Final = 0x7F80
 
 
 def decoded(data: bytes | bytearray | memoryview, dtype: str) -> Floats:
-    """The numbers of one of FLOATS: float64 for F64, float32 for all others, which is exact."""
+    """Decodes numbers of one of FLOATS: float64 for F64, float32 (exactly) for all others."""
     stored = np.frombuffer(data, dtype=_STORED[dtype])
     if dtype == "BF16":
         wide: NDArray[np.float32] = (stored.astype(np.uint32) << 16).view(np.float32)
@@ -40,7 +40,7 @@ def decoded(data: bytes | bytearray | memoryview, dtype: str) -> Floats:
 
 
 def encoded(values: Floats, dtype: str) -> NDArray[Any]:
-    """`values` as they are written; rounded to nearest, ties to even; too large is infinite."""
+    """Encodes `values`, rounded to nearest, ties to even; overflow becomes infinity."""
     if dtype == "BF16":
         return _to_bfloat16(values.astype(np.float32, copy=False))
     with np.errstate(over="ignore"):
@@ -48,7 +48,7 @@ def encoded(values: Floats, dtype: str) -> NDArray[Any]:
 
 
 def all_finite(stored: NDArray[Any], dtype: str) -> bool:
-    """Whether what `encoded` gave holds neither an infinity nor a NaN."""
+    """Whether the result of `encoded` holds neither an infinity nor a NaN."""
     if dtype == "BF16":
         return not bool(((stored & _EXPONENT) == _EXPONENT).any())
     return bool(np.isfinite(stored).all())

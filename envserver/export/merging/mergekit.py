@@ -1,9 +1,9 @@
 """Methods other than arithmetic (ties, dare_ties, slerp, ...), by mergekit where it is installed.
 
-In: a base and others with weights. Out: the folder that `mergekit-yaml CONFIG FOLDER` writes, whole
-or not at all, with our card. Our checks of tensors, configs and tokenizers come first. The form of
-the YAML is that of arcee-ai/mergekit's README and docs/merge_methods.md; mergekit brings torch, and
-is no part of any extra of ours.
+In: a base and others with weights. Out: the folder that `mergekit-yaml CONFIG FOLDER` writes,
+complete or absent, with our card. Our checks of tensors, configs and tokenizers come first. The
+YAML's form is that of arcee-ai/mergekit's README and docs/merge_methods.md; mergekit requires torch
+and is not part of any extra.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _WITHOUT_BASE: Final = ("linear", "multislerp", "karcher")
 
 @dataclass(frozen=True)
 class Method:
-    """A method of mergekit's.
+    """A method of mergekit.
 
     Args:
-        name: as `merge_method` has it.
-        density: what is kept of each difference; unset: the method's own.
-        parameters: further ones, for all models.
+        name: mergekit's `merge_method`.
+        density: share of each difference that is kept; unset: the method's default.
+        parameters: further parameters, for all models.
     """
 
     name: str
@@ -57,13 +57,13 @@ def merge_with(
     allowed: Allowed | None = None,
     overwrite: bool = False,
 ) -> list[str]:
-    """Runs mergekit, whose own words go to this process's error output.
+    """Runs mergekit, whose output goes to this process's stderr.
 
     Returns:
-        Notes of what differs between the inputs without harm.
+        Notes on harmless differences between the inputs.
 
     Raises:
-        ConfigError: mergekit is not installed, or the method takes no such models.
+        ConfigError: mergekit is not installed, or the method does not take these models.
         EnvserverError: mergekit failed.
         Others as for `merge`.
     """
@@ -94,10 +94,10 @@ def merge_with(
 
 
 def config_of(method: Method, recipe: Recipe) -> dict[str, Any]:
-    """What mergekit reads.
+    """Returns mergekit's configuration.
 
     Raises:
-        ConfigError: the method takes no such models.
+        ConfigError: the method does not take these models.
     """
     if any(one.minus is not None for one in recipe.vectors) or recipe.alphas != (1.0,):
         raise ConfigError(
@@ -128,9 +128,10 @@ def config_of(method: Method, recipe: Recipe) -> dict[str, Any]:
 
 
 def find_program() -> str:
-    """
+    """Finds the program.
+
     Raises:
-        ConfigError: there is none.
+        ConfigError: it is not installed.
     """
     beside = Path(sys.executable).with_name(PROGRAM)
     found = shutil.which(PROGRAM) or (str(beside) if beside.is_file() else None)
@@ -150,7 +151,7 @@ def _model(folder: Path, weight: float, method: Method) -> dict[str, Any]:
 
 
 def _run(program: str, config: Mapping[str, Any], folder: Path) -> str:
-    """mergekit's version, as far as it is known.
+    """Runs the program; returns mergekit's version, as far as known.
 
     Raises:
         EnvserverError: it failed.
@@ -167,14 +168,14 @@ def _run(program: str, config: Mapping[str, Any], folder: Path) -> str:
 
 
 def _version(program: str) -> str:
-    """Of the package that stands beside the program."""
+    """Returns the version of the package beside the program."""
     libraries = Path(program).resolve().parent.parent.glob("lib/python*/site-packages/mergekit-*")
     names = sorted(path.name.split("-")[1].removesuffix(".dist") for path in libraries)
     return names[0] if names else "unknown"
 
 
 def _portable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with the folders' names, without where they lie."""
+    """Returns the configuration with the names of folders instead of their paths."""
     models = [{**one, "model": Path(one["model"]).name} for one in config["models"]]
     portable = {**config, "models": models}
     if "base_model" in config:

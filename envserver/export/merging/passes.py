@@ -1,7 +1,7 @@
-"""The one pass: every tensor of all models is read once, piece by piece, for all alphas.
+"""The one pass: reads every tensor of all models once, piece by piece, for all alphas.
 
-In: a recipe. Out: a folder for each alpha, with the base's files, their layout and dtypes. What
-holds: beside headers and LoRA factors, `PIECE` numbers a model and a few arrays of that length are
+In: a recipe. Out: a folder for each alpha, with the base's files, layout and dtypes. What holds:
+beside headers and LoRA factors, `PIECE` numbers of each model and a few arrays of that length are
 in memory at a time.
 """
 
@@ -26,16 +26,16 @@ from .tensors import File, Model, Tensor, Weights
 from .writing import Report, WeightsWriter, appearing, check_places, copy_rest, write_index
 
 PIECE: Final = 1 << 20
-"""Numbers of a tensor that are merged at a time; a longer row is one piece."""
+"""Numbers of a tensor merged at a time; a longer row is one piece."""
 
 
 @dataclass(frozen=True)
 class Merged:
-    """What was made.
+    """The result of a merge.
 
     Args:
         folders: one for each alpha, in the recipe's order.
-        notes: what differs between the inputs without harm.
+        notes: harmless differences between the inputs.
     """
 
     folders: list[Path]
@@ -44,7 +44,7 @@ class Merged:
 
 @dataclass(frozen=True)
 class _Term:
-    """A vector of the recipe, opened; `minus` None is the base."""
+    """A vector of the recipe, opened; `minus` None stands for the base."""
 
     plus: Model
     minus: Model | None
@@ -64,16 +64,16 @@ def merge(
     """Writes a model for each alpha.
 
     Args:
-        places: their folders, one for each of `recipe.alphas`; made here, whole or not at all.
-        allowed: differences between the inputs that are no errors.
-        allow_not_finite: write infinities and NaNs, too.
-        overwrite: replace models that were merged before.
-        begin, report: get the bytes of the base's weights: first all, then those done.
+        places: output folders, one for each of `recipe.alphas`; complete or absent.
+        allowed: differences between the inputs that are accepted.
+        allow_not_finite: also write infinities and NaNs.
+        overwrite: replace models of an earlier merge.
+        begin, report: called with bytes of the base's weights: the total, then each part done.
 
     Raises:
         NotFoundError: an input is missing.
         InputError: an input is broken, they do not fit together, or a merged value is not finite.
-        ConflictError: there is something at one of `places`.
+        ConflictError: one of `places` exists.
         StoreError: the output cannot be written.
     """
     with ExitStack() as stack:
@@ -105,7 +105,7 @@ def write_index_if_several(folder: Path, parts: Sequence[File]) -> None:
 
 
 class _Pass:
-    """All pieces of all tensors, once."""
+    """One pass over all pieces of all tensors."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class _Pass:
         self._report = report
 
     def run(self, folders: Sequence[Path]) -> list[dict[str, str]]:
-        """Writes the weights of each alpha; for each the sha256 of its files."""
+        """Writes the weights of each alpha; returns for each the sha256 of its files."""
         digests: list[dict[str, str]] = [{} for _ in folders]
         for part in self._base.parts:
             with ExitStack() as stack:
@@ -167,7 +167,7 @@ class _Pass:
     def _vector(
         self, term: _Term, tensor: Tensor, base: Floats, begin: int, end: int
     ) -> Floats | None:
-        """`plus - minus`; None where one of them lacks the tensor."""
+        """Returns `plus - minus`; None where one of them lacks the tensor."""
         plus = self._values(term.plus, tensor, begin, end)
         minus = base if term.minus is None else self._values(term.minus, tensor, begin, end)
         if plus is None or minus is None:
@@ -181,7 +181,7 @@ class _Pass:
         return None if name is None else model.values(name, begin, end)
 
     def _common(self, tensor: Tensor, begin: int, end: int) -> bytes:
-        """What is no float, and has to be the same in all models."""
+        """Returns a tensor that is not a float and must be equal in all models."""
         data = self._base.raw(tensor.name, begin, end)
         for model in [one for term in self._terms for one in (term.plus, term.minus) if one]:
             name = self._names[model.folder][tensor.name]
@@ -205,7 +205,7 @@ def _sum(
 
 
 def _pieces(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    """Rows from, to."""
+    """Yields ranges of rows, (from, to)."""
     if not tensor.size:
         return
     step = max(1, PIECE // tensor.row_size)
@@ -225,7 +225,9 @@ def _opened_base(folder: Path) -> Weights:
 def _open_others(
     recipe: Recipe, base: Weights, stack: ExitStack
 ) -> tuple[dict[Path, Model], list[str]]:
-    """Every folder of the recipe but the base, once, and notes of what adapters are merged into."""
+    """Opens every folder of the recipe but the base once; returns notes on the bases of
+    adapters.
+    """
     notes: list[str] = []
     open_weights = functools.cache(lambda folder: stack.enter_context(Weights(folder)))
     opened: dict[Path, Model] = {}

@@ -20,7 +20,7 @@ class Vector:
     """A difference of two models and its weight.
 
     Args:
-        minus: None: the base.
+        minus: None stands for the base.
     """
 
     plus: Path
@@ -33,7 +33,7 @@ class Recipe:
     """A base and what is added to it, once for each alpha.
 
     Raises:
-        ConfigError: nothing is added, or a number is none.
+        ConfigError: nothing is added, or a number is invalid.
     """
 
     base: Path
@@ -54,7 +54,7 @@ class Recipe:
                 raise ConfigError(f"{number} is no weight: it must be finite.")
 
     def formula(self, alpha: str = "alpha") -> str:
-        """In words, with the folders' names."""
+        """Returns the formula as text, with the folders' names."""
         parts = [
             f"{'' if one.weight == 1 else f'{one.weight:g} * '}"
             f"({one.plus.name} - {(one.minus or self.base).name})"
@@ -65,10 +65,10 @@ class Recipe:
 
 
 def parse_parts(words: Sequence[str]) -> tuple[Vector, ...]:
-    """`DIR=0.3` as a difference from the base; `DIR` alone has the weight 1.
+    """Parses `DIR=0.3` as a difference from the base; `DIR` alone has the weight 1.
 
     Raises:
-        ConfigError: what follows the last `=` is no number.
+        ConfigError: the text after the last `=` is not a number.
     """
     vectors = []
     for word in words:

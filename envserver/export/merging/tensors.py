@@ -1,9 +1,9 @@
-"""Weights in safetensors files, read in pieces.
+"""Reads weights from safetensors files in pieces.
 
-In: a folder with `model.safetensors`, or with shards and `model.safetensors.index.json`. Out: what
-each tensor is and where it lies, and its numbers, so many rows at a time. What holds: headers are
-checked against the files before anything is read (sizes, ranges, overlaps; a hostile one cannot
-make us read elsewhere); nothing is kept in memory but the headers.
+In: a folder with `model.safetensors`, or with shards and `model.safetensors.index.json`. Out: the
+description and place of each tensor, and its numbers, some rows at a time. What holds: headers are
+checked against the files before anything is read (sizes, ranges, overlaps; a hostile header cannot
+make us read elsewhere); only the headers stay in memory.
 
 The format, from the README of huggingface/safetensors: eight bytes with the length of a JSON
 header, the header (`name -> {dtype, shape, data_offsets}`, and strings under `__metadata__`), then
@@ -28,16 +28,16 @@ from .dtypes import FLOATS, SIZES, Floats, decoded
 INDEX: Final = "model.safetensors.index.json"
 WHOLE: Final = "model.safetensors"
 LONGEST_HEADER: Final = 100_000_000
-"""Bytes; the format's own limit."""
+"""Maximum bytes of a header; the format's own limit."""
 _LENGTH: Final = 8
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where a tensor lies.
+    """The place of a tensor.
 
     Args:
-        start: of its first byte in the file.
+        start: offset of its first byte in the file.
     """
 
     name: str
@@ -48,17 +48,17 @@ class Tensor:
 
     @property
     def rows(self) -> int:
-        """Its length along the first axis; 1 for a single number."""
+        """Returns its length along the first axis; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     @property
     def row_size(self) -> int:
-        """Numbers in a row."""
+        """Returns the numbers in a row."""
         return math.prod(self.shape[1:])
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Returns its size in bytes."""
         return self.rows * self.row_size * SIZES[self.dtype]
 
     @property
@@ -77,24 +77,24 @@ class Model(Protocol):
 
     @property
     def described_by(self) -> Path:
-        """The folder with its config.json."""
+        """Returns the folder with its config.json."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]: ...
 
     def values(self, name: str, begin: int, end: int) -> Floats:
-        """Rows `begin` to `end` of a tensor of floats, as one flat array."""
+        """Returns rows `begin` to `end` of a tensor of floats, as one flat array."""
 
     def raw(self, name: str, begin: int, end: int) -> bytes:
-        """The bytes of rows of any tensor, as they are stored."""
+        """Returns the stored bytes of rows of any tensor."""
 
     def files(self) -> Sequence[Path]:
-        """What holds its weights."""
+        """Returns the files with its weights."""
 
 
 @dataclass(frozen=True)
 class File:
-    """One safetensors file: its tensors in the order in which they lie."""
+    """One safetensors file; its tensors in file order."""
 
     path: Path
     tensors: tuple[Tensor, ...]
@@ -102,11 +102,11 @@ class File:
 
 
 class Weights:
-    """The weights of a folder; a context manager, which closes its files.
+    """The weights of a folder; a context manager that closes its files.
 
     Raises:
         NotFoundError: there is no such folder, or no safetensors file in it.
-        InputError: a file, or the index of shards, is broken.
+        InputError: a file or the index of shards is broken.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -156,10 +156,10 @@ class Weights:
 
 
 def read_header(path: Path) -> File:
-    """What a safetensors file holds.
+    """Reads the header of a safetensors file.
 
     Raises:
-        InputError: it is none, or broken; the message says in which way.
+        InputError: the file is of another kind or broken; the message says how.
     """
     try:
         size = path.stat().st_size
@@ -202,17 +202,18 @@ def _tensor(path: Path, name: str, said: Any, begin: int, size: int) -> Tensor:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """
+    """Returns the files with the weights.
+
     Raises:
         NotFoundError: there are none.
-        InputError: the index names what is no file beside it.
+        InputError: the index names a file that is missing.
     """
     if not folder.is_dir():
         raise NotFoundError(
             f"There is no folder {folder}.",
             hint="A model on the hub is fetched by `hf download NAME --local-dir DIR`.",
         )
-    # transformers, too, takes the whole file where both are.
+    # transformers also prefers the single file where both exist
     if (folder / WHOLE).is_file():
         return [folder / WHOLE]
     if (folder / INDEX).is_file():
@@ -230,7 +231,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Tensor -> file of a model in shards.
+    """Reads the index of a sharded model: tensor -> file.
 
     Raises:
         InputError: the index is broken.

@@ -1,7 +1,7 @@
-"""Whether tokenizers mean the same text by the same ids, and if not, what differs.
+"""Compares tokenizers: do they give the same ids to the same text?
 
-In: two models' folders. Out: differences in words, the first few of each kind. Weights can only be
-added row by row where row i belongs to the same token in all models.
+In: two models' folders. Out: the first few differences of each kind, as text. Weights can be added
+row by row only where row i belongs to the same token in all models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHOWN: Final = 4
 
 
 def differences(base: Path, other: Path) -> list[str]:
-    """What differs between two tokenizers; nothing where one of the folders has none.
+    """Returns the differences of two tokenizers; none where a folder has no tokenizer.
 
     Raises:
         InputError: a tokenizer cannot be read.
@@ -44,9 +44,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def same_template(base: Path, other: Path) -> bool:
-    """Whether both render conversations alike; so said, too, where one has no template of its own
-    file.
-    """
+    """Whether both render conversations alike; True where one has no template file."""
     ours, theirs = base / _TEMPLATE, other / _TEMPLATE
     return not (ours.is_file() and theirs.is_file()) or _same_bytes(ours, theirs)
 
@@ -86,7 +84,7 @@ def _added(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merges(tokenizer: Mapping[str, Any]) -> list[str]:
-    """In one form: older files have `a b`, newer ones `[a, b]`."""
+    """Returns the merges in one form: older files have `a b`, newer ones `[a, b]`."""
     merges = (tokenizer.get("model") or {}).get("merges") or []
     return [one if isinstance(one, str) else " ".join(one) for one in merges]
 

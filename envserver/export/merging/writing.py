@@ -1,8 +1,8 @@
-"""Merged weights on disk: safetensors files written in pieces, folders that appear when whole.
+"""Writes merged weights: safetensors files in pieces, folders that appear when complete.
 
-In: what each file will hold, then the numbers in that order. Out: files with the layout of the
-base's. What holds: a folder has its name only when all of it is on disk; what is given up leaves
-nothing but the folders that were there before.
+In: the description of each file, then the numbers in that order. Out: files with the layout of the
+base's. What holds: a folder gets its name only when all of it is on disk; an aborted merge leaves
+nothing but the folders that existed before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from envserver_records.errors import ConflictError, StoreError, StoreFull
 from .tensors import INDEX, File
 
 RECIPE: Final = "merge.json"
-"""In each folder of ours: the recipe, for programs."""
+"""Name of the recipe for programs in each folder of ours."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ALIGNMENT: Final = 8
 _UNFINISHED: Final = ".merging-"
@@ -33,10 +33,10 @@ _YOUNG_SECONDS: Final = 10
 
 
 class WeightsWriter:
-    """One safetensors file; `write` takes its tensors' bytes in their order.
+    """Writes one safetensors file; `write` takes the tensors' bytes in order.
 
     Args:
-        like: whose names, dtypes, shapes, order and metadata it has.
+        like: the file whose names, dtypes, shapes, order and metadata are used.
     """
 
     def __init__(self, path: Path, like: File) -> None:
@@ -47,16 +47,16 @@ class WeightsWriter:
         self._put(_header(like))
 
     def write(self, data: Any) -> None:
-        """The next bytes (anything with a buffer)."""
+        """Writes the next bytes (anything with a buffer)."""
         view = memoryview(data).cast("B")
         self._missing -= len(view)
         self._put(view)
 
     def close(self) -> str:
-        """Puts the file on disk; the sha256 of it.
+        """Syncs the file to disk; returns its sha256.
 
         Raises:
-            ValueError: bytes are missing, or are too many.
+            ValueError: there are too few or too many bytes.
         """
         if self._missing:
             raise ValueError(f"{self.path.name} lacks {self._missing} bytes")
@@ -91,7 +91,7 @@ def _header(like: File) -> bytes:
 
 
 def write_index(folder: Path, files: Sequence[File]) -> None:
-    """The index of shards, where there are several."""
+    """Writes the index of shards, where there are several."""
     tensors = [tensor for file in files for tensor in file.tensors]
     index = {
         "metadata": {"total_size": sum(tensor.size for tensor in tensors)},
@@ -101,13 +101,13 @@ def write_index(folder: Path, files: Sequence[File]) -> None:
 
 
 def check_places(places: Sequence[Path], size: int, *, overwrite: bool) -> None:
-    """Whether all of `places` are free and the disk has `size` bytes; clears what killed merges
-    left beside them first.
+    """Checks that all of `places` are free and the disk has `size` bytes, after removing leftovers
+    of killed merges.
 
     Raises:
-        ConflictError: there is something.
-        StoreFull: there is not enough room; nothing was written.
-        StoreError: the folder above cannot be made.
+        ConflictError: one of them exists.
+        StoreFull: there is not enough space; nothing was written.
+        StoreError: the parent folder cannot be made.
     """
     for place in places:
         taken = place.is_file() or (place.is_dir() and any(place.iterdir()))
@@ -131,7 +131,7 @@ def check_places(places: Sequence[Path], size: int, *, overwrite: bool) -> None:
 
 @contextmanager
 def appearing(places: Sequence[Path]) -> Iterator[list[Path]]:
-    """Folders to write in, which become `places` at the end; after an error nothing of them stays.
+    """Yields folders that become `places` at the end; after an error nothing of them remains.
 
     Raises:
         StoreFull: the disk became full.
@@ -156,12 +156,12 @@ def appearing(places: Sequence[Path]) -> Iterator[list[Path]]:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[bool]:
-    """Locks a folder for as long as its process lives; whether that could be done."""
+    """Locks a folder for the life of its process; yields whether that succeeded."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # another's, or a file system without locks
+        except OSError:  # locked by another process, or a file system without locks
             yield False
         else:
             yield True
@@ -170,10 +170,10 @@ def _held(folder: Path) -> Iterator[bool]:
 
 
 def _clear_leftovers(above: Path) -> None:
-    """Removes what merges left there that were killed: folders that nobody holds.
+    """Removes the leftovers of killed merges: folders that nobody has locked.
 
-    One with a model that was being replaced stays: it may be the only copy. So does a young one:
-    between its making and its lock nobody holds it.
+    A folder with a model that was being replaced stays: it may be the only copy. So does a recent
+    one: it is not locked between its creation and its lock.
     """
     for folder in above.glob(f"{_UNFINISHED}*"):
         try:
@@ -183,7 +183,7 @@ def _clear_leftovers(above: Path) -> None:
             with _held(folder) as is_dead:
                 if is_dead:
                     shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # it is no folder, not ours, or gone meanwhile: the merge does not need it
+        except OSError:  # not a folder, not ours, or gone meanwhile: the merge does not need it
             continue
 
 
@@ -220,7 +220,7 @@ _TEMPLATES: Final = "additional_chat_templates"
 
 
 def copy_rest(base: Path, folder: Path) -> list[str]:
-    """Config, tokenizer, chat template, generation config: all of a model but its weights.
+    """Copies config, tokenizer, chat template and generation config: all but the weights.
 
     Returns:
         Names of the files.
@@ -236,4 +236,4 @@ def copy_rest(base: Path, folder: Path) -> list[str]:
 
 
 Report = Callable[[int], None]
-"""Called with so many bytes more that are done."""
+"""Called with the number of further bytes done."""

@@ -1,4 +1,4 @@
-"""Data for supervised fine-tuning: per tool from unified trajectories, or from whole data sets.
+"""Data for supervised fine-tuning: by tool from unified trajectories, or from whole data sets.
 
     trajectories  files of unified trajectories -> trajectories, in the order of their paths
     templates     a YAML file -> what a trajectory's action becomes: an instruction and an output
@@ -6,9 +6,9 @@
     data_rows     a file or a data set of the hub -> rows
     router, math_rows, code_rows   a row -> an example, or why it is dropped
     prepare       rows -> train.jsonl, validation.jsonl, test.jsonl and summary.json
-    splits        which rows are trained on: pure, and the same for the same seed
-    spool         rows that wait on disk for their turn: a few bytes of memory each
-    folder        a folder that appears whole or not at all
+    splits        which rows are for training: pure, deterministic in the seed
+    spool         rows that wait on disk: a few bytes of memory each
+    folder        a folder that is complete or absent
     upload        a finished folder -> another folder, a bucket, or the hub
 
 Formats and orders are those of the public repositories ojo1996/VideoMultiAgents_HOEY

@@ -1,6 +1,6 @@
-"""Programs with instructions (OpenCoder-LLM/opc-sft-stage2): a conversation, or why it is none.
+"""Converts programs with instructions (OpenCoder-LLM/opc-sft-stage2) to conversations.
 
-Whether the program passes its tests says the environment `code`, where rows are verified.
+Whether a program passes its tests is judged by the environment `code`, where rows are verified.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_INSTRUCTION_CHARACTERS = 4000
 
 
 def example_of(row: Json) -> Example | str:
-    """The example of `row`, or why it is dropped."""
+    """Returns the example of `row`, or why it is dropped."""
     instruction, output = row.get("instruction"), row.get("output")
     if not isinstance(instruction, str) or not instruction.strip():
         return "no instruction"

@@ -1,7 +1,8 @@
-"""Rows of a data set, in its order: JSONL, JSON or Parquet files, folders of them, or the hub.
+"""Yields the rows of a data set, in order: JSONL, JSON or Parquet files, folders of them, or the
+hub.
 
-Yields dicts, None for a line that is no JSON object; one row is in memory at a time (of `.json` all
-of a file).
+Yields dicts, None for a line that is not a JSON object. One row is in memory at a time (for `.json`
+a whole file).
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?")
 
 
 def rows_of(source: str, *, limit: int | None = None, split: str = "train") -> Iterator[Row | None]:
-    """The rows of `source`.
+    """Yields the rows of `source`.
 
     Args:
         source: a file, a folder, or a name on the hub: `owner/name` or `owner/name:config`.
-        limit: only so many, the first ones.
-        split: which one of the hub's.
+        limit: maximum number of rows.
+        split: split of a hub data set.
 
     Raises:
         NotFoundError: there is no such file.
         InputError: a file cannot be read.
-        ConfigError: a library that is needed is not installed, or the hub does not have it.
+        ConfigError: a required library is not installed, or the hub does not have it.
     """
     return itertools.islice(_rows(source, split), limit)
 

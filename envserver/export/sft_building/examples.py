@@ -1,7 +1,7 @@
-"""What a data set's row becomes: an example to be trained on, or the reason why it is dropped.
+"""Turns a row of a data set into a training example, or a reason to drop it.
 
-Two forms: `messages`, a conversation that a model's own chat template is applied to when it is
-trained; `prompt`, {"prompt", "completion"}, of which only the completion is trained.
+Two forms: `messages`, a conversation that gets the model's chat template at training time;
+`prompt`, {"prompt", "completion"}, of which only the completion is trained.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Form = Literal["messages", "prompt"]
 
 @dataclass(frozen=True)
 class Example:
-    """One row to be trained on.
+    """One training example.
 
     Args:
         prompt: text, or a conversation.
-        completion: what the model is to say.
-        row: what the environment knows the task by, when completions are verified.
-        facts: names that the summary counts, by the histogram they belong to.
+        completion: the model's part.
+        row: the task row for the environment, when completions are verified.
+        facts: names that the summary counts, by histogram.
     """
 
     prompt: str | list[Message]
@@ -35,7 +35,7 @@ class Example:
     facts: dict[str, list[str]]
 
     def as_row(self, form: Form, template: Template | None = None) -> Json:
-        """The line of the file.
+        """Returns the line of the file.
 
         Args:
             template: a conversation -> text before its completion, and with it.
@@ -61,14 +61,15 @@ Template = Callable[[list[Message], str], tuple[str, str]]
 
 
 def template_of(tokenizer: str) -> Template:
-    """The chat template of a tokenizer: renders a conversation before and with its completion.
+    """Loads the chat template of a tokenizer: renders a conversation before and with its
+    completion.
 
     Args:
         tokenizer: a folder, or a name on the hub.
 
     Raises:
-        ConfigError: transformers is not installed, there is no such tokenizer, or it has no
-            template, or one whose conversation does not go on from its prompt.
+        ConfigError: transformers is not installed, there is no such tokenizer, or its template is
+            missing or does not extend its own prompt.
     """
     try:
         from transformers import AutoTokenizer

@@ -1,7 +1,7 @@
-"""A folder of data that appears whole or not at all.
+"""A folder of data that is complete or absent.
 
-It is written beside its place, synced, and renamed. A folder that an earlier run of the same
-command made is replaced, at the end; any other that holds something is left alone.
+It is written beside its place, synced, and renamed. A folder of an earlier run of the same command
+is replaced at the end; any other non-empty folder is left alone.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from envserver_records.errors import ConfigError, StoreError, StoreFull
 
 @contextlib.contextmanager
 def new_folder(place: Path, *, mark: str) -> Iterator[Path]:
-    """A folder to write into, which is `place` when the block ends well, and else is gone.
+    """Yields a folder that becomes `place` when the block succeeds, and is removed otherwise.
 
     Args:
-        mark: a file that every such folder has (`SUMMARY.json`): what has it may be replaced.
+        mark: a file that every such folder has (`SUMMARY.json`); a folder with it may be replaced.
 
     Raises:
-        ConfigError: `place` is a file, or a folder that holds something else.
+        ConfigError: `place` is a file, or a folder with other contents.
         StoreError: it cannot be written.
     """
     _refuse(place, mark)
@@ -45,10 +45,10 @@ def new_folder(place: Path, *, mark: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def storing(place: Path) -> Iterator[None]:
-    """Errors of the file system become ours.
+    """Converts errors of the file system to typed errors.
 
     Raises:
-        StoreFull: there is no room.
+        StoreFull: there is no space.
         StoreError: anything else.
     """
     try:
@@ -61,7 +61,8 @@ def storing(place: Path) -> Iterator[None]:
 
 
 def write_lines(path: Path, lines: Iterable[bytes]) -> str:
-    """Writes a file to disk, folders above it included; the sha256 of its bytes, in hexadecimal."""
+    """Writes a file to disk, and its parent folders; returns the sha256 of its bytes, in
+    hexadecimal."""
     digest = hashlib.sha256()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
@@ -74,7 +75,7 @@ def write_lines(path: Path, lines: Iterable[bytes]) -> str:
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
-    """Writes JSON for people: two spaces, keys in their order, no newline at the end."""
+    """Writes JSON for people: two spaces, keys in order, no newline at the end."""
     write_lines(path, [json.dumps(summary, indent=2).encode()])
 
 
@@ -89,7 +90,7 @@ def _refuse(place: Path, mark: str) -> None:
 
 
 def _put(beside: Path, place: Path) -> None:
-    """Renames; what stood there before is gone only when the new one stands."""
+    """Renames; the old folder is removed only once the new one is in place."""
     old = place.with_name(f".{place.name}.{os.getpid()}.old")
     if place.exists():
         place.rename(old)

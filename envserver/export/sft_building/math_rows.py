@@ -1,6 +1,6 @@
-"""Problems with worked solutions (XenArcAI/MathX-5M): a tutor's conversation, or why it is none.
+"""Converts problems with worked solutions (XenArcAI/MathX-5M) to a tutor's conversations.
 
-Whether the solution's boxed answer is the expected one says the environment `math`, where rows are
+Whether the solution's boxed answer is right is judged by the environment `math`, where rows are
 verified (`prepare`).
 """
 
@@ -21,7 +21,7 @@ _SOLUTION = ("generated_solution", "solution", "output", "response")
 
 
 def example_of(row: Json) -> Example | str:
-    """The example of `row`, or why it is dropped."""
+    """Returns the example of `row`, or why it is dropped."""
     problem, solution = _text(row, _PROBLEM), _text(row, _SOLUTION)
     if problem is None:
         return "no problem"
@@ -32,6 +32,6 @@ def example_of(row: Json) -> Example | str:
 
 
 def _text(row: Json, names: tuple[str, ...]) -> str | None:
-    """The first of these that says something."""
+    """Returns the first non-empty field of these."""
     found = (row.get(name) for name in names)
     return next((text.strip() for text in found if isinstance(text, str) and text.strip()), None)

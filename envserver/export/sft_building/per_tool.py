@@ -1,8 +1,9 @@
-"""Rows for each tool from unified trajectories: OUT/TOOL/train.jsonl, val.jsonl, and SUMMARY.json.
+"""Builds rows for each tool from unified trajectories: OUT/TOOL/train.jsonl, val.jsonl,
+SUMMARY.json.
 
-In: files of trajectories, and templates. Out: of each action whose tool has a template one row,
+In: files of trajectories, and templates. Out: one row for each action whose tool has a template,
 {"tool", "instruction", "output", "meta": {"task_id", "domain", "step"}}, or the same as
-conversations. Rows stand in the order that `splits` gives; memory is a few bytes a row.
+conversations. `splits` gives the order of rows; each row takes a few bytes of memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .templates import Shown, Templates, instruction_of, response_of
 Json = dict[str, Any]
 Form = Literal["rows", "messages"]
 Told = Callable[[int, int], None]
-"""Gets the trajectories and the bytes that were read so far."""
+"""Called with the numbers of trajectories and bytes read so far."""
 
 SUMMARY = "SUMMARY.json"
 
@@ -35,12 +36,12 @@ class Choice:
     """Which rows there are, and how they are split.
 
     Args:
-        seed: of the shuffle.
-        val_ratio: share of each tool's rows that is held out, rounded down, at least one row.
-        strict_split: a tool's lone row is trained on; else it is in both parts.
-        group_by: "task_id": all rows of a task are on one side, over all tools.
-        min_reward: only trajectories with at least this reward; one without a reward is none.
-        form: rows, or messages.
+        seed: shuffle seed.
+        val_ratio: held-out share of each tool's rows, rounded down, at least one row.
+        strict_split: a tool's only row is for training; else it is in both parts.
+        group_by: "task_id": all rows of a task are in one part, for all tools.
+        min_reward: only trajectories with at least this reward; those without a reward are left
+        out. form: rows, or messages.
     """
 
     seed: int = 123
@@ -54,12 +55,12 @@ class Choice:
 
 @dataclass
 class Report:
-    """What came of the trajectories.
+    """Counts of a build.
 
     Args:
         summary: {tool: {"train", "val"}}: numbers of rows.
         read, below: trajectories; those whose reward was too low.
-        without_template, empty: actions that became no row.
+        without_template, empty: actions without a row.
     """
 
     summary: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -77,11 +78,11 @@ def build(
     *,
     told: Told = lambda trajectories, size: None,
 ) -> Report:
-    """Writes the rows of the trajectories in `sources` below `out`, whole or not at all.
+    """Writes the rows of the trajectories in `sources` below `out`, all or nothing.
 
     Args:
         sources: files, folders and globs of unified trajectories.
-        out: a new or empty folder, or one that was built before, which is replaced.
+        out: a new or empty folder, or one of an earlier build, which is replaced.
 
     Raises:
         NotFoundError, InputError: a source cannot be read, or no action became a row.
@@ -117,10 +118,10 @@ def rows_of(
     *,
     report: Report | None = None,
 ) -> Iterator[Json]:
-    """The rows of one trajectory, in the order of its actions.
+    """Yields the rows of one trajectory, in the order of its actions.
 
     Args:
-        report: counts what became no row.
+        report: counts the actions without a row.
     """
     choice, report = choice or Choice(), report or Report()
     actions = [one for one in trajectory.get("actions") or [] if isinstance(one, dict)]
@@ -138,7 +139,7 @@ def rows_of(
 
 
 def reward_of(trajectory: Json) -> float | None:
-    """Its reward; None where it has none."""
+    """Returns its reward; None where it has none."""
     metadata = trajectory.get("metadata")
     reward = metadata.get("reward") if isinstance(metadata, dict) else None
     if isinstance(reward, bool) or not isinstance(reward, (int, float)):
@@ -148,7 +149,7 @@ def reward_of(trajectory: Json) -> float | None:
 
 @dataclass
 class _Rows:
-    """Of one tool: the places of its rows in the spool, and the task of each."""
+    """The rows of one tool: their places in the spool, and the task of each."""
 
     numbers: array[int] = field(default_factory=lambda: array("Q"))
     groups: list[str] = field(default_factory=list)
@@ -189,7 +190,7 @@ def _collected(
 
 
 def _task_of(trajectory: Json) -> str:
-    """Its task: of several rollouts of a task each has an id of its own."""
+    """Returns its task: several rollouts of a task have ids of their own."""
     metadata = trajectory.get("metadata")
     own = metadata.get("task_id") if isinstance(metadata, dict) else None
     return str(trajectory.get("task_id") if own is None else (trajectory.get("domain"), own))

@@ -1,9 +1,9 @@
-"""A data set prepared for fine-tuning: train, validation and test as JSONL, and summary.json.
+"""Prepares a data set for fine-tuning: train, validation and test as JSONL, and summary.json.
 
-In: rows, and what a row becomes. Out: a folder, whole or not at all; `summary.json` says where the
-rows came from, how many each part has, how many were dropped and why, the sha256 of each file, and
-how often each tool and each shape of plan is in it. Always: rows that are kept + rows that are
-dropped = rows that were read; the parts are `split_three` of the kept rows in the order of reading.
+In: rows, and a function from a row to an example. Out: a folder, complete or absent; `summary.json`
+has the source of the rows, the size of each part, the dropped rows by reason, the sha256 of each
+file, and counts of each tool and each shape of plan. What holds: kept rows + dropped rows = read
+rows; the parts are `split_three` of the kept rows in reading order.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from .spool import Spool
 
 Json = dict[str, Any]
 Told = Callable[[int], None]
-"""Gets the rows that were read so far."""
+"""Called with the number of rows read so far."""
 Check = Callable[[Path], Iterator[str | None]]
-"""Gets a JSONL file of {"task": row, "response": text}; of each line in its order why it is wrong,
-None where it is right."""
+"""Gets a JSONL file of {"task": row, "response": text}; yields for each line why it is wrong, None
+where it is right.
+"""
 
 SUMMARY = "summary.json"
 
@@ -37,9 +38,9 @@ class Plan:
     """How rows become files.
 
     Args:
-        seed: of the shuffle.
+        seed: shuffle seed.
         val_ratio, test_ratio: shares, rounded down; a share of 0 has no file.
-        form: of the lines.
+        form: form of the lines.
         template: renders conversations of the form `prompt` as text.
         check: keeps only the examples that it finds right.
     """
@@ -61,14 +62,14 @@ def prepare(
     source: str,
     told: Told = lambda count: None,
 ) -> Json:
-    """Writes the examples of `rows` below `out`; what stands in summary.json.
+    """Writes the examples of `rows` below `out`; returns the contents of summary.json.
 
     Args:
-        out: a new or empty folder, or one that was prepared before, which is replaced.
-        source: where the rows are from, for the summary.
+        out: a new or empty folder, or one of an earlier run, which is replaced.
+        source: origin of the rows, for the summary.
 
     Raises:
-        InputError: no row is of use.
+        InputError: no row is usable.
         ConfigError: the shares leave nothing to train on, or `out` holds something else.
         StoreError: `out` cannot be written.
     """
@@ -119,7 +120,7 @@ def prepare(
 def _right(
     check: Check | None, asked: Spool, folder: Path, dropped: Counter[str]
 ) -> list[int] | None:
-    """The numbers of the examples that are right; None: all, none was checked."""
+    """Returns the numbers of the right examples; None for all, where nothing was checked."""
     if check is None or not len(asked):
         return None
     file = folder / "candidates.jsonl"
@@ -137,7 +138,7 @@ def _right(
 def _written(
     folder: Path, parts: Three, kept: list[int], spool: Spool, plan: Plan
 ) -> dict[str, str]:
-    """Writes the parts; the sha256 of each file."""
+    """Writes the parts; returns the sha256 of each file."""
     shares = {"train": 1.0, "validation": plan.val_ratio, "test": plan.test_ratio}
     return {
         name: write_lines(folder / f"{name}.jsonl", spool.lines(kept[number] for number in part))
@@ -147,7 +148,7 @@ def _written(
 
 
 def _histograms(facts: Iterable[dict[str, list[str]]]) -> dict[str, dict[str, int]]:
-    """How often each name is there, most frequent first, by the histogram it belongs to."""
+    """Returns how often each name occurs, most frequent first, by histogram."""
     counted: dict[str, Counter[str]] = {}
     for one in facts:
         for histogram, names in one.items():

@@ -1,9 +1,9 @@
-"""The router's data set: a query and its plan of ten keys -> a prompt and a completion.
+"""The router's data set: a query and its plan of ten keys become a prompt and a completion.
 
 In: a row of Alovestocode/Router-agent-data. Out: an `Example` whose completion is the plan as JSON
-in one line, keys in their order, after its outline in <think> where that is wanted; or why the row
-is dropped. What a row must be is said by `RouterRow`, the schema of this data set: the environment
-`router` judges answers, and is stricter (rows may be held against it, too: `--verify`).
+on one line, keys in order, after its outline in <think> where requested; or why the row is dropped.
+`RouterRow` is the schema of this data set; the environment `router` judges answers more strictly
+(`--verify` applies it to rows, too).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Call = Annotated[str, Field(pattern=r"(?s)^/(math|code|general-search)\(.*\)$")]
 
 
 class RouterRow(BaseModel):
-    """The plan in a row, and nothing is converted to fit; a row has other keys, too."""
+    """The plan in a row. Nothing is converted to fit; other keys are allowed."""
 
     model_config = ConfigDict(strict=True)
 
@@ -52,7 +52,7 @@ User query:
 
 
 def example_of(row: Json, *, think: Think = "none") -> Example | str:
-    """The example of `row`, or why it is dropped: a few words, the same for the same fault."""
+    """Returns the example of `row`, or why it is dropped: a short text, equal for equal faults."""
     query = row.get("user_query", row.get("query"))
     if not isinstance(query, str) or not query.strip():
         return "no query"

@@ -1,7 +1,7 @@
-"""Which rows are trained on and which are held out: pure, the same for the same seed.
+"""Splits rows into training and held-out parts. Pure, deterministic in the seed.
 
-Always: every row is in exactly one part, but for `split_tool` without `strict`, whose lone row is
-in both. Orders are those of one `random.Random(seed)` over lists in the order of their reading.
+What holds: every row is in exactly one part, except for `split_tool` without `strict`, whose only
+row is in both. Orders come from one `random.Random(seed)` over lists in reading order.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 
 class Held(NamedTuple):
-    """Rows of one tool."""
+    """The rows of one tool, by part."""
 
     train: list[int]
     val: list[int]
 
 
 class Three(NamedTuple):
-    """Numbers of rows."""
+    """Row numbers by part."""
 
     train: list[int]
     validation: list[int]
@@ -29,7 +29,7 @@ class Three(NamedTuple):
 def split_three(
     count: int, *, seed: int, val_ratio: float = 0.10, test_ratio: float = 0.05
 ) -> Three:
-    """The numbers of `count` rows, shuffled: first train, then validation, test last.
+    """Shuffles the numbers of `count` rows: first train, then validation, test last.
 
     Args:
         val_ratio, test_ratio: shares of the rows, rounded down; the rest is for training.
@@ -49,12 +49,12 @@ def split_three(
 def split_tools(
     counts: Mapping[str, int], *, seed: int, val_ratio: float = 0.05, strict: bool = False
 ) -> dict[str, Held]:
-    """Of each tool the numbers of its rows, shuffled: the first are held out, at least one.
+    """Shuffles the row numbers of each tool: the first ones are held out, at least one.
 
     Args:
-        counts: rows by tool, in the order in which the tools first appear: one generator of random
-            numbers shuffles them one after the other.
-        strict: a tool's lone row is trained on; else it is in both parts.
+        counts: rows by tool, in the order in which the tools first appear: one random generator
+            shuffles them one after the other.
+        strict: a tool's only row is for training; else it is in both parts.
     """
     rng = random.Random(seed)
     held: dict[str, Held] = {}
@@ -72,13 +72,13 @@ def split_tools(
 def split_tools_by_group(
     groups: Mapping[str, Sequence[str]], *, seed: int, val_ratio: float = 0.05
 ) -> dict[str, Held]:
-    """The same by groups of rows: a group (a task) is held out of all tools, or of none.
+    """Splits by groups of rows: a group (a task) is held out for all tools, or for none.
 
-    Every tool of several groups has rows in both parts wherever the groups allow it; a tool of one
-    group is trained on.
+    Every tool with several groups has rows in both parts wherever possible; a tool with one group
+    is for training.
 
     Args:
-        groups: of each tool, in the order in which the tools first appear, the group of each row.
+        groups: for each tool, in the order in which the tools first appear, the group of each row.
     """
     rng = random.Random(seed)
     names = list(dict.fromkeys(name for rows in groups.values() for name in rows))
@@ -98,7 +98,7 @@ def split_tools_by_group(
 def _held_out(
     names: Sequence[str], groups: Mapping[str, Sequence[str]], val_ratio: float
 ) -> set[str]:
-    """The groups that are held out; each tool keeps one to be trained on."""
+    """Returns the held-out groups; each tool keeps one for training."""
     tools_of: dict[str, list[str]] = {name: [] for name in names}
     left: dict[str, int] = {}
     for tool, rows in groups.items():

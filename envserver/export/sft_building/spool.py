@@ -1,6 +1,6 @@
-"""Rows that wait on disk until their turn comes: sixteen bytes of memory each.
+"""Rows that wait on disk: sixteen bytes of memory each.
 
-In: rows as JSON lines, in the order of reading. Out: any of them, in any order.
+In: rows as JSON lines, in reading order. Out: any of them, in any order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 
 class Spool:
-    """A nameless temporary file of rows, gone at the end of `with`."""
+    """An unnamed temporary file of rows. A context manager."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
@@ -39,11 +39,11 @@ class Spool:
         return len(self._offsets)
 
     def add(self, row: Json) -> int:
-        """Keeps `row`; its number, from 0."""
+        """Adds `row`; returns its number, from 0."""
         return self.add_line(as_line(row))
 
     def add_line(self, line: bytes) -> int:
-        """The same of a row that is a line already."""
+        """Likewise for a row that is already a line."""
         self._file.seek(self._end)
         self._file.write(line)
         self._offsets.append(self._end)
@@ -52,21 +52,20 @@ class Spool:
         return len(self._offsets) - 1
 
     def lines(self, numbers: Iterable[int]) -> Iterator[bytes]:
-        """The rows with these numbers, as lines."""
+        """Yields the rows with these numbers, as lines."""
         for number in numbers:
             self._file.seek(self._offsets[number])
             yield self._file.read(self._sizes[number])
 
     def rows(self, numbers: Iterable[int]) -> Iterator[Json]:
-        """The rows with these numbers."""
+        """Yields the rows with these numbers."""
         return (json.loads(line) for line in self.lines(numbers))
 
 
 def as_line(row: Json) -> bytes:
-    """`row` as a line of JSONL: its letters as they are, keys in their order.
+    """Returns `row` as a line of JSONL: letters unescaped, keys in order.
 
-    Half of a pair of surrogates, which is no text, is escaped; what JSON does not know (a date of a
-    table) is written as text.
+    An unpaired surrogate is escaped; a value unknown to JSON (a date of a table) becomes text.
     """
     try:
         return json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n"

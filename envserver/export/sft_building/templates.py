@@ -1,16 +1,16 @@
-"""Templates: what an action of a trajectory becomes in supervised training.
+"""Templates: how an action of a trajectory becomes a training row.
 
 In: a YAML file (`configs/sft_templates.yaml`):
 
     tools:
       reason:
-        instruction: "Task: {question}\\nContext: {context}"
+        instruction: "Task: {question}\nContext: {context}"
         response_from: action_output          # or action_input.command, action_input.a.b
         postprocess: {keep_first_bash_block: true}
 
-Out: for each action whose tool has a template and says something, an instruction and an output.
-Placeholders: {question}; {context}, the outputs of the actions before it; {notes}, those of earlier
-hops (`reason_hop`); {path}, of its input. Pure but for the reading.
+Out: for each action with text whose tool has a template, an instruction and an output.
+Placeholders: {question}; {context}, the outputs of earlier actions; {notes}, those of earlier hops
+(`reason_hop`); {path}, from its input. Pure but for reading the file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Postprocess(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     keep_first_bash_block: bool = False
-    """Only the inside of its first block of bash; a response without one is none."""
+    """Keep only the contents of its first bash block; a response without one has no row."""
 
 
 class Template(BaseModel):
@@ -82,9 +82,9 @@ class Shown:
     """What else a prompt shows.
 
     Args:
-        context: fill {context} with the outputs of earlier actions, one to a paragraph.
-        notes: fill {notes} with the outputs of earlier hops, one to a line.
-        characters: at most so many of each: the last ones.
+        context: fill {context} with the outputs of earlier actions, a paragraph each.
+        notes: fill {notes} with the outputs of earlier hops, a line each.
+        characters: maximum characters of each; the last ones are kept.
     """
 
     context: bool = False
@@ -93,7 +93,7 @@ class Shown:
 
 
 def read_templates(path: Path) -> Templates:
-    """The templates in a file, see `shipped`.
+    """Reads the templates in a file, see `shipped`.
 
     Raises:
         NotFoundError: there is no such file.
@@ -110,7 +110,7 @@ def read_templates(path: Path) -> Templates:
 
 
 def templates_of(value: Any, where: str = "The templates") -> Templates:
-    """The templates that a mapping is. Raises ConfigError like `read_templates`."""
+    """Validates templates. Raises ConfigError as `read_templates`."""
     try:
         return Templates.model_validate(value)
     except ValidationError as error:
@@ -122,10 +122,10 @@ def templates_of(value: Any, where: str = "The templates") -> Templates:
 def instruction_of(
     template: Template, trajectory: Json, action: Json, before: Sequence[Json], shown: Shown
 ) -> str:
-    """What the model is asked.
+    """Returns the model's instruction.
 
     Args:
-        before: the actions before this one, in their order.
+        before: the actions before this one, in order.
     """
     return template.instruction.format(
         question=trajectory.get("question") or "",
@@ -136,7 +136,7 @@ def instruction_of(
 
 
 def response_of(template: Template, action: Json) -> str:
-    """What it is to say; "" for nothing. An output that is no string is its JSON, null, too."""
+    """Returns the model's response; "" for none. An output that is not a string becomes JSON."""
     if template.response_from == _OUTPUT:
         said = _as_json(action.get("output", ""))
     else:
@@ -158,7 +158,9 @@ def _notes(before: Sequence[Json], characters: int) -> str:
 
 
 def _found(action: Json, names: Sequence[str]) -> str:
-    """What stands below these names in an action's input, as text; "" where nothing does."""
+    """Returns what an action's input holds under these names, as text; "" where there is
+    nothing.
+    """
     value = action.get("input")
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None

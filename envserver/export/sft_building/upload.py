@@ -1,8 +1,8 @@
-"""A finished folder of data, put where trainers are: another folder, a bucket, or the hub.
+"""Uploads a finished folder of data to another folder, a bucket, or the hub.
 
 Targets: a path; any URL that fsspec knows (`gs://bucket/prefix`, `s3://...`, `memory://...`); a
 data set on the hub (`hf://datasets/owner/name`, or with a folder after it), in one commit. The file
-that describes the folder goes last: where it is, all is.
+that describes the folder goes last: where it is, everything is.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from .folder import storing
 HUB = "hf://"
 _LAST = ("SUMMARY.json", "summary.json")
 Told = Callable[[str], None]
-"""Gets the address of each file that is there."""
+"""Called with the address of each uploaded file."""
 
 
 def upload(folder: Path, target: str, *, told: Told = lambda address: None) -> list[str]:
-    """Copies all files of `folder` to `target`, where what has their names is replaced.
+    """Copies all files of `folder` to `target`; files of the same names are replaced.
 
     Returns:
         The addresses of the files.
 
     Raises:
-        ConfigError: the target is none, or a library for it is not installed.
+        ConfigError: the target is invalid, or a library for it is not installed.
         StoreError: it refused, or broke off; what was copied before stays.
     """
     files = sorted(
@@ -48,9 +48,10 @@ def upload(folder: Path, target: str, *, told: Told = lambda address: None) -> l
 
 
 def check_target(target: str) -> None:
-    """
+    """Checks a target.
+
     Raises:
-        ConfigError: `target` can be none, or a library for it is not installed.
+        ConfigError: `target` is invalid, or a library for it is not installed.
     """
     if target.startswith(HUB):
         _data_set(target)
@@ -91,7 +92,7 @@ def _to_url(folder: Path, files: list[Path], target: str, told: Told) -> list[st
 
 
 def _file_system(target: str) -> tuple[Any, str]:
-    """What fsspec knows a URL by, and the path in it."""
+    """Returns fsspec's file system for a URL, and the path in it."""
     fsspec = _library("fsspec.core", target)
     try:
         system, root = fsspec.url_to_fs(target)
@@ -119,7 +120,7 @@ def _to_hub(folder: Path, files: list[Path], target: str) -> list[str]:
 
 
 def _data_set(target: str) -> tuple[str, str]:
-    """The name of a data set on the hub, and the folder in it."""
+    """Returns the name of a data set on the hub, and the folder in it."""
     parts = target.removeprefix(HUB).strip("/").split("/")
     if parts[0] != "datasets" or len(parts) < 3:
         raise ConfigError(f"{target} is no data set.", hint="hf://datasets/OWNER/NAME[/FOLDER]")
