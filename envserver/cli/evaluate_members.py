@@ -19,7 +19,14 @@ from envserver_records.errors import ConfigError, InputError, UsageError
 
 from ..config import MixEntry, MixSettings
 from ..environment import Environment
-from ..registry import builtin_names, entry_point_names, find
+from ..registry import (
+    builtin_names,
+    defines_environment,
+    entry_point_names,
+    find,
+    is_path,
+)
+from ..registry.folders import is_environment_folder
 from ..running.spec import RunSpec
 from .mixing import entries_of, without_environment
 from .settings import load_settings, named_environment
@@ -123,10 +130,12 @@ def _of_entry(entry: MixEntry, place: str) -> list[_Wanted]:
 
 
 def _of_reference(reference: str) -> list[_Wanted]:
-    known = reference in entry_point_names()
-    if known or not Path(reference).is_dir():
+    path = Path(reference)
+    if reference in entry_point_names() or not path.is_dir():
         return [_Wanted(reference)]
-    found = [one for path in sorted(Path(reference).iterdir()) for one in _of_path(path)]
+    if is_environment_folder(path) and defines_environment(path):
+        return [_Wanted(reference)]
+    found = [one for path in sorted(path.iterdir()) for one in _of_path(path)]
     if not found:
         raise ConfigError(
             f"{reference} holds no environment.",
@@ -139,7 +148,7 @@ def _of_path(path: Path) -> list[_Wanted]:
     if path.name.startswith(_NOT_AN_ENVIRONMENT):
         return []
     if path.suffix == ".py":
-        return [_Wanted(str(path))]
+        return [_Wanted(str(path))] if defines_environment(path) else []
     if path.suffix in (".yaml", ".yml"):
         return [_of_file(path)]
     if not (path / "env.py").is_file():
@@ -148,7 +157,7 @@ def _of_path(path: Path) -> list[_Wanted]:
 
 
 def _is_builtin(folder: Path) -> bool:
-    """Whether it is the package of one: imported as a file it would not find its own parts."""
+    """Whether `folder` is the package of a built-in environment, which then has one name."""
     if folder.name not in builtin_names():
         return False
     return Path(inspect.getfile(find(folder.name))).parent == folder.resolve()
@@ -163,6 +172,6 @@ def _of_file(path: Path) -> _Wanted:
     if not isinstance(reference, str):
         raise InputError(f"{path} names no environment.", hint="Write: environment: math")
     kept = {name: value for name, value in tree.items() if name in _OF_A_FILE - {"environment"}}
-    if reference.partition(":")[0].endswith(".py") and not Path(reference).is_absolute():
+    if is_path(reference.partition(":")[0]) and not Path(reference).is_absolute():
         reference = str(path.parent / reference)
     return _Wanted(reference, str(path), kept, path.stem)

@@ -16,15 +16,14 @@ rubric, too: it is made with the environment's settings.
 from __future__ import annotations
 
 import copy
-import importlib.util
 import inspect
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from envserver_records.errors import ConfigError, EnvserverError, NotFoundError
 
 from ..environment import Environment
+from ..registry.folders import import_path
 
 
 def with_rubric(environment: Environment, reference: str) -> Environment:
@@ -52,7 +51,11 @@ def with_rubric(environment: Environment, reference: str) -> Environment:
 def rubric_class(reference: str) -> type[Any]:
     """The class that `reference` names. Raises like `with_rubric`."""
     path, _, name = reference.partition(":")
-    module = _imported(Path(path), reference)
+    if not path.endswith(".py") or not Path(path).is_file():
+        raise NotFoundError(
+            f"There is no rubric {reference!r}.", hint="Name it as path/to/file.py:Class."
+        )
+    (module,) = import_path(Path(path))
     found = {
         key: value
         for key, value in vars(module).items()
@@ -69,21 +72,6 @@ def rubric_class(reference: str) -> type[Any]:
             f"{reference}: there is {wanted}.", hint=f"Classes with a `score`: {known}."
         )
     return next(iter(found.values()))
-
-
-def _imported(path: Path, reference: str) -> ModuleType:
-    if path.suffix != ".py" or not path.is_file():
-        raise NotFoundError(
-            f"There is no rubric {reference!r}.", hint="Name it as path/to/file.py:Class."
-        )
-    spec = importlib.util.spec_from_file_location(f"envserver_rubric_{path.stem}", path)
-    assert spec is not None and spec.loader is not None  # it ends in .py
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a script ends the program where a module does not
-        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
-    return module
 
 
 def _made(kind: type[Any], environment: Environment, reference: str) -> Any:

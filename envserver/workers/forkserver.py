@@ -23,7 +23,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,8 @@ import msgspec
 from envserver_records.errors import ConfigError, EnvserverError
 
 from .. import registry
+from ..environment import Environment
+from ..registry.folders import import_for
 from ..sandbox import outer
 from ..sandbox.room import NamespaceRoom
 from ..sandbox.wire import WHOLE_WALLS
@@ -390,7 +391,7 @@ def _preload(references: list[str]) -> None:
     classes = [registry.find(reference) for reference in references]
     for environment in classes:
         if environment.isolation != "pooled":
-            _import_all(environment.preload, environment.name)
+            _import_all(environment)
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads > 1:
         sys.stderr.write(
@@ -399,10 +400,10 @@ def _preload(references: list[str]) -> None:
         )
 
 
-def _import_all(names: Iterable[str], environment: str) -> None:
-    for name in names:
+def _import_all(environment: type[Environment]) -> None:
+    for name in environment.preload:
         try:
-            importlib.import_module(name)
+            import_for(environment.__module__, name)
         except ImportError as error:
-            message = f"Environment {environment!r} wants {name!r} preloaded: {error}."
+            message = f"Environment {environment.name!r} wants {name!r} preloaded: {error}."
             raise ConfigError(message, hint="Install it, or leave it out of `preload`.") from error

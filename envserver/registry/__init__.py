@@ -1,0 +1,170 @@
+"""Finds environments by the name of an entry point, or by the path of a .py file or a folder.
+
+An entry point of the group `envserver.environments` names an Environment subclass; the built-in
+environments are those that this project registers. A file, or a folder with `env.py` or
+`__init__.py`, must define exactly one Environment subclass, or be followed by `:ClassName`; see
+`folders` for what it may import.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import get_args
+
+from envserver_records.errors import ConfigError, NotFoundError
+
+from ..config import EnvironmentConfig
+from ..environment import Environment, Isolation
+from .folders import import_path, is_environment_folder, same_folder
+
+ENTRY_POINT_GROUP = "envserver.environments"
+
+
+def builtin_names() -> list[str]:
+    """Names of the environments that ship with envserver, sorted."""
+    return sorted(name for name, point in entry_point_names().items() if _is_ours(point))
+
+
+def entry_point_names() -> dict[str, EntryPoint]:
+    """Environments that installed packages offer. A built-in's name is not replaced by
+    another's.
+    """
+    points = sorted(entry_points(group=ENTRY_POINT_GROUP), key=_is_ours)
+    return {point.name: point for point in points}
+
+
+def _is_ours(point: EntryPoint) -> bool:
+    return point.dist is not None and point.dist.name == "envserver"
+
+
+@functools.cache
+def find(reference: str) -> type[Environment]:
+    """Returns the environment class that `reference` names.
+
+    The result is kept: a sandboxed worker does not see the file any more.
+
+    Args:
+        reference: an entry point's name, `path/to/file.py[:ClassName]` or `folder[:ClassName]`.
+
+    Raises:
+        NotFoundError: nothing has that name; the message holds the nearest one.
+        ConfigError: it cannot be imported, defines several environments, or is incomplete.
+    """
+    path, _, class_name = reference.partition(":")
+    if is_path(path):
+        return _load_path(Path(path), class_name, reference)
+    points = entry_point_names()
+    if reference in points:
+        return _load_entry_point(points[reference])
+    names = sorted(points)
+    near = difflib.get_close_matches(reference, names, n=1)
+    raise NotFoundError(
+        f"There is no environment {reference!r}.",
+        hint=f"Did you mean {near[0]!r}?"
+        if near
+        else f"Known: {', '.join([*names, 'a .py file', 'a folder'])}.",
+    )
+
+
+def is_path(reference: str) -> bool:
+    """Whether `reference`, without its class name, is a file or folder; installed names win."""
+    if reference.endswith(".py") or "/" in reference:
+        return True
+    return reference not in entry_point_names() and is_environment_folder(Path(reference))
+
+
+def absolute(reference: str) -> str:
+    """`reference` in a form that another process, in another folder, understands."""
+    path, colon, class_name = reference.partition(":")
+    if not is_path(path):
+        return reference
+    made = str(Path(path).resolve())
+    return f"{made}{colon}{class_name}" if made.endswith(".py") else f"{made}/{colon}{class_name}"
+
+
+def defines_environment(path: Path) -> bool:
+    """Whether a .py file or a folder defines an environment, or several.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    return bool(_environments_of(import_path(path)))
+
+
+def _environments_of(modules: list[ModuleType]) -> dict[str, type[Environment]]:
+    """The environment classes that `modules` name, from any file of their folder."""
+    known: dict[str, type[Environment]] = {}
+    for module in modules:
+        for name, value in vars(module).items():
+            ours = inspect.isclass(value) and same_folder(value.__module__, module.__name__)
+            if ours and issubclass(value, Environment):
+                known.setdefault(name, value)
+    return known
+
+
+def _load_path(path: Path, class_name: str, reference: str) -> type[Environment]:
+    modules = import_path(path)
+    known = _environments_of(modules)
+    if class_name:
+        if class_name not in known:
+            raise ConfigError(
+                f"{reference}: there is no environment class {class_name!r}.",
+                hint=f"It has: {', '.join(known)}.",
+            )
+        return _checked(known[class_name], reference)
+    # What is imported from a file beside it may be a base class.
+    homes = {module.__name__ for module in modules}
+    defined = {value for value in known.values() if value.__module__ in homes}
+    candidates = defined or set(known.values())
+    if len(candidates) != 1:
+        raise ConfigError(
+            f"{reference} defines {len(candidates)} environments; one is needed.",
+            hint=f"Name one: {reference}:ClassName"
+            if candidates
+            else "Subclass envserver.Environment.",
+        )
+    return _checked(candidates.pop(), reference)
+
+
+def _checked(environment: type[Environment], reference: str) -> type[Environment]:
+    """Returns `environment` if it is complete.
+
+    Raises:
+        ConfigError: a method is missing, its isolation is unknown, or its Config is not derived
+            from `Environment.Config`.
+    """
+    missing = ", ".join(sorted(environment.__abstractmethods__))
+    levels = get_args(Isolation)
+    if missing:
+        raise ConfigError(f"{reference}: {environment.__name__} does not define {missing}.")
+    if environment.isolation not in levels:
+        raise ConfigError(
+            f"{reference}: isolation is {environment.isolation!r}.",
+            hint=f"It must be one of {', '.join(levels)}.",
+        )
+    config = environment.Config
+    if not (inspect.isclass(config) and issubclass(config, EnvironmentConfig)):
+        raise ConfigError(
+            f"{reference}: {environment.__name__}.Config is not derived from Environment.Config.",
+            hint="Write: class Config(Environment.Config):",
+        )
+    return environment
+
+
+def _load_entry_point(point: EntryPoint) -> type[Environment]:
+    try:
+        loaded = point.load()
+    except Exception as error:
+        raise ConfigError(
+            f"Entry point {point.name!r} ({point.value}) cannot be imported: {error}"
+        ) from error
+    if not (inspect.isclass(loaded) and issubclass(loaded, Environment)):
+        raise ConfigError(
+            f"Entry point {point.name!r} ({point.value}) is not an Environment subclass."
+        )
+    return _checked(loaded, point.name)
