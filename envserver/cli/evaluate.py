@@ -33,7 +33,7 @@ from ..evaluation.results import TaskFacts, facts_of, read_tasks
 from ..evaluation.suite import Suite
 from ..rollouts.events import Event, GroupDropped, RolloutFailed
 from ..rollouts.stream import GroupRequest, group_requests
-from ..running.context import EngineRoom, engine_room
+from ..running.context import SharedEngine, shared_engine
 from ..running.engines import SIMULATED
 from ..running.evaluation_folder import claim, write_report, write_run_file, write_tasks
 from .evaluate_members import Member
@@ -125,7 +125,7 @@ async def evaluate(
     parts = _claimed(members, folder, choice)
     settings: Settings = members[0].settings
     course = _Course()
-    async with engine_room(settings, need_engine=True, need_exact=False) as room:
+    async with shared_engine(settings, need_engine=True, need_exact=False) as room:
         for number, part in enumerate(parts, 1):
             if len(parts) > 1:
                 _say(console, f"{part.member.name} ({number} of {len(parts)})")
@@ -223,7 +223,7 @@ def _evaluated(environment: Environment, settings: MixSettings, baselines: list[
 
 
 async def _make_part(
-    part: _Part, choice: Choice, console: Console, room: EngineRoom, course: _Course
+    part: _Part, choice: Choice, console: Console, room: SharedEngine, course: _Course
 ) -> EnvserverError | None:
     """Makes the groups of one environment and its baselines; returns what ended it too early."""
     failure = None
@@ -247,7 +247,7 @@ async def _make_part(
 
 
 async def _make(
-    run: _Run, member: Member[Any], choice: Choice, console: Console, room: EngineRoom
+    run: _Run, member: Member[Any], choice: Choice, console: Console, room: SharedEngine
 ) -> bool:
     """Makes the groups of a run; whether a signal stopped it."""
     run.environment.config.max_token_length = sys.maxsize  # long answers count like others

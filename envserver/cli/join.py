@@ -34,12 +34,11 @@ from ..rollouts.events import Event, GroupDropped, Observer
 from ..rollouts.group import RolloutContext
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import group_requests
-from ..running.context import engine_room, rollout_context
+from ..running.context import rollout_context, shared_engine
 from ..running.curricula import MOST_ESTIMATES, Book, has_curriculum
 from ..running.spec import RunSpec
 from ..running.stopping import run_until_stopped
 from ..running.tally import Tally, counted
-from ..tokens.flags import chosen
 from .command_line import read_command_line
 from .logs import configure_logs
 from .loop import run_loop
@@ -140,7 +139,7 @@ async def join(line: Line, console: Console) -> int:
             )
             async with contextlib.AsyncExitStack() as stack:
                 room = await stack.enter_async_context(
-                    engine_room(settings, need_engine=False, need_exact=True, gate=gate)
+                    shared_engine(settings, need_engine=False, need_exact=True, gate=gate)
                 )
                 parts = await stack.enter_async_context(
                     rollout_context(
@@ -149,14 +148,11 @@ async def join(line: Line, console: Console) -> int:
                         line.reference,
                         observer=_observer(tally, book),
                         need_engine=False,
-                        actions=chosen(
-                            settings.tokens.train, settings.tokens.mask, settings.tokens.drop
-                        ),
                         need_exact=True,
                         drop_zero_variance=(
                             environment.config.ensure_scores_are_not_same is not False
                         ),
-                        room=room,
+                        shared=room,
                     )
                 )
                 scheduler = _scheduler(parts, link, welcome.stored, book)

@@ -22,7 +22,7 @@ from ..rollouts.events import Event, GroupDelivered, Observer
 from ..rollouts.mixing import Shares, Turns, targets
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import id_prefix
-from ..running.context import EngineRoom, engine_room, rollout_context
+from ..running.context import SharedEngine, rollout_context, shared_engine
 from ..running.curricula import Book, has_curriculum, stream_of
 from ..running.mix import Member, Several
 from ..running.run_settings import ProcessSettings
@@ -54,7 +54,7 @@ async def process_mix(members: Members, console: Console) -> int:
         }
         files = await _open_files(members, settings, stack, books)
         room = await stack.enter_async_context(
-            engine_room(settings, need_engine=True, need_exact=False)
+            shared_engine(settings, need_engine=True, need_exact=False)
         )
         already = {
             one.share.name: files[_path(one)].sink.already_of(id_prefix(one.environment))
@@ -93,7 +93,7 @@ async def process_mix(members: Members, console: Console) -> int:
 async def _run(
     members: Members,
     settings: ProcessSettings,
-    room: EngineRoom,
+    room: SharedEngine,
     files: dict[Path, _File],
     already: dict[str, int],
     actions: Actions,
@@ -119,11 +119,8 @@ async def _run(
                     one.environment,
                     one.spec.reference,
                     observer=observer(file, book),
-                    need_engine=True,
-                    actions=actions,
-                    need_exact=False,
                     drop_zero_variance=bool(config.ensure_scores_are_not_same),
-                    room=room,
+                    shared=room,
                 )
             )
             file.sink.expect(parts.model)

@@ -20,7 +20,7 @@ from ..rollouts.events import Event, Observer
 from ..rollouts.group import RolloutContext
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import GroupRequest
-from ..running.context import EngineRoom, rollout_context
+from ..running.context import SharedEngine, rollout_context
 from ..running.curricula import Book, has_curriculum, stream_of
 from ..running.engines import SIMULATED
 from ..running.run_settings import ProcessSettings
@@ -121,7 +121,7 @@ async def write_groups(
     wanted: int | None,
     expected: int | None,
     drop_zero_variance: bool,
-    room: EngineRoom | None = None,
+    room: SharedEngine | None = None,
     observer: Observer | None = None,
     tell: Callable[[Scored], None] | None = None,
 ) -> Written:
@@ -170,11 +170,8 @@ async def write_groups(
                 environment,
                 reference,
                 observer=observe,
-                need_engine=True,
-                actions=actions,
-                need_exact=False,
                 drop_zero_variance=drop_zero_variance,
-                room=room,
+                shared=room,
             ) as parts:
                 sink.expect(parts.model)
                 left = None if wanted is None else max(0, wanted - sink.already)

@@ -21,11 +21,9 @@ from ..config import EnvironmentConfig, Section, Settings
 from ..environment import Environment
 from ..export.unified import unified, write_json
 from ..registry import find
-from ..rollouts.events import Event
 from ..rollouts.single import run_single
 from ..running.context import rollout_context
 from ..running.spec import RunSpec
-from ..tokens.flags import chosen
 from .command_line import read_command_line
 from .logs import configure_logs
 from .loop import run_loop
@@ -77,11 +75,6 @@ async def ask(line: RunSpec[Any], environment: Environment, asked: Any) -> int:
         settings,
         environment,
         line.reference,
-        observer=_nobody,
-        need_engine=True,
-        actions=chosen(settings.tokens.train, settings.tokens.mask, settings.tokens.drop),
-        need_exact=False,
-        drop_zero_variance=False,
     ) as parts:
 
         def failed(failure: Failure) -> None:
@@ -185,7 +178,3 @@ def _free_path(environment: str, task_id: str) -> Path:
         number += 1
         path = folder / f"{stem}-{number}.traj.json"
     return path
-
-
-def _nobody(event: Event) -> None:
-    """Nobody is told of groups: there are none."""

@@ -22,7 +22,6 @@ from ..rollouts.stream import group_requests
 from ..running.context import rollout_context
 from ..running.stopping import run_until_stopped
 from ..running.tally import counted
-from ..tokens.flags import chosen
 from .command_line import read_command_line
 from .logs import configure_logs
 from .loop import run_loop
@@ -109,8 +108,6 @@ async def generate(
             environment,
             reference,
             observer=view,
-            need_engine=True,
-            actions=chosen(settings.tokens.train, settings.tokens.mask, settings.tokens.drop),
             need_exact=not settings.save_messages,
             drop_zero_variance=bool(config.ensure_scores_are_not_same),
         ) as parts:

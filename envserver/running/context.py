@@ -19,7 +19,7 @@ from ..proxy.server import Proxy
 from ..proxy.source import Source
 from ..registry import absolute
 from ..rollouts.agents import roles_of, seats_of
-from ..rollouts.events import Observer
+from ..rollouts.events import Event, Observer
 from ..rollouts.group import Demonstrator, RolloutContext
 from ..rollouts.scoring import ScorerPool
 from ..rollouts.staleness import StalenessMonitor
@@ -27,7 +27,7 @@ from ..sandbox.client import SandboxClient
 from ..sandbox.rooms import AttemptSandboxes
 from ..sandbox.service import SandboxService
 from ..telemetry.tracing import Tracer
-from ..tokens.flags import Actions
+from ..tokens.flags import chosen
 from ..workers.local import LocalPool
 from ..workers.walled import Wall
 from .agent_engines import OwnSource, own_sources
@@ -36,7 +36,7 @@ from .sandboxes import sandboxes_of, try_sandbox
 from .tracing import tracer_of
 
 
-class EngineRoom(msgspec.Struct, frozen=True):
+class SharedEngine(msgspec.Struct, frozen=True):
     """The engine of all rollouts, open, and how it is asked.
 
     Args:
@@ -52,9 +52,9 @@ class EngineRoom(msgspec.Struct, frozen=True):
 
 
 @contextlib.asynccontextmanager
-async def engine_room(
+async def shared_engine(
     settings: Settings, *, need_engine: bool, need_exact: bool, gate: Gate | None = None
-) -> AsyncIterator[EngineRoom]:
+) -> AsyncIterator[SharedEngine]:
     """The engine that `settings` name, behind `gate` (unset: one of its own). Other arguments and
     errors as of `rollout_context`."""
     async with contextlib.AsyncExitStack() as stack:
@@ -68,7 +68,11 @@ async def engine_room(
         source = make_source(settings, engine, gate=gate)
         if await look_at(engine, must_answer=need_engine):
             _check_exact((await source.ready()).exact, need_exact)
-        yield EngineRoom(engine, source, await engine.model_name(), demonstrator, tracer)
+        yield SharedEngine(engine, source, await engine.model_name(), demonstrator, tracer)
+
+
+def _ignore(event: Event) -> None:
+    """The observer of a run that nobody watches."""
 
 
 @contextlib.asynccontextmanager
@@ -77,20 +81,18 @@ async def rollout_context(
     environment: Environment,
     env_reference: str,
     *,
-    observer: Observer,
-    need_engine: bool,
-    actions: Actions,
-    need_exact: bool,
-    drop_zero_variance: bool,
-    room: EngineRoom | None = None,
+    observer: Observer = _ignore,
+    need_engine: bool = True,
+    need_exact: bool = False,
+    drop_zero_variance: bool = False,
+    shared: SharedEngine | None = None,
     is_up: Callable[[str], None] = lambda part: None,
 ) -> AsyncIterator[RolloutContext]:
     """Everything that running rollouts needs, started; all of it is ended on the way out.
 
     Args:
-        room: the engine, where others use it too; unset: one of its own.
+        shared: the engine, where others use it too; unset: one of its own.
         is_up: told of "workers" and "scorers" when they are.
-        actions: what is done about each flag of a call or a trajectory.
         need_engine: whether the engine must answer now, or may come later (its name must then be
             set).
 
@@ -105,11 +107,11 @@ async def rollout_context(
     async with contextlib.AsyncExitStack() as stack:
         service = await stack.enter_async_context(sandboxes_of(environment, settings.sandbox))
         address = service.address if service is not None else None
-        if room is None:
-            room = await stack.enter_async_context(
-                engine_room(settings, need_engine=need_engine, need_exact=need_exact)
+        if shared is None:
+            shared = await stack.enter_async_context(
+                shared_engine(settings, need_engine=need_engine, need_exact=need_exact)
             )
-        engine, source, model = room.engine, room.source, room.model
+        engine, source, model = shared.engine, shared.source, shared.model
         own = await stack.enter_async_context(
             own_sources(settings, environment, roles, engine, source, must_answer=need_engine)
         )
@@ -165,15 +167,15 @@ async def rollout_context(
             ),
             sampling=settings.sampling,
             rollouts=settings.rollouts,
-            actions=actions,
+            actions=chosen(settings.tokens.train, settings.tokens.mask, settings.tokens.drop),
             keep_calls=settings.tokens.keep_calls,
             need_exact=need_exact,
             drop_zero_variance=drop_zero_variance,
             observer=observer,
             staleness=_staleness_monitor(settings.rollouts),
             slots=asyncio.Semaphore(_slots(settings, environment)),
-            demonstrator=room.demonstrator,
-            tracer=room.tracer,
+            demonstrator=shared.demonstrator,
+            tracer=shared.tracer,
         )
 
 

@@ -29,9 +29,8 @@ from ..rollouts.task_stream import TaskStream
 from ..store import Store
 from ..store.demand import Demand, Staleness
 from ..store.shelf import StoreShelf
-from ..tokens.flags import chosen
 from .bootstrap import Front, beside
-from .context import EngineRoom, engine_room, rollout_context
+from .context import SharedEngine, rollout_context, shared_engine
 from .curricula import curriculum_of_store, stream_of
 from .metrics import CurriculumNumbers, Deliveries, EngineNumbers, PartsNumbers, RolloutNumbers
 from .mix import Member, Several
@@ -51,7 +50,7 @@ class Hosted(msgspec.Struct, frozen=True):
         orders: rollouts that are made on demand.
     """
 
-    room: EngineRoom
+    room: SharedEngine
     parts: list[RolloutContext]
     auditor: Auditor
     demand: Demand
@@ -92,7 +91,7 @@ async def hosted(members: Members, door: Front) -> AsyncIterator[Hosted]:
     tally, numbers = Tally(), RolloutNumbers()
     async with contextlib.AsyncExitStack() as stack:
         room = await stack.enter_async_context(
-            engine_room(settings, need_engine=False, need_exact=True)
+            shared_engine(settings, need_engine=False, need_exact=True)
         )
         door.health.found("engine", engine_probe(room.engine))
         auditor = Auditor(
@@ -190,24 +189,22 @@ def _warn(event: GroupDropped, tally: Tally) -> None:
 
 @contextlib.asynccontextmanager
 async def _machineries(
-    members: Members, room: EngineRoom, observe: Callable[[str], Observer], health: Health
+    members: Members, room: SharedEngine, observe: Callable[[str], Observer], health: Health
 ) -> AsyncIterator[list[RolloutContext]]:
     """What runs the rollouts of each."""
     async with contextlib.AsyncExitStack() as stack:
         parts = []
         for one in members:
             settings, config = one.spec.settings, one.environment.config
-            tokens = settings.tokens
             made = rollout_context(
                 settings,
                 one.environment,
                 one.spec.reference,
                 observer=observe(one.environment.name),
                 need_engine=False,
-                actions=chosen(tokens.train, tokens.mask, tokens.drop),
                 need_exact=True,
                 drop_zero_variance=config.ensure_scores_are_not_same is not False,
-                room=room,
+                shared=room,
                 is_up=partial(_found, health, one.environment.name),
             )
             parts.append(await stack.enter_async_context(made))

@@ -24,7 +24,6 @@ from ..models.measured import MeasuredEngine
 from ..proxy.attempts import line_of
 from ..proxy.source import Source
 from ..rollouts.attempt import Finished
-from ..rollouts.events import Event
 from ..rollouts.group import RolloutContext, run_once, score_once
 from ..rollouts.kept_calls import calls_in, service_calls_in
 from ..rollouts.replaying import (
@@ -38,9 +37,8 @@ from ..rollouts.replaying import (
 )
 from ..rollouts.stream import GroupRequest
 from ..telemetry.tracing import NO_TRACER
-from ..tokens.flags import chosen
 from ..workers.debugging import DebugPool
-from .context import EngineRoom, rollout_context
+from .context import SharedEngine, rollout_context
 from .task_finder import TaskFinder
 
 _NAMES_SHOWN = 8
@@ -221,12 +219,7 @@ async def replay(
             settings,
             environment,
             reference,
-            observer=_nobody,
-            need_engine=True,
-            actions=chosen(settings.tokens.train, settings.tokens.mask, settings.tokens.drop),
-            need_exact=False,
-            drop_zero_variance=False,
-            room=EngineRoom(engine, Source(engine), model, None, NO_TRACER),
+            shared=SharedEngine(engine, Source(engine), model, None, NO_TRACER),
         ) as parts,
     ):
         task = await _task(record, environment, reference)
@@ -301,7 +294,3 @@ def _differing(then: Any, now: Any, place: str) -> Iterator[str]:
 
 def _plain(value: Any) -> Any:
     return orjson.loads(orjson.dumps(value, default=str))
-
-
-def _nobody(event: Event) -> None:
-    """Nobody is told of groups: there are none."""

@@ -20,10 +20,8 @@ from ..config import Settings
 from ..environment import Environment
 from ..export.trace_files import check_same_run, whole_trace, write_index, write_trace
 from ..models.catalogue import find_model, read_catalogue
-from ..rollouts.events import Event
 from ..rollouts.group import RolloutContext
 from ..rollouts.single import run_single
-from ..tokens.flags import chosen
 from .context import rollout_context
 from .engines import SIMULATED
 
@@ -211,11 +209,6 @@ async def _run_model(
             settings,
             environment,
             reference,
-            observer=_nobody,
-            need_engine=True,
-            actions=chosen(settings.tokens.train, settings.tokens.mask, settings.tokens.drop),
-            need_exact=False,
-            drop_zero_variance=False,
         ) as parts,
         asyncio.TaskGroup() as group,
     ):
@@ -259,7 +252,3 @@ async def _run(
 
 def _tried_again(failure: Failure) -> None:
     """What is tried again is told only when it fails for good."""
-
-
-def _nobody(event: Event) -> None:
-    """Nobody is told of groups: there are none."""

@@ -30,7 +30,6 @@ from envserver.rollouts.group import GroupRequest, make_group
 from envserver.running.context import rollout_context
 from envserver.sandbox.service import SandboxService
 from envserver.sandbox.watched import WatchedSandboxes
-from envserver.tokens.flags import chosen
 
 SIM = ("--model", "sim", "--sim.latency_seconds", 0)
 
@@ -229,8 +228,7 @@ async def under_fire(groups: int, group_size: int, pause: float) -> int:
     swe = Swe(Swe.Config(group_size=group_size))
     killed, rng = 0, random.Random(7)
     async with rollout_context(
-        settings, swe, "swe", observer=lambda event: None, need_engine=True,
-        actions=chosen([], [], []), need_exact=False, drop_zero_variance=False,
+        settings, swe, "swe"
     ) as parts:  # fmt: skip
         tasks = list(swe.tasks("train"))
         requests = [

@@ -45,7 +45,6 @@ from envserver.running.context import rollout_context
 from envserver.sandbox.requests import Exec, Open, Opened
 from envserver.sandbox.rooms import cut_down, summed
 from envserver.sandbox.supervisor import READY
-from envserver.tokens.flags import chosen
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -64,10 +63,6 @@ async def house(kind: str, **settings: Any) -> AsyncIterator[RolloutContext]:
         environment,
         f"{ZOO}:{kind}",
         observer=lambda event: None,
-        need_engine=True,
-        actions=chosen([], [], []),
-        need_exact=False,
-        drop_zero_variance=False,
     ) as parts:
         yield parts
 
