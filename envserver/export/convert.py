@@ -10,18 +10,18 @@ reported with its place and the reason.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from envserver_records.errors import ConfigError, InputError
+from envserver_records.files import replacing, storing
 
 from .convert_foreign import unified_of_foreign
 from .documents import Document, documents, files_of
 from .formats import Options
-from .sft_building.folder import storing
 from .sft_building.spool import as_line
 from .stored import group_of
 from .traces import problems_of_trace, unified_of_trace
@@ -230,24 +230,17 @@ class _Lines:
 
     def __init__(self, out: Path) -> None:
         self._out = out
-        self._beside = out.with_name(f".{out.name}.{os.getpid()}")
+        self._stack = ExitStack()
 
     def __enter__(self) -> _Lines:
         with storing(self._out):
             self._out.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._beside.open("wb")
+            self._file = self._stack.enter_context(replacing(self._out))
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        try:
-            with storing(self._out), self._file as file:
-                file.flush()
-                os.fsync(file.fileno())
-            if kind is None:
-                with storing(self._out):
-                    self._beside.replace(self._out)
-        finally:
-            self._beside.unlink(missing_ok=True)
+        with storing(self._out):
+            self._stack.__exit__(kind, error, trace)
 
     def put(self, trajectory: Json) -> None:
         with storing(self._out):

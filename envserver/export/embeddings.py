@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from envserver_records.errors import ConfigError, EnvserverError, NotFoundError, StoreError
+from envserver_records.errors import ConfigError, EnvserverError, NotFoundError
+from envserver_records.files import replacing, storing
 from numpy.typing import NDArray
 
 Vector = NDArray[np.float32]
@@ -112,15 +112,10 @@ class Embedder:
         place = self._place(text)
         if place is None:
             return
-        beside = place.with_name(f".{place.name}.{os.getpid()}")
-        try:
+        with storing(place):
             place.parent.mkdir(parents=True, exist_ok=True)
-            with beside.open("wb") as file:
+            with replacing(place, sync=False) as file:
                 np.save(file, vector)
-            beside.replace(place)
-        except OSError as error:
-            beside.unlink(missing_ok=True)
-            raise StoreError(f"{place} cannot be written: {error.strerror or error}.") from error
 
 
 def embed_steps(trace: Json, embedder: Embedder) -> Json:

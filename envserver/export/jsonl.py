@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,7 +18,8 @@ import msgspec
 import numpy as np
 import orjson
 import structlog
-from envserver_records.errors import ConfigError, Failure, InputError, StoreError, StoreFull
+from envserver_records.errors import ConfigError, Failure, InputError, StoreError
+from envserver_records.files import write_failure
 from envserver_records.records import Group, SandboxUsage, Split, Tokens, Trajectory
 
 from ..api.atropos.convert import group_to_atropos
@@ -228,11 +228,8 @@ def append_durably(file: IO[bytes], data: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):  # the original failure is the one to tell
             file.truncate(start)
-        kind = StoreFull if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else StoreError
-        raise kind(
-            f"{file.name} cannot be written: {error.strerror}.",
-            hint="Nothing of this group was kept. Free space and run again with --resume.",
-        ) from error
+        hint = "Nothing of this group was kept. Free space and run again with --resume."
+        raise write_failure(file.name, error, hint) from error
 
 
 @contextlib.asynccontextmanager

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import orjson
-from envserver_records.errors import ConfigError, InputError, StoreError, StoreFull
+from envserver_records.errors import ConfigError, InputError, StoreError
+from envserver_records.files import replace_folder, write_failure
 
 from .formats import Format, HasWriter, NamedFile, Row, Writer, Written
 
@@ -184,13 +185,7 @@ def _rename_single(place: Place) -> None:
 
 def failed(path: Path, error: OSError) -> StoreError:
     """Converts an error of the operating system to a typed one."""
-    import errno
-
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    kind = StoreFull if full else StoreError
-    return kind(
-        f"{path} cannot be written: {error.strerror or error}.", hint="Nothing of it was kept."
-    )
+    return write_failure(path, error, hint="Nothing of it was kept.")
 
 
 def _check_free(out: Path, overwrite: bool) -> None:
@@ -246,7 +241,4 @@ def _move(place: Place, manifest: Path, overwrite: bool) -> None:
         (place.folder / out.name).replace(out)
         return
     manifest.replace(place.folder / MANIFEST)
-    if out.exists():
-        old = place.folder.parent / "old"
-        out.rename(old)
-    place.folder.rename(out)
+    replace_folder(place.folder, out, place.folder.parent / "old")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import orjson
-from envserver_records.errors import StoreError
+from envserver_records.files import replace_file, storing
 from envserver_records.records import (
     Conversation,
     Message,
@@ -265,17 +264,9 @@ def write_json(path: Path, document: Json) -> None:
         StoreError: it cannot be written.
     """
     data = orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise StoreError(f"{path} cannot be written: {error.strerror or error}.") from error
+        replace_file(path, data)
 
 
 @functools.cache

@@ -6,12 +6,12 @@ its files, in three forms that say the same (`report.json`, `report.md`, `report
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
-from envserver_records.errors import ConfigError, InputError, StoreError
+from envserver_records.errors import ConfigError, InputError
+from envserver_records.files import replace_file, storing
 
 from ..evaluation.folders import (
     RUN_FILE,
@@ -125,11 +125,6 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         StoreError: it cannot be written.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise StoreError(f"{path} cannot be written: {error.strerror}.") from error
+        replace_file(path, text, sync=False)

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from envserver_records.errors import ConfigError, InputError, StoreError
+from envserver_records.errors import ConfigError, InputError
+from envserver_records.files import replacing_path, storing
 
 from ..api.server import serve_api
 from ..evaluation.folders import RunFile, read_run_file
@@ -195,13 +196,10 @@ def _share(total: int, before: int, own: int, everything: int) -> int:
 
 def _file(order: Order, one: Harvest, run: HarnessRun) -> None:
     folder = order.folder / one.task
-    try:
+    with storing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f".{SAMPLES_FILE}.part"
-        shutil.copyfile(one.samples, beside)
-        beside.replace(folder / SAMPLES_FILE)
-    except OSError as error:
-        raise StoreError(f"{folder} cannot be written: {error.strerror}.") from error
+        with replacing_path(folder / SAMPLES_FILE, sync=False) as partial:
+            shutil.copyfile(one.samples, partial)
     write_run_file(folder, RunFile(name=one.task, harness=run, counted=order.counted))
 
 

@@ -10,14 +10,12 @@ the output appears whole, under its name, at the end.
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import os
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -26,9 +24,8 @@ from envserver_records.errors import (
     EnvserverError,
     InputError,
     NotFoundError,
-    StoreError,
-    StoreFull,
 )
+from envserver_records.files import replacing, storing
 
 from ..config import SandboxConfig
 from ..registry import absolute
@@ -97,7 +94,7 @@ async def run_score(
 
         def deliver(line: _Line, scored: ScoredRow) -> None:
             _count(summary, line.number, scored)
-            with _storing(output):
+            with storing(output):
                 target.write(_output_row(line.number, scored))
             progress(summary.rows, min(1.0, line.end / size))
 
@@ -282,53 +279,30 @@ def _open_input(path: Path) -> BinaryIO:
 def _output(path: Path) -> AbstractContextManager[BinaryIO]:
     """Where the scores go: a file as a whole; what is no file (a pipe, a device) as they come."""
     if path.exists() and not path.is_file():
-        return _device(path)
+        return _storing_in(path, _device(path))
     # A link goes on pointing where it does.
-    return _whole_file(Path(os.path.realpath(path)))
+    place = Path(os.path.realpath(path))
+    return _storing_in(place, replacing(place))
+
+
+@contextmanager
+def _storing_in(path: Path, opened: AbstractContextManager[BinaryIO]) -> Iterator[BinaryIO]:
+    """Errors on opening and closing become StoreError; those of the block stay as they are."""
+    with ExitStack() as stack:
+        with storing(path):
+            file = stack.enter_context(opened)
+        yield file
+        with storing(path):
+            stack.close()
 
 
 @contextmanager
 def _device(path: Path) -> Iterator[BinaryIO]:
-    with _storing(path):
-        file = path.open("wb")
-    with _closing(file):
+    file = path.open("wb")
+    try:
         yield file
-        with _storing(path):
-            file.close()
-
-
-@contextmanager
-def _whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name when all of it is written, or not at all."""
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    with _storing(path):
-        file = part.open("xb")
-    try:
-        with _closing(file):
-            yield file
-            with _storing(path):
-                file.flush()
-                os.fsync(file.fileno())
-                file.close()
-                part.replace(path)
+        file.close()
     finally:
-        part.unlink(missing_ok=True)
-
-
-@contextmanager
-def _closing(file: BinaryIO) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        # Closed already, or given up: that a full disk is still full is no news then.
+        # After an error closing may fail again: a full disk is still full.
         with suppress(OSError):
             file.close()
-
-
-@contextmanager
-def _storing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        kind = StoreFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
-        raise kind(f"{path} cannot be written: {error.strerror or error}.") from error

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
 from envserver_records import ConfigError, ConflictError, InputError
+from envserver_records.files import replace_file
 from rich.console import Console
 
 from envserver_clients.training.metrics import read_lines
@@ -292,7 +293,4 @@ def _save(model: Any, tokenizer: Any, folder: Path, settings: Settings, base: st
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    anew = path.with_suffix(".new")
-    anew.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    anew.replace(path)
+    replace_file(path, json.dumps(value, indent=1) + "\n", sync=False)

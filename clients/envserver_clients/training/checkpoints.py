@@ -8,7 +8,6 @@ and renamed. `kill -9` at any moment leaves the last one as it was.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from envserver_records.files import sync_path, sync_tree
 
 _NAME = re.compile(r"step-(\d+)")
 
@@ -62,10 +62,9 @@ class Checkpoints:
         unfinished.mkdir()
         torch.save(state, unfinished / "state.pt")
         (unfinished / "about.json").write_text(json.dumps(asdict(saved)))
-        for path in (unfinished / "state.pt", unfinished / "about.json", unfinished):
-            _sync(path)
+        sync_tree(unfinished)
         unfinished.rename(self._folder / saved.name)
-        _sync(self._folder)
+        sync_path(self._folder)
         for step in self._steps()[: -self._keep]:
             self._remove(self._folder / f"step-{step}")
 
@@ -95,11 +94,3 @@ class Checkpoints:
             return []
         found = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
         return sorted(int(match[1]) for match in found if match)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

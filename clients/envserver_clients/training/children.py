@@ -21,6 +21,7 @@ from typing import Final, Self
 
 import httpx
 from envserver_records import EnvserverError
+from envserver_records.files import replace_file
 
 _PARENT_DIED: Final = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
@@ -120,9 +121,7 @@ class Children:
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
         ids = {one: process.pid for one, process in self._running.items()}
-        anew = self._folder / "processes.new"
-        anew.write_text(json.dumps(ids))
-        anew.replace(self._folder / "processes.json")
+        replace_file(self._folder / "processes.json", json.dumps(ids), sync=False)
 
     def _log(self, name: str) -> Path:
         return self._folder / f"{name}.log"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from envserver_records.files import replacing
 
 from .metrics import Line, read_lines
 
@@ -47,10 +48,9 @@ def draw(files: Sequence[Path], picture: Path, *, title: str = "") -> None:
         axes.flat[0].legend(fontsize=8)
     if title:
         figure.suptitle(title, fontsize=11)
-    unfinished = picture.with_suffix(".new.png")
-    figure.savefig(unfinished)
+    with replacing(picture, sync=False) as file:
+        figure.savefig(file, format="png")
     pyplot.close(figure)
-    unfinished.replace(picture)
 
 
 def _curve(panel: Any, lines: Sequence[Line], key: str, name: str | None, color: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
+from envserver_records.files import replace_file
 from rich.console import Console
 
 Line = dict[str, Any]
@@ -91,9 +92,7 @@ class JsonLines:
     def __init__(self, path: Path, step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_lines(path) if line["step"] <= step]
-        anew = path.with_suffix(".new")
-        anew.write_text("".join(_text(line) for line in kept), encoding="utf-8")
-        anew.replace(path)
+        replace_file(path, "".join(_text(line) for line in kept), sync=False)
         self.kept = kept
         self._file: TextIO = path.open("a", encoding="utf-8")
 

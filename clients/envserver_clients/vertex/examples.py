@@ -15,11 +15,13 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, TextIO
 
 from envserver_records import InputError
+from envserver_records.files import replacing_path
 
 from envserver_clients.finetuning.conversation import Plain, read_row
 from envserver_clients.finetuning.data import rows_of
@@ -76,8 +78,13 @@ def prepare(
     """
     counts = Counts()
     files = {name: folder / f"{name}.jsonl" for name in ("train", "validation")}
-    unfinished = {name: path.with_suffix(".unfinished") for name, path in files.items()}
-    with unfinished["train"].open("w") as one, unfinished["validation"].open("w") as other:
+    with ExitStack() as stack:
+        partial = {
+            name: stack.enter_context(replacing_path(path, sync=False))
+            for name, path in files.items()
+        }
+        one = stack.enter_context(partial["train"].open("w"))
+        other = stack.enter_context(partial["validation"].open("w"))
         for line in _lines(train, form, most_tokens, counts):
             aside = not validation and _is_aside(line, share, seed)
             _write(line, other if aside else one)
@@ -86,9 +93,9 @@ def prepare(
         for line in _lines(validation, form, most_tokens, counts):
             _write(line, other)
             counts.validation += 1
-    _check(counts, unfinished)
-    for name, path in unfinished.items():
-        path.replace(files[name])
+        one.flush()
+        other.flush()
+        _check(counts, partial)
     return Prepared(files["train"], files["validation"] if counts.validation else None, counts)
 
 

@@ -7,13 +7,13 @@ of the job, by which a launch whose answer was lost is found again.
 from __future__ import annotations
 
 import json
-import os
 import uuid
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from envserver_records import ConflictError, InputError
+from envserver_records.files import replace_file
 
 _NAME: Final = "state.json"
 
@@ -71,9 +71,4 @@ def save(folder: Path, state: State) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Replaces a file as a whole, on disk when this returns."""
-    unfinished = path.with_suffix(".unfinished")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    replace_file(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from envserver_records import InputError
+from envserver_records.files import sync_path, sync_tree
 
 from .errors import WeightsNotSaved
 
@@ -52,11 +53,10 @@ class Folders:
             unfinished.mkdir(parents=True)
             save(unfinished)
             _must_hold(unfinished, wanted)
-            for path in (*unfinished.rglob("*"), unfinished):
-                _sync(path)
+            sync_tree(unfinished)
             final = self._folder / self._free_name(version)
             unfinished.rename(final)
-            _sync(self._folder)
+            sync_path(self._folder)
         except InputError:
             self._remove(unfinished)
             raise
@@ -128,11 +128,3 @@ def _not_saved(version: int, folder: Path, error: Exception) -> WeightsNotSaved:
         folder=str(folder),
         full=full,
     )
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

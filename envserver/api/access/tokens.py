@@ -20,7 +20,6 @@ import os
 import re
 import secrets
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import Annotated, Final, Literal
 import structlog
 import yaml
 from envserver_records.errors import ConfigError, ConflictError, NotFoundError
+from envserver_records.files import replace_file
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from ...config import Quota
@@ -245,13 +245,4 @@ def _changed(path: Path) -> Iterator[list[Token]]:
 
 def _replace(path: Path, content: _File) -> None:
     tree = content.model_dump(mode="json", exclude_unset=True)
-    number, made = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
-    try:
-        with os.fdopen(number, "w") as file:
-            file.write(_HEAD + yaml.safe_dump(tree, sort_keys=False))
-            file.flush()
-            os.fsync(file.fileno())
-        Path(made).replace(path)
-    except BaseException:
-        Path(made).unlink(missing_ok=True)
-        raise
+    replace_file(path, _HEAD + yaml.safe_dump(tree, sort_keys=False), mode=0o600)

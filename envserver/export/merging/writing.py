@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from envserver_records.errors import ConflictError, StoreError, StoreFull
+from envserver_records.files import replace_folder, sync_tree
 
 from .tensors import INDEX, File
 
@@ -188,21 +189,8 @@ def _clear_leftovers(above: Path) -> None:
 
 
 def _rename(folder: Path, place: Path) -> None:
-    for path in (*folder.rglob("*"), folder):
-        _sync(path)
-    if place.is_dir():
-        old = folder.with_name(f"{folder.name}-old")
-        place.rename(old)
-    folder.rename(place)
-    _sync(place.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_tree(folder)
+    replace_folder(folder, place, folder.with_name(f"{folder.name}-old"))
 
 
 _COPIED: Final = (

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from envserver_records.errors import ConfigError, StoreError, StoreFull
+from envserver_records.errors import ConfigError
+from envserver_records.files import replace_folder, storing
 
 
 @contextlib.contextmanager
@@ -41,23 +42,6 @@ def new_folder(place: Path, *, mark: str) -> Iterator[Path]:
             _put(beside, place)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def storing(place: Path) -> Iterator[None]:
-    """Converts errors of the file system to typed errors.
-
-    Raises:
-        StoreFull: there is no space.
-        StoreError: anything else.
-    """
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno in (28, 122):  # no space, no quota
-            raise StoreFull(f"{place} cannot be written: {reason}.") from error
-        raise StoreError(f"{place} cannot be written: {reason}.") from error
 
 
 def write_lines(path: Path, lines: Iterable[bytes]) -> str:
@@ -92,12 +76,5 @@ def _refuse(place: Path, mark: str) -> None:
 def _put(beside: Path, place: Path) -> None:
     """Renames; the old folder is removed only once the new one is in place."""
     old = place.with_name(f".{place.name}.{os.getpid()}.old")
-    if place.exists():
-        place.rename(old)
-    beside.rename(place)
+    replace_folder(beside, place, old)
     shutil.rmtree(old, ignore_errors=True)
-    folder = os.open(place.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from envserver_records.errors import InputError
+from envserver_records.files import storing
 
 from ..documents import Document, objects
-from .folder import new_folder, storing, write_lines, write_summary
+from .folder import new_folder, write_lines, write_summary
 from .splits import Held, split_tools, split_tools_by_group
 from .spool import Spool
 from .templates import Shown, Templates, instruction_of, response_of

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from envserver_records.errors import ConfigError, InputError
+from envserver_records.files import storing
 
 from .examples import Example, Form, Template
-from .folder import new_folder, storing, write_lines, write_summary
+from .folder import new_folder, write_lines, write_summary
 from .splits import Three, split_three
 from .spool import Spool
 

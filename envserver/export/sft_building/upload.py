@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from envserver_records.errors import ConfigError, StoreError
-
-from .folder import storing
+from envserver_records.files import replacing_path, storing
 
 HUB = "hf://"
 _LAST = ("SUMMARY.json", "summary.json")
@@ -68,9 +67,8 @@ def _to_folder(folder: Path, files: list[Path], target: Path, told: Told) -> lis
         for path in files:
             place = target / path.relative_to(folder)
             place.parent.mkdir(parents=True, exist_ok=True)
-            beside = place.with_name(f".{place.name}.part")
-            shutil.copyfile(path, beside)
-            beside.replace(place)
+            with replacing_path(place, sync=False) as partial:
+                shutil.copyfile(path, partial)
             addresses.append(str(place))
             told(addresses[-1])
     return addresses

@@ -218,7 +218,7 @@ async def score_lines(
     encoded = [json.dumps(line).encode() if isinstance(line, dict) else line for line in lines]
     source.write_bytes(b"\n".join(encoded))
     summary = await run_score(env, config, source, target, processes=2)
-    assert [path.name for path in tmp_path.glob(".*.part")] == []
+    assert [path.name for path in tmp_path.glob(".*.partial")] == []
     return summary, [json.loads(line) for line in target.read_text().splitlines()]
 
 
@@ -363,7 +363,7 @@ async def test_a_stopped_command_leaves_nothing_behind(
         stderr=asyncio.subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     async with asyncio.timeout(60):
-        while not list(tmp_path.glob(".out.*.part")):
+        while not list(tmp_path.glob(".out.*.partial")):
             await asyncio.sleep(0.05)
         os.killpg(command.pid, number)
         _, said = await command.communicate()

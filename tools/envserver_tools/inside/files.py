@@ -152,6 +152,7 @@ def _size(data: bytes) -> str:
     return f"{len(data)} byte{'s' * (len(data) != 1)}, {lines} line{'s' * (lines != 1)}"
 
 
+# Not `envserver_records.files`: this module runs in sandboxes, where only plain Python is.
 def _replace(place: str, data: bytes) -> None:
     """All of `data` stands in the file, or the file is as it was; its mode stays."""
     mode = stat.S_IMODE(os.lstat(place).st_mode) if os.path.lexists(place) else 0o644

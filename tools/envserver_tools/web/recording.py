@@ -20,7 +20,6 @@ import io
 import json
 import os
 import re
-import secrets
 import tarfile
 import time
 from collections import OrderedDict
@@ -29,6 +28,8 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
+
+from envserver_records.files import replace_file, replacing
 
 from .fetching import Raw
 
@@ -287,8 +288,7 @@ class Store:
         answers.
         """
         count = 0
-        partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        with tarfile.open(partial, "w") as archive:
+        with replacing(path, sync=False) as file, tarfile.open(fileobj=file, mode="w") as archive:
             for part, pattern in (("blobs", _BLOB_NAME), ("index", _INDEX_NAME)):
                 for file in sorted((self._folder / part).glob("*/*")):
                     name = file.relative_to(self._folder).as_posix()
@@ -299,7 +299,6 @@ class Store:
                     facts.size = len(content)
                     archive.addfile(facts, io.BytesIO(content))
                     count += part == "index"
-        partial.replace(path)
         return count
 
     def take_in(self, path: Path) -> int:
@@ -352,14 +351,5 @@ def _key_in(content: bytes) -> str:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """`path` holds `content` now, or what it held before; nothing between."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    replace_file(path, content)
