@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..models.upstream import Upstream
+from ..models.probe import ProbeResult
 
 _MODES = {
     "tokens": "token ids in, token ids out",
@@ -44,7 +44,7 @@ class ProbedEngine(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     url: str
-    upstream: Upstream
+    probe_result: ProbeResult
     tokenizer: Path | None
     not_stitched: str | None
 
@@ -62,7 +62,7 @@ def differences(probed: Sequence[ProbedEngine]) -> list[str]:
 
 
 def _facts(probed: ProbedEngine) -> dict[str, Any]:
-    facts: dict[str, Any] = msgspec.to_builtins(probed.upstream)
+    facts: dict[str, Any] = msgspec.to_builtins(probed.probe_result)
     del facts["reasons"]
     echoes = facts.pop("echoes")
     facts["prompts"] = f"{[len(echo['prompt_ids']) for echo in echoes]} tokens"
@@ -80,7 +80,7 @@ def print_json(probed: Sequence[ProbedEngine], different: Sequence[str]) -> None
     engines = [
         {
             "url": one.url,
-            **msgspec.to_builtins(one.upstream),
+            **msgspec.to_builtins(one.probe_result),
             "tokenizer": str(one.tokenizer) if one.tokenizer else None,
             "stitching": one.not_stitched is None,
             "not_stitched": one.not_stitched,
@@ -122,18 +122,21 @@ def _print_list(
 
 
 def _rows(probed: ProbedEngine) -> Iterator[tuple[str, str]]:
-    upstream = probed.upstream
-    root = upstream.root if upstream.root not in (None, upstream.model) else None
-    yield "server", upstream.server or "does not say"
-    yield "model", f"{upstream.model} (from {root})" if root else upstream.model
-    yield "context", f"{upstream.max_model_len} tokens" if upstream.max_model_len else "unknown"
-    yield "mode", f"{upstream.mode}: {_MODES[upstream.mode]}"
-    yield "tool calls", _yes(upstream.tools)
-    yield "reasoning", "parsed by the engine" if upstream.reasoning_parser else "not parsed"
-    yield "logprobs", _LOGPROBS[upstream.logprobs]
-    yield "weight versions", "of each token" if upstream.weight_versions else "not told"
-    yield "pause, resume", _yes(upstream.pausable)
-    yield "metrics", _yes(upstream.metrics)
+    probe_result = probed.probe_result
+    root = probe_result.root if probe_result.root not in (None, probe_result.model) else None
+    yield "server", probe_result.server or "does not say"
+    yield "model", f"{probe_result.model} (from {root})" if root else probe_result.model
+    yield (
+        "context",
+        f"{probe_result.max_model_len} tokens" if probe_result.max_model_len else "unknown",
+    )
+    yield "mode", f"{probe_result.mode}: {_MODES[probe_result.mode]}"
+    yield "tool calls", _yes(probe_result.tools)
+    yield "reasoning", "parsed by the engine" if probe_result.reasoning_parser else "not parsed"
+    yield "logprobs", _LOGPROBS[probe_result.logprobs]
+    yield "weight versions", "of each token" if probe_result.weight_versions else "not told"
+    yield "pause, resume", _yes(probe_result.pausable)
+    yield "metrics", _yes(probe_result.metrics)
     yield "tokenizer", str(probed.tokenizer) if probed.tokenizer else "not found"
     yield "stitching", _stitching(probed)
 
@@ -145,14 +148,14 @@ def _yes(fact: bool) -> str:
 def _stitching(probed: ProbedEngine) -> str:
     if probed.not_stitched is not None:
         return f"no: {probed.not_stitched}"
-    if not probed.upstream.tools:
+    if not probed.probe_result.tools:
         return "yes: prompts are rendered here as by the engine"
     return "yes: prompts are rendered here as by the engine, with tools too"
 
 
 def _better(probed: ProbedEngine) -> Iterator[str]:
     """What the engine lacks, why and what to do; things with one reason stand in one line."""
-    reasons = probed.upstream.reasons
+    reasons = probed.probe_result.reasons
     for reason in dict.fromkeys(reasons.values()):
         names = [_BETTER[name] for name, why in reasons.items() if why == reason]
         yield f"{', '.join(names)}: {reason}"

@@ -10,8 +10,8 @@ from pydantic import Field
 
 from ..config import LogLevel, OpenAIConfig, Section, TokensConfig
 from ..models.openai import OpenAIEngine
-from ..models.upstream import probe
-from ..proxy.ways import ways_of
+from ..models.probe import probe
+from ..proxy.capabilities import capabilities_of
 from .engine_table import ProbedEngine, differences, print_json, print_table
 from .help import show_help
 from .logs import configure_logs
@@ -93,11 +93,11 @@ async def _probe(url: str, settings: ProbeSettings) -> ProbedEngine:
     config = settings.openai.model_copy(update={"base_url": url})
     async with OpenAIEngine(config, tries=_TRIES) as engine:
         model = await engine.model_name()
-        upstream = await probe(engine, wanted=config.mode, model=model)
-    ways = await asyncio.to_thread(ways_of, upstream, settings.tokens)
+        probe_result = await probe(engine, wanted=config.mode, model=model)
+    capabilities = await asyncio.to_thread(capabilities_of, probe_result, settings.tokens)
     return ProbedEngine(
         url=url,
-        upstream=upstream,
-        tokenizer=ways.folder,
-        not_stitched=ways.why_not or None,
+        probe_result=probe_result,
+        tokenizer=capabilities.folder,
+        not_stitched=capabilities.why_not or None,
     )

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ..config import EngineConfig, LogLevel, Section
 from ..models.catalogue import find_model, read_catalogue
-from ..models.manager import running, spec_of
+from ..models.manager import engine_spec, running_engine
 from .help import show_help
 from .logs import configure_logs
 from .loop import run_loop
@@ -71,7 +71,7 @@ def run(argv: list[str]) -> int:
 async def _start(settings: StartSettings) -> None:
     config = settings.engine
     entry = find_model(settings.name, read_catalogue(config.models_file), config.models_file)
-    async with running(spec_of(entry, config), tell=_say) as engine:
+    async with running_engine(engine_spec(entry, config), tell=_say) as engine:
         print(engine.base_url, flush=True)
         await engine.until_lost()
 

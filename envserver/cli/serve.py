@@ -105,7 +105,7 @@ def _api(members: Members, door: Front, host: Hosted) -> FastAPI:
         settings=settings.server,
         status=host.status,
         on_policy_version=host.publish,
-        gate=host.room.source.gate,
+        gate=host.room.endpoint.gate,
         metrics=door.metrics,
         health=door.health,
         include_messages=config.include_messages,

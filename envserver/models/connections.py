@@ -33,7 +33,7 @@ _PEER_SECONDS = 60
 _MAX_ANSWER_BYTES = 512 * 1024 * 1024
 
 
-class TryAgain(Exception):
+class RetryableError(Exception):
     """The request failed with `error`, and another one may do better.
 
     Args:
@@ -128,7 +128,7 @@ class Connections:
         if seconds:
             replica.busy(seconds)
         error = self._decoder.failed(status, data)
-        raise TryAgain(error, "busy" if busy else "failed", wait_seconds=seconds)
+        raise RetryableError(error, "busy" if busy else "failed", wait_seconds=seconds)
 
 
 async def whole(response: aiohttp.ClientResponse, max_bytes: int = _MAX_ANSWER_BYTES) -> bytes:
@@ -154,13 +154,13 @@ def typed(replica: Replica) -> Iterator[None]:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
         message = f"The engine at {replica.url} takes no connections: {_reason(error)}."
-        raise TryAgain(EngineUnavailable(message, base_url=replica.url), "refused") from None
+        raise RetryableError(EngineUnavailable(message, base_url=replica.url), "refused") from None
     except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, ConnectionError):
         message = f"The engine at {replica.url} closed the connection before its answer."
-        raise TryAgain(EngineGarbage(message, base_url=replica.url)) from None
+        raise RetryableError(EngineGarbage(message, base_url=replica.url)) from None
     except aiohttp.ClientError as error:
         message = f"The engine at {replica.url} does not speak HTTP: {type(error).__name__}."
-        raise TryAgain(EngineGarbage(message, base_url=replica.url), elsewhere=True) from None
+        raise RetryableError(EngineGarbage(message, base_url=replica.url), elsewhere=True) from None
 
 
 async def in_time(deadline: float, work: Awaitable[T]) -> T:

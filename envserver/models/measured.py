@@ -40,7 +40,7 @@ _stopwatch: ContextVar[Stopwatch | None] = ContextVar("envserver_stopwatch", def
 
 
 @contextmanager
-def timed() -> Iterator[Stopwatch]:
+def time_waiting() -> Iterator[Stopwatch]:
     """Within, and in the tasks started there: what is asked of an engine stops this watch."""
     watch = Stopwatch()
     token = _stopwatch.set(watch)
@@ -51,7 +51,7 @@ def timed() -> Iterator[Stopwatch]:
 
 
 @contextmanager
-def not_ours() -> Iterator[None]:
+def count_as_waiting() -> Iterator[None]:
     """What happens within is waiting: it stops the watch, too."""
     watch = _stopwatch.get()
     started = time.perf_counter()

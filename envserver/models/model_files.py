@@ -17,8 +17,8 @@ import msgspec
 import orjson
 from envserver_records.errors import ConfigError
 
-from .probing import sentence
-from .upstream import Upstream
+from .probe import ProbeResult
+from .probe_client import sentence
 
 _TOKENIZER = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
@@ -45,7 +45,7 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-def find_model_files(upstream: Upstream, explicit: Path | None = None) -> ModelFiles:
+def find_model_files(probe_result: ProbeResult, explicit: Path | None = None) -> ModelFiles:
     """The files of the model that an engine serves. May wait for the network.
 
     Args:
@@ -58,9 +58,9 @@ def find_model_files(upstream: Upstream, explicit: Path | None = None) -> ModelF
         if lack := _lack(explicit):
             raise ConfigError(f"tokens.tokenizer: {explicit} has {lack}.")
         return ModelFiles(folder=explicit)
-    if upstream.server.startswith(_SIMULATED):
+    if probe_result.server.startswith(_SIMULATED):
         return ModelFiles(folder=Path(__file__).with_name("sim") / "assets")
-    name = upstream.root or upstream.model
+    name = probe_result.root or probe_result.model
     reasons = []
     for folder in [Path(name), *_cached(name)]:
         if folder.is_dir():

@@ -24,13 +24,13 @@ from envserver_records.errors import ConfigError, EngineError, EngineGarbage, En
 from yarl import URL
 
 from ..config import OpenAIConfig
-from .connections import Connections, TryAgain, in_time, read_by, typed, whole
+from .connections import Connections, RetryableError, in_time, read_by, typed, whole
 from .decoding import Decoder, first_model
 from .engine import ReplicaHealth
-from .replicas import Replica, Replicas, Visit
+from .monitor import ReplicaMonitor
+from .replicas import Replica, ReplicaRequest, Replicas
 from .retrying import Retrying, late
 from .sse import SseParser
-from .watch import Watch
 
 Json = dict[str, Any]
 
@@ -73,7 +73,7 @@ class OpenAIEngine:
         self._calls = Retrying(self._replicas, tries=tries, pause_seconds=pause_seconds)
         self._decoder = Decoder(key)
         self._connections = Connections(key, self._decoder)
-        self._watch = Watch(
+        self._monitor = ReplicaMonitor(
             self._replicas,
             self._connections,
             check_seconds=check_seconds,
@@ -82,12 +82,12 @@ class OpenAIEngine:
 
     async def __aenter__(self) -> OpenAIEngine:
         await self._connections.__aenter__()
-        await self._watch.__aenter__()
+        await self._monitor.__aenter__()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         try:
-            await self._watch.__aexit__(*exc)
+            await self._monitor.__aexit__(*exc)
         finally:
             await self._connections.__aexit__(*exc)
 
@@ -101,8 +101,8 @@ class OpenAIEngine:
     async def get(self, path: str) -> Json:
         """See Engine."""
 
-        async def once(visit: Visit) -> Json:
-            return await self._get(visit.replica, path)
+        async def once(request: ReplicaRequest) -> Json:
+            return await self._get(request.replica, path)
 
         return await self._calls.until_answered(once, "", self._deadline(_GET_SECONDS))
 
@@ -110,8 +110,8 @@ class OpenAIEngine:
         """See Engine."""
         payload = orjson.dumps(body)
 
-        async def once(visit: Visit) -> Json:
-            async with self._sent(visit, path, payload) as response:
+        async def once(request: ReplicaRequest) -> Json:
+            async with self._sent(request, path, payload) as response:
                 return self._decoder.decode(await whole(response))
 
         return await self._calls.until_answered(once, rollout_id, self._deadline(timeout_seconds))
@@ -124,15 +124,15 @@ class OpenAIEngine:
         payload = orjson.dumps(body)
         deadline = self._deadline(timeout_seconds)
 
-        async def once(visit: Visit) -> tuple[AsyncExitStack, AsyncGenerator[Json]]:
+        async def once(request: ReplicaRequest) -> tuple[AsyncExitStack, AsyncGenerator[Json]]:
             async with AsyncExitStack() as stack:
-                response = await stack.enter_async_context(self._sent(visit, path, payload))
+                response = await stack.enter_async_context(self._sent(request, path, payload))
                 if "text/event-stream" not in response.headers.get("content-type", ""):
                     self._decoder.decode(await whole(response))
                     raise EngineGarbage("The engine answered a streamed request without a stream.")
-                chunks = self._chunks(visit.replica, response, deadline)
+                chunks = self._chunks(request.replica, response, deadline)
                 first = await anext(chunks, None)
-                return stack.pop_all(), self._handed_out(visit, first, chunks)
+                return stack.pop_all(), self._handed_out(request, first, chunks)
 
         stack, chunks = await self._calls.until_answered(once, rollout_id, deadline)
         try:
@@ -167,8 +167,8 @@ class OpenAIEngine:
             await in_time(self._deadline(self._check_seconds), self._get(replica, "/v1/models"))
         except TimeoutError:
             reason = late(replica).message
-        except TryAgain as again:
-            reason = again.error.message
+        except RetryableError as retryable:
+            reason = retryable.error.message
         except EngineError as error:
             reason = error.message
         return ReplicaHealth(
@@ -187,12 +187,12 @@ class OpenAIEngine:
 
     @asynccontextmanager
     async def _sent(
-        self, visit: Visit, path: str, payload: bytes
+        self, request: ReplicaRequest, path: str, payload: bytes
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         """The open answer, with status 2xx, to one call; holds a slot of the replica."""
-        replica = visit.replica
+        replica = request.replica
         async with replica.slots:
-            visit.sent()
+            request.sent()
             async with self._connections.open(replica, "POST", path, payload) as response:
                 await self._connections.check(replica, response)
                 yield response
@@ -226,13 +226,13 @@ class OpenAIEngine:
                         return
                     if event:
                         yield self._decoder.decode(event)
-        raise TryAgain(EngineGarbage("The engine's stream ended before its [DONE]."))
+        raise RetryableError(EngineGarbage("The engine's stream ended before its [DONE]."))
 
     async def _handed_out(
-        self, visit: Visit, first: Json | None, rest: AsyncGenerator[Json]
+        self, request: ReplicaRequest, first: Json | None, rest: AsyncGenerator[Json]
     ) -> AsyncGenerator[Json]:
         """The chunks of a stream that is not asked for again, as its consumer has seen some."""
-        replica = visit.replica
+        replica = request.replica
         error: EngineError
         async with aclosing(rest):
             try:
@@ -243,13 +243,13 @@ class OpenAIEngine:
                     yield chunk
                 return
             except TimeoutError:
-                visit.timed_out()
+                request.timed_out()
                 raise EngineTimeout("The engine did not end its stream in time.") from None
-            except TryAgain as again:
-                error = again.error
+            except RetryableError as retryable:
+                error = retryable.error
             except EngineError as failed:
                 error = failed
-        visit.failed(error.message)
+        request.failed(error.message)
         raise error
 
 

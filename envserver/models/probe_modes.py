@@ -12,12 +12,12 @@ from typing import Any, Literal
 import msgspec
 from envserver_records.errors import EngineGarbage, EngineRefused
 
-from .probing import (
-    Answer,
-    Cannot,
-    Choice,
-    Message,
-    Prober,
+from .probe_client import (
+    NotSupported,
+    ProbeAnswer,
+    ProbeChoice,
+    ProbeClient,
+    ProbeMessage,
     convert,
     read,
     refusal,
@@ -58,7 +58,7 @@ _TELLING_SPREAD = 0.5
 """Halving the temperature doubles the distance of two logprobs; this one is far above noise."""
 
 
-class Chat(msgspec.Struct, frozen=True):
+class ChatProbe(msgspec.Struct, frozen=True):
     """What a plain chat call gave.
 
     Args:
@@ -67,11 +67,11 @@ class Chat(msgspec.Struct, frozen=True):
     """
 
     body: dict[str, Any]
-    answer: Answer
+    answer: ProbeAnswer
     inexact: str
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> ProbeChoice:
         return self.answer.choices[0]
 
     def prompt_ids(self) -> list[int]:
@@ -81,7 +81,7 @@ class Chat(msgspec.Struct, frozen=True):
             Cannot: tokens cannot be recorded.
         """
         if self.inexact:
-            raise Cannot(self.inexact)
+            raise NotSupported(self.inexact)
         return self.answer.prompt_token_ids or []
 
 
@@ -93,7 +93,7 @@ class TokensMode(msgspec.Struct, frozen=True, kw_only=True):
     weight_versions: bool = False
 
 
-async def ask_chat(ask: Prober, *, exact: bool) -> Chat:
+async def ask_chat(ask: ProbeClient, *, exact: bool) -> ChatProbe:
     """A plain chat call, with ids if the engine gives them (and `exact` asks for them).
 
     Raises:
@@ -110,14 +110,14 @@ async def ask_chat(ask: Prober, *, exact: bool) -> Chat:
                 raise
             if body is _EXACT:
                 inexact = f"{CHAT} with return_token_ids {refusal(error)}"
-        except Cannot as garbage:
+        except NotSupported as garbage:
             raise EngineGarbage(str(garbage)) from None
         else:
-            return Chat(body, answer, inexact or _inexact(answer))
+            return ChatProbe(body, answer, inexact or _inexact(answer))
     raise AssertionError("the last call is answered or raises")
 
 
-def _inexact(answer: Answer) -> str:
+def _inexact(answer: ProbeAnswer) -> str:
     lacks = answer.choices[0].lacks()
     if not answer.prompt_token_ids:
         lacks.append("prompt_token_ids")
@@ -126,7 +126,7 @@ def _inexact(answer: Answer) -> str:
     return f"Its chat answers lack {' and '.join(lacks)}. vLLM 0.10.2 and later give them."
 
 
-async def try_tokens(ask: Prober, chat: Chat) -> TokensMode:
+async def try_tokens(ask: ProbeClient, chat: ChatProbe) -> TokensMode:
     """Renders, continues ids and parses ids, each by a request of its own.
 
     Raises:
@@ -136,7 +136,7 @@ async def try_tokens(ask: Prober, chat: Chat) -> TokensMode:
     prompt_ids = chat.prompt_ids()
     rendered = await _scale_out(ask, RENDER, chat.body)
     if rendered.get("token_ids") != prompt_ids:
-        raise Cannot(f"{RENDER} gives other ids than a chat call has in its prompt.")
+        raise NotSupported(f"{RENDER} gives other ids than a chat call has in its prompt.")
     # As vLLM's own clients do: what /render answers is the request that /generate takes.
     answered = await _scale_out(ask, GENERATE, {**rendered, "return_token_ids": True})
     answer = read(answered, GENERATE)
@@ -149,7 +149,7 @@ async def try_tokens(ask: Prober, chat: Chat) -> TokensMode:
     )
 
 
-async def try_completions(ask: Prober, chat: Chat) -> None:
+async def try_completions(ask: ProbeClient, chat: ChatProbe) -> None:
     """Continues the ids of the prompt.
 
     Raises:
@@ -167,32 +167,32 @@ async def try_completions(ask: Prober, chat: Chat) -> None:
     _check(chat, choice, choice.prompt_token_ids, COMPLETIONS)
 
 
-def _check(chat: Chat, choice: Choice, prompt_ids: list[int] | None, path: str) -> None:
+def _check(chat: ChatProbe, choice: ProbeChoice, prompt_ids: list[int] | None, path: str) -> None:
     if lacks := choice.lacks():
-        raise Cannot(f"{path} answers without {' and '.join(lacks)}.")
+        raise NotSupported(f"{path} answers without {' and '.join(lacks)}.")
     if prompt_ids != chat.prompt_ids():
-        raise Cannot(f"{path} does not give back the ids of the prompt that it was sent.")
+        raise NotSupported(f"{path} does not give back the ids of the prompt that it was sent.")
     if not same_tokens(chat.choice, choice):
-        raise Cannot(
+        raise NotSupported(
             f"{path} samples {choice.token_ids} at temperature 0 where a chat call with the same "
             f"prompt samples {chat.choice.token_ids}."
         )
 
 
-async def _scale_out(ask: Prober, path: str, body: dict[str, Any]) -> dict[str, Any]:
+async def _scale_out(ask: ProbeClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
     try:
         return await ask.may(path, body)
-    except Cannot as no:
-        raise Cannot(_advised(no, "--enable-scale-out")) from None
+    except NotSupported as no:
+        raise NotSupported(_advised(no, "--enable-scale-out")) from None
 
 
-def _advised(no: Cannot, flags: str) -> str:
+def _advised(no: NotSupported, flags: str) -> str:
     """The sentence with the flags that vLLM has to be started with, if it does not name them."""
     named = all(word in str(no) for word in flags.split() if word.startswith("--"))
     return str(no) if named else f"{no} Start vLLM with {flags}."
 
 
-async def _try_derender(ask: Prober, chat: Chat) -> tuple[bool, bool]:
+async def _try_derender(ask: ProbeClient, chat: ChatProbe) -> tuple[bool, bool]:
     """Whether a parser is configured, and whether it was seen to find reasoning."""
     ids = chat.choice.token_ids or []
     ended = chat.choice.finish_reason == "stop"
@@ -201,21 +201,21 @@ async def _try_derender(ask: Prober, chat: Chat) -> tuple[bool, bool]:
     spoken = ids[:-1] if ended and len(ids) > 1 else ids
     try:
         message, *_ = await _derender(ask, [spoken], None)
-    except Cannot:
+    except NotSupported:
         # Where a parser is configured it needs the request.
         rendered = await _scale_out(ask, RENDER, {**chat.body, "messages": _THINKING})
         thought_ids = convert(rendered.get("token_ids"), list[int], RENDER)
         message, thought, *_ = await _derender(ask, [spoken, thought_ids], chat.body)
         has_parser, has_reasoning = True, thought.has_reasoning
     only_end = ended and len(ids) == 1
-    if not only_end and not message.same(chat.choice.message or Message()):
-        raise Cannot(f"{DERENDER} makes another message of the same ids than a chat call.")
+    if not only_end and not message.same(chat.choice.message or ProbeMessage()):
+        raise NotSupported(f"{DERENDER} makes another message of the same ids than a chat call.")
     return has_parser, has_reasoning
 
 
 async def _derender(
-    ask: Prober, answers: list[list[int]], request: dict[str, Any] | None
-) -> list[Message]:
+    ask: ProbeClient, answers: list[list[int]], request: dict[str, Any] | None
+) -> list[ProbeMessage]:
     """The messages that the engine makes of the ids of several answers."""
     choices = [
         {"index": index, "finish_reason": "stop", "token_ids": ids}
@@ -227,11 +227,11 @@ async def _derender(
     answer = read(await _scale_out(ask, DERENDER, body), DERENDER)
     messages = [choice.message for choice in answer.choices if choice.message is not None]
     if len(messages) != len(answers):
-        raise Cannot(f"{DERENDER} gives {len(messages)} messages for {len(answers)} answers.")
+        raise NotSupported(f"{DERENDER} gives {len(messages)} messages for {len(answers)} answers.")
     return messages
 
 
-async def try_tools(ask: Prober, chat: Chat) -> Answer:
+async def try_tools(ask: ProbeClient, chat: ChatProbe) -> ProbeAnswer:
     """A chat call with a tool that the model may call or not.
 
     Raises:
@@ -241,12 +241,12 @@ async def try_tools(ask: Prober, chat: Chat) -> Answer:
     body = {**chat.body, "tools": TOOLS, "tool_choice": "auto"}
     try:
         return read(await ask.may(CHAT, body), CHAT)
-    except Cannot as no:
+    except NotSupported as no:
         advised = _advised(no, "--enable-auto-tool-choice and --tool-call-parser NAME")
-        raise Cannot(f"With tools {advised}") from None
+        raise NotSupported(f"With tools {advised}") from None
 
 
-async def logprobs_kind(ask: Prober, chat: Chat) -> LogprobsKind:
+async def logprobs_kind(ask: ProbeClient, chat: ChatProbe) -> LogprobsKind:
     """Whether logprobs are the model's own or change with the temperature.
 
     Raises:
@@ -257,7 +257,7 @@ async def logprobs_kind(ask: Prober, chat: Chat) -> LogprobsKind:
     try:
         answered = await ask.may(CHAT, {**chat.body, "temperature": 0.5, "max_tokens": 1})
         warm = read(answered, CHAT).choices[0].first_place()
-    except Cannot:
+    except NotSupported:
         return "unknown"
     greedy = chat.choice.first_place()
     both = greedy.keys() & warm.keys()

@@ -43,7 +43,7 @@ class Replica:
         self.clock = clock
         self._breaker = Breaker(clock)
         self._limit = AdaptiveLimit(max_in_flight)
-        self._visits: set[Visit] = set()
+        self._requests: set[ReplicaRequest] = set()
         self._busy_until = float("-inf")
 
     @property
@@ -65,15 +65,15 @@ class Replica:
         return "" if self.state == "closed" else self._breaker.reason
 
     @contextmanager
-    def visit(self) -> Iterator[Visit]:
+    def request(self) -> Iterator[ReplicaRequest]:
         """A request goes there; it tells the Visit how it went, if there is anything to tell."""
-        visit = Visit(self)
+        request = ReplicaRequest(self)
         tries = self._breaker.begin()
-        self._visits.add(visit)
+        self._requests.add(request)
         try:
-            yield visit
+            yield request
         finally:
-            self._visits.discard(visit)
+            self._requests.discard(request)
             self._breaker.end(tries)
 
     def checked(self, well: bool, reason: str = "") -> None:
@@ -88,10 +88,10 @@ class Replica:
         else:
             self.slots.resize(self._limit.observe(load, self.slots.used))
 
-    def give_up_visits(self) -> None:
+    def give_up_requests(self) -> None:
         """Ends every request that is still without an answer, to be sent elsewhere."""
-        for visit in self._visits:
-            visit.give_up()
+        for request in self._requests:
+            request.give_up()
 
     def heard(self) -> None:
         """It sent something that only a working engine sends."""
@@ -126,7 +126,7 @@ class Replica:
             _log.info("engine_replica_is_back", base_url=self.url)
 
 
-class Visit:
+class ReplicaRequest:
     """One request at a replica, until it is answered: of a stream, until its first chunk.
 
     Only calls have slots: questions about health and models are answered by engines that can do

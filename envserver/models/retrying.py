@@ -14,8 +14,8 @@ from typing import TypeVar
 from envserver_records.backoff import Backoff
 from envserver_records.errors import EngineError, EngineRefused, EngineTimeout, EngineUnavailable
 
-from .connections import TryAgain
-from .replicas import Replica, Replicas, Visit
+from .connections import RetryableError
+from .replicas import Replica, ReplicaRequest, Replicas
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class Retrying:
         self._backoff = Backoff(pause_seconds, _MAX_PAUSE_SECONDS, jitter=(0.5, 1.5))
 
     async def until_answered(
-        self, once: Callable[[Visit], Awaitable[T]], rollout_id: str, deadline: float
+        self, once: Callable[[ReplicaRequest], Awaitable[T]], rollout_id: str, deadline: float
     ) -> T:
         """What `once` gives, at the first replica where it gives something.
 
@@ -52,25 +52,27 @@ class Retrying:
         while True:
             replica = self._replicas.pick(rollout_id, tried)
             try:
-                with replica.visit() as visit:
-                    return await _try(once, visit, deadline)
-            except TryAgain as again:
+                with replica.request() as request:
+                    return await _try(once, request, deadline)
+            except RetryableError as retryable:
                 tried.append(replica)
-                pause = self._pause(again, tried)
+                pause = self._pause(retryable, tried)
                 if len(tried) >= self._tries or pause is None or now() + pause >= deadline:
-                    raise again.error from None
+                    raise retryable.error from None
             await asyncio.sleep(pause)
 
-    def _pause(self, again: TryAgain, tried: list[Replica]) -> float | None:
+    def _pause(self, retryable: RetryableError, tried: list[Replica]) -> float | None:
         """Seconds until the next try, None if there should be none."""
         if self._replicas.other_usable(tried):
             return 0.0
-        if again.elsewhere:
+        if retryable.elsewhere:
             return None
-        return max(self._backoff.seconds(len(tried), random.random()), again.wait_seconds)
+        return max(self._backoff.seconds(len(tried), random.random()), retryable.wait_seconds)
 
 
-async def _try(once: Callable[[Visit], Awaitable[T]], visit: Visit, deadline: float) -> T:
+async def _try(
+    once: Callable[[ReplicaRequest], Awaitable[T]], request: ReplicaRequest, deadline: float
+) -> T:
     """`once`, ended in time.
 
     Raises:
@@ -79,33 +81,33 @@ async def _try(once: Callable[[Visit], Awaitable[T]], visit: Visit, deadline: fl
     """
     try:
         async with asyncio.timeout_at(deadline) as scope:
-            with visit.within(scope):
-                result = await once(visit)
+            with request.within(scope):
+                result = await once(request)
     except TimeoutError:
-        raise _overdue(visit) from None
-    except TryAgain as again:
-        if again.fault == "refused":
-            visit.refused(again.error.message)
-        elif again.fault == "failed":
-            visit.failed(again.error.message)
+        raise _overdue(request) from None
+    except RetryableError as retryable:
+        if retryable.fault == "refused":
+            request.refused(retryable.error.message)
+        elif retryable.fault == "failed":
+            request.failed(retryable.error.message)
         raise
     except EngineRefused:
-        visit.answered()
+        request.answered()
         raise
     except EngineError as error:
-        visit.failed(error.message)
-        raise TryAgain(error, elsewhere=True) from None
-    visit.answered()
+        request.failed(error.message)
+        raise RetryableError(error, elsewhere=True) from None
+    request.answered()
     return result
 
 
-def _overdue(visit: Visit) -> Exception:
-    replica = visit.replica
-    if visit.given_up:
+def _overdue(request: ReplicaRequest) -> Exception:
+    replica = request.replica
+    if request.given_up:
         message = f"The engine at {replica.url} does not live any more: {replica.reason}."
-        return TryAgain(EngineUnavailable(message, base_url=replica.url), "busy")
-    visit.timed_out()
-    return late(replica, has_room=visit.sent_at is not None)
+        return RetryableError(EngineUnavailable(message, base_url=replica.url), "busy")
+    request.timed_out()
+    return late(replica, has_room=request.sent_at is not None)
 
 
 def late(replica: Replica, *, has_room: bool = True) -> EngineTimeout:

@@ -20,7 +20,7 @@ key, the hidden part of a task, or a field that only we asked the engine for.
 
 from __future__ import annotations
 
-from .attempts import Attempt, AttemptSpec, Limits
+from .attempts import AttemptSpec, Limits, ProxyAttempt
 from .server import Proxy
 
-__all__ = ["Attempt", "AttemptSpec", "Limits", "Proxy"]
+__all__ = ["ProxyAttempt", "AttemptSpec", "Limits", "Proxy"]

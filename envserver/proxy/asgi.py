@@ -217,7 +217,7 @@ class Interrupts:
 
     async def __aexit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self._open = False
-        self.last_words()
+        self.stop_watching()
         try:
             await self._timeout.__aexit__(kind, error, traceback)
         except TimeoutError:
@@ -229,7 +229,7 @@ class Interrupts:
             self._reason = reason
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
-    def last_words(self) -> None:
+    def stop_watching(self) -> None:
         """Call it before the end of the answer is sent: servers report that end as a hang-up."""
         if self._watcher is not None:
             self._watcher.cancel()

@@ -52,7 +52,7 @@ class Limits(msgspec.Struct, frozen=True):
     max_completion_tokens: int | None
 
 
-class Seat(msgspec.Struct, frozen=True, kw_only=True):
+class AgentRoute(msgspec.Struct, frozen=True, kw_only=True):
     """How one agent of an attempt is asked.
 
     Args:
@@ -66,7 +66,7 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     sampling: dict[str, Any]
     trained: bool = True
-    source: str = ""
+    endpoint: str = ""
     follows_policy: bool = True
 
 
@@ -93,7 +93,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
     sampling: dict[str, Any]
     group_id: str = ""
-    agents: dict[str, Seat] = msgspec.field(default_factory=dict)
+    agents: dict[str, AgentRoute] = msgspec.field(default_factory=dict)
     keep_services: bool = False
 
     def agent(self, name: str | None) -> str | None:
@@ -110,23 +110,23 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
             f"There is no agent {name!r} in this rollout; there are: {', '.join(self.agents)}."
         )
 
-    def seat(self, agent: str | None) -> Seat:
+    def route(self, agent: str | None) -> AgentRoute:
         """How `agent` is asked."""
         known = self.agents.get(agent or "")
-        return known or Seat(model=self.model, sampling=self.sampling)
+        return known or AgentRoute(model=self.model, sampling=self.sampling)
 
-    def line(self, agent: str | None) -> str:
+    def routing_key(self, agent: str | None) -> str:
         """Under which name the engine knows the calls of `agent`: they go to one replica."""
-        return line_of(self.rollout_id, agent if agent in self.agents else None)
+        return routing_key(self.rollout_id, agent if agent in self.agents else None)
 
 
-def line_of(rollout_id: str, agent: str | None) -> str:
+def routing_key(rollout_id: str, agent: str | None) -> str:
     """See `AttemptSpec.line`; `agent` is a declared one, or None."""
     return rollout_id if agent is None else f"{rollout_id}/{agent}"
 
 
 @dataclass(eq=False)
-class Attempt:
+class ProxyAttempt:
     """The live record of one attempt.
 
     Args:
@@ -228,7 +228,9 @@ class Attempt:
         if self.seconds_left <= 0:
             raise self.reached("time", "The time of this rollout is used up.")
 
-    async def reserve(self, wanted: int | None, choices: int, agent: str | None = None) -> Grant:
+    async def reserve(
+        self, wanted: int | None, choices: int, agent: str | None = None
+    ) -> TokenReservation:
         """Reserves completion tokens for a request with `choices` answers of up to `wanted` each.
 
         Those of an agent that is not trained are not counted.
@@ -236,12 +238,12 @@ class Attempt:
         Raises:
             LimitReached: none are left.
         """
-        seat = self.spec.seat(agent)
-        cap = seat.sampling.get("max_tokens")
+        route = self.spec.route(agent)
+        cap = route.sampling.get("max_tokens")
         each = min((n for n in (wanted, cap) if n is not None), default=None)
-        limit = self.spec.limits.max_completion_tokens if seat.trained else None
+        limit = self.spec.limits.max_completion_tokens if route.trained else None
         if limit is None:
-            return Grant(self, each, 0)
+            return TokenReservation(self, each, 0)
         enough = limit if each is None else each * choices
         while True:
             left = limit - self._spent_tokens - self._reserved_tokens
@@ -254,7 +256,7 @@ class Attempt:
             raise self.reached("tokens", f"All {limit} tokens of this rollout are used up.")
         each = left // choices if each is None else min(each, left // choices)
         self._reserved_tokens += each * choices
-        return Grant(self, each, each * choices)
+        return TokenReservation(self, each, each * choices)
 
     def settle(self, reserved: int, spent: int) -> None:
         """Returns a reservation of which `spent` tokens were used."""
@@ -355,20 +357,20 @@ class Attempt:
         return LimitReached(message, limit=limit)
 
 
-class Grant:
+class TokenReservation:
     """Completion tokens reserved for one request; a context manager that returns what is unused.
 
     Args:
         max_tokens: for each choice; None where nothing limits them.
     """
 
-    def __init__(self, attempt: Attempt, max_tokens: int | None, reserved: int) -> None:
+    def __init__(self, attempt: ProxyAttempt, max_tokens: int | None, reserved: int) -> None:
         self.max_tokens = max_tokens
         self.spent = 0
         self._attempt = attempt
         self._reserved = reserved
 
-    def __enter__(self) -> Grant:
+    def __enter__(self) -> TokenReservation:
         return self
 
     def __exit__(self, *exc: object) -> None:

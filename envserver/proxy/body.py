@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from .ask import Ask
-from .asking.base import is_strict
+from .engine_client.base import is_strict
+from .model_request import ModelRequest
 
 _SAMPLERS_OFF: dict[str, Any] = {
     "top_k": -1,
@@ -92,7 +92,12 @@ class EngineBody(msgspec.Struct, kw_only=True):
 
 
 def engine_body(
-    ask: Ask, *, model: str, sampling: dict[str, Any], exact: bool, processed: bool = False
+    request: ModelRequest,
+    *,
+    model: str,
+    sampling: dict[str, Any],
+    exact: bool,
+    processed: bool = False,
 ) -> EngineBody:
     """What `ask` comes to.
 
@@ -102,7 +107,7 @@ def engine_body(
         exact: the engine returns token ids and logprobs when asked.
         processed: its logprobs are those after temperature and top_p.
     """
-    body = {**ask.fields, "model": model}
+    body = {**request.fields, "model": model}
     for name in (*_SAMPLERS_OFF, *_OTHER_SAMPLERS):
         body.pop(name, None)
     if exact:
@@ -111,19 +116,19 @@ def engine_body(
     for name in ("temperature", "top_p"):
         if name in sampling:
             body[name] = sampling[name]
-    if ask.prompt is None:
-        body["messages"] = ask.messages
-        if ask.tools:
-            body["tools"] = ask.tools
-        if exact or ask.wants_logprobs:
+    if request.prompt is None:
+        body["messages"] = request.messages
+        if request.tools:
+            body["tools"] = request.tools
+        if exact or request.wants_logprobs:
             body["logprobs"] = True
         if exact and "include_reasoning" in body:
             body["include_reasoning"] = True
     else:
-        body["prompt"] = ask.prompt
+        body["prompt"] = request.prompt
         if exact:
             body.setdefault("logprobs", 0)
-    return EngineBody(body=body, tokens_field=ask.tokens_field, flags=_flags(body, processed))
+    return EngineBody(body=body, tokens_field=request.tokens_field, flags=_flags(body, processed))
 
 
 def _flags(body: dict[str, Any], processed: bool) -> list[str]:

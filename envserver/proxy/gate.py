@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Literal
 
-from ..models.measured import not_ours
+from ..models.measured import count_as_waiting
 
 InFlight = Literal["drain", "keep", "abort"]
 
@@ -104,7 +104,7 @@ class Gate:
         self._waiting += 1
         try:
             while not self._open.is_set():
-                with not_ours():
+                with count_as_waiting():
                     await self._open.wait()
         finally:
             self._waiting -= 1

@@ -47,7 +47,7 @@ async def pass_through(
             answer = await engine.post(
                 path, request, rollout_id=key, timeout_seconds=_TIMEOUT_SECONDS
             )
-            interrupts.last_words()
+            interrupts.stop_watching()
             await send_json(send, 200, answer)
             return
         await _relay(engine, key, path, request, interrupts, send)
@@ -70,7 +70,7 @@ async def _relay(
                 await send_events(send, event(chunk))
         except EnvserverError as error:
             end = event(error_body(error))
-    interrupts.last_words()
+    interrupts.stop_watching()
     await end_events(send, end)
 
 
@@ -84,13 +84,13 @@ async def generate(engine: Engine, key: str, body: bytes, receive: Receive, send
     if not engine.exact:
         raise EngineRefused("This engine returns no token ids.", hint="Use a vLLM server.")
     request = parse_object(body)
-    upstream = {**_generate_body(request), "model": await engine.model_name()}
+    engine_body = {**_generate_body(request), "model": await engine.model_name()}
     async with Interrupts(receive, _TIMEOUT_SECONDS) as interrupts:
         answer = await engine.post(
-            "/v1/completions", upstream, rollout_id=key, timeout_seconds=_TIMEOUT_SECONDS
+            "/v1/completions", engine_body, rollout_id=key, timeout_seconds=_TIMEOUT_SECONDS
         )
         told = generate_answer(answer, request)
-        interrupts.last_words()
+        interrupts.stop_watching()
         await send_json(send, 200, told)
 
 

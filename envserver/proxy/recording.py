@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from ..tokens.invariants import LOGPROB_ROUNDING
 from ..tokens.prompts import PromptPlan
-from .exchange import Choice, Exchange
-from .source import VERSION_PLACE
+from .endpoint import VERSION_PLACEHOLDER
+from .engine_answer import EngineAnswer, SampledChoice
 
 _INT32_MAX = 2**31 - 1
 _LEAST_LOGPROB = float(np.finfo(np.float32).min)
@@ -27,7 +27,7 @@ _CALL_OPENERS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "<|python_tag|>", 
 _NUMBER_AT_END = re.compile(r"(?<![\d.])(\d{1,9})$")
 
 
-class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
+class CallContext(msgspec.Struct, frozen=True, kw_only=True):
     """What all calls of one exchange share; the fields are those of Call.
 
     Args:
@@ -62,10 +62,12 @@ class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_named(self) -> bool:
         """Whether the engine was asked for one version by its name, and no other may answer."""
-        return VERSION_PLACE in self.model
+        return VERSION_PLACEHOLDER in self.model
 
 
-def calls_of(exchange: Exchange, given: Circumstances, broken: str | None = None) -> list[Call]:
+def calls_of(
+    engine_answer: EngineAnswer, context: CallContext, broken: str | None = None
+) -> list[Call]:
     """One Call per choice, in order of the choices; `index` is set when they are committed.
 
     They are not delivered until `mark_delivered` says so.
@@ -74,45 +76,47 @@ def calls_of(exchange: Exchange, given: Circumstances, broken: str | None = None
         broken: "disconnect" or "error" when the exchange ended before the engine's answer did: such
             calls hold what had arrived, and lack nothing that was promised.
     """
-    shared = [*given.flags, *given.prompt.flags]
-    if broken is None and not _count_agrees(exchange):
+    shared = [*context.flags, *context.prompt.flags]
+    if broken is None and not _count_agrees(engine_answer):
         shared.append("logprob_count_mismatch")
-    if given.is_named and exchange.model not in ("", given.asked_model):
+    if context.is_named and engine_answer.model not in ("", context.asked_model):
         shared.append("other_model_served")
-    return [_call(exchange, choice, given, shared, broken) for choice in exchange.choices]
+    return [
+        _call(engine_answer, choice, context, shared, broken) for choice in engine_answer.choices
+    ]
 
 
 def _call(
-    exchange: Exchange,
-    choice: Choice,
-    given: Circumstances,
+    engine_answer: EngineAnswer,
+    choice: SampledChoice,
+    context: CallContext,
     shared: list[str],
     broken: str | None,
 ) -> Call:
-    plan = given.prompt
-    echoed = exchange.prompt_ids if choice.prompt_ids is None else choice.prompt_ids
+    plan = context.prompt
+    echoed = engine_answer.prompt_ids if choice.prompt_ids is None else choice.prompt_ids
     prompt_ids = _ids(plan.ids if echoed is None else echoed)
-    ids, logprobs = _sampled(exchange, choice)
+    ids, logprobs = _sampled(engine_answer, choice)
     finish = broken or choice.finish_reason or ""
     size = 0 if ids is None else len(ids)
-    counts = given.follows_policy and not given.is_named
+    counts = context.follows_policy and not context.is_named
     spans = choice.weight_versions if counts else None
-    told = _told_versions(spans, size, begun_before_any=given.first_version < 0)
-    versions = told or _bracketed(size, given)
+    told = _told_versions(spans, size, begun_before_any=context.first_version < 0)
+    versions = told or _bracketed(size, context)
     flags = [
         *shared,
         *_token_flags(prompt_ids, ids, logprobs, broken),
-        *_finish_flags(finish, choice, given),
-        *_version_flags(versions, given, told is not None),
+        *_finish_flags(finish, choice, context),
+        *_version_flags(versions, context, told is not None),
     ]
-    if counts and given.names_versions and choice.weight_versions and told is None:
+    if counts and context.names_versions and choice.weight_versions and told is None:
         flags.append("weights_lost")
     if plan.ids is not None and echoed is not None and echoed != plan.ids:
         flags.append("prompt_mismatch")
     flags.append("undelivered_completion")
     return Call(
         index=-1,
-        model=given.model,
+        model=context.model,
         prompt_ids=np.empty(0, np.int32) if prompt_ids is None else prompt_ids,
         completion_ids=np.empty(0, np.int32) if ids is None else ids,
         logprobs=np.empty(0, np.float32) if logprobs is None else logprobs,
@@ -125,58 +129,58 @@ def _call(
         ),
         finish_reason=finish,
         message=choice.message,
-        messages=given.messages,
-        tools=given.tools,
-        sampling=given.sampling,
-        agent=given.agent,
-        trained=given.trained,
+        messages=context.messages,
+        tools=context.tools,
+        sampling=context.sampling,
+        agent=context.agent,
+        trained=context.trained,
         choice=choice.index,
         stop_reason=choice.stop_reason,
         eot_sampled=finish in ("stop", "tool_calls") and not isinstance(choice.stop_reason, str),
         delivered="none",
-        dialect=given.dialect,
-        streamed=given.streamed,
-        body_digest=given.digest,
+        dialect=context.dialect,
+        streamed=context.streamed,
+        body_digest=context.digest,
         planned_parent=plan.parent,
         edge=plan.edge,
         refusal=plan.refusal,
-        served_model=exchange.model,
-        told_tokens=_told_tokens(exchange, choice, prompt_ids, ids),
-        started_at=given.started_at,
-        seconds=given.seconds,
-        seconds_to_first=given.seconds_to_first,
+        served_model=engine_answer.model,
+        told_tokens=_told_tokens(engine_answer, choice, prompt_ids, ids),
+        started_at=context.started_at,
+        seconds=context.seconds,
+        seconds_to_first=context.seconds_to_first,
         flags=_distinct(flags),
     )
 
 
 def _told_tokens(
-    exchange: Exchange,
-    choice: Choice,
+    engine_answer: EngineAnswer,
+    choice: SampledChoice,
     prompt_ids: NDArray[np.int32] | None,
     ids: NDArray[np.int32] | None,
 ) -> tuple[int, int]:
     """The engine's counts where there are no ids; those of all choices stand at the first."""
     if choice.index:
         return (0, 0)
-    prompt = 0 if prompt_ids is not None else exchange.prompt_tokens or 0
-    return (prompt, 0 if ids is not None else exchange.completion_tokens or 0)
+    prompt = 0 if prompt_ids is not None else engine_answer.prompt_tokens or 0
+    return (prompt, 0 if ids is not None else engine_answer.completion_tokens or 0)
 
 
 def _sampled(
-    exchange: Exchange, choice: Choice
+    engine_answer: EngineAnswer, choice: SampledChoice
 ) -> tuple[NDArray[np.int32] | None, NDArray[np.float32] | None]:
     """Its ids and their logprobs. Where nothing was sampled, nothing is missing: vLLM says nothing
     about a call that is aborted before its first token."""
-    ids = _ids([] if choice.ids is None and exchange.completion_tokens == 0 else choice.ids)
+    ids = _ids([] if choice.ids is None and engine_answer.completion_tokens == 0 else choice.ids)
     empty = ids is not None and not ids.size
     return ids, _logprobs([] if choice.logprobs is None and empty else choice.logprobs)
 
 
-def names_version(exchange: Exchange) -> bool:
+def names_version(engine_answer: EngineAnswer) -> bool:
     """Whether the engine said a version by its number."""
     return any(
         _number(span.get("version")) >= 0
-        for choice in exchange.choices
+        for choice in engine_answer.choices
         for span in choice.weight_versions or ()
         if isinstance(span, dict)
     )
@@ -196,15 +200,15 @@ def mark_replayed(calls: list[Call]) -> None:
         call.flags = _distinct([*call.flags, "client_retry_replayed"])
 
 
-def _bracketed(size: int, given: Circumstances) -> list[VersionSpan]:
+def _bracketed(size: int, context: CallContext) -> list[VersionSpan]:
     """One span: the version that was asked for, else that at the time of the exchange.
 
     Where the policy changed during the exchange it is the lower one: never newer than the truth.
     """
-    if given.is_named and given.follows_policy:
-        version = max(0, given.first_version)
+    if context.is_named and context.follows_policy:
+        version = max(0, context.first_version)
     else:
-        version = min(given.first_version, given.last_version)
+        version = min(context.first_version, context.last_version)
     return [VersionSpan(version, 0, size)] if size else []
 
 
@@ -239,21 +243,21 @@ def _number(version: Any) -> int:
     return int(found[1]) if found else -1
 
 
-def _version_flags(spans: list[VersionSpan], given: Circumstances, told: bool) -> list[str]:
+def _version_flags(spans: list[VersionSpan], context: CallContext, told: bool) -> list[str]:
     versions = {span.version for span in spans}
-    changed = given.first_version != given.last_version and not given.is_named
+    changed = context.first_version != context.last_version and not context.is_named
     flags = []
     if len(versions) > 1 or (changed and not told):
         flags.append("mixed_versions")
-    if -1 in versions and given.last_version >= 0:
+    if -1 in versions and context.last_version >= 0:
         flags.append("version_unknown")
     return flags
 
 
-def _count_agrees(exchange: Exchange) -> bool:
-    if exchange.completion_tokens is None or any(c.ids is None for c in exchange.choices):
+def _count_agrees(engine_answer: EngineAnswer) -> bool:
+    if engine_answer.completion_tokens is None or any(c.ids is None for c in engine_answer.choices):
         return True
-    return sum(len(c.ids or ()) for c in exchange.choices) == exchange.completion_tokens
+    return sum(len(c.ids or ()) for c in engine_answer.choices) == engine_answer.completion_tokens
 
 
 def _token_flags(
@@ -272,9 +276,9 @@ def _token_flags(
     return flags
 
 
-def _finish_flags(finish: str, choice: Choice, given: Circumstances) -> list[str]:
+def _finish_flags(finish: str, choice: SampledChoice, context: CallContext) -> list[str]:
     if finish == "length":
-        in_call = bool(given.tools) and _begins_a_call(choice.message)
+        in_call = bool(context.tools) and _begins_a_call(choice.message)
         return ["truncated_length", *(["truncated_in_tool_call"] if in_call else [])]
     if finish in ("abort", "error", ""):
         return ["finish_abort"]

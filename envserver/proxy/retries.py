@@ -27,7 +27,7 @@ class Answering(Protocol):
         """Nobody waits for its answer, and nobody got it."""
 
 
-Work = TypeVar("Work", bound=Answering)
+TaskT = TypeVar("TaskT", bound=Answering)
 
 
 def digest_of(path: str, agent: str | None, body: bytes) -> bytes:
@@ -39,7 +39,7 @@ def digest_of(path: str, agent: str | None, body: bytes) -> bytes:
     return digest.digest()
 
 
-class Marks:
+class RetryMarks:
     """What a request says of being a retry."""
 
     def __init__(self, scope: Scope, digest: bytes) -> None:
@@ -49,13 +49,13 @@ class Marks:
         self.is_retry = count.isdecimal() and int(count) > 0
 
 
-class Retries(Generic[Work]):
+class Retries(Generic[TaskT]):
     """The latest requests of one attempt."""
 
     def __init__(self) -> None:
-        self._latest: deque[tuple[Marks, Work]] = deque(maxlen=_REMEMBERED)
+        self._latest: deque[tuple[RetryMarks, TaskT]] = deque(maxlen=_REMEMBERED)
 
-    def find(self, marks: Marks) -> Work | None:
+    def find(self, marks: RetryMarks) -> TaskT | None:
         """The work that this request asks for again, None if it is a new one.
 
         A key names it. Without one, where an agent asked the same several times, it is the work
@@ -66,19 +66,23 @@ class Retries(Generic[Work]):
         """
         if not (marks.key or marks.is_retry):
             return None
-        known = [(known, work) for known, work in self._latest if known.key == marks.key]
-        same = [work for known, work in known if known.digest == marks.digest]
+        known = [(known, call_task) for known, call_task in self._latest if known.key == marks.key]
+        same = [call_task for known, call_task in known if known.digest == marks.digest]
         if marks.key and len(same) < len(known):
             raise ConflictError("This Idempotency-Key came before with another request.")
-        return next((work for work in same if work.is_lost), same[-1] if same else None)
+        return next(
+            (call_task for call_task in same if call_task.is_lost), same[-1] if same else None
+        )
 
-    def begin(self, marks: Marks, work: Work) -> None:
+    def begin(self, marks: RetryMarks, call_task: TaskT) -> None:
         """`work` is done for this request."""
-        self._latest.append((marks, work))
+        self._latest.append((marks, call_task))
 
-    def forget(self, work: Work) -> None:
+    def forget(self, call_task: TaskT) -> None:
         """`work` came to nothing that could be given again: a retry is a new request."""
-        self._latest = deque((pair for pair in self._latest if pair[1] is not work), _REMEMBERED)
+        self._latest = deque(
+            (pair for pair in self._latest if pair[1] is not call_task), _REMEMBERED
+        )
 
     def clear(self) -> None:
         """Forgets all."""

@@ -13,7 +13,7 @@ from envserver_records.errors import SandboxError, SandboxUnavailable
 from envserver_records.records import SandboxUsage
 
 from .asgi import Interrupted, Interrupts, Receive, Scope, Send, read_body, send_bytes
-from .attempts import Attempt, ended
+from .attempts import ProxyAttempt, ended
 
 PREFIX = "sandbox/"
 _LAST_SECONDS = 5.0
@@ -30,7 +30,7 @@ class SandboxHost(Protocol):
     def most_bytes(self, path: str) -> int:
         """The largest body that a request to `path` may have."""
 
-    async def answer(self, attempt: Attempt, path: str, body: bytes) -> bytes:
+    async def answer(self, attempt: ProxyAttempt, path: str, body: bytes) -> bytes:
         """Carries out one request; when it is cancelled, so is what it began.
 
         Raises:
@@ -38,16 +38,16 @@ class SandboxHost(Protocol):
             SandboxError: ours.
         """
 
-    def seal(self, attempt: Attempt) -> None:
+    def seal(self, attempt: ProxyAttempt) -> None:
         """The attempt has ended: its sandboxes end now, and it gets no more."""
 
-    async def settle(self, attempt: Attempt) -> SandboxUsage | None:
+    async def settle(self, attempt: ProxyAttempt) -> SandboxUsage | None:
         """What its programs used, None where it had no sandbox; after `seal`, when all is gone."""
 
 
 async def answer_about_sandboxes(
     host: SandboxHost | None,
-    attempt: Attempt,
+    attempt: ProxyAttempt,
     path: str,
     scope: Scope,
     receive: Receive,
@@ -85,7 +85,7 @@ async def answer_about_sandboxes(
 
 
 async def _answer(
-    host: SandboxHost, attempt: Attempt, path: str, body: bytes, receive: Receive
+    host: SandboxHost, attempt: ProxyAttempt, path: str, body: bytes, receive: Receive
 ) -> bytes:
     interrupts = Interrupts(receive, max(0.0, attempt.seconds_left) + _LAST_SECONDS)
     attempt.working(interrupts)

@@ -27,7 +27,7 @@ from structlog.contextvars import bind_contextvars
 
 from ..environment import Service
 from ..models.engine import Engine
-from ..models.measured import timed
+from ..models.measured import time_waiting
 from ..telemetry.numbers import SHORT_SECONDS, Distribution
 from .asgi import (
     AsgiApp,
@@ -41,15 +41,15 @@ from .asgi import (
     send_json,
     send_nothing,
 )
-from .attempts import Attempt, AttemptSpec, ended
-from .dialects import APIS, Api
+from .attempts import AttemptSpec, ProxyAttempt, ended
+from .dialects import DIALECTS, DialectAdapter
+from .endpoint import EngineEndpoint
 from .gate import Gate
 from .guest import generate, pass_through
-from .request import ModelRequest
-from .retries import Marks, digest_of
+from .request_handler import RequestHandler
+from .retries import RetryMarks, digest_of
 from .sandboxing import PREFIX, SandboxHost, answer_about_sandboxes
-from .services import TOOLS_PREFIX, ServiceDesk
-from .source import Source
+from .services import TOOLS_PREFIX, ServiceRouter
 from .worker import rollout_body, take_actions, take_log, take_result
 
 _REMEMBER_SEALED_SECONDS = 60.0
@@ -58,9 +58,9 @@ _NO_RETRY = ((b"x-should-retry", b"false"),)
 _MAX_AGENT_NAME = 80
 _MAX_ACTIONS_BYTES = 2 << 20
 """Of one batch of steps; workers send half as much."""
-_ASKING = {path.removeprefix("v1/") for path in APIS}
+_ASKING = {path.removeprefix("v1/") for path in DIALECTS}
 
-_CHAT = APIS["v1/chat/completions"]
+_CHAT = DIALECTS["v1/chat/completions"]
 
 _log = structlog.get_logger("envserver.proxy")
 
@@ -90,24 +90,24 @@ class Proxy:
         self,
         engine: Engine,
         *,
-        source: Source | None = None,
-        sources: Mapping[str, Source] | None = None,
+        endpoint: EngineEndpoint | None = None,
+        endpoints: Mapping[str, EngineEndpoint] | None = None,
         sandboxes: SandboxHost | None = None,
         services: Mapping[str, Service] | None = None,
         max_body_bytes: int = 64 * 1024 * 1024,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
-        self._source = source or Source(engine)
-        self._sources = {**(sources or {}), "": self._source}
+        self._endpoint = endpoint or EngineEndpoint(engine)
+        self._endpoints = {**(endpoints or {}), "": self._endpoint}
         self._sandboxes = sandboxes
-        self._services = ServiceDesk(services or {})
+        self._services = ServiceRouter(services or {})
         self._max_body_bytes = max_body_bytes
         self._clock = clock
-        self._attempts: dict[str, Attempt] = {}
+        self._attempts: dict[str, ProxyAttempt] = {}
         self._guests: set[str] = set()
         # Its record is large, and whoever ran it holds it as long as it is needed.
-        self._sealed: dict[str, weakref.ref[Attempt]] = {}
+        self._sealed: dict[str, weakref.ref[ProxyAttempt]] = {}
         self._sealed_at: deque[tuple[float, str]] = deque()
         self._health = (-_HEALTH_SECONDS, False)
         self.added_seconds = Distribution(SHORT_SECONDS)
@@ -116,21 +116,21 @@ class Proxy:
     @property
     def policy_version(self) -> int:
         """The version that the engine serves now, as its trainer says; -1: unknown."""
-        return self._source.policy_version
+        return self._endpoint.policy_version
 
     def publish_version(self, version: int) -> None:
         """The engine serves `version` of the policy from now on."""
-        for source in self._sources.values():
-            source.policy_version = version
+        for endpoint in self._endpoints.values():
+            endpoint.policy_version = version
 
     def engine_described(self) -> dict[str, Any]:
         """How the engine is asked, for people; empty until it answered once. `agents`: likewise of
         those that are asked elsewhere."""
-        others = {name: one.described() for name, one in self._sources.items() if name}
-        return {**self._source.described(), **({"agents": others} if others else {})}
+        others = {name: one.described() for name, one in self._endpoints.items() if name}
+        return {**self._endpoint.described(), **({"agents": others} if others else {})}
 
     @property
-    def services(self) -> ServiceDesk:
+    def services(self) -> ServiceRouter:
         """Where agents ask for the environment's services."""
         return self._services
 
@@ -142,15 +142,15 @@ class Proxy:
     @property
     def gate(self) -> Gate:
         """Before which the attempts' calls wait while the engine's weights change."""
-        return self._source.gate
+        return self._endpoint.gate
 
-    def open(self, spec: AttemptSpec) -> Attempt:
+    def open(self, spec: AttemptSpec) -> ProxyAttempt:
         """A new attempt, under a key that cannot be guessed."""
-        attempt = Attempt(secrets.token_urlsafe(24), spec)
+        attempt = ProxyAttempt(secrets.token_urlsafe(24), spec)
         self._attempts[attempt.key] = attempt
         return attempt
 
-    def seal(self, attempt: Attempt) -> None:
+    def seal(self, attempt: ProxyAttempt) -> None:
         """Ends an attempt: requests in flight end, later ones get 409 (after a minute 404)."""
         attempt.seal()
         if self._sandboxes is not None:
@@ -160,7 +160,7 @@ class Proxy:
             self._sealed_at.append((self._clock(), attempt.key))
         self._forget()
 
-    async def settle(self, attempt: Attempt) -> SandboxUsage | None:
+    async def settle(self, attempt: ProxyAttempt) -> SandboxUsage | None:
         """Returns when nothing of a sealed attempt runs any more: what its programs used in
         sandboxes, None where it had none.
         """
@@ -193,8 +193,8 @@ class Proxy:
         except (ClientGone, Interrupted):
             return
         except EnvserverError as error:
-            api = _api_of(scope["path"])
-            await send_json(send, _status(error), api.error(error), _NO_RETRY)
+            dialect = _api_of(scope["path"])
+            await send_json(send, _status(error), dialect.error(error), _NO_RETRY)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         key, _, path = scope["path"].partition("/r/")[2].partition("/")
@@ -216,14 +216,14 @@ class Proxy:
             await self._attempt_route(scope, attempt, path, receive, send)
 
     async def _attempt_route(
-        self, scope: Scope, attempt: Attempt, path: str, receive: Receive, send: Send
+        self, scope: Scope, attempt: ProxyAttempt, path: str, receive: Receive, send: Send
     ) -> None:
         agent = header(scope, b"x-agent") or None
         if path.startswith("a/"):
             agent, _, path = path[2:].partition("/")
         agent = attempt.spec.agent(agent and agent[:_MAX_AGENT_NAME])
         method = scope["method"]
-        if path in APIS:
+        if path in DIALECTS:
             _require(method, "POST")
             await self._ask(scope, attempt, path, agent, receive, send)
             return
@@ -240,7 +240,7 @@ class Proxy:
         match path:
             case "v1/models":
                 _require(method, "GET")
-                await send_json(send, 200, _models(attempt.spec.seat(agent).model))
+                await send_json(send, 200, _models(attempt.spec.route(agent).model))
             case "health":
                 _require(method, "GET")
                 await self._send_health(send)
@@ -268,7 +268,7 @@ class Proxy:
     async def _ask(
         self,
         scope: Scope,
-        attempt: Attempt,
+        attempt: ProxyAttempt,
         path: str,
         agent: str | None,
         receive: Receive,
@@ -276,15 +276,15 @@ class Proxy:
     ) -> None:
         began = time.perf_counter()
         body = await read_body(scope, receive, self._max_body_bytes)
-        marks = Marks(scope, digest_of(path, agent, body))
-        source = self._sources[attempt.spec.seat(agent).source]
-        request = ModelRequest(source, attempt, APIS[path], agent, receive, send)
-        with timed() as watch:
+        marks = RetryMarks(scope, digest_of(path, agent, body))
+        endpoint = self._endpoints[attempt.spec.route(agent).endpoint]
+        request = RequestHandler(endpoint, attempt, DIALECTS[path], agent, receive, send)
+        with time_waiting() as watch:
             await request.answer(body, marks)
         if watch.calls and not request.is_streamed:
             self.added_seconds.add(max(0.0, time.perf_counter() - began - watch.seconds))
 
-    def _late(self, attempt: Attempt | None, path: str) -> None:
+    def _late(self, attempt: ProxyAttempt | None, path: str) -> None:
         """Notes a model call that came after the end of its attempt; None: that is long over."""
         if attempt is not None and path.rpartition("v1/")[2] in _ASKING:
             attempt.late_calls += 1
@@ -335,10 +335,12 @@ def _status(error: EnvserverError) -> int:
     return 400 if isinstance(error, InputError | LimitReached) else error.status
 
 
-def _api_of(path: str) -> Api:
+def _api_of(path: str) -> DialectAdapter:
     """The dialect in whose form the client expects errors, also of what lies below its path."""
     asked = f"v1/{path.rpartition('/v1/')[2]}/"
-    return next((api for known, api in APIS.items() if asked.startswith(f"{known}/")), _CHAT)
+    return next(
+        (dialect for known, dialect in DIALECTS.items() if asked.startswith(f"{known}/")), _CHAT
+    )
 
 
 def _check_bearer(scope: Scope, key: str) -> None:

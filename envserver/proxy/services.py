@@ -19,7 +19,7 @@ from envserver_records.records import ServiceCall
 
 from ..environment import Caller, Service, Services
 from .asgi import Interrupted, Interrupts, Receive, Scope, Send, parse_object, read_body, send_bytes
-from .attempts import Attempt, ended
+from .attempts import ProxyAttempt, ended
 
 TOOLS_PREFIX = "tools/"
 MOST_CALLS = 2000
@@ -33,13 +33,13 @@ _MOST_FLAGS = 16
 _log = structlog.get_logger("envserver.services")
 
 
-class ServiceDesk:
+class ServiceRouter:
     """Where agents ask for `services`, by their names."""
 
     def __init__(self, services: Mapping[str, Service]) -> None:
         self._services = services
         self._known = services if isinstance(services, Services) else Services(services)
-        self._places: WeakKeyDictionary[Attempt, asyncio.Semaphore] = WeakKeyDictionary()
+        self._places: WeakKeyDictionary[ProxyAttempt, asyncio.Semaphore] = WeakKeyDictionary()
 
     def counts(self) -> Mapping[str, float]:
         """What the services counted since the start, by name."""
@@ -50,7 +50,7 @@ class ServiceDesk:
         return self._known.shown(group_id)
 
     async def answer(
-        self, attempt: Attempt, name: str, scope: Scope, receive: Receive, send: Send
+        self, attempt: ProxyAttempt, name: str, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Answers one call.
 
@@ -88,7 +88,7 @@ class ServiceDesk:
 
     async def _within(
         self,
-        attempt: Attempt,
+        attempt: ProxyAttempt,
         name: str,
         service: Service,
         arguments: dict[str, Any],
@@ -105,7 +105,9 @@ class ServiceDesk:
             attempt.done(interrupts)
 
 
-async def _asked(attempt: Attempt, name: str, service: Service, arguments: dict[str, Any]) -> bytes:
+async def _asked(
+    attempt: ProxyAttempt, name: str, service: Service, arguments: dict[str, Any]
+) -> bytes:
     """
     Raises:
         UsageError, LimitReached: the asker's fault.
@@ -132,7 +134,11 @@ async def _asked(attempt: Attempt, name: str, service: Service, arguments: dict[
 
 
 def _keep(
-    attempt: Attempt, name: str, arguments: dict[str, Any], body: bytes = b"null", refused: str = ""
+    attempt: ProxyAttempt,
+    name: str,
+    arguments: dict[str, Any],
+    body: bytes = b"null",
+    refused: str = "",
 ) -> None:
     if attempt.spec.keep_services and not attempt.sealed:
         answer = orjson.loads(body)
@@ -141,6 +147,6 @@ def _keep(
         )
 
 
-def _flag(attempt: Attempt, word: str) -> None:
+def _flag(attempt: ProxyAttempt, word: str) -> None:
     if len(attempt.flags) < _MOST_FLAGS:
         attempt.flags.add(word)

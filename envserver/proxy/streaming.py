@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .ask import Ask
-from .exchange import Choice, Exchange, list_or_none, logprobs_of, tokens_told
-from .shape import check_chunk
+from .answer_schema import check_chunk
+from .engine_answer import EngineAnswer, SampledChoice, list_or_none, logprobs_of, usage_count
+from .model_request import ModelRequest
 
 _REASONING = ("reasoning", "reasoning_content")
 _ANSWER = ("content", "refusal")
@@ -21,9 +21,9 @@ _TEXTS = (*_ANSWER, *_REASONING)
 class Collector:
     """Puts the chunks of one stream together again. Chunks are those of the engine, uncleaned."""
 
-    def __init__(self, ask: Ask) -> None:
-        self._wanted = _TEXTS if ask.wants_reasoning else _ANSWER
-        self._choices: dict[int, Choice] = {}
+    def __init__(self, request: ModelRequest) -> None:
+        self._wanted = _TEXTS if request.wants_reasoning else _ANSWER
+        self._choices: dict[int, SampledChoice] = {}
         self._texts: dict[int, dict[str, list[str]]] = {}
         self._prompt_ids: list[Any] | None = None
         self._completion_tokens: int | None = None
@@ -38,16 +38,16 @@ class Collector:
         """
         check_chunk(chunk)
         self._model = chunk.get("model") or self._model
-        if (count := tokens_told(chunk, "completion_tokens")) is not None:
+        if (count := usage_count(chunk, "completion_tokens")) is not None:
             self._completion_tokens = count
-        if (count := tokens_told(chunk, "prompt_tokens")) is not None:
+        if (count := usage_count(chunk, "prompt_tokens")) is not None:
             self._prompt_tokens = count
         if self._prompt_ids is None:
             self._prompt_ids = list_or_none(chunk.get("prompt_token_ids"))
         for part in _choices(chunk):
             self._add_choice(part)
 
-    def exchange(self) -> Exchange:
+    def engine_answer(self) -> EngineAnswer:
         """All that was taken in."""
         for index, choice in self._choices.items():
             texts = self._texts[index]
@@ -56,7 +56,7 @@ class Collector:
                 "content": "".join(texts.get("content", ())),
                 **{name: "".join(parts) for name, parts in texts.items() if name != "content"},
             }
-        return Exchange(
+        return EngineAnswer(
             choices=[self._choices[index] for index in sorted(self._choices)],
             prompt_ids=self._prompt_ids,
             completion_tokens=self._completion_tokens,
@@ -68,7 +68,7 @@ class Collector:
         index = part.get("index", 0)
         choice = self._choices.get(index)
         if choice is None:
-            choice = self._choices[index] = Choice(index=index, message={})
+            choice = self._choices[index] = SampledChoice(index=index, message={})
             self._texts[index] = {}
         for name, text in part["delta"].items():
             if text and name in self._wanted:
@@ -97,32 +97,32 @@ def _extended(held: list[Any] | None, more: list[Any]) -> list[Any]:
     return held
 
 
-def clean_answer(answer: dict[str, Any], ask: Ask) -> None:
+def clean_answer(answer: dict[str, Any], request: ModelRequest) -> None:
     """Takes out of a whole answer what only we asked for."""
-    if not ask.wants_token_ids:
+    if not request.wants_token_ids:
         answer.pop("prompt_token_ids", None)
     for choice in answer["choices"]:
-        _clean_choice(choice, ask)
-        if not ask.wants_reasoning:
+        _clean_choice(choice, request)
+        if not request.wants_reasoning:
             _drop_reasoning(choice["message"])
 
 
-def clean_chunk(chunk: dict[str, Any], ask: Ask) -> bool:
+def clean_chunk(chunk: dict[str, Any], request: ModelRequest) -> bool:
     """Takes out of a chunk what only we asked for; False when nothing is left to send."""
-    if not ask.wants_token_ids:
+    if not request.wants_token_ids:
         chunk.pop("prompt_token_ids", None)
-    if ask.wants_usage:
+    if request.wants_usage:
         chunk.setdefault("usage", None)
     else:
         chunk.pop("usage", None)
     parts = _choices(chunk)
-    says = ask.wants_logprobs or ask.wants_token_ids
+    says = request.wants_logprobs or request.wants_token_ids
     for part in parts:
-        _clean_choice(part, ask)
-        if not ask.wants_reasoning:
+        _clean_choice(part, request)
+        if not request.wants_reasoning:
             _drop_reasoning(part["delta"])
         says = says or part.get("finish_reason") is not None or any(part["delta"].values())
-    return says if parts else ask.wants_usage
+    return says if parts else request.wants_usage
 
 
 def is_last(chunk: dict[str, Any]) -> bool:
@@ -131,7 +131,7 @@ def is_last(chunk: dict[str, Any]) -> bool:
     return not parts or any(part.get("finish_reason") is not None for part in parts)
 
 
-def chunks_of(answer: dict[str, Any], ask: Ask) -> Iterator[dict[str, Any]]:
+def chunks_of(answer: dict[str, Any], request: ModelRequest) -> Iterator[dict[str, Any]]:
     """A cleaned whole answer as chunks: role, texts, whole tool calls, end; then the usage."""
     head = {
         "id": answer.get("id", ""),
@@ -139,13 +139,13 @@ def chunks_of(answer: dict[str, Any], ask: Ask) -> Iterator[dict[str, Any]]:
         "created": answer.get("created", 0),
         "model": answer.get("model", ""),
     }
-    if ask.wants_usage:
+    if request.wants_usage:
         head["usage"] = None
     for choice in answer["choices"]:
         for delta, rest in _parts_of(choice):
             part = {"index": choice.get("index", 0), "delta": delta, "finish_reason": None, **rest}
             yield {**head, "choices": [part]}
-    if ask.wants_usage:
+    if request.wants_usage:
         yield {**head, "choices": [], "usage": answer.get("usage")}
 
 
@@ -172,12 +172,12 @@ def _parts_of(choice: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str
     yield {}, end
 
 
-def _clean_choice(choice: dict[str, Any], ask: Ask) -> None:
+def _clean_choice(choice: dict[str, Any], request: ModelRequest) -> None:
     choice.pop("weight_versions", None)
-    if not ask.wants_token_ids:
+    if not request.wants_token_ids:
         choice.pop("token_ids", None)
         choice.pop("prompt_token_ids", None)
-    if not ask.wants_logprobs and "logprobs" in choice:
+    if not request.wants_logprobs and "logprobs" in choice:
         choice["logprobs"] = None
 
 

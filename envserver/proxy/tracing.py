@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..telemetry.tracing import Span, within
-from .attempts import Attempt
-from .exchange import Exchange
+from .attempts import ProxyAttempt
+from .engine_answer import EngineAnswer
 
 _REQUEST = {
     "temperature": "gen_ai.request.temperature",
@@ -19,7 +19,7 @@ _REQUEST = {
 
 
 @contextmanager
-def model_call(attempt: Attempt, agent: str | None, body: Mapping[str, Any]) -> Iterator[Span]:
+def model_call(attempt: ProxyAttempt, agent: str | None, body: Mapping[str, Any]) -> Iterator[Span]:
     """Within: the engine is asked; its requests carry the span's `traceparent`.
 
     The names are those of OpenTelemetry's conventions for generative AI.
@@ -39,17 +39,19 @@ def model_call(attempt: Attempt, agent: str | None, body: Mapping[str, Any]) -> 
         yield span
 
 
-def note_answer(span: Span, exchange: Exchange) -> None:
+def note_answer(span: Span, engine_answer: EngineAnswer) -> None:
     """What the answer took."""
     if not span.traceparent:
         return
-    choices = exchange.choices
-    prompts = [one.prompt_ids for one in choices if one.prompt_ids] or [exchange.prompt_ids or []]
+    choices = engine_answer.choices
+    prompts = [one.prompt_ids for one in choices if one.prompt_ids] or [
+        engine_answer.prompt_ids or []
+    ]
     span.note(
         {
-            "gen_ai.response.model": exchange.model,
+            "gen_ai.response.model": engine_answer.model,
             "gen_ai.response.finish_reasons": [one.finish_reason or "" for one in choices],
             "gen_ai.usage.input_tokens": sum(map(len, prompts)),
-            "gen_ai.usage.output_tokens": exchange.tokens(),
+            "gen_ai.usage.output_tokens": engine_answer.tokens(),
         }
     )

@@ -25,7 +25,7 @@ from envserver_records.errors import (
     by_kind,
 )
 
-from .attempts import Attempt, ended
+from .attempts import ProxyAttempt, ended
 
 _MAX_LOG_BYTES = 64 * 1024
 _MAX_MESSAGE = 4000
@@ -60,7 +60,7 @@ _line = msgspec.json.Decoder(_Line)
 _UNDECODABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 
-def rollout_body(attempt: Attempt) -> dict[str, Any]:
+def rollout_body(attempt: ProxyAttempt) -> dict[str, Any]:
     """The answer to `GET rollout`."""
     spec = attempt.spec
     return {
@@ -76,7 +76,7 @@ def rollout_body(attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def take_result(attempt: Attempt, body: bytes) -> None:
+def take_result(attempt: ProxyAttempt, body: bytes) -> None:
     """`POST result`: sets `output` and `metrics`, or `failure`, of the attempt; once.
 
     Raises:
@@ -96,7 +96,7 @@ def take_result(attempt: Attempt, body: bytes) -> None:
     attempt.metrics = result.metrics
 
 
-def take_log(attempt: Attempt, body: bytes) -> None:
+def take_log(attempt: ProxyAttempt, body: bytes) -> None:
     """`POST log`: one line in the server's log, with the ids of the attempt.
 
     Raises:
@@ -120,7 +120,7 @@ def take_log(attempt: Attempt, body: bytes) -> None:
     )
 
 
-def take_actions(attempt: Attempt, body: bytes) -> None:
+def take_actions(attempt: ProxyAttempt, body: bytes) -> None:
     """`POST actions`: some of the attempt's readable steps (see `actions`).
 
     Raises:
@@ -135,7 +135,7 @@ def take_actions(attempt: Attempt, body: bytes) -> None:
         raise InputError(f"These are no steps: {error}.") from None
 
 
-def _without_key(attempt: Attempt, body: bytes) -> bytes:
+def _without_key(attempt: ProxyAttempt, body: bytes) -> bytes:
     """Errors of HTTP libraries quote addresses, and the key stands in that of the attempt."""
     return body.replace(attempt.key.encode(), b"***")
 
@@ -158,7 +158,7 @@ def _failure(result: _Result) -> Failure | None:
     )
 
 
-def _garbage(attempt: Attempt, reason: str) -> InputError:
+def _garbage(attempt: ProxyAttempt, reason: str) -> InputError:
     attempt.posted = True
     attempt.failure = WorkerGarbage(
         f"The worker's result has not the agreed form: {reason}."

@@ -16,8 +16,8 @@ from envserver_records.records import Message, Task
 
 from ..config import AgentConfig
 from ..environment import AgentRole, Environment
-from ..proxy.attempts import Seat
-from ..proxy.source import VERSION_PLACE
+from ..proxy.attempts import AgentRoute
+from ..proxy.endpoint import VERSION_PLACEHOLDER
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,79}")
 _ENGINES_OWN = ("default", None)
@@ -75,7 +75,7 @@ def seats_of(
     model: str,
     sampling: Mapping[str, Any],
     own_models: Mapping[str, str],
-) -> dict[str, Seat]:
+) -> dict[str, AgentRoute]:
     """How each agent is asked.
 
     Args:
@@ -84,30 +84,30 @@ def seats_of(
     """
     settings = environment.config.agents
     return {
-        name: _seat(name, role, settings.get(name) or AgentConfig(), model, sampling, own_models)
+        name: _route(name, role, settings.get(name) or AgentConfig(), model, sampling, own_models)
         for name, role in roles.items()
     }
 
 
-def _seat(
+def _route(
     name: str,
     role: AgentRole,
     config: AgentConfig,
     model: str,
     sampling: Mapping[str, Any],
     own_models: Mapping[str, str],
-) -> Seat:
+) -> AgentRoute:
     asked = {field: getattr(config, field) for field in ("temperature", "top_p", "max_tokens")}
     own = {field: value for field, value in asked.items() if value is not None}
     chosen = own_models.get(name, model)
     is_own = name in own_models
     # A policy that is asked for by its version is the policy, under whatever name.
-    of_policy = not is_own or (config.base_url is None and VERSION_PLACE in chosen)
-    return Seat(
+    of_policy = not is_own or (config.base_url is None and VERSION_PLACEHOLDER in chosen)
+    return AgentRoute(
         model=chosen,
         sampling={**sampling, **own},
         trained=role.trained,
-        source=name if is_own else "",
+        endpoint=name if is_own else "",
         follows_policy=role.trained or of_policy,
     )
 

@@ -35,7 +35,7 @@ from envserver_records.records import (
 )
 
 from ..environment import Isolation
-from ..proxy.attempts import Attempt, AttemptSpec
+from ..proxy.attempts import AttemptSpec, ProxyAttempt
 from ..proxy.server import Proxy
 from ..telemetry.tracing import current, within
 from ..tokens.builder import all_flags, build, find_parents
@@ -62,7 +62,7 @@ class Finished(msgspec.Struct, kw_only=True):
     flags: list[str]
     calls: list[TracedCall]
     others: list[Conversation]
-    attempt: Attempt
+    attempt: ProxyAttempt
     service_calls: list[ServiceCall] = msgspec.field(default_factory=list)
 
 
@@ -138,7 +138,7 @@ async def run_attempt(
 
 
 @contextmanager
-def _traced(attempt: Attempt, isolation: Isolation) -> Iterator[None]:
+def _traced(attempt: ProxyAttempt, isolation: Isolation) -> Iterator[None]:
     """Within: the agent runs, a span of the rollout's trace."""
     spec = attempt.spec
     about = {
@@ -159,7 +159,7 @@ def _checked_sequences(calls: list[Call], actions: Actions) -> list[Sequence]:
     return sequences
 
 
-def ending_limit(attempt: Attempt) -> str | None:
+def ending_limit(attempt: ProxyAttempt) -> str | None:
     """The limit that ended the attempt, None when the agent ended by itself.
 
     Raises:
@@ -190,7 +190,7 @@ def ending_limit(attempt: Attempt) -> str | None:
     raise as_error(failure)
 
 
-def dying_limit(attempt: Attempt, death: WorkerError, isolation: Isolation) -> str:
+def dying_limit(attempt: ProxyAttempt, death: WorkerError, isolation: Isolation) -> str:
     """The limit that the model passed by ending its own worker.
 
     Raises:
@@ -215,7 +215,7 @@ def as_error(failure: Failure) -> RolloutError:
 
 def counted_calls(calls: list[Call], spec: AttemptSpec) -> list[Call]:
     """Those of the agents that the rollout is about: the trained ones, all where none is."""
-    if spec.agents and not any(seat.trained for seat in spec.agents.values()):
+    if spec.agents and not any(route.trained for route in spec.agents.values()):
         return calls
     return [call for call in calls if call.trained]
 
@@ -278,7 +278,7 @@ def _usage(
     )
 
 
-def _flags(attempt: Attempt, calls: list[Call], sequences: list[Sequence]) -> list[str]:
+def _flags(attempt: ProxyAttempt, calls: list[Call], sequences: list[Sequence]) -> list[str]:
     flags = set(all_flags(calls, sequences)) | attempt.flags
     if attempt.engine_failures:
         flags.add("engine_error_seen")

@@ -28,7 +28,7 @@ from structlog.contextvars import bind_contextvars
 from ..config import EnvironmentConfig, RolloutsConfig, SamplingConfig
 from ..environment import Environment, Isolation
 from ..models.engine import Engine
-from ..proxy.attempts import AttemptSpec, Limits, Seat, line_of
+from ..proxy.attempts import AgentRoute, AttemptSpec, Limits, routing_key
 from ..proxy.server import Proxy
 from ..telemetry.tracing import NO_TRACER, Tracer, current, root, within
 from ..tokens.flags import Actions
@@ -95,7 +95,7 @@ class RolloutContext(msgspec.Struct, kw_only=True):
     pool: WorkerPool
     scorer: ScorerPool
     model: str
-    agents: dict[str, Seat]
+    agents: dict[str, AgentRoute]
     sampling: SamplingConfig
     rollouts: RolloutsConfig
     actions: Actions
@@ -321,7 +321,7 @@ def _demonstrated(context: RolloutContext, task: Task, rollout_id: str) -> Itera
     """Within: the demonstrator, if there is one, knows how to solve `task`."""
     demonstrator = context.demonstrator
     solution = _solution(context, task) if demonstrator else {}
-    lines = {line_of(rollout_id, agent): turns for agent, turns in solution.items()}
+    lines = {routing_key(rollout_id, agent): turns for agent, turns in solution.items()}
     try:
         for line, turns in lines.items():
             assert demonstrator is not None
@@ -335,7 +335,7 @@ def _demonstrated(context: RolloutContext, task: Task, rollout_id: str) -> Itera
 
 def _solution(context: RolloutContext, task: Task) -> dict[str | None, list[Message]]:
     environment = context.environment
-    trained = {name: seat.trained for name, seat in context.agents.items()}
+    trained = {name: route.trained for name, route in context.agents.items()}
     try:
         return demonstrated(environment, task, trained)
     except Exception as error:
@@ -472,8 +472,8 @@ def _rendering(context: RolloutContext) -> dict[str, Any]:
         return described
     own = described.pop("agents", {})
     agents = {
-        name: {"model": seat.model, "trained": seat.trained, **own.get(seat.source, {})}
-        for name, seat in context.agents.items()
+        name: {"model": route.model, "trained": route.trained, **own.get(route.endpoint, {})}
+        for name, route in context.agents.items()
     }
     return {**described, "agents": agents}
 

@@ -20,7 +20,7 @@ from envserver_records.records import Call, Message, ServiceCall
 
 from ..environment import Caller, Service, Services
 from ..models.engine import ReplicaHealth
-from ..proxy.attempts import line_of
+from ..proxy.attempts import routing_key
 
 Json = dict[str, Any]
 
@@ -69,7 +69,7 @@ def recorded_calls(calls: Sequence[Call], rollout_id: str, agents: Sequence[str]
     """
     exchanges: list[Exchange] = []
     for call in calls:
-        line = line_of(rollout_id, call.agent if call.agent in agents else None)
+        line = routing_key(rollout_id, call.agent if call.agent in agents else None)
         if call.delivered == "none":
             continue  # nobody had this answer
         if call.choice:

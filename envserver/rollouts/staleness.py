@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 from envserver_records.errors import Stale
 
-from ..proxy.attempts import Attempt
+from ..proxy.attempts import ProxyAttempt
 from .policy import is_stale
 
 
@@ -28,7 +28,7 @@ class StalenessMonitor:
         self.version = -1
         """Published last; -1 before any."""
         self._most = max_staleness
-        self._watched: dict[asyncio.Timeout, Attempt] = {}
+        self._watched: dict[asyncio.Timeout, ProxyAttempt] = {}
         self._ended: dict[asyncio.Timeout, Stale] = {}
 
     def publish(self, version: int) -> None:
@@ -47,7 +47,7 @@ class StalenessMonitor:
                 timeout.reschedule(now)
 
     @asynccontextmanager
-    async def watching(self, attempt: Attempt) -> AsyncIterator[None]:
+    async def watching(self, attempt: ProxyAttempt) -> AsyncIterator[None]:
         """Within: `attempt` is in flight.
 
         Raises:

@@ -11,9 +11,9 @@ from envserver_records.errors import ConfigError, EngineError
 from ..config import AgentConfig, OpenAIConfig, Settings
 from ..environment import AgentRole, Environment
 from ..models.engine import Engine
-from ..proxy.source import Source
+from ..proxy.endpoint import EngineEndpoint
 from ..rollouts.agents import has_own_source
-from .engines import look_at, make_source
+from .engines import look_at, make_endpoint
 
 
 class OwnSource(msgspec.Struct, frozen=True):
@@ -23,18 +23,18 @@ class OwnSource(msgspec.Struct, frozen=True):
         is_elsewhere: at an engine that is not the rollouts' own.
     """
 
-    source: Source
+    endpoint: EngineEndpoint
     model: str
     is_elsewhere: bool
 
 
 @contextlib.asynccontextmanager
-async def own_sources(
+async def own_endpoints(
     settings: Settings,
     environment: Environment,
     roles: Mapping[str, AgentRole],
     engine: Engine,
-    source: Source,
+    endpoint: EngineEndpoint,
     *,
     must_answer: bool,
 ) -> AsyncIterator[dict[str, OwnSource]]:
@@ -58,7 +58,7 @@ async def own_sources(
                 continue
             if config.base_url is None:
                 model = str(config.model_name)
-                made = make_source(settings, engine, gate=source.gate, model=model)
+                made = make_endpoint(settings, engine, gate=endpoint.gate, model=model)
                 found[name] = OwnSource(made, model, False)
                 continue
             with _naming(name):
@@ -69,8 +69,8 @@ async def own_sources(
                     await look_at(own, must_answer=must_answer)
                 model = await _model(own, config)
             # Weights that are trained change at the same moments as the policy's.
-            gate = source.gate if role.trained else None
-            made = make_source(settings, own, gate=gate, model=model, is_elsewhere=True)
+            gate = endpoint.gate if role.trained else None
+            made = make_endpoint(settings, own, gate=gate, model=model, is_elsewhere=True)
             found[name] = OwnSource(made, model, True)
         yield found
 

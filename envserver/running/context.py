@@ -14,9 +14,9 @@ from ..api.server import serve_api
 from ..config import RolloutsConfig, Settings, WorkersConfig
 from ..environment import AgentRole, Environment, Isolation
 from ..models.measured import MeasuredEngine
+from ..proxy.endpoint import EngineEndpoint
 from ..proxy.gate import Gate
 from ..proxy.server import Proxy
-from ..proxy.source import Source
 from ..registry import absolute
 from ..rollouts.agents import roles_of, seats_of
 from ..rollouts.events import Event, Observer
@@ -30,8 +30,8 @@ from ..telemetry.tracing import Tracer
 from ..tokens.flags import chosen
 from ..workers.local import LocalPool
 from ..workers.walled import Wall
-from .agent_engines import OwnSource, own_sources
-from .engines import look_at, make_engine, make_source, started
+from .agent_engines import OwnSource, own_endpoints
+from .engines import look_at, make_endpoint, make_engine, started
 from .sandboxes import sandboxes_of, try_sandbox
 from .tracing import tracer_of
 
@@ -45,7 +45,7 @@ class SharedEngine(msgspec.Struct, frozen=True):
     """
 
     engine: MeasuredEngine
-    source: Source
+    endpoint: EngineEndpoint
     model: str
     demonstrator: Demonstrator | None
     tracer: Tracer
@@ -65,10 +65,10 @@ async def shared_engine(
         _check_exact(sampling.exact, need_exact)
         engine = await stack.enter_async_context(MeasuredEngine(sampling))
         tracer = await stack.enter_async_context(tracer_of(settings.telemetry))
-        source = make_source(settings, engine, gate=gate)
+        endpoint = make_endpoint(settings, engine, gate=gate)
         if await look_at(engine, must_answer=need_engine):
-            _check_exact((await source.ready()).exact, need_exact)
-        yield SharedEngine(engine, source, await engine.model_name(), demonstrator, tracer)
+            _check_exact((await endpoint.ready()).exact, need_exact)
+        yield SharedEngine(engine, endpoint, await engine.model_name(), demonstrator, tracer)
 
 
 def _ignore(event: Event) -> None:
@@ -111,9 +111,9 @@ async def rollout_context(
             shared = await stack.enter_async_context(
                 shared_engine(settings, need_engine=need_engine, need_exact=need_exact)
             )
-        engine, source, model = shared.engine, shared.source, shared.model
+        engine, endpoint, model = shared.engine, shared.endpoint, shared.model
         own = await stack.enter_async_context(
-            own_sources(settings, environment, roles, engine, source, must_answer=need_engine)
+            own_endpoints(settings, environment, roles, engine, endpoint, must_answer=need_engine)
         )
         if need_engine or need_exact:
             await _check_own(own, roles, need_exact)
@@ -123,8 +123,8 @@ async def rollout_context(
         services = await stack.enter_async_context(environment.services())
         proxy = Proxy(
             engine,
-            source=source,
-            sources={name: one.source for name, one in own.items()},
+            endpoint=endpoint,
+            endpoints={name: one.endpoint for name, one in own.items()},
             sandboxes=host,
             services=services,
         )
@@ -221,7 +221,7 @@ async def _check_own(
     """Finds out now how the engines of single agents can be asked, as far as they answer."""
     for name, one in own.items():
         try:
-            ready = await one.source.ready()
+            ready = await one.endpoint.ready()
         except EngineError:
             continue  # it may come later; whoever must have it now has looked at it before
         if need_exact and roles[name].trained and not ready.exact:

@@ -12,10 +12,10 @@ from envserver_records.errors import EngineError
 
 from ..config import EngineConfig, OpenAIConfig, Settings
 from ..models.engine import Engine
-from ..models.upstream import probe
+from ..models.probe import probe
+from ..proxy.capabilities import Capabilities, capabilities_of
+from ..proxy.endpoint import VERSION_PLACEHOLDER, EngineEndpoint
 from ..proxy.gate import Gate
-from ..proxy.source import VERSION_PLACE, Source
-from ..proxy.ways import Ways, ways_of
 from ..rollouts.group import Demonstrator
 
 SIMULATED = "sim"
@@ -38,10 +38,10 @@ async def started(
         yield openai
         return
     from ..models.catalogue import find_model, read_catalogue
-    from ..models.manager import running, spec_of
+    from ..models.manager import engine_spec, running_engine
 
     entry = find_model(model, read_catalogue(config.models_file), config.models_file)
-    async with running(spec_of(entry, config), tell=_tell) as engine:
+    async with running_engine(engine_spec(entry, config), tell=_tell) as engine:
         yield openai.model_copy(
             update={"base_url": engine.base_url, "model_name": engine.model, "server_type": "vllm"}
         )
@@ -60,14 +60,14 @@ def make_engine(settings: Settings, openai: OpenAIConfig) -> tuple[Engine, Demon
     return OpenAIEngine(openai), None
 
 
-def make_source(
+def make_endpoint(
     settings: Settings,
     engine: Engine,
     *,
     model: str = "",
     is_elsewhere: bool = False,
     gate: Gate | None = None,
-) -> Source:
+) -> EngineEndpoint:
     """How `engine`, which need not answer yet, is asked: found out at the first call.
 
     The simulated engine and those that give text only are asked through their chat API.
@@ -79,18 +79,18 @@ def make_source(
     """
     tokens = settings.tokens.model_copy(update={"tokenizer": None}) if model else settings.tokens
     if engine.kind == SIMULATED or not engine.exact:
-        return Source(engine, tokens=tokens, gate=gate)
+        return EngineEndpoint(engine, tokens=tokens, gate=gate)
 
-    async def find() -> Ways:
+    async def find() -> Capabilities:
         name = model or await engine.model_name()
-        asked = await _any_model(engine) if VERSION_PLACE in name else name
+        asked = await _any_model(engine) if VERSION_PLACEHOLDER in name else name
         mode = "auto" if is_elsewhere else settings.openai.mode
-        upstream = await probe(engine, wanted=mode, model=asked)
-        ways = await asyncio.to_thread(ways_of, upstream, tokens)
-        _say(ways)
-        return ways
+        probe_result = await probe(engine, wanted=mode, model=asked)
+        capabilities = await asyncio.to_thread(capabilities_of, probe_result, tokens)
+        _say(capabilities)
+        return capabilities
 
-    return Source(engine, find=find, tokens=tokens, gate=gate)
+    return EngineEndpoint(engine, find=find, tokens=tokens, gate=gate)
 
 
 async def look_at(engine: Engine, *, must_answer: bool) -> bool:
@@ -131,10 +131,10 @@ def _tell(line: str) -> None:
     _log.info("engine", said=line)
 
 
-def _say(ways: Ways) -> None:
-    upstream = ways.upstream
-    facts = {"server": upstream.server or "unknown", "mode": upstream.mode}
-    if ways.format is not None:
-        _log.info("engine_found", **facts, tokenizer=str(ways.folder))
+def _say(capabilities: Capabilities) -> None:
+    probe_result = capabilities.probe_result
+    facts = {"server": probe_result.server or "unknown", "mode": probe_result.mode}
+    if capabilities.format is not None:
+        _log.info("engine_found", **facts, tokenizer=str(capabilities.folder))
     else:
-        _log.info("engine_found", **facts, not_continued=ways.why_not)
+        _log.info("engine_found", **facts, not_continued=capabilities.why_not)

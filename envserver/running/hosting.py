@@ -99,7 +99,7 @@ async def hosted(members: Members, door: Front) -> AsyncIterator[Hosted]:
             settings.tokens.audit_fraction,
             settings.tokens.audit_tolerance,
             version=lambda: host.version,
-            gate=room.source.gate,
+            gate=room.endpoint.gate,
         )
         curricula = {
             one.environment.name: curriculum
@@ -131,7 +131,7 @@ async def hosted(members: Members, door: Front) -> AsyncIterator[Hosted]:
         for source in (
             numbers,
             Deliveries(door.store, lambda: host.version),
-            EngineNumbers(room.engine, room.source.gate, lambda: host.version),
+            EngineNumbers(room.engine, room.endpoint.gate, lambda: host.version),
             PartsNumbers(parts),
             CurriculumNumbers(curricula),
         ):

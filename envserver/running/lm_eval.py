@@ -30,8 +30,8 @@ from ..evaluation.report import Counted
 from ..export.unified import write_json
 from ..models.engine import Engine
 from ..models.measured import Json, MeasuredEngine
+from ..proxy.endpoint import EngineEndpoint
 from ..proxy.server import Proxy
-from ..proxy.source import Source
 from .evaluation_folder import write_run_file
 
 _CALLS = "calls.json"
@@ -244,7 +244,7 @@ def _words(order: Order, url: str, model: str) -> list[str]:
 @contextlib.asynccontextmanager
 async def _endpoint(engine: CountingEngine) -> AsyncIterator[str]:
     """Our endpoint in front of `engine`, under a key that nobody else knows."""
-    proxy = Proxy(engine, source=Source(engine))
+    proxy = Proxy(engine, endpoint=EngineEndpoint(engine))
     server = await serve_api(proxy.asgi(), "127.0.0.1", 0)
     try:
         yield f"{server.url}/r/{proxy.open_guest()}"

@@ -21,8 +21,8 @@ from ..config import Settings
 from ..environment import Environment
 from ..export.stored import StoredRollout, read_groups
 from ..models.measured import MeasuredEngine
-from ..proxy.attempts import line_of
-from ..proxy.source import Source
+from ..proxy.attempts import routing_key
+from ..proxy.endpoint import EngineEndpoint
 from ..rollouts.attempt import Finished
 from ..rollouts.group import RolloutContext, run_once, score_once
 from ..rollouts.kept_calls import calls_in, service_calls_in
@@ -174,11 +174,11 @@ def _told(rollout: StoredRollout, agents: list[str], all_count: bool) -> list[Ex
         raise InputError(
             "Its conversation was not written.", hint="See --env.include_messages of `process`."
         )
-    line = line_of(rollout.rollout_id, main)
+    line = routing_key(rollout.rollout_id, main)
     exchanges = told_calls(rollout.messages, turns, line)
     for other in others:
         agent = other.get("agent")
-        line = line_of(rollout.rollout_id, agent if agent in agents else None)
+        line = routing_key(rollout.rollout_id, agent if agent in agents else None)
         exchanges += told_calls(other.get("messages") or [], other.get("turns") or 0, line)
     return exchanges
 
@@ -219,7 +219,7 @@ async def replay(
             settings,
             environment,
             reference,
-            shared=SharedEngine(engine, Source(engine), model, None, NO_TRACER),
+            shared=SharedEngine(engine, EngineEndpoint(engine), model, None, NO_TRACER),
         ) as parts,
     ):
         task = await _task(record, environment, reference)

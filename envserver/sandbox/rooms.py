@@ -20,7 +20,7 @@ import structlog
 from envserver_records.errors import EnvserverError, InputError, SandboxLost, SandboxUnavailable
 from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 
-from ..proxy.attempts import Attempt, ended
+from ..proxy.attempts import ProxyAttempt, ended
 from ..sandbox_interface import Sandbox, Sandboxes
 from .requests import Exec, Open, Opened, Read, RunPython, Write
 
@@ -54,7 +54,7 @@ class AttemptSandboxes:
         self._most = most
         self._images = images
         self._places = asyncio.Semaphore(concurrent)
-        self._rooms: WeakKeyDictionary[Attempt, _Room] = WeakKeyDictionary()
+        self._rooms: WeakKeyDictionary[ProxyAttempt, _Room] = WeakKeyDictionary()
         self._tenants: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> Self:
@@ -81,7 +81,7 @@ class AttemptSandboxes:
                 return (limits.input_kb << 10) + (1 << 20)
         return 64 << 10
 
-    async def answer(self, attempt: Attempt, path: str, body: bytes) -> bytes:
+    async def answer(self, attempt: ProxyAttempt, path: str, body: bytes) -> bytes:
         """See `SandboxHost`."""
         room = self._rooms.setdefault(attempt, _Room())
         name, _, action = path.rpartition("/")
@@ -94,7 +94,7 @@ class AttemptSandboxes:
             raise SandboxLost(f"The sandbox failed: {type(error).__name__}: {error}") from error
         return msgspec.msgpack.encode(answer)
 
-    def seal(self, attempt: Attempt) -> None:
+    def seal(self, attempt: ProxyAttempt) -> None:
         """See `SandboxHost`."""
         room = self._rooms.get(attempt)
         if room is None:
@@ -103,7 +103,7 @@ class AttemptSandboxes:
             attempt.sandbox_failed(_no_room())
         room.seal()
 
-    async def settle(self, attempt: Attempt) -> SandboxUsage | None:
+    async def settle(self, attempt: ProxyAttempt) -> SandboxUsage | None:
         """See `SandboxHost`."""
         room = self._rooms.get(attempt)
         if room is None:
@@ -116,7 +116,7 @@ class AttemptSandboxes:
         return room.usage
 
     async def _answer(
-        self, attempt: Attempt, room: _Room, name: str, action: str, body: bytes
+        self, attempt: ProxyAttempt, room: _Room, name: str, action: str, body: bytes
     ) -> Any:
         if not name and action == "open":
             return await self._open(attempt, room, _decoded(body, Open))
@@ -172,7 +172,7 @@ class AttemptSandboxes:
             raise SandboxLost("The sandbox lost the program that ran in it.")
         return result
 
-    async def _open(self, attempt: Attempt, room: _Room, asked: Open) -> Opened:
+    async def _open(self, attempt: ProxyAttempt, room: _Room, asked: Open) -> Opened:
         """
         Raises:
             InputError, LimitReached: the asker's fault.
@@ -199,7 +199,7 @@ class AttemptSandboxes:
         attempt.sandbox_opened()
         return Opened(name, sandbox.isolation)
 
-    def _allowed(self, attempt: Attempt, asked: SandboxSpec) -> SandboxSpec:
+    def _allowed(self, attempt: ProxyAttempt, asked: SandboxSpec) -> SandboxSpec:
         """`asked`, with nothing in it that goes beyond the environment's own spec."""
         most = self._most
         if not set(asked.preload) <= set(most.preload):

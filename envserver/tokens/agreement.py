@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from envserver_records.errors import TemplateRefused
 
-from ..models.upstream import Echo
+from ..models.probe import Echo
 from .chat_format import ChatFormat
 from .refusal import Refused
 

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from .edits import Answer
+from .edits import AnswerContent
 
 Difference = Literal["whitespace", "calls", "think", "lossy_detok", "other"]
 """whitespace: its runs; calls: the tool calls are written otherwise; think: reasoning is there on
@@ -33,7 +33,7 @@ THINK_TAGS = (
 """What models put around reasoning, for where the engine does not tell it from the answer."""
 
 
-class Stretch(NamedTuple):
+class Segment(NamedTuple):
     """What one call added to a context.
 
     Args:
@@ -47,14 +47,14 @@ class Stretch(NamedTuple):
 
     context: str
     sampled: str
-    answer: Answer
+    answer: AnswerContent
     reasoning: str = ""
     specials: tuple[str, ...] = ()
     tail: str = ""
 
 
 def compare(
-    stretches: Sequence[Stretch], suffix: str, shown: str, head: Callable[[], str]
+    segments: Sequence[Segment], suffix: str, shown: str, head: Callable[[], str]
 ) -> list[set[Difference]]:
     """The differences in each of `stretches`, up to the first that has "other"; empty sets: none.
 
@@ -65,31 +65,31 @@ def compare(
         head: gives the generation prompt, with which a context ends. In later renderings it may be
             changed together with the turn that it opens, as by a think block in it.
     """
-    if shown == "".join(stretch.context + stretch.sampled for stretch in stretches) + suffix:
-        return [set() for _ in stretches]
-    found = list(_compare_each(stretches, suffix, shown, ""))
+    if shown == "".join(segment.context + segment.sampled for segment in segments) + suffix:
+        return [set() for _ in segments]
+    found = list(_compare_each(segments, suffix, shown, ""))
     if "other" in found[-1]:
-        found = list(_compare_each(stretches, suffix, shown, head()))
+        found = list(_compare_each(segments, suffix, shown, head()))
     return found
 
 
 def _compare_each(
-    stretches: Sequence[Stretch], suffix: str, shown: str, head: str
+    segments: Sequence[Segment], suffix: str, shown: str, head: str
 ) -> Iterator[set[Difference]]:
-    contexts = [stretch.context.removesuffix(head) for stretch in stretches]
+    contexts = [segment.context.removesuffix(head) for segment in segments]
     if not shown.startswith(contexts[0]):
         yield {"other"}
         return
     at = len(contexts[0])
-    for number, stretch in enumerate(stretches):
-        begins = stretch.context[len(contexts[number]) :]
-        last = number + 1 == len(stretches)
+    for number, segment in enumerate(segments):
+        begins = segment.context[len(contexts[number]) :]
+        last = number + 1 == len(segments)
         following = suffix if last else contexts[number + 1]
-        end = _end(shown, at, begins + stretch.sampled, following, last)
+        end = _end(shown, at, begins + segment.sampled, following, last)
         if end is None:
             yield {"other"}
             return
-        differences = _differences(stretch, begins, shown[at:end])
+        differences = _differences(segment, begins, shown[at:end])
         yield differences
         if "other" in differences:
             return
@@ -107,22 +107,22 @@ def _end(shown: str, at: int, turn: str, following: str, last: bool) -> int | No
     return end if end >= 0 else None
 
 
-def _differences(stretch: Stretch, begins: str, shown: str) -> set[Difference]:
+def _differences(segment: Segment, begins: str, shown: str) -> set[Difference]:
     """How `shown` differs from what was sampled behind `begins`."""
-    sampled = begins + stretch.sampled
+    sampled = begins + segment.sampled
     if sampled == shown:
         return set()
     if _pressed(sampled) == _pressed(shown):
         return {"whitespace"}
-    block, empty = _think_block(sampled, stretch.reasoning, len(begins)), _empty_block(shown)
+    block, empty = _think_block(sampled, segment.reasoning, len(begins)), _empty_block(shown)
     silent, plain = _cut(sampled, block), _cut(shown, empty)
     if _pressed(silent) == _pressed(plain):
         return {"think"}
-    if _same_sayable(sampled, shown, stretch):
+    if _same_sayable(sampled, shown, segment):
         return {"lossy_detok"}
-    if _same_sayable(silent, plain, stretch):
+    if _same_sayable(silent, plain, segment):
         return {"think", "lossy_detok"}
-    if stretch.answer.calls and _shows(shown, stretch.answer):
+    if segment.answer.calls and _shows(shown, segment.answer):
         return {"calls", "think"} if _thinks_otherwise(shown, block, empty) else {"calls"}
     return {"other"}
 
@@ -131,12 +131,12 @@ def _pressed(text: str) -> str:
     return "".join(text.split())
 
 
-def _same_sayable(sampled: str, shown: str, stretch: Stretch) -> bool:
+def _same_sayable(sampled: str, shown: str, segment: Segment) -> bool:
     """They differ in nothing but what the returned answer could not say: broken UTF-8, special
     tokens, and what was sampled beyond the content, or the end of that."""
-    for piece in (*stretch.specials, UNREADABLE):
+    for piece in (*segment.specials, UNREADABLE):
         sampled, shown = sampled.replace(piece, ""), shown.replace(piece, "")
-    sampled, shown, tail = _pressed(sampled), _pressed(shown), _pressed(stretch.tail)
+    sampled, shown, tail = _pressed(sampled), _pressed(shown), _pressed(segment.tail)
     return sampled.startswith(shown) and shown.startswith(sampled.removesuffix(tail))
 
 
@@ -186,7 +186,7 @@ def _cut(text: str, block: _Block | None) -> str:
     return text if block is None else text[: block.start] + text[block.end :]
 
 
-def _shows(shown: str, answer: Answer) -> bool:
+def _shows(shown: str, answer: AnswerContent) -> bool:
     """`shown` has the answer's content and each call's name and arguments, in whatever form."""
     pressed = _pressed(shown)
     content = _cut(answer.content, _think_block(answer.content, "", 0))

@@ -23,7 +23,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 """Kinds of content parts that are text and nothing else."""
 
 
-class Answer(NamedTuple):
+class AnswerContent(NamedTuple):
     """What counts of an assistant message. `calls`: (id, name, arguments as compact JSON) each."""
 
     content: str
@@ -47,7 +47,7 @@ def classify(recorded: Message, replayed: Message, *, ended: bool = True, tail: 
     return change_of(answer_of(recorded), answer_of(replayed), ended=ended, tail=tail)
 
 
-def change_of(was: Answer, now: Answer, *, ended: bool, tail: str) -> Replay:
+def change_of(was: AnswerContent, now: AnswerContent, *, ended: bool, tail: str) -> Replay:
     """`classify` for messages that have been reduced to what counts."""
     if was == now:
         return Replay("exact")
@@ -64,16 +64,16 @@ def change_of(was: Answer, now: Answer, *, ended: bool, tail: str) -> Replay:
 _EDITED = Replay("edited")
 
 
-def answer_of(message: Message) -> Answer:
+def answer_of(message: Message) -> AnswerContent:
     """What counts of `message`."""
     calls = message.get("tool_calls")
-    return Answer(
+    return AnswerContent(
         text_of(message.get("content")),
         tuple(_call_of(call) for call in calls) if isinstance(calls, list) else (),
     )
 
 
-def likeness(answer: Answer) -> Hashable:
+def content_key(answer: AnswerContent) -> Hashable:
     """Equal for answers that differ in whitespace only, or in how their tool calls are written."""
     return " ".join(answer.content.split()), tuple(_meaning(answer))
 
@@ -131,7 +131,7 @@ def compact_arguments(arguments: Any) -> str:
         return arguments
 
 
-def _meaning(answer: Answer) -> list[tuple[str, str]]:
+def _meaning(answer: AnswerContent) -> list[tuple[str, str]]:
     """Its calls without ids and with sorted keys."""
     return [(name, _sorted(arguments)) for _, name, arguments in answer.calls]
 

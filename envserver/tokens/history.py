@@ -19,9 +19,9 @@ from envserver_records.records import Call, Edge, Message, Tokens
 from ..config import Edit
 from .chain import hashes
 from .chat_format import ChatFormat
-from .comparison import UNREADABLE, Difference, Stretch, compare
+from .comparison import UNREADABLE, Difference, Segment, compare
 from .flags import FLAGS
-from .parents import Match, Parent, Parents, is_ambiguous, reasoning_of, stretch_of
+from .parents import Match, Parent, Parents, is_ambiguous, reasoning_of, segment_of
 from .prompts import PromptPlan
 from .refusal import Refused
 from .suffix import Completion, Suffix, suffix
@@ -96,10 +96,10 @@ class History:
             self._mistrust(call, plan)
             return
         context = plan.text if plan.added is None else plan.added
-        stretch, ended = stretch_of(call, context, self._format.vocabulary)
-        _flag(call, *_oddities(stretch))
+        segment, ended = segment_of(call, context, self._format.vocabulary)
+        _flag(call, *_oddities(segment))
         before = None if plan.parent is None else self._parents.by_index(plan.parent)
-        parent = Parent(call=call, stretch=stretch, ended=ended, before=before, kwargs=plan.kwargs)
+        parent = Parent(call=call, segment=segment, ended=ended, before=before, kwargs=plan.kwargs)
         self._parents.add(plan.key, parent)
 
     def _mistrust(self, call: Call, plan: PromptPlan) -> None:
@@ -110,11 +110,11 @@ class History:
         self._format.distrust("The engine's prompt is not what its chat template gives here.")
 
 
-def _oddities(stretch: Stretch) -> Iterator[str]:
+def _oddities(segment: Segment) -> Iterator[str]:
     """What the text of an answer cannot show."""
-    if stretch.specials:
+    if segment.specials:
         yield "special_token_in_completion"
-    if UNREADABLE in stretch.sampled:
+    if UNREADABLE in segment.sampled:
         yield "lossy_detokenization"
 
 
@@ -220,7 +220,7 @@ class _Search:
             raise Refused("ends_with_assistant")
         new = self._suffix(at, match)
         differences = compare(
-            [before.stretch for before in path], new.text, request.text, lambda: self._head(path[0])
+            [before.segment for before in path], new.text, request.text, lambda: self._head(path[0])
         )
         self._check(differences)
         call = match.parent.call
@@ -262,7 +262,7 @@ class _Search:
     def _head(self, root: Parent) -> str:
         """The generation prompt at the end of a root's prompt; empty if it cannot be told."""
         if root.head is None:
-            call, text = root.call, root.stretch.context
+            call, text = root.call, root.segment.context
             try:
                 before = self._format.render(
                     call.messages, call.tools, root.kwargs, generation_prompt=False

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 from envserver_records.records import Call, Message
 
-from .comparison import Stretch
-from .edits import Change, Replay, answer_of, change_of, likeness
+from .comparison import Segment
+from .edits import Change, Replay, answer_of, change_of, content_key
 from .vocabulary import Vocabulary
 
 
@@ -25,7 +25,7 @@ class Parent(msgspec.Struct, kw_only=True, eq=False):
     """
 
     call: Call
-    stretch: Stretch
+    segment: Segment
     ended: bool
     before: Parent | None
     kwargs: Mapping[str, Any]
@@ -64,7 +64,7 @@ class Parents:
         """`request`: the last hash of the request's chain."""
         self._by_request.setdefault(request, []).append(parent)
         self._by_index[parent.call.index] = parent
-        self._answers.add(likeness(parent.stretch.answer))
+        self._answers.add(content_key(parent.segment.answer))
 
     def by_index(self, index: int) -> Parent | None:
         """The parent that is the attempt's call `index`."""
@@ -78,14 +78,14 @@ class Parents:
         """
         now = answer_of(replayed)
         found = [
-            Match(p, change_of(p.stretch.answer, now, ended=p.ended, tail=p.stretch.tail))
+            Match(p, change_of(p.segment.answer, now, ended=p.ended, tail=p.segment.tail))
             for p in reversed(self._by_request.get(request, []))
         ]
         return sorted(found, key=_rank)
 
     def was_answered(self, message: Message) -> bool:
         """Whether any call of the attempt gave this answer, to whatever request."""
-        return likeness(answer_of(message)) in self._answers
+        return content_key(answer_of(message)) in self._answers
 
 
 _CHANGES: tuple[Change, ...] = ("exact", "whitespace", "appended", "calls", "edited")
@@ -104,14 +104,14 @@ def is_ambiguous(chosen: Match, accepted: Collection[Match]) -> bool:
     )
 
 
-def stretch_of(call: Call, context: str, vocabulary: Vocabulary) -> tuple[Stretch, bool]:
+def segment_of(call: Call, context: str, vocabulary: Vocabulary) -> tuple[Segment, bool]:
     """What `call` added behind `context`, and whether the model ended its turn itself."""
     sampled = vocabulary.decode(call.completion_ids.tolist())
     stopped_by = call.stop_reason if isinstance(call.stop_reason, str) else None
     ended = stopped_by is None and call.finish_reason in _ENDED
     inside = call.completion_ids[:-1] if ended else call.completion_ids
     answer = answer_of(call.message)
-    stretch = Stretch(
+    segment = Segment(
         context=context,
         sampled=sampled,
         answer=answer,
@@ -121,7 +121,7 @@ def stretch_of(call: Call, context: str, vocabulary: Vocabulary) -> tuple[Stretc
         ),
         tail="" if stopped_by is None else _tail(call, vocabulary, stopped_by, answer.content),
     )
-    return stretch, ended
+    return segment, ended
 
 
 _ENDED = ("stop", "tool_calls")

@@ -25,7 +25,7 @@ from proxy_servers import make_proxy, open_attempt
 from envserver.cli.loop import run_loop
 from envserver.config import OpenAIConfig
 from envserver.models.openai import OpenAIEngine
-from envserver.proxy import Attempt, Proxy
+from envserver.proxy import Proxy, ProxyAttempt
 
 KINDS: dict[str, dict[str, Any]] = {
     "first call": {"history_tokens": 30_000, "turns": 1},
@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
 RUNS = 5
 
 
-async def longest(proxy: Proxy, attempt: Attempt, body: bytes) -> float:
+async def longest(proxy: Proxy, attempt: ProxyAttempt, body: bytes) -> float:
     """Seconds of CPU in the longest turn of the loop during one call."""
     turns: list[float] = []
 
@@ -56,7 +56,7 @@ async def longest(proxy: Proxy, attempt: Attempt, body: bytes) -> float:
     return max(turns)
 
 
-async def ask(proxy: Proxy, attempt: Attempt, body: bytes) -> None:
+async def ask(proxy: Proxy, attempt: ProxyAttempt, body: bytes) -> None:
     """One call, given to the application itself."""
     request = [{"type": "http.request", "body": body}]
     path = f"/r/{attempt.key}/v1/chat/completions"

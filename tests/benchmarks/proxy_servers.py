@@ -30,28 +30,30 @@ from envserver.api.server import serve_api
 from envserver.cli.loop import run_loop
 from envserver.config import OpenAIConfig, Settings, TokensConfig
 from envserver.models.openai import OpenAIEngine
-from envserver.models.upstream import Upstream
-from envserver.proxy import Attempt, Proxy
+from envserver.models.probe import ProbeResult
+from envserver.proxy import Proxy, ProxyAttempt
 from envserver.proxy.asgi import AsgiApp, Receive, Scope, Send, send_json
-from envserver.proxy.source import Source
-from envserver.proxy.ways import Ways
-from envserver.running.engines import make_source
+from envserver.proxy.capabilities import Capabilities
+from envserver.proxy.endpoint import EngineEndpoint
+from envserver.running.engines import make_endpoint
 
 
 def make_proxy(engine: OpenAIEngine, mode: str) -> Proxy:
     """Our proxy before an engine whose ways are known, or found out."""
     if mode == "auto":
-        return Proxy(engine, source=make_source(Settings(), engine))
-    upstream = Upstream(mode="tokens", model=calls.MODEL, tools=True, has_parser=True)
+        return Proxy(engine, endpoint=make_endpoint(Settings(), engine))
+    probe_result = ProbeResult(mode="tokens", model=calls.MODEL, tools=True, has_parser=True)
 
-    async def find() -> Ways:
-        return Ways(upstream=upstream, format=calls.FORMAT)
+    async def find() -> Capabilities:
+        return Capabilities(probe_result=probe_result, format=calls.FORMAT)
 
-    source = Source(engine, find=find if mode == "tokens" else None, tokens=TokensConfig())
-    return Proxy(engine, source=source)
+    endpoint = EngineEndpoint(
+        engine, find=find if mode == "tokens" else None, tokens=TokensConfig()
+    )
+    return Proxy(engine, endpoint=endpoint)
 
 
-def open_attempt(proxy: Proxy, model: str = calls.MODEL) -> Attempt:
+def open_attempt(proxy: Proxy, model: str = calls.MODEL) -> ProxyAttempt:
     """An attempt without limits."""
     spec = attempt_spec(max_turns=10**9, seconds=3600.0)
     return proxy.open(msgspec.structs.replace(spec, model=model))
@@ -60,7 +62,7 @@ def open_attempt(proxy: Proxy, model: str = calls.MODEL) -> Attempt:
 def with_attempts(proxy: Proxy, model: str) -> AsgiApp:
     """The proxy's application, and a way to have other attempts."""
     inner = proxy.asgi()
-    attempts: list[Attempt] = []
+    attempts: list[ProxyAttempt] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if not scope.get("path", "").startswith("/attempts/"):

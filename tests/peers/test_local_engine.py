@@ -20,7 +20,7 @@ from support.commands import Running, envserver, running
 
 from envserver.config import Mode, OpenAIConfig
 from envserver.models.openai import OpenAIEngine
-from envserver.models.upstream import probe
+from envserver.models.probe import probe
 
 TINY = Path(__file__).parents[1] / "support" / "tiny_model.py"
 SAY = [{"role": "user", "content": "Say something."}]

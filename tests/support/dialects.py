@@ -13,8 +13,8 @@ import orjson
 from envserver_records.errors import EnvserverError
 from hypothesis import strategies as st
 
-from envserver.proxy.ask import Ask
-from envserver.proxy.dialects import Api
+from envserver.proxy.dialects import DialectAdapter
+from envserver.proxy.model_request import ModelRequest
 
 USAGE = {"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 18}
 
@@ -27,13 +27,15 @@ class Desk:
         broken: breaks every stream where its answer's end would be told.
     """
 
-    def __init__(self, api: Api, *answers: dict[str, Any] | EnvserverError, piece: int = 3) -> None:
+    def __init__(
+        self, api: DialectAdapter, *answers: dict[str, Any] | EnvserverError, piece: int = 3
+    ) -> None:
         self.api = api
         self.answers = list(answers)
         self.piece = piece
         self.broken: EnvserverError | None = None
         self.memory: dict[str, Any] = {}
-        self.asks: list[Ask] = []
+        self.asks: list[ModelRequest] = []
 
     @property
     def http(self) -> httpx2.Client:
@@ -41,7 +43,7 @@ class Desk:
         return httpx2.Client(transport=httpx2.MockTransport(self._respond))
 
     @property
-    def ask(self) -> Ask:
+    def ask(self) -> ModelRequest:
         """The latest."""
         return self.asks[-1]
 
@@ -62,7 +64,7 @@ class Desk:
             200, content=_cut(events, self.piece), headers={"content-type": "text/event-stream"}
         )
 
-    def _events(self, ask: Ask, answer: dict[str, Any]) -> Iterator[bytes]:
+    def _events(self, ask: ModelRequest, answer: dict[str, Any]) -> Iterator[bytes]:
         writer = self.api.writer(ask, self.memory)
         yield writer.begin()
         *chunks, last, usage = chunks_of(answer, self.piece)

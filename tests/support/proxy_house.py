@@ -15,8 +15,8 @@ from openai import AsyncOpenAI
 
 from envserver.config import OpenAIConfig
 from envserver.models.openai import OpenAIEngine
-from envserver.proxy import Attempt, Proxy
-from envserver.proxy.source import Source
+from envserver.proxy import Proxy, ProxyAttempt
+from envserver.proxy.endpoint import EngineEndpoint
 from support.fake_vllm import FakeVllm, fake_vllm, ids_of, logprob, prompt_ids
 from support.serving import attempt_spec, serving
 
@@ -38,7 +38,7 @@ class House:
         self.http = http
         self.now = 0.0
 
-    def open(self, **limits: Any) -> tuple[Attempt, AsyncOpenAI]:
+    def open(self, **limits: Any) -> tuple[ProxyAttempt, AsyncOpenAI]:
         attempt = self.proxy.open(attempt_spec(**limits))
         return attempt, self.client(attempt.key)
 
@@ -71,7 +71,7 @@ async def house(
             made = House(fake, None, "", http)  # type: ignore[arg-type]
             made.proxy = Proxy(
                 engine,
-                source=Source(engine, find=find),
+                endpoint=EngineEndpoint(engine, find=find),
                 max_body_bytes=max_body_bytes,
                 clock=lambda: made.now,
             )

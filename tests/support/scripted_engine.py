@@ -6,12 +6,12 @@ import contextlib
 from collections import deque
 from typing import Any, Literal, NamedTuple
 
-from envserver.models.upstream import Upstream
+from envserver.models.probe import ProbeResult
 from envserver.tokens.chat_format import ChatFormat
 from support.fake_scale_out import END, ScaleOut
 
 Json = dict[str, Any]
-UPSTREAM = Upstream(mode="tokens", model="tiny", tools=True, has_parser=True)
+UPSTREAM = ProbeResult(mode="tokens", model="tiny", tools=True, has_parser=True)
 
 
 class Sample(NamedTuple):

@@ -23,9 +23,9 @@ from envserver_records.records import Call, Message, Sequence
 from envserver.config import OpenAIConfig, Settings, SimConfig
 from envserver.models.openai import OpenAIEngine
 from envserver.models.sim import RolloutSolver, SimEngine
-from envserver.proxy import Attempt, Proxy
+from envserver.proxy import Proxy, ProxyAttempt
 from envserver.proxy.asgi import AsgiApp, Receive, Scope, Send
-from envserver.running.engines import make_source
+from envserver.running.engines import make_endpoint
 from envserver.tokens.builder import build
 from support.serving import attempt_spec, serving
 
@@ -64,7 +64,7 @@ class Seat:
     """One attempt, and what asks for it. Clients check what they get against their types."""
 
     def __init__(
-        self, attempt: Attempt, url: str, exchanges: list[Exchange], run: Callable[..., Any]
+        self, attempt: ProxyAttempt, url: str, exchanges: list[Exchange], run: Callable[..., Any]
     ) -> None:
         self.attempt = attempt
         self.url = f"{url}/r/{attempt.key}"
@@ -237,7 +237,7 @@ def _house(
     @asynccontextmanager
     async def opened() -> Any:
         async with engine:
-            proxy = Proxy(engine, source=make_source(settings, engine))
+            proxy = Proxy(engine, endpoint=make_endpoint(settings, engine))
             async with serving(_tapped(proxy.asgi(), exchanges)) as url:
                 yield proxy, url
 

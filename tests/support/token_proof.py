@@ -21,10 +21,10 @@ from envserver_records.records import Call, Sequence, VersionSpan
 
 from envserver.config import Mode, OpenAIConfig, TokensConfig
 from envserver.models.openai import OpenAIEngine
-from envserver.models.upstream import probe
-from envserver.proxy import Attempt, Proxy
-from envserver.proxy.source import Source
-from envserver.proxy.ways import Ways, ways_of
+from envserver.models.probe import probe
+from envserver.proxy import Proxy, ProxyAttempt
+from envserver.proxy.capabilities import Capabilities, capabilities_of
+from envserver.proxy.endpoint import EngineEndpoint
 from envserver.rollouts.rescoring import Rescorer
 from envserver.tokens.builder import build
 from envserver.tokens.chat_format import ChatFormat
@@ -217,7 +217,7 @@ class Record:
     """What one agent left."""
 
     seed: int
-    attempt: Attempt
+    attempt: ProxyAttempt
     agent: Agent
     rows: list[Sequence] = field(default_factory=list)
 
@@ -446,10 +446,10 @@ async def bench(
             aiohttp.ClientSession(connector=connector) as http,
         ):
 
-            async def find() -> Ways:
-                return ways_of(await probe(engine, wanted=mode, model=server.model), tokens)
+            async def find() -> Capabilities:
+                return capabilities_of(await probe(engine, wanted=mode, model=server.model), tokens)
 
-            proxy = Proxy(engine, source=Source(engine, find=find, tokens=tokens))
+            proxy = Proxy(engine, endpoint=EngineEndpoint(engine, find=find, tokens=tokens))
             async with serving(proxy.asgi()) as served:
                 format = ChatFormat.load(server.model_folder)
                 same_sums = await asyncio.to_thread(lambda: server.same_sums_tokens)

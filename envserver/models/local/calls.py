@@ -7,7 +7,7 @@ from typing import Any
 from envserver_records.errors import EngineRefused
 from envserver_records.records import Message
 
-from ..parsers import FORMATS, Tools, chosen
+from ..parsers import FORMATS, Tools, detect_format
 from .bodies import ChatBody
 from .text import Text
 
@@ -26,7 +26,7 @@ class CallReader:
             except EngineRefused:
                 return None
 
-        self._format = chosen(written)
+        self._format = detect_format(written)
         self.known = self._format is not None
 
     def free(self, body: ChatBody) -> bool:

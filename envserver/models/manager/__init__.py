@@ -4,7 +4,7 @@ async with running(spec, tell=print) as engine:
     engine.base_url, engine.model, engine.backend
 """
 
-from .running import Running, running
-from .spec import Spec, spec_of
+from .running import RunningEngine, running_engine
+from .spec import EngineSpec, engine_spec
 
-__all__ = ["Running", "Spec", "running", "spec_of"]
+__all__ = ["RunningEngine", "EngineSpec", "running_engine", "engine_spec"]

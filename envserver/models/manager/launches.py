@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from envserver_records.errors import ConfigError
 
 from .. import vllm_extension
-from .spec import Spec
+from .spec import EngineSpec
 
 Kind = Literal["vllm", "local"]
 
@@ -72,7 +72,7 @@ def find_vllm(python: Path | None) -> Vllm | str:
     return Vllm(program, found["version"], found["cpu"])
 
 
-def launches(spec: Spec, vllm: Vllm | str, port: int) -> list[Launch]:
+def launches(spec: EngineSpec, vllm: Vllm | str, port: int) -> list[Launch]:
     """The engines to try, the first first; never empty.
 
     Raises:
@@ -93,7 +93,7 @@ def launches(spec: Spec, vllm: Vllm | str, port: int) -> list[Launch]:
     return [first] if spec.backend == "vllm" else [first, local]
 
 
-def _local(spec: Spec, port: int) -> list[str]:
+def _local(spec: EngineSpec, port: int) -> list[str]:
     return [
         *(sys.executable, "-m", "envserver.models.local"),
         *_common(spec, port),
@@ -102,7 +102,7 @@ def _local(spec: Spec, port: int) -> list[str]:
     ]
 
 
-def _vllm(spec: Spec, vllm: Vllm, port: int) -> list[str]:
+def _vllm(spec: EngineSpec, vllm: Vllm, port: int) -> list[str]:
     words = [vllm.python, "-m", "vllm.entrypoints.openai.api_server", *_common(spec, port)]
     words += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     words += vllm_extension.ARGUMENTS
@@ -117,7 +117,7 @@ def _vllm(spec: Spec, vllm: Vllm, port: int) -> list[str]:
     return [*words, *spec.vllm_args]
 
 
-def _common(spec: Spec, port: int) -> list[str]:
+def _common(spec: EngineSpec, port: int) -> list[str]:
     words = ["--model", spec.model, "--served-model-name", spec.name, "--dtype", spec.dtype]
     words += ["--host", spec.host, "--port", str(port)]
     return words + (["--max-model-len", str(spec.max_model_len)] if spec.max_model_len else [])

@@ -22,7 +22,7 @@ from envserver_records.backoff import Backoff
 from envserver_records.errors import ConfigError, EngineUnavailable
 
 from .launches import Kind, Launch, find_vllm, launches
-from .spec import Spec
+from .spec import EngineSpec
 
 Tell = Callable[[str], None]
 
@@ -37,7 +37,7 @@ _BACKOFF = Backoff(first_seconds=1.0, max_seconds=30.0)
 _LAST_WORDS_BYTES = 4096
 
 
-class Running:
+class RunningEngine:
     """An engine that was started here.
 
     Args:
@@ -71,7 +71,7 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running(spec: Spec, *, tell: Tell) -> AsyncIterator[Running]:
+async def running_engine(spec: EngineSpec, *, tell: Tell) -> AsyncIterator[RunningEngine]:
     """The engine, as soon as it answers, and for as long as this lasts.
 
     Args:
@@ -88,7 +88,7 @@ async def running(spec: Spec, *, tell: Tell) -> AsyncIterator[Running]:
         tell(f"The local engine is used: {vllm}.")
     starter = _Starter(spec, f"http://{spec.host}:{port}", tell)
     child, launch = await _first(starter, possible, tell)
-    engine = Running(f"{starter.url}/v1", spec.name, launch.kind, spec.log)
+    engine = RunningEngine(f"{starter.url}/v1", spec.name, launch.kind, spec.log)
     tell(f"{_NAMES[launch.kind]} serves {spec.model} as {spec.name} at {engine.base_url}")
     keeping = asyncio.create_task(
         _kept(starter, launch, child, engine, spec.restarts), name=f"engine {spec.name}"
@@ -116,7 +116,7 @@ async def _first(starter: _Starter, possible: list[Launch], tell: Tell) -> tuple
 
 
 async def _kept(
-    starter: _Starter, launch: Launch, child: _Child, engine: Running, most: int
+    starter: _Starter, launch: Launch, child: _Child, engine: RunningEngine, most: int
 ) -> None:
     """Starts it again whenever it dies, at most so often in a row; ends it when cancelled."""
     current: _Child | None = child
@@ -183,7 +183,7 @@ class _Child:
 class _Starter:
     """Starts engines of one spec and waits until they answer."""
 
-    def __init__(self, spec: Spec, url: str, tell: Tell) -> None:
+    def __init__(self, spec: EngineSpec, url: str, tell: Tell) -> None:
         self.url = url
         self.tell = tell
         self._spec = spec

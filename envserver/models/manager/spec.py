@@ -11,7 +11,7 @@ from ...config import Backend, EngineConfig
 from ..catalogue import ModelEntry
 
 
-class Spec(msgspec.Struct, frozen=True, kw_only=True):
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """An engine to be started.
 
     Args:
@@ -39,10 +39,10 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     log: Path = Path("engine.log")
 
 
-def spec_of(entry: ModelEntry, config: EngineConfig) -> Spec:
+def engine_spec(entry: ModelEntry, config: EngineConfig) -> EngineSpec:
     """What `entry` says, and stronger what `config` does."""
     plain = re.sub(r"[^\w.-]+", "-", entry.name).strip("-.") or "engine"
-    return Spec(
+    return EngineSpec(
         model=entry.files,
         name=entry.served_name or entry.name,
         backend=config.backend or entry.backend,

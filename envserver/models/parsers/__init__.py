@@ -4,7 +4,7 @@ Each format is a function of text; which one a model uses is seen in how its cha
 call down: the format that reads it back is the right one.
 """
 
-from .calls import Called, Found, Tools
-from .choosing import FORMATS, chosen
+from .calls import ParsedCall, ParsedCalls, Tools
+from .choosing import FORMATS, detect_format
 
-__all__ = ["FORMATS", "Called", "Found", "Tools", "chosen"]
+__all__ = ["FORMATS", "ParsedCall", "ParsedCalls", "Tools", "detect_format"]

@@ -11,7 +11,7 @@ import msgspec
 Tools = list[dict[str, Any]]
 
 
-class Called(msgspec.Struct, frozen=True):
+class ParsedCall(msgspec.Struct, frozen=True):
     """One call. `arguments` is JSON."""
 
     name: str
@@ -23,24 +23,24 @@ class Called(msgspec.Struct, frozen=True):
         return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
-class Found(msgspec.Struct, frozen=True):
+class ParsedCalls(msgspec.Struct, frozen=True):
     """The calls in a text, at least one, and the text before them."""
 
-    calls: list[Called]
+    calls: list[ParsedCall]
     content: str = ""
 
 
-def called(name: Any, arguments: Any) -> Called | None:
+def parsed_call(name: Any, arguments: Any) -> ParsedCall | None:
     """A call, None when that is none."""
     if not isinstance(name, str) or not name:
         return None
-    return Called(name, json.dumps(arguments, ensure_ascii=False))
+    return ParsedCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
-def found(calls: list[Called | None], content: str = "") -> Found | None:
+def found(calls: list[ParsedCall | None], content: str = "") -> ParsedCalls | None:
     """All of `calls`, None when there is none or one of them is no call."""
     sound = [call for call in calls if call is not None]
-    return Found(sound, content) if sound and len(sound) == len(calls) else None
+    return ParsedCalls(sound, content) if sound and len(sound) == len(calls) else None
 
 
 def parameters_of(tools: Tools, name: str) -> dict[str, Any]:

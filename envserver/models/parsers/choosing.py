@@ -9,9 +9,9 @@ from typing import Any
 from envserver_records.records import Message
 
 from . import hermes, llama, mistral, pythonic, xml
-from .calls import Found, Tools
+from .calls import ParsedCalls, Tools
 
-Parse = Callable[[str, Tools], Found | None]
+Parse = Callable[[str, Tools], ParsedCalls | None]
 Write = Callable[[list[Message], Tools], str | None]
 """A conversation with tools as a model's template writes it; None where it does not take it."""
 
@@ -47,7 +47,7 @@ _CALL = {
 }
 
 
-def chosen(write: Write) -> str | None:
+def detect_format(write: Write) -> str | None:
     """The name of the format in FORMATS that `write` writes calls in, None for none of them."""
     said = write([_ASKED, {"role": "assistant", "content": _SAID}], [_TOOL])
     calling = write(

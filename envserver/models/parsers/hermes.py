@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from .calls import Called, Found, Tools, called, found, json_at
+from .calls import ParsedCall, ParsedCalls, Tools, found, json_at, parsed_call
 
 _OPEN = "<tool_call>"
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
-def parse(text: str, tools: Tools) -> Found | None:
+def parse(text: str, tools: Tools) -> ParsedCalls | None:
     """The calls in `text`; one that is broken makes all of it plain text."""
     if _OPEN not in text:
         return None
@@ -18,7 +18,7 @@ def parse(text: str, tools: Tools) -> Found | None:
     return found(calls, text[: text.index(_OPEN)])
 
 
-def _call(text: str) -> Called | None:
+def _call(text: str) -> ParsedCall | None:
     text = text.strip()
     try:
         value, end = json_at(text, 0)
@@ -26,4 +26,4 @@ def _call(text: str) -> Called | None:
         return None
     if end != len(text) or not isinstance(value, dict) or "arguments" not in value:
         return None
-    return called(value.get("name"), value["arguments"])
+    return parsed_call(value.get("name"), value["arguments"])

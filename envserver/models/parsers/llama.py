@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .calls import Called, Found, Tools, called, found, json_at
+from .calls import ParsedCall, ParsedCalls, Tools, found, json_at, parsed_call
 
 
-def parse(text: str, tools: Tools) -> Found | None:
+def parse(text: str, tools: Tools) -> ParsedCalls | None:
     """The calls in `text`; what stands around them is dropped, as by Llama's own parsers."""
-    calls: list[Called | None] = []
+    calls: list[ParsedCall | None] = []
     at = text.find("{")
     while at >= 0:
         try:
@@ -19,8 +19,8 @@ def parse(text: str, tools: Tools) -> Found | None:
     return found(calls)
 
 
-def _call(value: dict[str, object]) -> Called | None:
+def _call(value: dict[str, object]) -> ParsedCall | None:
     for name in ("arguments", "parameters"):
         if name in value:
-            return called(value.get("name"), value[name])
+            return parsed_call(value.get("name"), value[name])
     return None

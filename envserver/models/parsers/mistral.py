@@ -4,34 +4,34 @@
 
 from __future__ import annotations
 
-from .calls import Called, Found, Tools, called, found, json_at
+from .calls import ParsedCall, ParsedCalls, Tools, found, json_at, parsed_call
 
 _OPEN = "[TOOL_CALLS]"
 
 
-def parse(text: str, tools: Tools) -> Found | None:
+def parse(text: str, tools: Tools) -> ParsedCalls | None:
     """The calls in `text`."""
     content, *parts = text.split(_OPEN)
     if not parts:
         return None
-    calls: list[Called | None] = []
+    calls: list[ParsedCall | None] = []
     for part in parts:
         calls += _list(part) if part.lstrip().startswith("[") else [_named(part)]
     return found(calls, content)
 
 
-def _list(part: str) -> list[Called | None]:
+def _list(part: str) -> list[ParsedCall | None]:
     try:
         values, _ = json_at(part.lstrip(), 0)
     except ValueError:
         return [None]
     return [
-        called(value.get("name"), value.get("arguments")) if isinstance(value, dict) else None
+        parsed_call(value.get("name"), value.get("arguments")) if isinstance(value, dict) else None
         for value in values
     ]
 
 
-def _named(part: str) -> Called | None:
+def _named(part: str) -> ParsedCall | None:
     start = part.find("{")
     if start < 0:
         return None
@@ -40,4 +40,4 @@ def _named(part: str) -> Called | None:
         arguments, _ = json_at(part, start)
     except ValueError:
         return None
-    return called(name, arguments)
+    return parsed_call(name, arguments)

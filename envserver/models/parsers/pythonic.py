@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 
-from .calls import Called, Found, Tools, called, found
+from .calls import ParsedCall, ParsedCalls, Tools, found, parsed_call
 
 _MOST_CHARACTERS = 200_000
 
 
-def parse(text: str, tools: Tools) -> Found | None:
+def parse(text: str, tools: Tools) -> ParsedCalls | None:
     """The calls in `text`, which holds nothing else."""
     text = text.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
     if not text.startswith("[") or not text.endswith("]") or len(text) > _MOST_CHARACTERS:
@@ -23,8 +23,8 @@ def parse(text: str, tools: Tools) -> Found | None:
         return None
 
 
-def _call(node: ast.expr) -> Called | None:
+def _call(node: ast.expr) -> ParsedCall | None:
     if not isinstance(node, ast.Call) or node.args:
         return None
     arguments = {pair.arg: ast.literal_eval(pair.value) for pair in node.keywords if pair.arg}
-    return called(ast.unparse(node.func), arguments)
+    return parsed_call(ast.unparse(node.func), arguments)

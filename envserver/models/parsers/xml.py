@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any
 
-from .calls import Called, Found, Tools, called, found, parameters_of
+from .calls import ParsedCall, ParsedCalls, Tools, found, parameters_of, parsed_call
 
 _OPEN = "<tool_call>"
 _FUNCTION = re.compile(r"<function=([^>]*)>(.*?)(?:</function>|\Z)", re.DOTALL)
@@ -23,35 +23,35 @@ _GLM_ARGUMENT = re.compile(
 _NULLS = ("null", "none")
 
 
-def parse_functions(text: str, tools: Tools) -> Found | None:
+def parse_functions(text: str, tools: Tools) -> ParsedCalls | None:
     """The calls of Qwen 3 Coder in `text`."""
     first = _FUNCTION.search(text)
     if first is None:
         return None
     opened = text.rfind(_OPEN, 0, first.start())
     calls = [
-        _called(match.group(1), _PARAMETER.findall(match.group(2)), tools)
+        _parsed_call(match.group(1), _PARAMETER.findall(match.group(2)), tools)
         for match in _FUNCTION.finditer(text)
     ]
     return found(calls, text[: first.start() if opened < 0 else opened])
 
 
-def parse_keys(text: str, tools: Tools) -> Found | None:
+def parse_keys(text: str, tools: Tools) -> ParsedCalls | None:
     """The calls of GLM in `text`."""
     if _OPEN not in text:
         return None
     calls = []
     for match in _GLM_CALL.finditer(text):
         name, mark, arguments = match.group(1).partition("<arg_key>")
-        calls.append(_called(name, _GLM_ARGUMENT.findall(mark + arguments), tools))
+        calls.append(_parsed_call(name, _GLM_ARGUMENT.findall(mark + arguments), tools))
     return found(calls, text[: text.index(_OPEN)])
 
 
-def _called(name: str, pairs: list[tuple[str, str]], tools: Tools) -> Called | None:
+def _parsed_call(name: str, pairs: list[tuple[str, str]], tools: Tools) -> ParsedCall | None:
     name = name.strip()
     schemas = parameters_of(tools, name)
     texts = {key.strip(): text for key, text in pairs}
-    return called(name, {key: _value(text, schemas.get(key)) for key, text in texts.items()})
+    return parsed_call(name, {key: _value(text, schemas.get(key)) for key, text in texts.items()})
 
 
 def _value(text: str, schema: Any) -> Any:

@@ -8,11 +8,17 @@ from pathlib import Path
 from .architecture import new_model
 from .conversations import END_OF_TURN, read_conversations, texts
 from .tokenizer import PADDING, VOCABULARY, save_tokenizer, token_id, trained_tokenizer
-from .training import Plan, Report, supervise
+from .training import ProgressCallback, TrainingPlan, supervise
 
 
 def make(
-    experts: Sequence[Path], folder: Path, *, seed: int, steps: int, threads: int, report: Report
+    experts: Sequence[Path],
+    folder: Path,
+    *,
+    seed: int,
+    steps: int,
+    threads: int,
+    report: ProgressCallback,
 ) -> None:
     """Writes the model.
 
@@ -31,6 +37,8 @@ def make(
         end_of_turn=token_id(tokenizer, END_OF_TURN),
         padding=token_id(tokenizer, PADDING),
     )
-    supervise(model, tokenizer, kinds, Plan(steps=steps, threads=threads, seed=seed), report)
+    supervise(
+        model, tokenizer, kinds, TrainingPlan(steps=steps, threads=threads, seed=seed), report
+    )
     model.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)

@@ -18,14 +18,14 @@ from tokenizers import Tokenizer
 
 from .conversations import Conversation
 
-Report = Callable[[int, float], None]
+ProgressCallback = Callable[[int, float], None]
 """Told after each step: how many are done, and the loss."""
 
 _NO_LOSS = -100
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """How the model is trained.
 
     Args:
@@ -45,7 +45,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Row:
+class TrainingRow:
     """Token ids, and as targets those of them that are to be said (else _NO_LOSS)."""
 
     ids: list[int]
@@ -56,8 +56,8 @@ def supervise(
     model: Any,
     tokenizer: Tokenizer,
     kinds: Sequence[Sequence[Conversation]],
-    plan: Plan,
-    report: Report,
+    plan: TrainingPlan,
+    report: ProgressCallback,
 ) -> None:
     """Trains `model` in place, by batches of each of `kinds` (of conversations) in turn."""
     torch.set_num_threads(plan.threads)
@@ -83,8 +83,8 @@ def supervise(
     model.eval()
 
 
-def _row(conversation: Conversation, tokenizer: Tokenizer) -> Row:
-    row = Row([], [])
+def _row(conversation: Conversation, tokenizer: Tokenizer) -> TrainingRow:
+    row = TrainingRow([], [])
     for piece in conversation.pieces():
         ids = tokenizer.encode(piece.text, add_special_tokens=False).ids
         row.ids.extend(ids)
@@ -92,11 +92,13 @@ def _row(conversation: Conversation, tokenizer: Tokenizer) -> Row:
     return row
 
 
-def _batches(kinds: list[list[Row]], steps: int, plan: Plan, name: str) -> list[list[Row]]:
+def _batches(
+    kinds: list[list[TrainingRow]], steps: int, plan: TrainingPlan, name: str
+) -> list[list[TrainingRow]]:
     """Of each kind in turn; every row comes as often as any other, but for one."""
     rng = random.Random(f"{plan.seed}-{name}")
     sizes = [max(1, plan.batch_tokens // max(len(row.ids) for row in kind)) for kind in kinds]
-    waiting: list[list[Row]] = [[] for _ in kinds]
+    waiting: list[list[TrainingRow]] = [[] for _ in kinds]
     batches = []
     for step in range(steps):
         turn = step % len(kinds)
@@ -116,7 +118,7 @@ def _rate(step: int, steps: int) -> float:
     return warm * max(0.05, 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
-def _loss(model: Any, batch: list[Row]) -> Any:
+def _loss(model: Any, batch: list[TrainingRow]) -> Any:
     longest = max(len(row.ids) for row in batch)
     ids = torch.zeros(len(batch), longest, dtype=torch.long)
     targets = torch.full((len(batch), longest), _NO_LOSS)

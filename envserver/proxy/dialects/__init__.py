@@ -6,18 +6,18 @@ did not ask for.
 
 from __future__ import annotations
 
-from .base import Api, EventWriter, Memory
-from .chat import ChatApi
-from .completions import CompletionsApi
-from .messages import MessagesApi
-from .responses import ResponsesApi
+from .base import DialectAdapter, EventWriter, Memory
+from .chat import ChatDialect
+from .completions import CompletionsDialect
+from .messages import MessagesDialect
+from .responses import ResponsesDialect
 
-__all__ = ["APIS", "Api", "EventWriter", "Memory"]
+__all__ = ["DIALECTS", "DialectAdapter", "EventWriter", "Memory"]
 
-APIS: dict[str, Api] = {
-    "v1/chat/completions": ChatApi(),
-    "v1/completions": CompletionsApi(),
-    "v1/responses": ResponsesApi(),
-    "v1/messages": MessagesApi(),
+DIALECTS: dict[str, DialectAdapter] = {
+    "v1/chat/completions": ChatDialect(),
+    "v1/completions": CompletionsDialect(),
+    "v1/responses": ResponsesDialect(),
+    "v1/messages": MessagesDialect(),
 }
 """By path, as it stands behind the key of an attempt."""

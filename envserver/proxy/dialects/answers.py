@@ -16,7 +16,7 @@ _REASONING = ("reasoning", "reasoning_content")
 _TEXTS = ("content", "refusal")
 
 
-class Words(NamedTuple):
+class TextPart(NamedTuple):
     """Some of the reasoning or of the text of an answer; never empty."""
 
     kind: Literal["reasoning", "text"]
@@ -31,7 +31,7 @@ class ToolCall(NamedTuple):
     arguments: str
 
 
-class Ending(msgspec.Struct):
+class AnswerEnd(msgspec.Struct):
     """How an answer ended, as far as it is known."""
 
     finish_reason: str | None = None
@@ -62,9 +62,9 @@ class Ending(msgspec.Struct):
         return (self.usage.get(name) or {}).get(detail) or 0
 
 
-def ending_of(answer: dict[str, Any]) -> Ending:
+def ending_of(answer: dict[str, Any]) -> AnswerEnd:
     """How a whole answer ended."""
-    ending = Ending()
+    ending = AnswerEnd()
     ending.take(answer)
     return ending
 
@@ -76,15 +76,15 @@ def choice_of(answer: dict[str, Any]) -> dict[str, Any]:
     return choice
 
 
-def parts_of(message: dict[str, Any]) -> Iterator[Words | ToolCall]:
+def parts_of(message: dict[str, Any]) -> Iterator[TextPart | ToolCall]:
     """What a whole message, or the delta of a chunk, says."""
     for name in _REASONING:
         if message.get(name):
-            yield Words("reasoning", message[name])
+            yield TextPart("reasoning", message[name])
             break
     for name in _TEXTS:
         if message.get(name):
-            yield Words("text", message[name])
+            yield TextPart("text", message[name])
     for call in message.get("tool_calls") or []:
         function = call.get("function") or {}
         yield ToolCall(

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from envserver_records.errors import EnvserverError
 from envserver_records.records import Dialect
 
-from ..ask import Ask
+from ..model_request import ModelRequest
 
 Memory = dict[str, Any]
 """What a dialect with a memory (`previous_response_id`) keeps of one attempt."""
@@ -35,22 +35,24 @@ class EventWriter(Protocol):
         """The events that end the stream because of `error`."""
 
 
-class Api(Protocol):
+class DialectAdapter(Protocol):
     """One dialect."""
 
     name: Dialect
 
-    def read(self, request: dict[str, Any], memory: Memory) -> Ask:
+    def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
         """
         Raises:
             InputError: a field is missing, has the wrong form, or is not possible; `place` names
                 it.
         """
 
-    def whole(self, ask: Ask, answer: dict[str, Any], memory: Memory) -> dict[str, Any]:
+    def whole(
+        self, request: ModelRequest, answer: dict[str, Any], memory: Memory
+    ) -> dict[str, Any]:
         """`answer`, of the chat form, in this dialect. Called once the calls are recorded."""
 
-    def writer(self, ask: Ask, memory: Memory) -> EventWriter:
+    def writer(self, request: ModelRequest, memory: Memory) -> EventWriter:
         """For one streamed answer to `ask`."""
 
     def error(self, error: EnvserverError) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from envserver_records.errors import EnvserverError
 from envserver_records.records import Dialect
 
 from ..asgi import DONE, error_body, event
-from ..ask import Ask
+from ..model_request import ModelRequest
 from .base import Memory
 from .reading import choices, count, mapping, objects, refuse_inexact
 
@@ -25,40 +25,42 @@ _NOT_FIELDS = (
 )
 
 
-class ChatApi:
+class ChatDialect:
     """See Api."""
 
     name: Dialect = "chat"
 
-    def read(self, request: dict[str, Any], memory: Memory) -> Ask:
+    def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
         """See Api."""
-        messages = objects(request, "messages", needed=True)
-        tools = objects(request, "tools")
-        refuse_inexact(request)
-        mapping(request, "chat_template_kwargs")
-        options = request.get("stream_options")
-        wanted = [count(request, name) for name in ("max_completion_tokens", "max_tokens")]
-        return Ask(
+        messages = objects(body, "messages", needed=True)
+        tools = objects(body, "tools")
+        refuse_inexact(body)
+        mapping(body, "chat_template_kwargs")
+        options = body.get("stream_options")
+        wanted = [count(body, name) for name in ("max_completion_tokens", "max_tokens")]
+        return ModelRequest(
             dialect="chat",
-            request=request,
+            body=body,
             messages=messages,
             tools=tools,
-            fields={name: value for name, value in request.items() if name not in _NOT_FIELDS},
-            choices=choices(request),
+            fields={name: value for name, value in body.items() if name not in _NOT_FIELDS},
+            choices=choices(body),
             wanted_tokens=min((n for n in wanted if n is not None), default=None),
             tokens_field="max_tokens" if wanted[0] is None else "max_completion_tokens",
-            stream=bool(request.get("stream")),
+            stream=bool(body.get("stream")),
             wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
-            wants_logprobs=bool(request.get("logprobs")),
-            wants_token_ids=bool(request.get("return_token_ids")),
-            wants_reasoning=request.get("include_reasoning") is not False,
+            wants_logprobs=bool(body.get("logprobs")),
+            wants_token_ids=bool(body.get("return_token_ids")),
+            wants_reasoning=body.get("include_reasoning") is not False,
         )
 
-    def whole(self, ask: Ask, answer: dict[str, Any], memory: Memory) -> dict[str, Any]:
+    def whole(
+        self, request: ModelRequest, answer: dict[str, Any], memory: Memory
+    ) -> dict[str, Any]:
         """See Api."""
         return answer
 
-    def writer(self, ask: Ask, memory: Memory) -> ChatWriter:
+    def writer(self, request: ModelRequest, memory: Memory) -> ChatWriter:
         """See Api."""
         return ChatWriter()
 

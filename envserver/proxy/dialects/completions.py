@@ -8,7 +8,7 @@ from envserver_records.errors import EnvserverError
 from envserver_records.records import Dialect, Message
 
 from ..asgi import DONE, error_body, event
-from ..ask import Ask
+from ..model_request import ModelRequest
 from .base import Memory
 from .reading import bad, choices, count, refuse_inexact
 
@@ -27,47 +27,49 @@ _DEFAULT_MAX_TOKENS = 16
 _MAX_PROMPTS = 128
 
 
-class CompletionsApi:
+class CompletionsDialect:
     """See Api."""
 
     name: Dialect = "completions"
 
-    def read(self, request: dict[str, Any], memory: Memory) -> Ask:
+    def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
         """See Api."""
-        refuse_inexact(request)
+        refuse_inexact(body)
         for name in ("echo", "suffix"):
-            if request.get(name):
+            if body.get(name):
                 raise bad(name, "is not possible here")
-        prompts = _prompts(request.get("prompt"))
-        options = request.get("stream_options")
-        logprobs = request.get("logprobs")
+        prompts = _prompts(body.get("prompt"))
+        options = body.get("stream_options")
+        logprobs = body.get("logprobs")
         if logprobs is not None and (not isinstance(logprobs, int) or logprobs < 0):
             raise bad("logprobs", "must be a whole number of at least 0")
-        return Ask(
+        return ModelRequest(
             dialect="completions",
-            request=request,
+            body=body,
             messages=_as_messages(prompts),
             prompt=prompts[0] if len(prompts) == 1 else prompts,
             fields={
                 name: value
-                for name, value in request.items()
+                for name, value in body.items()
                 if name not in _NOT_FIELDS and value is not None
             },
-            choices=choices(request) * len(prompts),
-            wanted_tokens=count(request, "max_tokens") or _DEFAULT_MAX_TOKENS,
-            stream=bool(request.get("stream")),
+            choices=choices(body) * len(prompts),
+            wanted_tokens=count(body, "max_tokens") or _DEFAULT_MAX_TOKENS,
+            stream=bool(body.get("stream")),
             wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
             wants_logprobs=logprobs is not None and logprobs is not False,
-            wants_token_ids=bool(request.get("return_token_ids")),
+            wants_token_ids=bool(body.get("return_token_ids")),
         )
 
-    def whole(self, ask: Ask, answer: dict[str, Any], memory: Memory) -> dict[str, Any]:
+    def whole(
+        self, request: ModelRequest, answer: dict[str, Any], memory: Memory
+    ) -> dict[str, Any]:
         """See Api."""
         told = {**answer, "object": "text_completion"}
         told["choices"] = [_choice(c, c["message"]) for c in answer["choices"]]
         return told
 
-    def writer(self, ask: Ask, memory: Memory) -> CompletionsWriter:
+    def writer(self, request: ModelRequest, memory: Memory) -> CompletionsWriter:
         """See Api."""
         return CompletionsWriter()
 

@@ -10,10 +10,10 @@ _PASSED = ("temperature", "top_p", "top_k", "seed", "chat_template_kwargs")
 """Have the same name in every dialect, or are an engine's own that an agent may add to it."""
 
 
-def engine_fields(request: dict[str, Any]) -> dict[str, Any]:
+def engine_fields(body: dict[str, Any]) -> dict[str, Any]:
     """The fields that are passed on as they stand."""
-    mapping(request, "chat_template_kwargs")
-    return {name: request[name] for name in _PASSED if request.get(name) is not None}
+    mapping(body, "chat_template_kwargs")
+    return {name: body[name] for name in _PASSED if body.get(name) is not None}
 
 
 def effort_fields(effort: Any, place: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 from envserver_records.errors import EnvserverError
 from envserver_records.records import Dialect
 
-from ..ask import Ask
+from ..model_request import ModelRequest
 from .base import Memory
 from .messages_answer import message_of
 from .messages_arguments import Arguments
@@ -28,38 +28,40 @@ from .messages_request import fields_of, refuse_impossible, tools_of, wants_thin
 from .reading import bad, boolean, count, refuse_inexact
 
 
-class MessagesApi:
+class MessagesDialect:
     """See Api."""
 
     name: Dialect = "messages"
 
-    def read(self, request: dict[str, Any], memory: Memory) -> Ask:
+    def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
         """See Api."""
-        refuse_inexact(request)
-        refuse_impossible(request)
-        wanted_tokens = count(request, "max_tokens")
+        refuse_inexact(body)
+        refuse_impossible(body)
+        wanted_tokens = count(body, "max_tokens")
         if wanted_tokens is None:
             raise bad("max_tokens", "is missing")
-        tools = tools_of(request)
-        messages = messages_of(request, Arguments(memory))
-        return Ask(
+        tools = tools_of(body)
+        messages = messages_of(body, Arguments(memory))
+        return ModelRequest(
             dialect="messages",
-            request=request,
+            body=body,
             messages=messages,
             tools=tools,
-            fields=fields_of(request, tools, messages),
+            fields=fields_of(body, tools, messages),
             wanted_tokens=wanted_tokens,
-            stream=bool(boolean(request, "stream")),
-            wants_reasoning=wants_thinking(request),
+            stream=bool(boolean(body, "stream")),
+            wants_reasoning=wants_thinking(body),
         )
 
-    def whole(self, ask: Ask, answer: dict[str, Any], memory: Memory) -> dict[str, Any]:
+    def whole(
+        self, request: ModelRequest, answer: dict[str, Any], memory: Memory
+    ) -> dict[str, Any]:
         """See Api."""
-        return message_of(ask, answer, Arguments(memory))
+        return message_of(request, answer, Arguments(memory))
 
-    def writer(self, ask: Ask, memory: Memory) -> MessagesWriter:
+    def writer(self, request: ModelRequest, memory: Memory) -> MessagesWriter:
         """See Api."""
-        return MessagesWriter(ask, Arguments(memory))
+        return MessagesWriter(request, Arguments(memory))
 
     def error(self, error: EnvserverError) -> dict[str, Any]:
         """See Api."""

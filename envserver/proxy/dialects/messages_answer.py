@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..ask import Ask
-from .answers import Ending, ToolCall, choice_of, ending_of, new_id, parts_of
+from ..model_request import ModelRequest
+from .answers import AnswerEnd, ToolCall, choice_of, ending_of, new_id, parts_of
 from .messages_arguments import Arguments, as_object
 
 Block = dict[str, Any]
@@ -15,7 +15,9 @@ _STOPS = {"length": "max_tokens", "content_filter": "refusal"}
 _WHOLE = ("stop", "tool_calls", "function_call")
 
 
-def message_of(ask: Ask, answer: dict[str, Any], arguments: Arguments) -> dict[str, Any]:
+def message_of(
+    request: ModelRequest, answer: dict[str, Any], arguments: Arguments
+) -> dict[str, Any]:
     """The message object of a whole answer."""
     content = []
     called = False
@@ -29,11 +31,11 @@ def message_of(ask: Ask, answer: dict[str, Any], arguments: Arguments) -> dict[s
         else:
             content.append(text_block(part.text))
     ending = ending_of(answer)
-    message = head_of(ask, answer) | {"content": content} | stop_of(ending, called=called)
+    message = head_of(request, answer) | {"content": content} | stop_of(ending, called=called)
     return message | {"usage": usage_of(ending)}
 
 
-def head_of(ask: Ask, answer: dict[str, Any]) -> dict[str, Any]:
+def head_of(request: ModelRequest, answer: dict[str, Any]) -> dict[str, Any]:
     """A message of which nothing is known yet but that it is the answer to `ask`.
 
     Args:
@@ -43,12 +45,12 @@ def head_of(ask: Ask, answer: dict[str, Any]) -> dict[str, Any]:
         "id": new_id("msg"),
         "type": "message",
         "role": "assistant",
-        "model": answer.get("model") or str(ask.request.get("model") or ""),
+        "model": answer.get("model") or str(request.body.get("model") or ""),
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
         "stop_details": None,
-        "usage": usage_of(Ending()),
+        "usage": usage_of(AnswerEnd()),
     }
 
 
@@ -68,7 +70,7 @@ def call_block(call: ToolCall) -> Block:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": value}
 
 
-def stop_of(ending: Ending, *, called: bool) -> dict[str, Any]:
+def stop_of(ending: AnswerEnd, *, called: bool) -> dict[str, Any]:
     """Why the model stopped. What cut it off otherwise (the engine was halted) reads as if its
     tokens were used up: an agent then knows that there may be more.
 
@@ -83,7 +85,7 @@ def stop_of(ending: Ending, *, called: bool) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def usage_of(ending: Ending) -> dict[str, Any]:
+def usage_of(ending: AnswerEnd) -> dict[str, Any]:
     """Tokens, by the engine's count. What its cache held counts as input like the rest."""
     return {
         "input_tokens": ending.tokens("prompt_tokens"),

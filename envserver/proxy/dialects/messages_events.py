@@ -6,8 +6,8 @@ from typing import Any
 
 from envserver_records.errors import EnvserverError
 
-from ..ask import Ask
-from .answers import Ending, ToolCall, Words, choice_of, named_event, parts_of
+from ..model_request import ModelRequest
+from .answers import AnswerEnd, TextPart, ToolCall, choice_of, named_event, parts_of
 from .messages_answer import (
     Block,
     call_block,
@@ -24,14 +24,14 @@ from .messages_errors import error_of
 class MessagesWriter:
     """See EventWriter. Blocks follow each other: one is open at most."""
 
-    def __init__(self, ask: Ask, arguments: Arguments) -> None:
-        self._ask = ask
+    def __init__(self, request: ModelRequest, arguments: Arguments) -> None:
+        self._request = request
         self._arguments = arguments
         self._begun = False
         self._blocks = 0
         self._open = ""
         self._called = False
-        self._ending = Ending()
+        self._ending = AnswerEnd()
 
     def begin(self) -> bytes:
         """See EventWriter. What the first event says comes with the first chunk."""
@@ -42,7 +42,7 @@ class MessagesWriter:
         events = self._beginning(chunk)
         self._ending.take(chunk)
         for part in parts_of(choice_of(chunk).get("delta") or {}):
-            events += self._call(part) if isinstance(part, ToolCall) else self._words(part)
+            events += self._call(part) if isinstance(part, ToolCall) else self._text(part)
         return events
 
     def end(self) -> bytes:
@@ -61,18 +61,18 @@ class MessagesWriter:
         if self._begun:
             return b""
         self._begun = True
-        message = head_of(self._ask, chunk)
+        message = head_of(self._request, chunk)
         return named_event({"type": "message_start", "message": message}) + _PING
 
-    def _words(self, words: Words) -> bytes:
-        thinks = words.kind == "reasoning"
+    def _text(self, text_part: TextPart) -> bytes:
+        thinks = text_part.kind == "reasoning"
         block = thinking_block("") if thinks else text_block("")
         events = b""
         if self._open != block["type"]:
             events = self._close() + self._start(block)
         if thinks:
-            return events + self._delta("thinking_delta", thinking=words.text)
-        return events + self._delta("text_delta", text=words.text)
+            return events + self._delta("thinking_delta", thinking=text_part.text)
+        return events + self._delta("text_delta", text=text_part.text)
 
     def _call(self, call: ToolCall) -> bytes:
         self._called = True

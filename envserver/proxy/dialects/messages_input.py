@@ -20,16 +20,16 @@ _BILLING = "x-anthropic-billing-header"
 """How clients begin a system block that is for the bill, not for the model."""
 
 
-def messages_of(request: dict[str, Any], arguments: Arguments) -> list[Message]:
+def messages_of(body: dict[str, Any], arguments: Arguments) -> list[Message]:
     """The messages in fields `system` and `messages`; an empty turn at the end says nothing.
 
     Raises:
         InputError: a block is not possible here; `place` says which.
     """
     conversation = Conversation()
-    if request.get("system") is not None:
-        _system(conversation, request, "system", "")
-    for index, turn in enumerate(objects(request, "messages", needed=True)):
+    if body.get("system") is not None:
+        _system(conversation, body, "system", "")
+    for index, turn in enumerate(objects(body, "messages", needed=True)):
         place = f"messages[{index}]"
         match turn.get("role"):
             case "user":

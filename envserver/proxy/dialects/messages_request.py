@@ -26,40 +26,40 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _THINKING = ("enabled", "adaptive", "between_tools")
 
 
-def refuse_impossible(request: dict[str, Any]) -> None:
+def refuse_impossible(body: dict[str, Any]) -> None:
     """
     Raises:
         InputError: the request asks for what is not possible here.
     """
     for name, reason in _REFUSED.items():
-        if request.get(name):
+        if body.get(name):
             raise bad(name, f"is not possible here: {reason}")
-    if request.get("thread"):
+    if body.get("thread"):
         raise InputError(
             "thread is not possible here: send the whole conversation.",
             place="thread",
             error_code=_NO_THREADS,
         )
-    if request.get("n") not in (None, 1):
+    if body.get("n") not in (None, 1):
         raise bad("n", "must be 1: a message is one answer")
 
 
-def tools_of(request: dict[str, Any]) -> list[dict[str, Any]]:
+def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     """The tools in the chat API's shape.
 
     Raises:
         InputError: a tool is not one that the agent itself describes and runs.
     """
-    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(objects(request, "tools"))]
+    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(objects(body, "tools"))]
 
 
-def wants_thinking(request: dict[str, Any]) -> bool:
+def wants_thinking(body: dict[str, Any]) -> bool:
     """Whether the agent asked to see what the model thinks.
 
     Raises:
         InputError: `thinking` has another form.
     """
-    thinking = mapping(request, "thinking")
+    thinking = mapping(body, "thinking")
     kind = thinking.get("type", "disabled")
     if kind not in (*_THINKING, "disabled"):
         raise bad("thinking.type", f"cannot be {str(kind)[:80]!r}")
@@ -67,25 +67,25 @@ def wants_thinking(request: dict[str, Any]) -> bool:
 
 
 def fields_of(
-    request: dict[str, Any], tools: list[dict[str, Any]], messages: list[Message]
+    body: dict[str, Any], tools: list[dict[str, Any]], messages: list[Message]
 ) -> dict[str, Any]:
     """What the engine is to be sent beside messages and tools.
 
     Raises:
         InputError: a field has the wrong form, or is not possible.
     """
-    fields = engine_fields(request)
-    stop = request.get("stop_sequences")
+    fields = engine_fields(body)
+    stop = body.get("stop_sequences")
     if stop:
         if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop):
             raise bad("stop_sequences", "must be a list of texts")
         fields["stop"] = stop
-    fields |= _tool_fields(request, tools) | _prefill_fields(messages)
-    output = mapping(request, "output_config")
-    form = mapping(output, "format", "output_config") or mapping(request, "output_format")
+    fields |= _tool_fields(body, tools) | _prefill_fields(messages)
+    output = mapping(body, "output_config")
+    form = mapping(output, "format", "output_config") or mapping(body, "output_format")
     if form:
         fields["response_format"] = _response_format(form)
-    kind = mapping(request, "thinking").get("type")
+    kind = mapping(body, "thinking").get("type")
     if kind is not None:
         own = fields.get("chat_template_kwargs") or {}
         fields["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"} | own
@@ -109,8 +109,8 @@ def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _tool_fields(request: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
-    choice = mapping(request, "tool_choice")
+def _tool_fields(body: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
+    choice = mapping(body, "tool_choice")
     if not choice:
         return {}
     kind = choice.get("type")

@@ -14,23 +14,23 @@ _REFUSED = {
 }
 
 
-def refuse_inexact(request: dict[str, Any]) -> None:
+def refuse_inexact(body: dict[str, Any]) -> None:
     """
     Raises:
         InputError: a field would make the record inexact.
     """
     for name, reason in _REFUSED.items():
-        if request.get(name) not in (None, False):
+        if body.get(name) not in (None, False):
             raise bad(name, f"is not possible here: {reason}")
 
 
-def objects(request: dict[str, Any], name: str, *, needed: bool = False) -> list[dict[str, Any]]:
+def objects(body: dict[str, Any], name: str, *, needed: bool = False) -> list[dict[str, Any]]:
     """The list of objects in field `name`, empty without one.
 
     Raises:
         InputError: it is no such list, or is empty though `needed`.
     """
-    values = request.get(name)
+    values = body.get(name)
     if not needed and not values:
         return []
     if not isinstance(values, list) or (needed and not values):
@@ -40,21 +40,21 @@ def objects(request: dict[str, Any], name: str, *, needed: bool = False) -> list
     return values
 
 
-def choices(request: dict[str, Any]) -> int:
+def choices(body: dict[str, Any]) -> int:
     """Field `n`."""
-    count_ = count(request, "n") or 1
+    count_ = count(body, "n") or 1
     if count_ > MAX_CHOICES:
         raise bad("n", f"must be at most {MAX_CHOICES}")
     return count_
 
 
-def count(request: dict[str, Any], name: str) -> int | None:
+def count(body: dict[str, Any], name: str) -> int | None:
     """The whole number of at least 1 in field `name`, None without one.
 
     Raises:
         InputError: it is something else.
     """
-    value = request.get(name)
+    value = body.get(name)
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -18,7 +18,7 @@ from envserver_records.errors import EnvserverError
 from envserver_records.records import Dialect, Message
 
 from ..asgi import error_body
-from ..ask import Ask
+from ..model_request import ModelRequest
 from .answers import choice_of, ending_of, parts_of
 from .base import Memory
 from .reading import boolean, count, mapping, refuse_inexact, string
@@ -29,50 +29,52 @@ from .responses_memory import earlier_messages, find_item, remember
 from .responses_request import fields_of, refuse_impossible, tools_of, wants_logprobs
 
 
-class ResponsesApi:
+class ResponsesDialect:
     """See Api."""
 
     name: Dialect = "responses"
 
-    def read(self, request: dict[str, Any], memory: Memory) -> Ask:
+    def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
         """See Api."""
-        refuse_inexact(request)
-        refuse_impossible(request)
-        mapping(request, "metadata")
-        boolean(request, "store")
-        tools = tools_of(request)
-        return Ask(
+        refuse_inexact(body)
+        refuse_impossible(body)
+        mapping(body, "metadata")
+        boolean(body, "store")
+        tools = tools_of(body)
+        return ModelRequest(
             dialect="responses",
-            request=request,
+            body=body,
             messages=[
-                *_instructions(request),
-                *earlier_messages(memory, request),
-                *messages_of(request.get("input"), lambda item_id: find_item(memory, item_id)),
+                *_instructions(body),
+                *earlier_messages(memory, body),
+                *messages_of(body.get("input"), lambda item_id: find_item(memory, item_id)),
             ],
             tools=tools,
-            fields=fields_of(request, tools),
-            wanted_tokens=count(request, "max_output_tokens"),
-            stream=bool(boolean(request, "stream")),
-            wants_logprobs=wants_logprobs(request),
+            fields=fields_of(body, tools),
+            wanted_tokens=count(body, "max_output_tokens"),
+            stream=bool(boolean(body, "stream")),
+            wants_logprobs=wants_logprobs(body),
         )
 
-    def whole(self, ask: Ask, answer: dict[str, Any], memory: Memory) -> dict[str, Any]:
+    def whole(
+        self, request: ModelRequest, answer: dict[str, Any], memory: Memory
+    ) -> dict[str, Any]:
         """See Api."""
         ending = ending_of(answer)
-        response = Head(ask, answer).response(status_of(ending), output_of(answer), ending)
-        remember(memory, ask, response, parts_of(choice_of(answer)["message"]))
+        response = Head(request, answer).response(status_of(ending), output_of(answer), ending)
+        remember(memory, request, response, parts_of(choice_of(answer)["message"]))
         return response
 
-    def writer(self, ask: Ask, memory: Memory) -> ResponsesWriter:
+    def writer(self, request: ModelRequest, memory: Memory) -> ResponsesWriter:
         """See Api."""
-        return ResponsesWriter(ask, memory)
+        return ResponsesWriter(request, memory)
 
     def error(self, error: EnvserverError) -> dict[str, Any]:
         """See Api."""
         return error_body(error)
 
 
-def _instructions(request: dict[str, Any]) -> list[Message]:
-    if not request.get("instructions"):
+def _instructions(body: dict[str, Any]) -> list[Message]:
+    if not body.get("instructions"):
         return []
-    return [{"role": "system", "content": string(request, "instructions")}]
+    return [{"role": "system", "content": string(body, "instructions")}]

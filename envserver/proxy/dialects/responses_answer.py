@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any, Literal
 
-from ..ask import Ask
-from .answers import Ending, ToolCall, choice_of, ending_of, new_id, parts_of
+from ..model_request import ModelRequest
+from .answers import AnswerEnd, ToolCall, choice_of, ending_of, new_id, parts_of
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 Item = dict[str, Any]
@@ -32,25 +32,25 @@ _WHOLE = ("stop", "tool_calls", "function_call")
 class Head:
     """What all states of one response share; `response` tells one of them."""
 
-    def __init__(self, ask: Ask, answer: dict[str, Any]) -> None:
+    def __init__(self, request: ModelRequest, answer: dict[str, Any]) -> None:
         """
         Args:
             answer: or its first chunk; empty where the engine gave none.
         """
-        self._ask = ask
+        self._request = request
         self.id = new_id("resp")
-        self._model = answer.get("model") or str(ask.request.get("model") or "")
+        self._model = answer.get("model") or str(request.body.get("model") or "")
         self._created = answer.get("created") or int(time.time())
 
     def response(
         self,
         status: Status,
         output: list[Item],
-        ending: Ending | None = None,
+        ending: AnswerEnd | None = None,
         error: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """The response object; one that is in progress has no `ending`."""
-        request = self._ask.request
+        body = self._request.body
         reason = None if ending is None else _INCOMPLETE.get(ending.finish_reason or "")
         return {
             "id": self.id,
@@ -63,19 +63,19 @@ class Head:
             "incomplete_details": {"reason": reason} if status == "incomplete" else None,
             "model": self._model,
             "output": output,
-            "parallel_tool_calls": request.get("parallel_tool_calls") is not False,
-            "store": request.get("store") is not False,
-            "metadata": request.get("metadata") or {},
-            "text": {"format": {"type": "text"}} | (request.get("text") or {}),
-            "tool_choice": request.get("tool_choice") or "auto",
-            "tools": request.get("tools") or [],
+            "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+            "store": body.get("store") is not False,
+            "metadata": body.get("metadata") or {},
+            "text": {"format": {"type": "text"}} | (body.get("text") or {}),
+            "tool_choice": body.get("tool_choice") or "auto",
+            "tools": body.get("tools") or [],
             "truncation": "disabled",
             "usage": None if ending is None else _usage(ending),
-            **{name: request.get(name) for name in _ECHOED},
+            **{name: body.get(name) for name in _ECHOED},
         }
 
 
-def status_of(ending: Ending) -> Literal["completed", "incomplete"]:
+def status_of(ending: AnswerEnd) -> Literal["completed", "incomplete"]:
     """Whether the model came to its end."""
     return "completed" if ending.finish_reason in _WHOLE else "incomplete"
 
@@ -163,7 +163,7 @@ def _logprob(entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _usage(ending: Ending) -> dict[str, Any]:
+def _usage(ending: AnswerEnd) -> dict[str, Any]:
     read, written = ending.tokens("prompt_tokens"), ending.tokens("completion_tokens")
     return {
         "input_tokens": read,

@@ -6,8 +6,8 @@ from typing import Any
 
 from envserver_records.errors import EnvserverError
 
-from ..ask import Ask
-from .answers import Ending, ToolCall, Words, choice_of, named_event, parts_of
+from ..model_request import ModelRequest
+from .answers import AnswerEnd, TextPart, ToolCall, choice_of, named_event, parts_of
 from .base import Memory
 from .responses_answer import Head, Item, Status, logprobs_of, status_of
 from .responses_items import Event, OpenCall, OpenItem, OpenReasoning, OpenText
@@ -17,16 +17,16 @@ from .responses_memory import remember
 class ResponsesWriter:
     """See EventWriter. Items follow each other: one is open at most, the last until the end."""
 
-    def __init__(self, ask: Ask, memory: Memory) -> None:
-        self._ask = ask
+    def __init__(self, request: ModelRequest, memory: Memory) -> None:
+        self._request = request
         self._memory = memory
         self._head: Head | None = None
         self._events = 0
         self._items: list[Item] = []
         self._open: OpenItem | None = None
         self._logprobs: list[Any] = []
-        self._said: list[Words | ToolCall] = []
-        self._ending = Ending()
+        self._said: list[TextPart | ToolCall] = []
+        self._ending = AnswerEnd()
 
     def begin(self) -> bytes:
         """See EventWriter. What the first events say comes with the first chunk."""
@@ -40,7 +40,7 @@ class ResponsesWriter:
         self._logprobs += logprobs_of(choice)
         for part in parts_of(choice.get("delta") or {}):
             self._said.append(part)
-            events += self._call(part) if isinstance(part, ToolCall) else self._words(part)
+            events += self._call(part) if isinstance(part, ToolCall) else self._text(part)
         return events
 
     def end(self) -> bytes:
@@ -51,7 +51,7 @@ class ResponsesWriter:
         status = status_of(self._ending)
         events += self._closed(status)
         response = head.response(status, self._items, self._ending)
-        remember(self._memory, self._ask, response, self._said)
+        remember(self._memory, self._request, response, self._said)
         return events + self._tell({"type": f"response.{status}", "response": response})
 
     def fail(self, error: EnvserverError) -> bytes:
@@ -67,19 +67,19 @@ class ResponsesWriter:
         """What all states of the response share; its first events when it has just begun."""
         if self._head is not None:
             return self._head, b""
-        self._head = Head(self._ask, chunk)
+        self._head = Head(self._request, chunk)
         response = self._head.response("in_progress", [])
         kinds = ("response.created", "response.in_progress")
         return self._head, self._tell(*({"type": kind, "response": response} for kind in kinds))
 
-    def _words(self, words: Words) -> bytes:
+    def _text(self, text_part: TextPart) -> bytes:
         events = b""
         growing = self._open
-        wanted = OpenReasoning if words.kind == "reasoning" else OpenText
+        wanted = OpenReasoning if text_part.kind == "reasoning" else OpenText
         if not isinstance(growing, wanted):
             growing = OpenReasoning() if wanted is OpenReasoning else OpenText(self._logprobs)
             events = self._closed("completed") + self._opened(growing)
-        return events + self._tell_of_item(growing.grow(words.text))
+        return events + self._tell_of_item(growing.grow(text_part.text))
 
     def _call(self, call: ToolCall) -> bytes:
         return self._closed("completed") + self._opened(OpenCall(call))

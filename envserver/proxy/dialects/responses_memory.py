@@ -12,8 +12,8 @@ from typing import Any
 
 from envserver_records.records import Message
 
-from ..ask import Ask
-from .answers import ToolCall, Words
+from ..model_request import ModelRequest
+from .answers import TextPart, ToolCall
 from .base import Memory
 from .conversation import answer_message
 from .reading import bad, string
@@ -22,15 +22,15 @@ _RESPONSES = "responses"
 _ITEMS = "items"
 
 
-def earlier_messages(memory: Memory, request: dict[str, Any]) -> list[Message]:
+def earlier_messages(memory: Memory, body: dict[str, Any]) -> list[Message]:
     """The conversation that `previous_response_id` names; empty without one.
 
     Raises:
         InputError: nothing was kept under it.
     """
-    if request.get("previous_response_id") is None:
+    if body.get("previous_response_id") is None:
         return []
-    previous = string(request, "previous_response_id")
+    previous = string(body, "previous_response_id")
     kept: list[Message] | None = memory.get(_RESPONSES, {}).get(previous)
     if kept is None:
         raise bad(
@@ -47,21 +47,24 @@ def find_item(memory: Memory, item_id: str) -> dict[str, Any] | None:
 
 
 def remember(
-    memory: Memory, ask: Ask, response: dict[str, Any], said: Iterable[Words | ToolCall]
+    memory: Memory,
+    request: ModelRequest,
+    response: dict[str, Any],
+    said: Iterable[TextPart | ToolCall],
 ) -> None:
     """Keeps `response` to `ask`, in which the model said `said`."""
-    if ask.request.get("store") is False:
+    if request.body.get("store") is False:
         return
-    instructed = bool(ask.request.get("instructions"))
-    messages = [*ask.messages[instructed:], _message(list(said))]
+    instructed = bool(request.body.get("instructions"))
+    messages = [*request.messages[instructed:], _message(list(said))]
     memory.setdefault(_RESPONSES, {})[response["id"]] = messages
     memory.setdefault(_ITEMS, {}).update({item["id"]: item for item in response["output"]})
 
 
-def _message(said: list[Words | ToolCall]) -> Message:
-    words = [part for part in said if isinstance(part, Words)]
+def _message(said: list[TextPart | ToolCall]) -> Message:
+    text_part = [part for part in said if isinstance(part, TextPart)]
     return answer_message(
-        "".join(part.text for part in words if part.kind == "reasoning"),
-        "".join(part.text for part in words if part.kind == "text"),
+        "".join(part.text for part in text_part if part.kind == "reasoning"),
+        "".join(part.text for part in text_part if part.kind == "text"),
         [part for part in said if isinstance(part, ToolCall)],
     )

@@ -21,28 +21,28 @@ _LOGPROBS = "message.output_text.logprobs"
 _MAX_TOP_LOGPROBS = 20
 
 
-def refuse_impossible(request: dict[str, Any]) -> None:
+def refuse_impossible(body: dict[str, Any]) -> None:
     """
     Raises:
         InputError: the request asks for what is not possible here.
     """
     for name, reason in _REFUSED.items():
-        if request.get(name):
+        if body.get(name):
             raise bad(name, f"is not possible here: {reason}")
-    if request.get("truncation") not in (None, "disabled"):
+    if body.get("truncation") not in (None, "disabled"):
         raise bad("truncation", "must be disabled: it would cut the prompt where nobody sees it")
-    if request.get("n") not in (None, 1):
+    if body.get("n") not in (None, 1):
         raise bad("n", "must be 1: a response is one answer")
 
 
-def tools_of(request: dict[str, Any]) -> list[dict[str, Any]]:
+def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     """The tools in the chat API's shape. Where only some are allowed, the model is shown those.
 
     Raises:
         InputError: a tool is none of the agent's own functions.
     """
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(objects(request, "tools"))]
-    choice = request.get("tool_choice")
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(objects(body, "tools"))]
+    choice = body.get("tool_choice")
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return tools
     allowed = objects(choice, "tools", needed=True)
@@ -53,31 +53,31 @@ def tools_of(request: dict[str, Any]) -> list[dict[str, Any]]:
     return [tool for tool in tools if tool["function"]["name"] in names]
 
 
-def wants_logprobs(request: dict[str, Any]) -> bool:
+def wants_logprobs(body: dict[str, Any]) -> bool:
     """Whether the agent asked for logprobs."""
-    included = request.get("include") or []
+    included = body.get("include") or []
     if not isinstance(included, list):
         raise bad("include", "must be a list")
-    return _LOGPROBS in included or bool(_top_logprobs(request))
+    return _LOGPROBS in included or bool(_top_logprobs(body))
 
 
-def fields_of(request: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
+def fields_of(body: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
     """What the engine is to be sent beside messages and tools.
 
     Raises:
         InputError: a field has the wrong form, or is not possible.
     """
-    fields = engine_fields(request)
-    if wants_logprobs(request):
-        fields["top_logprobs"] = _top_logprobs(request)
+    fields = engine_fields(body)
+    if wants_logprobs(body):
+        fields["top_logprobs"] = _top_logprobs(body)
     if tools:
-        fields |= _tool_fields(request, tools)
-    elif request.get("tool_choice") not in (None, "auto", "none"):
+        fields |= _tool_fields(body, tools)
+    elif body.get("tool_choice") not in (None, "auto", "none"):
         raise bad("tool_choice", "needs tools")
-    form = _response_format(mapping(mapping(request, "text"), "format", "text"))
+    form = _response_format(mapping(mapping(body, "text"), "format", "text"))
     if form is not None:
         fields["response_format"] = form
-    effort = mapping(request, "reasoning").get("effort")
+    effort = mapping(body, "reasoning").get("effort")
     return fields | effort_fields(effort, "reasoning.effort")
 
 
@@ -95,12 +95,12 @@ def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _tool_fields(request: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
+def _tool_fields(body: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    choice = request.get("tool_choice")
+    choice = body.get("tool_choice")
     if choice is not None:
         fields["tool_choice"] = _tool_choice(choice, tools)
-    parallel = boolean(request, "parallel_tool_calls")
+    parallel = boolean(body, "parallel_tool_calls")
     if parallel is not None:
         fields["parallel_tool_calls"] = parallel
     return fields
@@ -138,8 +138,8 @@ def _response_format(form: dict[str, Any]) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _top_logprobs(request: dict[str, Any]) -> int:
-    wanted = request.get("top_logprobs") or 0
+def _top_logprobs(body: dict[str, Any]) -> int:
+    wanted = body.get("top_logprobs") or 0
     if not isinstance(wanted, int) or not 0 <= wanted <= _MAX_TOP_LOGPROBS:
         raise bad("top_logprobs", f"must be a whole number from 0 to {_MAX_TOP_LOGPROBS}")
     return wanted

@@ -20,7 +20,7 @@ from support.serving import attempt_spec
 
 from envserver import ConfigError, InputError, PublicTask, Reply, Sandboxes, SandboxSpec
 from envserver.config import SandboxConfig
-from envserver.proxy.attempts import Attempt
+from envserver.proxy.attempts import ProxyAttempt
 from envserver.sandbox import service
 from envserver.sandbox.docker import find_engine
 from envserver.sandbox.requests import Open
@@ -189,7 +189,7 @@ async def test_an_attempt_gets_the_image_of_its_own_task_only(containers: Sandbo
         (False, IMAGE, False),
     ):
         async with AttemptSandboxes(containers, SandboxSpec(), 4, images=images) as host:
-            attempt = Attempt("key", spec)
+            attempt = ProxyAttempt("key", spec)
             body = msgspec.msgpack.encode(Open(SandboxSpec(image=image)))
             if allowed:
                 await host.answer(attempt, "open", body)

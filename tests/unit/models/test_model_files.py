@@ -11,7 +11,7 @@ import pytest
 from envserver_records.errors import ConfigError
 
 from envserver.models.model_files import find_model_files
-from envserver.models.upstream import Upstream
+from envserver.models.probe import ProbeResult
 
 NAME = "owner/model"
 
@@ -28,8 +28,8 @@ def unreachable(name: str, **how: Any) -> str:
     raise OSError("Name or service not known")
 
 
-def served(root: str | None, model: str = "tiny", server: str = "vllm 0.32.0") -> Upstream:
-    return Upstream(mode="tokens", model=model, root=root, server=server)
+def served(root: str | None, model: str = "tiny", server: str = "vllm 0.32.0") -> ProbeResult:
+    return ProbeResult(mode="tokens", model=model, root=root, server=server)
 
 
 def model_folder(folder: Path, *, template: str = "chat_template.jinja") -> Path:

@@ -19,8 +19,8 @@ from support.vllm_server import VllmServer
 
 from envserver.config import Mode, OpenAIConfig, SimConfig
 from envserver.models.openai import OpenAIEngine
+from envserver.models.probe import ProbeResult, probe
 from envserver.models.sim import SimEngine, sim_app
-from envserver.models.upstream import Upstream, probe
 
 
 @asynccontextmanager
@@ -29,7 +29,7 @@ async def connected(url: str, **config: Any) -> AsyncIterator[OpenAIEngine]:
         yield engine
 
 
-async def probed(fake: FakeEngine, *, wanted: Mode = "auto", model: str = "tiny") -> Upstream:
+async def probed(fake: FakeEngine, *, wanted: Mode = "auto", model: str = "tiny") -> ProbeResult:
     async with fake_engine(fake) as server, connected(server.url) as engine:
         return await probe(engine, wanted=wanted, model=model)
 
@@ -141,7 +141,7 @@ async def test_the_simulated_engine_continues_ids_by_completions(rates: dict[str
             assert_is_the_simulated(await probe(engine, model="sim"))
 
 
-def assert_is_the_simulated(found: Upstream) -> None:
+def assert_is_the_simulated(found: ProbeResult) -> None:
     assert (found.mode, found.logprobs, found.tools) == ("completions", "raw", True)
     assert found.server.startswith("envserver-sim")
 

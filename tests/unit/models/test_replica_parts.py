@@ -29,16 +29,16 @@ def test_a_dead_replica_is_set_aside_longer_each_time_and_tried_by_one_request()
     assert replicas.pick("r") is not dead
     now = 0.6
     assert replicas.pick("r") is dead
-    with dead.visit() as visit:
+    with dead.request() as request:
         assert replicas.pick("r") is not dead
-        visit.refused("again")
+        request.refused("again")
     now = 1.2
     assert replicas.pick("r") is not dead
     now = 2.0
     assert replicas.pick("r") is dead
-    with dead.visit() as visit:
-        visit.sent()
-        visit.answered()
+    with dead.request() as request:
+        request.sent()
+        request.answered()
     assert replicas.pick("r") is dead
     assert dead.state == "closed"
 
@@ -46,7 +46,7 @@ def test_a_dead_replica_is_set_aside_longer_each_time_and_tried_by_one_request()
 def test_calls_that_began_before_a_replica_was_set_aside_do_not_bring_it_back() -> None:
     now = 0.0
     replica = Replica("http://a", 1, lambda: now)
-    with replica.visit() as old:
+    with replica.request() as old:
         old.sent()
         now = 1.0
         replica.refused("down")
@@ -66,13 +66,13 @@ def test_running_out_of_time_counts_only_where_nobody_is_answered(
     now = 0.0
     replica = Replica("http://a", 1, lambda: now)
     for _ in range(8):
-        with replica.visit() as visit:
-            visit.sent()
+        with replica.request() as request:
+            request.sent()
             now += waited / 10
             if heard:
                 replica.heard()
             now += waited
-            visit.timed_out()
+            request.timed_out()
         now -= waited
     assert (replica.state != "closed") is counts
 

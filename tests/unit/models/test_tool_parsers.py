@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from support.talk import written
 from support.templates import OWN, answer, call, chat_format, tool
 
-from envserver.models.parsers import FORMATS, Called
-from envserver.proxy.asking.parsers import Reader, format_of_calls
+from envserver.models.parsers import FORMATS, ParsedCall
+from envserver.proxy.engine_client.parsers import AnswerParser, format_of_calls
 
 HERMES = '<tool_call>{"name": "calculate", "arguments": {"expression": "1"}}</tool_call>'
-CALCULATE = Called("calculate", '{"expression": "1"}')
+CALCULATE = ParsedCall("calculate", '{"expression": "1"}')
 WRITERS = {
     "hermes": ("qwen2_5", "qwen3", "qwen3_vl", "qwen3_instruct_2507"),
     "functions": ("qwen3_5_think", "qwen3_6", "nemotron_3_nano"),
@@ -66,12 +66,12 @@ def test_what_a_model_means_is_read(name: str, data: st.DataObject) -> None:
 
 
 @cache
-def reader(name: str) -> Reader:
-    return Reader(chat_format(OWN[name]), reasons=name == "thinking")
+def reader(name: str) -> AnswerParser:
+    return AnswerParser(chat_format(OWN[name]), reasons=name == "thinking")
 
 
 def as_told(message: Message) -> tuple[str, str, list[tuple[str, Any]]]:
-    functions = [called["function"] for called in message.get("tool_calls") or []]
+    functions = [parsed_call["function"] for parsed_call in message.get("tool_calls") or []]
     calls = [(function["name"], json.loads(function["arguments"])) for function in functions]
     texts = [(message.get(name) or "").strip() for name in ("content", "reasoning")]
     return texts[0], texts[1], calls
@@ -103,37 +103,37 @@ TYPED = """I look.
             "functions",
             TYPED,
             "I look.\n",
-            [Called("calculate", '{"expression": "12\\n", "precision": 3, "other": "4"}')],
+            [ParsedCall("calculate", '{"expression": "12\\n", "precision": 3, "other": "4"}')],
         ),
-        ("functions", "<function=calculate>\n</function>", "", [Called("calculate", "{}")]),
+        ("functions", "<function=calculate>\n</function>", "", [ParsedCall("calculate", "{}")]),
         (
             "keys",
             "<tool_call>calculate\n<arg_key>precision</arg_key>\n<arg_value>many</arg_value>",
             "",
-            [Called("calculate", '{"precision": "many"}')],
+            [ParsedCall("calculate", '{"precision": "many"}')],
         ),
         (
             "llama",
             '<|python_tag|>{"name": "f", "parameters": {"a": {"b": 1}}}; {"name": "g", '
             '"arguments": {}}',
             "",
-            [Called("f", '{"a": {"b": 1}}'), Called("g", "{}")],
+            [ParsedCall("f", '{"a": {"b": 1}}'), ParsedCall("g", "{}")],
         ),
         (
             "mistral",
             'Well.[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{"b": [2]}',
             "Well.",
-            [Called("f", '{"a": 1}'), Called("g", '{"b": [2]}')],
+            [ParsedCall("f", '{"a": 1}'), ParsedCall("g", '{"b": [2]}')],
         ),
         (
             "pythonic",
             '[f(a=-1, b={"c": [True, None]}), g.h()]',
             "",
-            [Called("f", '{"a": -1, "b": {"c": [true, null]}}'), Called("g.h", "{}")],
+            [ParsedCall("f", '{"a": -1, "b": {"c": [true, null]}}'), ParsedCall("g.h", "{}")],
         ),
     ],
 )
-def test_formats(format: str, text: str, content: str, calls: list[Called]) -> None:
+def test_formats(format: str, text: str, content: str, calls: list[ParsedCall]) -> None:
     found = FORMATS[format](text, [tool()])
     assert found is not None
     assert (found.content, found.calls) == (content, calls)
@@ -194,9 +194,9 @@ def test_no_text_breaks_a_format(format: str, pieces: list[str]) -> None:
     if found is not None:
         assert found.calls
         assert found.content in text
-        for called in found.calls:
-            assert called.name
-            json.loads(called.arguments)
+        for parsed_call in found.calls:
+            assert parsed_call.name
+            json.loads(parsed_call.arguments)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from envserver.config import OpenAIConfig
 from envserver.environment import Rollout
 from envserver.models.openai import OpenAIEngine
 from envserver.proxy import AttemptSpec, Proxy
-from envserver.proxy.attempts import Seat
-from envserver.proxy.source import Source
+from envserver.proxy.attempts import AgentRoute
+from envserver.proxy.endpoint import EngineEndpoint
 from envserver.rollouts.agents import roles_of
 from envserver.rollouts.attempt import counted_calls, main_call, other_conversations
 from envserver.rollouts.policy import judge_trajectory
@@ -193,14 +193,14 @@ def test_a_file_a_variable_and_a_flag_set_the_same_agent(tmp_path: Path) -> None
 def seats(**changes: Any) -> AttemptSpec:
     """An attempt of a trained solver and a judge, asked elsewhere, that is not."""
     plain = attempt_spec(max_turns=2, max_completion_tokens=20)
-    judge = Seat(
+    judge = AgentRoute(
         model="big",
         sampling={"temperature": 0.0, "top_p": 1.0, "max_tokens": 50},
         trained=False,
-        source="judge",
+        endpoint="judge",
         follows_policy=False,
     )
-    solver = Seat(model=plain.model, sampling=plain.sampling)
+    solver = AgentRoute(model=plain.model, sampling=plain.sampling)
     return AttemptSpec(
         **{name: getattr(plain, name) for name in plain.__struct_fields__ if name != "agents"},
         agents={"solver": solver, "judge": judge, **changes},
@@ -214,7 +214,7 @@ async def test_each_agent_has_its_own_engine_turns_and_versions() -> None:
         OpenAIEngine(OpenAIConfig(base_url=mine.url), tries=1) as engine,
         OpenAIEngine(OpenAIConfig(base_url=other.url), tries=1) as elsewhere,
     ):
-        proxy = Proxy(engine, sources={"judge": Source(elsewhere)})
+        proxy = Proxy(engine, endpoints={"judge": EngineEndpoint(elsewhere)})
         proxy.publish_version(7)
         async with serving(proxy.asgi()) as url:
             home = House(mine, proxy, url, None)  # type: ignore[arg-type]
@@ -251,7 +251,7 @@ async def test_each_agent_has_its_own_engine_turns_and_versions() -> None:
 
 async def test_who_says_nothing_is_the_first_and_strangers_are_counted_together() -> None:
     async with house() as home:
-        attempt = home.proxy.open(seats(judge=Seat(model="tiny", sampling={}, trained=False)))
+        attempt = home.proxy.open(seats(judge=AgentRoute(model="tiny", sampling={}, trained=False)))
         await chat(home.client(attempt.key), messages=[USER])
         assert attempt.calls[0].agent == "solver"
         undeclared, client = home.open(max_turns=2)
@@ -265,7 +265,7 @@ async def test_who_says_nothing_is_the_first_and_strangers_are_counted_together(
 
 async def test_one_agents_failure_is_not_overcome_by_anothers_answer() -> None:
     async with house() as home:
-        attempt = home.proxy.open(seats(judge=Seat(model="tiny", sampling={}, trained=False)))
+        attempt = home.proxy.open(seats(judge=AgentRoute(model="tiny", sampling={}, trained=False)))
         solver, judge = (
             home.client(attempt.key, f"/a/{n}").with_options(max_retries=0)
             for n in ("solver", "judge")

@@ -21,10 +21,10 @@ from support.dialects import (
     texts,
 )
 
-from envserver.proxy.dialects.messages import MessagesApi
+from envserver.proxy.dialects.messages import MessagesDialect
 from envserver.tokens.edits import classify
 
-API = MessagesApi()
+API = MessagesDialect()
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL = {"name": "add", "description": "Adds.", "input_schema": SCHEMA}
 HI = {"role": "user", "content": "hi"}

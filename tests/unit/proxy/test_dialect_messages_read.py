@@ -10,9 +10,9 @@ from envserver_records.errors import InputError
 from hypothesis import given, settings
 from support.dialects import chat_answer, mangled
 
-from envserver.proxy.dialects.messages import MessagesApi
+from envserver.proxy.dialects.messages import MessagesDialect
 
-API = MessagesApi()
+API = MessagesDialect()
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL = {"name": "add", "description": "Adds.", "input_schema": SCHEMA}
 HI = {"role": "user", "content": "hi"}

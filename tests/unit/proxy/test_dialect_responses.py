@@ -20,10 +20,10 @@ from support.dialects import (
     texts,
 )
 
-from envserver.proxy.dialects.responses import ResponsesApi
+from envserver.proxy.dialects.responses import ResponsesDialect
 from envserver.tokens.edits import classify
 
-API = ResponsesApi()
+API = ResponsesDialect()
 TOOL = {
     "type": "function",
     "name": "add",

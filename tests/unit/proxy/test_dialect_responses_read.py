@@ -10,9 +10,9 @@ from envserver_records.errors import InputError
 from hypothesis import given, settings
 from support.dialects import call, chat_answer, mangled
 
-from envserver.proxy.dialects.responses import ResponsesApi
+from envserver.proxy.dialects.responses import ResponsesDialect
 
-API = ResponsesApi()
+API = ResponsesDialect()
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL = {
     "type": "function",

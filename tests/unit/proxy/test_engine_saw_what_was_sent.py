@@ -21,8 +21,8 @@ from support.talk import format_of
 from support.templates import tool
 
 from envserver.proxy import Proxy
-from envserver.proxy.source import Source
-from envserver.proxy.ways import Ways
+from envserver.proxy.capabilities import Capabilities
+from envserver.proxy.endpoint import EngineEndpoint
 from envserver.tokens.builder import build
 from envserver.tokens.chat_format import ChatFormat
 from envserver.tokens.invariants import check
@@ -79,12 +79,12 @@ class Agents(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.Runner()
         self.engine = Scripted(_format("chatml"))
-        ways = Ways(upstream=UPSTREAM, format=self.engine.format)
+        capabilities = Capabilities(probe_result=UPSTREAM, format=self.engine.format)
 
-        async def find() -> Ways:
-            return ways
+        async def find() -> Capabilities:
+            return capabilities
 
-        self.proxy = Proxy(self.engine, source=Source(self.engine, find=find))
+        self.proxy = Proxy(self.engine, endpoint=EngineEndpoint(self.engine, find=find))
         self.attempt = self.proxy.open(attempt_spec(seconds=3600.0, max_turns=10_000))
         self.talks: list[Talk] = []
         self.asked: list[tuple[Talk, dict[str, Any]]] = []

@@ -407,7 +407,7 @@ async def test_an_engine_that_serves_another_version_than_asked_for_is_flagged(
 async def test_a_client_that_waits_for_a_stream_hears_that_work_goes_on(
     home: House, monkeypatch: pytest.MonkeyPatch, tools: list[Any], fails: bool
 ) -> None:
-    monkeypatch.setattr("envserver.proxy.request.KEEP_ALIVE_SECONDS", 0.02)
+    monkeypatch.setattr("envserver.proxy.request_handler.KEEP_ALIVE_SECONDS", 0.02)
     await home.proxy.gate.pause("keep", 1.0)
     home.fake.tool_calls = TOOL_CALLS if tools else None
     attempt, _ = home.open()

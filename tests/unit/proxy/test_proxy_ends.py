@@ -25,10 +25,10 @@ from support.serving import attempt_spec
 
 from envserver.config import OpenAIConfig
 from envserver.models.openai import OpenAIEngine
-from envserver.models.upstream import Upstream
+from envserver.models.probe import ProbeResult
 from envserver.proxy import Proxy
-from envserver.proxy.source import Source
-from envserver.proxy.ways import Ways
+from envserver.proxy.capabilities import Capabilities
+from envserver.proxy.endpoint import EngineEndpoint
 
 
 @pytest.fixture
@@ -64,13 +64,13 @@ async def test_an_agent_that_leaves_before_the_engine_is_known_leaves_nothing(
 ) -> None:
     asked = asyncio.Event()
 
-    async def find() -> Ways:
+    async def find() -> Capabilities:
         asked.set()
         await asyncio.Event().wait()
         raise AssertionError
 
     engine = OpenAIEngine(OpenAIConfig())
-    proxy = Proxy(engine, source=Source(engine, find=find))
+    proxy = Proxy(engine, endpoint=EngineEndpoint(engine, find=find))
     attempt, gone = proxy.open(attempt_spec(max_turns=1)), asyncio.Event()
     body = {"messages": ASK, "stream": streamed}
 
@@ -178,12 +178,12 @@ async def test_an_engine_that_fails_within_a_stream_is_told_and_recorded(
 async def test_calls_find_out_together_how_a_late_engine_is_asked() -> None:
     finds: list[asyncio.Event] = []
 
-    async def find() -> Ways:
+    async def find() -> Capabilities:
         finds.append(asyncio.Event())
         await finds[-1].wait()
         if len(finds) == 1:
             raise EngineUnavailable("down")
-        return Ways(upstream=Upstream(mode="chat", model="tiny"))
+        return Capabilities(probe_result=ProbeResult(mode="chat", model="tiny"))
 
     async with house(find=find) as home:
         attempt, _ = home.open(max_turns=4)
@@ -203,7 +203,7 @@ async def test_calls_find_out_together_how_a_late_engine_is_asked() -> None:
 
 
 async def test_an_engine_that_comes_late_and_cannot_be_asked_is_no_doing_of_the_agent() -> None:
-    async def find() -> Ways:
+    async def find() -> Capabilities:
         raise ConfigError("openai.mode is tokens, but this engine cannot be asked so")
 
     async with house(find=find) as home:

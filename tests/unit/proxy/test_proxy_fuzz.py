@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.fake_vllm import FakeVllm
 from support.serving import attempt_spec
 
-from envserver.proxy import Attempt, Proxy
+from envserver.proxy import Proxy, ProxyAttempt
 from envserver.tokens.invariants import LOGPROB_ROUNDING, check_calls
 
 Json = dict[str, Any]
@@ -254,10 +254,10 @@ class Heard:
             assert bool(orjson.loads(self.body).get("error")) == (self.status != 200)
 
 
-def ask(engine: Scripted, path: str, request: Json) -> tuple[Heard, Attempt]:
+def ask(engine: Scripted, path: str, request: Json) -> tuple[Heard, ProxyAttempt]:
     """One request, and what came of it."""
 
-    async def work() -> tuple[Heard, Attempt]:
+    async def work() -> tuple[Heard, ProxyAttempt]:
         proxy = Proxy(engine)  # type: ignore[arg-type]
         attempt = proxy.open(attempt_spec())
         heard = Heard()
@@ -281,7 +281,7 @@ def ask(engine: Scripted, path: str, request: Json) -> tuple[Heard, Attempt]:
     return asyncio.run(work())
 
 
-def check_records(attempt: Attempt, exact: set[int]) -> None:
+def check_records(attempt: ProxyAttempt, exact: set[int]) -> None:
     """Every call is exact, where that may be said, or says why it is not."""
     assert attempt.calls or attempt.engine_failure
     check_calls(attempt.calls)

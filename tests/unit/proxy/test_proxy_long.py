@@ -14,10 +14,10 @@ from support.proxy_house import asgi_post
 from support.serving import attempt_spec
 from support.templates import CHATML, chat_format
 
-from envserver.models.upstream import Upstream
-from envserver.proxy import Attempt, Proxy
-from envserver.proxy.source import Source
-from envserver.proxy.ways import Ways
+from envserver.models.probe import ProbeResult
+from envserver.proxy import Proxy, ProxyAttempt
+from envserver.proxy.capabilities import Capabilities
+from envserver.proxy.endpoint import EngineEndpoint
 from envserver.tokens.history import History
 
 TURN: list[Message] = [
@@ -53,14 +53,14 @@ async def test_a_long_request_is_planned_in_another_thread(
         assert going_on.prompt_ids.tolist()[: len(seen)] == seen
 
 
-async def _talk(proxy: Proxy, attempt: Attempt, messages: list[Message]) -> None:
+async def _talk(proxy: Proxy, attempt: ProxyAttempt, messages: list[Message]) -> None:
     """Two calls; the second goes on from the first by as much again."""
     await _ask(proxy, attempt, messages)
     said = {"role": "assistant", "content": "Two."}
     await _ask(proxy, attempt, [*messages, said, messages[-1]])
 
 
-async def _ask(proxy: Proxy, attempt: Attempt, messages: list[Message]) -> None:
+async def _ask(proxy: Proxy, attempt: ProxyAttempt, messages: list[Message]) -> None:
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -74,7 +74,7 @@ def _proxy() -> Proxy:
     format = chat_format(CHATML, stops=["<|im_end|>"])
     engine = ScaleOut(format, "Two.")
 
-    async def find() -> Ways:
-        return Ways(upstream=Upstream(mode="tokens", model="tiny"), format=format)
+    async def find() -> Capabilities:
+        return Capabilities(probe_result=ProbeResult(mode="tokens", model="tiny"), format=format)
 
-    return Proxy(engine, source=Source(engine, find=find))
+    return Proxy(engine, endpoint=EngineEndpoint(engine, find=find))

@@ -11,8 +11,8 @@ from envserver_records.errors import EngineUnavailable
 from support.fake_vllm import ids_of
 from support.proxy_house import ASK, TOOL_CALLS, TOOLS, House, chat, house, until
 
-from envserver.models.upstream import Upstream
-from envserver.proxy.ways import Ways
+from envserver.models.probe import ProbeResult
+from envserver.proxy.capabilities import Capabilities
 
 RETRY = {"x-stainless-retry-count": "1"}
 PATH = "v1/chat/completions"
@@ -93,9 +93,9 @@ async def _text(home: House, key: str, body: Any) -> str:
 
 
 async def test_a_retry_joins_work_that_does_not_know_yet_how_the_engine_is_asked() -> None:
-    async def find() -> Ways:
+    async def find() -> Capabilities:
         await asyncio.sleep(0.1)
-        return Ways(upstream=Upstream(mode="chat", model="tiny"))
+        return Capabilities(probe_result=ProbeResult(mode="chat", model="tiny"))
 
     async with house(find=find) as home:
         attempt, _ = home.open()
@@ -148,13 +148,13 @@ async def test_what_fails_after_its_client_is_gone_is_made_anew_by_the_retry(hom
 async def test_retries_that_wait_for_a_request_that_fails_are_one_new_request() -> None:
     finds = 0
 
-    async def find() -> Ways:
+    async def find() -> Capabilities:
         nonlocal finds
         finds += 1
         await asyncio.sleep(0.1)
         if finds == 1:
             raise EngineUnavailable("down")
-        return Ways(upstream=Upstream(mode="chat", model="tiny"))
+        return Capabilities(probe_result=ProbeResult(mode="chat", model="tiny"))
 
     async with house(find=find) as home:
         attempt, _ = home.open(max_turns=1)
@@ -213,7 +213,7 @@ async def test_what_one_request_got_is_delivered_though_another_with_its_key_is_
 
 
 async def test_a_retry_that_waits_does_not_ask_for_an_attempt_that_has_ended() -> None:
-    async def find() -> Ways:
+    async def find() -> Capabilities:
         await asyncio.Event().wait()
         raise AssertionError
 

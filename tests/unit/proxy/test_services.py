@@ -21,7 +21,7 @@ from support.websites import KEY, websites
 from envserver import Caller, InputError, LimitReached, PublicTask, ServiceError
 from envserver.config import OpenAIConfig
 from envserver.models.openai import OpenAIEngine
-from envserver.proxy import Attempt, Proxy
+from envserver.proxy import Proxy, ProxyAttempt
 from envserver.rollouts.attempt import ending_limit
 from envserver.workers.run import AttemptRun, Job
 
@@ -36,7 +36,7 @@ class Desk:
         self.url = url
         self.http = http
 
-    def open(self, seconds: float = 30.0) -> tuple[Attempt, AttemptRun]:
+    def open(self, seconds: float = 30.0) -> tuple[ProxyAttempt, AttemptRun]:
         attempt = self.proxy.open(attempt_spec(seconds=seconds))
         spec = attempt.spec
         job = Job(

@@ -16,7 +16,7 @@ from support.serving import attempt_spec
 
 from envserver import Group, Score, pack, unpack
 from envserver.config import RolloutsConfig
-from envserver.proxy import Attempt
+from envserver.proxy import ProxyAttempt
 from envserver.rollouts.policy import (
     Drop,
     GroupRules,
@@ -59,8 +59,8 @@ def call(version: int, *, trained: bool = True) -> Call:
     )
 
 
-def attempt(*calls: Call) -> Attempt:
-    made = Attempt("key", attempt_spec())
+def attempt(*calls: Call) -> ProxyAttempt:
+    made = ProxyAttempt("key", attempt_spec())
     made.commit(list(calls))
     return made
 
@@ -94,7 +94,7 @@ def test_after_a_publish_nothing_goes_on_that_is_too_old(
         staleness = StalenessMonitor(most)
         ended: dict[int, Stale] = {}
 
-        async def rollout(number: int, one: Attempt) -> None:
+        async def rollout(number: int, one: ProxyAttempt) -> None:
             try:
                 async with staleness.watching(one):
                     await asyncio.Event().wait()

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from support.serving import attempt_spec
 
 from envserver.models.replicas import Replica
-from envserver.proxy import Attempt
+from envserver.proxy import ProxyAttempt
 from envserver.rollouts.attempt import ending_limit
 from envserver.rollouts.policy import counts_as_attempt, limit_of_death, retry_delay_seconds
 
@@ -39,10 +39,10 @@ def ended(
     engine: EngineError | None = None,
     limit: str | None = None,
     sandbox: SandboxError | None = None,
-) -> Attempt:
+) -> ProxyAttempt:
     """An attempt whose worker posted a result, or `posted`."""
     failure = None if posted is None else posted.failure()
-    attempt = Attempt("key", attempt_spec(), posted=True, failure=failure, limit=limit)
+    attempt = ProxyAttempt("key", attempt_spec(), posted=True, failure=failure, limit=limit)
     if engine is not None:
         attempt.engine_failed(engine, recorded=False)
     if sandbox is not None:
@@ -61,7 +61,7 @@ def ended(
         (ended(RAISED, limit="turns"), "turns"),
     ],
 )
-def test_what_is_the_models_is_scored(attempt: Attempt, limit: str | None) -> None:
+def test_what_is_the_models_is_scored(attempt: ProxyAttempt, limit: str | None) -> None:
     assert ending_limit(attempt) == limit
 
 
@@ -79,11 +79,11 @@ def test_what_is_the_models_is_scored(attempt: Attempt, limit: str | None) -> No
         (ended(RAISED, sandbox=NO_ROOM), SandboxUnavailable),
         (ended(LIMITED, limit="time", sandbox=NO_ROOM), SandboxUnavailable),
         (ended(RAISED, AWAY, sandbox=LOST), EngineUnavailable),
-        (Attempt("key", attempt_spec()), WorkerGarbage),
+        (ProxyAttempt("key", attempt_spec()), WorkerGarbage),
     ],
 )
 def test_what_is_not_the_models_is_never_scored(
-    attempt: Attempt, blamed: type[RolloutError]
+    attempt: ProxyAttempt, blamed: type[RolloutError]
 ) -> None:
     with pytest.raises(RolloutError) as caught:
         ending_limit(attempt)
@@ -109,7 +109,7 @@ def test_a_sandbox_that_came_late_is_no_failure_and_one_that_was_lost_always_is(
 
 
 def test_a_failure_of_the_engine_costs_no_turn() -> None:
-    attempt = Attempt("key", attempt_spec(max_turns=1))
+    attempt = ProxyAttempt("key", attempt_spec(max_turns=1))
     for _ in range(3):
         attempt.take_turn()
         attempt.engine_failed(AWAY, recorded=False)
@@ -121,7 +121,7 @@ def test_a_failure_of_the_engine_costs_no_turn() -> None:
 
 def test_a_worker_may_call_its_facts_as_it_likes() -> None:
     failure = Failure(**{**_fields(RAISED.failure()), "detail": {"message": "m", "hint": "h"}})
-    attempt = Attempt("key", attempt_spec(), posted=True, failure=failure)
+    attempt = ProxyAttempt("key", attempt_spec(), posted=True, failure=failure)
     with pytest.raises(AgentError) as caught:
         ending_limit(attempt)
     assert caught.value.detail == {"message": "m", "hint": "h"}

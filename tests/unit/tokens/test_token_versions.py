@@ -17,8 +17,8 @@ from support.serving import attempt_spec
 from support.talk import format_of
 
 from envserver.proxy import Proxy
-from envserver.proxy.source import Source
-from envserver.proxy.ways import Ways
+from envserver.proxy.capabilities import Capabilities
+from envserver.proxy.endpoint import EngineEndpoint
 from envserver.tokens.builder import build
 from envserver.tokens.invariants import check
 
@@ -63,12 +63,12 @@ async def sampled_over_updates(parts: list[int], name: str = "step-{}") -> Call:
     engine calls its weights `name`, with their version in it."""
     engine = Freezing(parts, name.format(1))
     engine.script.append(Sample([100] * (sum(parts) - 1)))
-    ways = Ways(upstream=UPSTREAM, format=engine.format)
+    capabilities = Capabilities(probe_result=UPSTREAM, format=engine.format)
 
-    async def find() -> Ways:
-        return ways
+    async def find() -> Capabilities:
+        return capabilities
 
-    proxy = Proxy(engine, source=Source(engine, find=find))
+    proxy = Proxy(engine, endpoint=EngineEndpoint(engine, find=find))
     proxy.publish_version(1)
     attempt = proxy.open(attempt_spec())
     told: list[bytes] = []

@@ -16,8 +16,8 @@ from envserver_records.errors import EngineGarbage, EngineTimeout
 
 from ...models.engine import Engine
 
-Body = dict[str, Any]
-Answer = dict[str, Any]
+ChatBody = dict[str, Any]
+ChatAnswer = dict[str, Any]
 
 
 class Prompt(Protocol):
@@ -27,7 +27,7 @@ class Prompt(Protocol):
     def ids(self) -> Sequence[int] | None: ...
 
 
-class Asker(Protocol):
+class EngineClient(Protocol):
     """One way of asking an engine.
 
     Every method that asks raises only EngineError and its kinds; EngineGarbage says what an answer
@@ -35,28 +35,28 @@ class Asker(Protocol):
     `timeout_seconds` at most.
     """
 
-    def can_continue(self, body: Body) -> str | None:
+    def can_continue(self, body: ChatBody) -> str | None:
         """Why a prompt of our own ids cannot be asked with `body`; None when it can.
 
         To be asked before the prompt is planned: a call that cannot be continued begins a new
         branch with this reason.
         """
 
-    def streams(self, body: Body, prompt: Prompt) -> bool:
+    def streams(self, body: ChatBody, prompt: Prompt) -> bool:
         """Whether `stream` is possible and gives the same answer as `whole`."""
 
     async def whole(
-        self, body: Body, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
-    ) -> Answer:
+        self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
+    ) -> ChatAnswer:
         """The whole answer."""
 
     def stream(
-        self, body: Body, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
-    ) -> AbstractAsyncContextManager[AsyncIterator[Answer]]:
+        self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
+    ) -> AbstractAsyncContextManager[AsyncIterator[ChatAnswer]]:
         """The answer as chunks. One that ends normally was whole."""
 
 
-class Line:
+class EngineSession:
     """Several requests for one call: to one replica, within one time.
 
     Args:
@@ -69,7 +69,7 @@ class Line:
         self._now = asyncio.get_running_loop().time
         self._deadline = self._now() + timeout_seconds
 
-    async def post(self, path: str, body: Body) -> Answer:
+    async def post(self, path: str, body: ChatBody) -> ChatAnswer:
         """The answer to one request.
 
         Raises:
@@ -80,7 +80,7 @@ class Line:
         )
 
     def stream(
-        self, path: str, body: Body
+        self, path: str, body: ChatBody
     ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
         """The chunks of a streamed answer.
 
@@ -98,7 +98,7 @@ class Line:
         return seconds
 
 
-def has_tools(body: Body) -> bool:
+def has_tools(body: ChatBody) -> bool:
     """Whether the answer may hold tool calls."""
     return bool(body.get("tools") or body.get("functions"))
 
@@ -109,20 +109,20 @@ def is_strict(tool: dict[str, Any]) -> bool:
     return bool(isinstance(function, dict) and function.get("strict"))
 
 
-def top_logprobs(body: Body) -> int:
+def top_logprobs(body: ChatBody) -> int:
     """How many alternatives are wanted for each token; -1 for all."""
     wanted = body.get("top_logprobs")
     return wanted if isinstance(wanted, int) else 0
 
 
-def max_tokens(body: Body) -> int | None:
+def max_tokens(body: ChatBody) -> int | None:
     """The limit per choice, None where the engine's own applies."""
     newer = body.get("max_completion_tokens")
     limit: int | None = body.get("max_tokens") if newer is None else newer
     return limit
 
 
-def has_media(body: Body) -> bool:
+def has_media(body: ChatBody) -> bool:
     """Whether some message holds an image, a sound or anything else that is no text."""
     for message in body.get("messages") or []:
         content = message.get("content")
@@ -135,7 +135,7 @@ def _is_media(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") not in ("text", "input_text", "refusal")
 
 
-def took(holder: Any, name: str, kind: type, where: str) -> Any:
+def require(holder: Any, name: str, kind: type, where: str) -> Any:
     """`holder[name]`, which must be a `kind`.
 
     Raises:
@@ -147,14 +147,14 @@ def took(holder: Any, name: str, kind: type, where: str) -> Any:
     return value
 
 
-def choices_of(answer: Answer, count: int, where: str) -> list[dict[str, Any]]:
+def choices_of(answer: ChatAnswer, count: int, where: str) -> list[dict[str, Any]]:
     """The choices of a whole answer in the order of their indices, which are 0 to `count` - 1.
 
     Raises:
         EngineGarbage: they are not.
     """
-    choices = took(answer, "choices", list, where)
-    indices = [took(choice, "index", int, f"A choice in {where.lower()}") for choice in choices]
+    choices = require(answer, "choices", list, where)
+    indices = [require(choice, "index", int, f"A choice in {where.lower()}") for choice in choices]
     if sorted(indices) != list(range(count)):
         raise EngineGarbage(f"{where} holds choices {indices}, not {count} from 0 on.")
     return sorted(choices, key=_index)
@@ -165,13 +165,13 @@ def _index(choice: dict[str, Any]) -> int:
     return index
 
 
-def check_prompt(answer: Answer, sent: Sequence[int], where: str) -> None:
+def check_prompt(answer: ChatAnswer, sent: Sequence[int], where: str) -> None:
     """The engine saw what it was sent.
 
     Raises:
         EngineGarbage: it echoes nothing, or something else.
     """
-    if took(answer, "prompt_token_ids", list, where) != list(sent):
+    if require(answer, "prompt_token_ids", list, where) != list(sent):
         raise EngineGarbage(f"{where} tells of another prompt than was sent.")
 
 

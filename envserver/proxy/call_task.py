@@ -25,21 +25,21 @@ from envserver_records.records import Call
 
 from ..telemetry.tracing import Span
 from ..tokens.prompts import PromptPlan
-from .ask import Ask
-from .attempts import Attempt, Grant
+from .attempts import ProxyAttempt, TokenReservation
 from .body import EngineBody, engine_body
-from .exchange import Choice, Exchange, exchange_of
+from .endpoint import VERSION_PLACEHOLDER, EngineEndpoint, ReadyEngine
+from .engine_answer import EngineAnswer, SampledChoice, parse_answer
 from .gate import Aborted
-from .missing import MissingVersion
-from .recording import Circumstances, calls_of, mark_delivered, mark_replayed, names_version
-from .source import VERSION_PLACE, Ready, Source
+from .missing_version import MissingVersion
+from .model_request import ModelRequest
+from .recording import CallContext, calls_of, mark_delivered, mark_replayed, names_version
 from .streaming import Collector, clean_answer, clean_chunk, is_last
 from .tracing import model_call, note_answer
 
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
 
 
-class Work:
+class CallTask:
     """The work for one request, and for the retries that join it.
 
     Args:
@@ -48,24 +48,29 @@ class Work:
     """
 
     def __init__(
-        self, source: Source, attempt: Attempt, ask: Ask, agent: str | None, digest: bytes
+        self,
+        endpoint: EngineEndpoint,
+        attempt: ProxyAttempt,
+        request: ModelRequest,
+        agent: str | None,
+        digest: bytes,
     ) -> None:
-        self.ask = ask
+        self.request = request
         self.calls: list[Call] = []
         self.begun = asyncio.Event()
         """Set once it is known whether there will be a whole answer that others can join."""
-        self._source = source
+        self._endpoint = endpoint
         self._attempt = attempt
         self._agent = agent
-        self._seat = attempt.spec.seat(agent)
-        self._line = attempt.spec.line(agent)
+        self._route = attempt.spec.route(agent)
+        self._routing_key = attempt.spec.routing_key(agent)
         self._digest = digest
         self._started_at = time.time()
         self._first_at: float | None = None
         self._first_version = self._version
         self._body: EngineBody
         self._prompt: PromptPlan
-        self._ready: Ready
+        self._ready: ReadyEngine
         self._collector: Collector | None = None
         self._task: asyncio.Task[dict[str, Any]] | None = None
         self._asked = False
@@ -92,27 +97,29 @@ class Work:
             self.begun.set()
 
     async def _prepare(self) -> None:
-        ask, seat = self.ask, self._seat
+        request, route = self.request, self._route
         try:
-            self._ready = await self._source.ready()
+            self._ready = await self._endpoint.ready()
         except ConfigError as error:
             # Told when the server starts, unless its engine came later. No agent can do anything.
             raise EngineError(error.message, hint=error.hint) from None
         self._body = engine_body(
-            ask,
-            model=seat.model,
-            sampling=seat.sampling,
+            request,
+            model=route.model,
+            sampling=route.sampling,
             exact=self._ready.exact,
             processed=self._ready.processed,
         )
-        self._prompt = await self._ready.plan(self._attempt, ask, self._body.body, self._agent)
+        self._prompt = await self._ready.plan(self._attempt, request, self._body.body, self._agent)
 
     def _can_stream(self) -> bool:
         """Whether the answer can truly be streamed (what is parsed from a stream, such as a tool
         call, may differ from what is parsed from the whole)."""
-        ask = self.ask
+        request = self.request
         return (
-            ask.stream and not ask.tools and self._ready.streams(ask, self._body.body, self._prompt)
+            request.stream
+            and not request.tools
+            and self._ready.streams(request, self._body.body, self._prompt)
         )
 
     # Those who wait
@@ -162,48 +169,50 @@ class Work:
             self._prompt = PromptPlan()
 
     async def _whole(self) -> dict[str, Any]:
-        with await self._reserved() as grant:
-            self._body.with_max_tokens(grant.max_tokens)
-            answer, exchange = await self._sampled()
-            grant.spent = exchange.tokens()
-            clean_answer(answer, self.ask)
-            self._commit(exchange)
+        with await self._reserved() as reservation:
+            self._body.with_max_tokens(reservation.max_tokens)
+            answer, engine_answer = await self._sampled()
+            reservation.spent = engine_answer.tokens()
+            clean_answer(answer, self.request)
+            self._commit(engine_answer)
             await self._ready.remember(self._attempt, self.calls, self._prompt)
         return answer
 
-    async def _sampled(self) -> tuple[dict[str, Any], Exchange]:
-        missing = MissingVersion()
+    async def _sampled(self) -> tuple[dict[str, Any], EngineAnswer]:
+        missing_version = MissingVersion()
         while True:
             try:
                 with suppress(Aborted):
-                    async with self._source.gate.passing():
+                    async with self._endpoint.gate.passing():
                         return await self._sampled_once()
             except EngineRefused as error:
-                await self._wait_for_version(missing, error)
+                await self._wait_for_version(missing_version, error)
 
-    async def _sampled_once(self) -> tuple[dict[str, Any], Exchange]:
+    async def _sampled_once(self) -> tuple[dict[str, Any], EngineAnswer]:
         with self._sampling() as span:
             answer = await self._ready.whole(
-                self.ask,
+                self.request,
                 self._body.body,
                 self._prompt,
-                rollout_id=self._line,
+                rollout_id=self._routing_key,
                 timeout_seconds=self._seconds_left,
             )
-            exchange = exchange_of(answer)
-            note_answer(span, exchange)
-            return answer, exchange
+            engine_answer = parse_answer(answer)
+            note_answer(span, engine_answer)
+            return answer, engine_answer
 
-    async def _wait_for_version(self, missing: MissingVersion, error: EngineRefused) -> None:
+    async def _wait_for_version(
+        self, missing_version: MissingVersion, error: EngineRefused
+    ) -> None:
         """Returns when a call that was refused for its version may be sent again.
 
         Raises:
             EngineError: it was refused for something else, or the version did not come.
         """
-        if VERSION_PLACE not in self._seat.model or self._first_at is not None:
+        if VERSION_PLACEHOLDER not in self._route.model or self._first_at is not None:
             raise error
         asked = self._body.body["model"]
-        await missing.wait(error, asked, self._source.model(self._seat.model))
+        await missing_version.wait(error, asked, self._endpoint.model(self._route.model))
 
     # A true stream
 
@@ -214,55 +223,55 @@ class Work:
         Raises:
             EngineError: it broke off; what there is was recorded.
         """
-        with await self._reserved() as grant:
-            self._body.with_max_tokens(grant.max_tokens)
+        with await self._reserved() as reservation:
+            self._body.with_max_tokens(reservation.max_tokens)
             try:
                 ends = await self._relay(emit)
-                exchange = self._collected()
-                if not exchange.choices:
+                engine_answer = self._collected()
+                if not engine_answer.choices:
                     raise EngineGarbage("The engine's stream holds no choices.")
             except EngineError as error:
                 raise self.failed(error) from None
             finally:
-                grant.spent = self._collected().tokens()
-            self._commit(exchange)
+                reservation.spent = self._collected().tokens()
+            self._commit(engine_answer)
             await self._ready.remember(self._attempt, self.calls, self._prompt)
         for chunk in ends:
             await emit(chunk)
 
     async def _relay(self, emit: Emit) -> list[dict[str, Any]]:
         """The chunks that are held back."""
-        missing = MissingVersion()
+        missing_version = MissingVersion()
         while True:
-            self._collector = Collector(self.ask)
+            self._collector = Collector(self.request)
             ends: list[dict[str, Any]] = []
             try:
-                async with self._source.gate.passing():
+                async with self._endpoint.gate.passing():
                     with self._sampling() as span:
                         await self._relay_once(self._collector, emit, ends)
-                        note_answer(span, self._collector.exchange())
+                        note_answer(span, self._collector.engine_answer())
                 return ends
             except Aborted:
                 if self._first_at is not None:
                     raise EngineUnavailable("The engine was paused within its stream.") from None
             except EngineRefused as error:
-                await self._wait_for_version(missing, error)
+                await self._wait_for_version(missing_version, error)
 
     async def _relay_once(
         self, collector: Collector, emit: Emit, ends: list[dict[str, Any]]
     ) -> None:
         streaming = self._ready.stream(
-            self.ask,
+            self.request,
             self._body.body,
             self._prompt,
-            rollout_id=self._line,
+            rollout_id=self._routing_key,
             timeout_seconds=self._seconds_left,
         )
         async with streaming as chunks:
             async for chunk in chunks:
                 collector.add(chunk)
                 last = is_last(chunk)
-                if not clean_chunk(chunk, self.ask):
+                if not clean_chunk(chunk, self.request):
                     continue
                 if last:
                     ends.append(chunk)
@@ -271,8 +280,8 @@ class Work:
                     self._first_at = time.time()
                 await emit(chunk)
 
-    def _collected(self) -> Exchange:
-        return self._collector.exchange() if self._collector else Exchange(choices=[])
+    def _collected(self) -> EngineAnswer:
+        return self._collector.engine_answer() if self._collector else EngineAnswer(choices=[])
 
     # Recording
 
@@ -296,43 +305,45 @@ class Work:
         """
         if self._attempt.sealed or self.calls or not self._asked:
             return
-        exchange = self._collected()
-        if not exchange.choices:
-            exchange.choices = [Choice(index=0, message={"role": "assistant", "content": ""})]
-        self._record(calls_of(exchange, self._circumstances(), how))
+        engine_answer = self._collected()
+        if not engine_answer.choices:
+            engine_answer.choices = [
+                SampledChoice(index=0, message={"role": "assistant", "content": ""})
+            ]
+        self._record(calls_of(engine_answer, self._context(), how))
 
-    def _commit(self, exchange: Exchange) -> None:
-        self._record(calls_of(exchange, self._circumstances()))
-        if self._seat.follows_policy and names_version(exchange):
-            self._source.names_versions = True
+    def _commit(self, engine_answer: EngineAnswer) -> None:
+        self._record(calls_of(engine_answer, self._context()))
+        if self._route.follows_policy and names_version(engine_answer):
+            self._endpoint.names_versions = True
         self._attempt.engine_answered(self._agent)
 
     def _record(self, calls: list[Call]) -> None:
         self._attempt.commit(calls)
         self.calls = calls
 
-    def _circumstances(self) -> Circumstances:
-        ask = self.ask
-        return Circumstances(
-            model=self._seat.model,
+    def _context(self) -> CallContext:
+        request = self.request
+        return CallContext(
+            model=self._route.model,
             asked_model=self._body.body["model"],
             agent=self._agent,
-            dialect=ask.dialect,
+            dialect=request.dialect,
             digest=self._digest,
-            messages=ask.messages,
-            tools=ask.tools,
+            messages=request.messages,
+            tools=request.tools,
             sampling=self._body.sampling(),
-            streamed=ask.stream,
+            streamed=request.stream,
             started_at=self._started_at,
             seconds=time.time() - self._started_at,
             seconds_to_first=self._first_at and self._first_at - self._started_at,
             first_version=self._first_version,
             last_version=self._version,
-            trained=self._seat.trained,
-            follows_policy=self._seat.follows_policy,
-            names_versions=self._source.names_versions,
+            trained=self._route.trained,
+            follows_policy=self._route.follows_policy,
+            names_versions=self._endpoint.names_versions,
             prompt=self._prompt,
-            flags=self._body.flags + (["own_model"] if self._seat.source else []),
+            flags=self._body.flags + (["own_model"] if self._route.endpoint else []),
         )
 
     @contextmanager
@@ -340,21 +351,21 @@ class Work:
         """Within: the engine samples, with the version of now or a later one."""
         self._asked = True
         self._first_version = self._version
-        self._body.body["model"] = self._source.model(self._seat.model)
+        self._body.body["model"] = self._endpoint.model(self._route.model)
         with (
-            self._attempt.sampling(self._first_version if self._seat.trained else -1),
+            self._attempt.sampling(self._first_version if self._route.trained else -1),
             model_call(self._attempt, self._agent, self._body.body) as span,
         ):
             yield span
 
-    async def _reserved(self) -> Grant:
-        ask = self.ask
-        return await self._attempt.reserve(ask.wanted_tokens, ask.choices, self._agent)
+    async def _reserved(self) -> TokenReservation:
+        request = self.request
+        return await self._attempt.reserve(request.wanted_tokens, request.choices, self._agent)
 
     @property
     def _version(self) -> int:
         """The policy's now, -1 where it is unknown or another model is asked."""
-        return self._source.policy_version if self._seat.follows_policy else -1
+        return self._endpoint.policy_version if self._route.follows_policy else -1
 
     @property
     def _seconds_left(self) -> float:

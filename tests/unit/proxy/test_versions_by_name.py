@@ -14,7 +14,7 @@ from envserver_records.records import VersionSpan
 from support.proxy_house import House, chat, house, until
 from support.serving import attempt_spec
 
-from envserver.proxy.attempts import Attempt
+from envserver.proxy.attempts import ProxyAttempt
 from envserver.tokens.flags import DEFAULT
 
 
@@ -25,7 +25,7 @@ async def home() -> AsyncIterator[House]:
         yield made
 
 
-def named(home: House) -> tuple[Attempt, openai.AsyncOpenAI]:
+def named(home: House) -> tuple[ProxyAttempt, openai.AsyncOpenAI]:
     attempt = home.proxy.open(msgspec.structs.replace(attempt_spec(), model="policy@{version}"))
     return attempt, home.client(attempt.key)
 
@@ -70,7 +70,7 @@ async def test_a_version_that_went_is_asked_for_by_the_name_of_now(
 async def test_a_version_that_does_not_come_is_the_engines_fault(
     home: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envserver.proxy.missing.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("envserver.proxy.missing_version.PATIENCE_SECONDS", 0.1)
     home.fake.faults.extend([404] * 20)
     attempt, client = named(home)
     with pytest.raises(openai.APIError):

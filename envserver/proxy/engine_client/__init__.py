@@ -8,18 +8,28 @@ and, where a call continues an earlier one, the ids of its prompt; out flow an a
 from __future__ import annotations
 
 from ...models.engine import Engine
-from ...models.upstream import Upstream
+from ...models.probe import ProbeResult
 from ...tokens.chat_format import ChatFormat
-from .base import Answer, Asker, Body, Prompt
-from .chat import ChatAsker
-from .completions import CompletionsAsker
+from .base import ChatAnswer, ChatBody, EngineClient, Prompt
+from .chat import ChatClient
+from .completions import CompletionsClient
 from .texts import stream_text, whole_text
-from .tokens import TokensAsker
+from .tokens import TokensClient
 
-__all__ = ["Answer", "Asker", "Body", "Prompt", "asker", "stream_text", "whole_text"]
+__all__ = [
+    "ChatAnswer",
+    "EngineClient",
+    "ChatBody",
+    "Prompt",
+    "client_for",
+    "stream_text",
+    "whole_text",
+]
 
 
-def asker(engine: Engine, upstream: Upstream, format: ChatFormat | None) -> Asker:
+def client_for(
+    engine: Engine, probe_result: ProbeResult, format: ChatFormat | None
+) -> EngineClient:
     """The way in which `engine` is asked.
 
     Args:
@@ -27,8 +37,8 @@ def asker(engine: Engine, upstream: Upstream, format: ChatFormat | None) -> Aske
         format: the model's template and tokenizer; without it a text cannot be read, so that an
             engine that only continues ids is asked through chat.
     """
-    if upstream.mode == "tokens":
-        return TokensAsker(engine, upstream)
-    if upstream.mode == "completions" and format is not None:
-        return CompletionsAsker(engine, upstream, format)
-    return ChatAsker(engine)
+    if probe_result.mode == "tokens":
+        return TokensClient(engine, probe_result)
+    if probe_result.mode == "completions" and format is not None:
+        return CompletionsClient(engine, probe_result, format)
+    return ChatClient(engine)

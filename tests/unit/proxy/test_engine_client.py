@@ -17,8 +17,8 @@ from support.vllm_server import VllmServer
 from envserver.config import OpenAIConfig
 from envserver.models.engine import Engine
 from envserver.models.openai import OpenAIEngine
-from envserver.models.upstream import Upstream, UpstreamMode
-from envserver.proxy.asking import Asker, asker, stream_text, whole_text
+from envserver.models.probe import EngineMode, ProbeResult
+from envserver.proxy.engine_client import EngineClient, client_for, stream_text, whole_text
 from envserver.tokens.chat_format import ChatFormat
 
 Json = dict[str, Any]
@@ -49,9 +49,9 @@ def format() -> ChatFormat:
     return chat_format(OWN["chatml"])
 
 
-def asking(engine: Engine, mode: UpstreamMode, *, reasons: bool = False) -> Asker:
-    upstream = Upstream(mode=mode, model="tiny", tools=True, reasoning_parser=reasons)
-    return asker(engine, upstream, format())
+def asking(engine: Engine, mode: EngineMode, *, reasons: bool = False) -> EngineClient:
+    probe_result = ProbeResult(mode=mode, model="tiny", tools=True, reasoning_parser=reasons)
+    return client_for(engine, probe_result, format())
 
 
 def told(answer: Json) -> Json:
@@ -70,11 +70,11 @@ def told(answer: Json) -> Json:
     }
 
 
-async def whole(asked: Asker, body: Json, prompt: Prompt = ROOT) -> Json:
+async def whole(asked: EngineClient, body: Json, prompt: Prompt = ROOT) -> Json:
     return told(await asked.whole(body, prompt, rollout_id="r", timeout_seconds=60))
 
 
-async def collected(asked: Asker, body: Json, prompt: Prompt = ROOT) -> Json:
+async def collected(asked: EngineClient, body: Json, prompt: Prompt = ROOT) -> Json:
     """A stream put together again; the first chunk of each choice has only a role."""
     choices: dict[int, Json] = {}
     answer: Json = {}
@@ -201,7 +201,7 @@ def put(path: str, **fields: Any) -> Callable[[str, Json], None]:
 
 
 STOPPED = {**TOOLS, "stop": ["ll"]}
-GARBAGE: list[tuple[UpstreamMode, Json, Callable[[str, Json], None], str]] = [
+GARBAGE: list[tuple[EngineMode, Json, Callable[[str, Json], None], str]] = [
     ("tokens", ASK, drop("render", "token_ids"), "rendered request holds no token_ids"),
     ("tokens", ASK, drop("render", "sampling_params"), "holds no sampling_params"),
     ("tokens", ASK, drop("generate", "prompt_token_ids"), "holds no prompt_token_ids"),
@@ -227,7 +227,7 @@ GARBAGE: list[tuple[UpstreamMode, Json, Callable[[str, Json], None], str]] = [
 
 @pytest.mark.parametrize(("mode", "body", "spoil", "words"), GARBAGE)
 async def test_garbage_says_what_is_missing(
-    mode: UpstreamMode, body: Json, spoil: Callable[[str, Json], None], words: str
+    mode: EngineMode, body: Json, spoil: Callable[[str, Json], None], words: str
 ) -> None:
     asked = asking(ScaleOut(format(), "Hello.", spoil=spoil), mode)
     prompt = ROOT if mode == "tokens" else Prompt([5])
@@ -240,7 +240,7 @@ async def test_garbage_says_what_is_missing(
 
 @pytest.mark.parametrize(("mode", "path"), [("tokens", "generate"), ("completions", "completions")])
 async def test_a_stream_that_does_not_end_its_choices_is_no_answer(
-    mode: UpstreamMode, path: str
+    mode: EngineMode, path: str
 ) -> None:
     spoil = drop(path, "finish_reason", choice=True)
     asked = asking(ScaleOut(format(), "Hello.", spoil=spoil), mode)
@@ -335,8 +335,8 @@ async def test_one_answer_read_otherwise_by_the_engine_ends_the_trust() -> None:
 
 async def test_a_model_whose_calls_we_cannot_read_is_continued_without_tools() -> None:
     silent = chat_format("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
-    upstream = Upstream(mode="completions", model="tiny")
-    asked = asker(ScaleOut(format(), ""), upstream, silent)
+    probe_result = ProbeResult(mode="completions", model="tiny")
+    asked = client_for(ScaleOut(format(), ""), probe_result, silent)
     assert asked.can_continue(TOOLS) == "tool_format_unknown"
     assert asked.can_continue(ASK) is None
 
@@ -427,13 +427,13 @@ async def test_every_way_gives_what_chat_gives_on_a_real_vllm(vllm_server: VllmS
 
         async def compare(body: Json) -> None:
             try:
-                wanted = await whole(asker(engine, upstream("chat"), real), body)
+                wanted = await whole(client_for(engine, probe_result("chat"), real), body)
             except EngineRefused:
                 seen["refused"] += 1
                 return
             seen["calls"] += sum(bool(choice["calls"]) for choice in wanted["choices"])
             for mode in ("tokens", "completions"):
-                asked = asker(engine, upstream(mode), real)
+                asked = client_for(engine, probe_result(mode), real)
                 for prompt in (ROOT, Prompt(wanted["prompt"])):
                     if prompt.ids is not None and asked.can_continue(body):
                         assert mode == "completions"
@@ -454,8 +454,8 @@ async def test_every_way_gives_what_chat_gives_on_a_real_vllm(vllm_server: VllmS
     assert seen["streamed"] > BODIES
 
 
-def upstream(mode: UpstreamMode) -> Upstream:
-    return Upstream(mode=mode, model="tiny", tools=True, has_parser=True)
+def probe_result(mode: EngineMode) -> ProbeResult:
+    return ProbeResult(mode=mode, model="tiny", tools=True, has_parser=True)
 
 
 def strict(answer: Json, prompt: Prompt, mode: str) -> Json:

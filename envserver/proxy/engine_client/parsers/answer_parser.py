@@ -8,17 +8,17 @@ from typing import Any
 from envserver_records.errors import TemplateRefused
 from envserver_records.records import Message
 
-from ....models.parsers import FORMATS, Called, Tools, chosen
+from ....models.parsers import FORMATS, ParsedCall, Tools, detect_format
 from ....tokens.chat_format import ChatFormat
 from ....tokens.refusal import Refused
-from ..base import Answer, Body, has_tools
+from ..base import ChatAnswer, ChatBody, has_tools
 from . import thinking
 
 _TAIL_TOKENS = 16
 """Of a prompt: enough to see whether it ends within reasoning or behind it."""
 
 
-class Reader:
+class AnswerParser:
     """Reads texts of one model.
 
     Args:
@@ -31,20 +31,20 @@ class Reader:
         self._calls = format_of_calls(format)
         self._differs: str | None = None
 
-    def trouble(self, body: Body) -> str | None:
+    def trouble(self, body: ChatBody) -> str | None:
         """Why answers to `body` cannot be read; None when they can."""
         if has_tools(body) and self._calls is None:
             return "tool_format_unknown"
         return self._differs if has_tools(body) or self._reasons else None
 
-    def message(self, text: str, body: Body, prompt_ids: list[int]) -> Message:
+    def message(self, text: str, body: ChatBody, prompt_ids: list[int]) -> Message:
         """The assistant's message in `text`, which was sampled behind `prompt_ids`."""
         content: str | None = text
         message: Message = {"role": "assistant"}
         if self._reasons:
             tail = self._format.decode(prompt_ids[-_TAIL_TOKENS:])
             message["reasoning"], content = thinking.parse(text, tail)
-        calls: list[Called] = []
+        calls: list[ParsedCall] = []
         if content and self._calls is not None and calls_are_free(body):
             found = FORMATS[self._calls](content, _tools(body))
             if found is not None:
@@ -55,7 +55,7 @@ class Reader:
             message["tool_calls"] = [call.message() for call in wanted]
         return message
 
-    def compare(self, body: Body, answer: Answer) -> None:
+    def compare(self, body: ChatBody, answer: ChatAnswer) -> None:
         """Holds our reading against the engine's own in a chat answer.
 
         One difference ends the trust for good: agents would see one form of answers in one turn and
@@ -71,7 +71,7 @@ class Reader:
             if _told(self.message(text, body, prompt_ids)) != _told(choice["message"]):
                 self._differs = "parser_differs"
 
-    def _text(self, body: Body, choice: dict[str, Any]) -> str | None:
+    def _text(self, body: ChatBody, choice: dict[str, Any]) -> str | None:
         """The text that the engine parsed; None where the ids do not tell it."""
         ids = choice.get("token_ids")
         if not isinstance(ids, list) or isinstance(choice.get("stop_reason"), str):
@@ -98,20 +98,20 @@ def format_of_calls(format: ChatFormat) -> str | None:
         except (TemplateRefused, Refused):
             return None
 
-    return chosen(written)
+    return detect_format(written)
 
 
-def calls_are_free(body: Body) -> bool:
+def calls_are_free(body: ChatBody) -> bool:
     """Whether the model may call a tool, and need not."""
     return has_tools(body) and body.get("tool_choice", "auto") in (None, "auto")
 
 
-def keeps_special(body: Body) -> bool:
+def keeps_special(body: ChatBody) -> bool:
     """Whether the text is to hold special tokens: marks of calls are such in some models."""
     return calls_are_free(body) or body.get("skip_special_tokens") is False
 
 
-def _tools(body: Body) -> Tools:
+def _tools(body: ChatBody) -> Tools:
     tools = body.get("tools")
     return tools if isinstance(tools, list) else []
 

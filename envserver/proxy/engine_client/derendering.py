@@ -13,7 +13,7 @@ from typing import Any
 from envserver_records.errors import EngineGarbage
 from envserver_records.records import Message
 
-from .base import Body, Line, choices_of, has_tools, took
+from .base import ChatBody, EngineSession, choices_of, has_tools, require
 
 DERENDER = "/v1/chat/completions/derender"
 TOKENIZE = "/tokenize"
@@ -23,7 +23,12 @@ _CUT = "The engine's tokenized text"
 
 
 async def derendered(
-    line: Line, body: Body, request: Body, choices: Sequence[dict[str, Any]], *, reasons: bool
+    session: EngineSession,
+    body: ChatBody,
+    request: ChatBody,
+    choices: Sequence[dict[str, Any]],
+    *,
+    reasons: bool,
 ) -> list[Message]:
     """The messages in `choices`, as the engine generated them for `request`.
 
@@ -36,13 +41,13 @@ async def derendered(
         EngineError: as the engine.
         EngineGarbage: the derendered answer lacks a message.
     """
-    texts = [await _text_ids(line, body, choice) for choice in choices]
+    texts = [await _text_ids(session, body, choice) for choice in choices]
     # An answer without a token is refused there; in a chat answer its content is null or empty.
     nothing = None if reasons else ""
     messages: list[Message] = [{"role": "assistant", "content": nothing} for _ in choices]
     asked = [place for place, ids in enumerate(texts) if ids]
     if asked:
-        answer = await line.post(
+        answer = await session.post(
             DERENDER,
             {
                 "model": body.get("model"),
@@ -61,13 +66,13 @@ async def derendered(
             },
         )
         for place, choice in zip(asked, choices_of(answer, len(asked), _WHERE), strict=True):
-            messages[place] = _message(body, took(choice, "message", dict, _WHERE))
+            messages[place] = _message(body, require(choice, "message", dict, _WHERE))
     for choice, message in zip(choices, messages, strict=True):
         choice["finish_reason"] = _finish_reason(body, choice, message)
     return messages
 
 
-async def _text_ids(line: Line, body: Body, choice: dict[str, Any]) -> list[int]:
+async def _text_ids(session: EngineSession, body: ChatBody, choice: dict[str, Any]) -> list[int]:
     """Ids that decode to the text of `choice`."""
     ids: list[int] = choice["token_ids"]
     if choice.get("finish_reason") != "stop":
@@ -78,11 +83,11 @@ async def _text_ids(line: Line, body: Body, choice: dict[str, Any]) -> list[int]
         return []
     # The text was cut, perhaps within a token: what is left of it has ids of its own.
     asked = {"model": body.get("model"), "prompt": choice["text"], "add_special_tokens": False}
-    cut: list[int] = took(await line.post(TOKENIZE, asked), "tokens", list, _CUT)
+    cut: list[int] = require(await session.post(TOKENIZE, asked), "tokens", list, _CUT)
     return cut
 
 
-def _message(body: Body, message: Message) -> Message:
+def _message(body: ChatBody, message: Message) -> Message:
     calls = message.get("tool_calls")
     if calls is not None and not isinstance(calls, list):
         raise EngineGarbage(f"{_WHERE} holds tool_calls that are no list.")
@@ -91,7 +96,7 @@ def _message(body: Body, message: Message) -> Message:
     return message
 
 
-def _finish_reason(body: Body, choice: dict[str, Any], message: Message) -> str | None:
+def _finish_reason(body: ChatBody, choice: dict[str, Any], message: Message) -> str | None:
     reason: str | None = choice.get("finish_reason")
     wanted = body.get("tool_choice", "auto")
     if not has_tools(body):

@@ -21,15 +21,15 @@ from ..tokens.history import History, same_prompt
 from ..tokens.prepare import template_kwargs
 from ..tokens.prompts import PromptPlan
 from ..tokens.refusal import Refused
-from .ask import Ask
-from .asking import Asker, asker, stream_text, whole_text
-from .asking.base import has_media
-from .asking.chat import ChatAsker
-from .attempts import Attempt
+from .attempts import ProxyAttempt
+from .capabilities import Capabilities
+from .engine_client import EngineClient, client_for, stream_text, whole_text
+from .engine_client.base import has_media
+from .engine_client.chat import ChatClient
 from .gate import Gate
-from .ways import Ways
+from .model_request import ModelRequest
 
-VERSION_PLACE = "{version}"
+VERSION_PLACEHOLDER = "{version}"
 """Where the policy version stands in a model's name, as in a LoRA adapter's: `policy@{version}`."""
 _LONG_TEXT = 16_384
 """Characters above which a text is tokenised in a thread: some milliseconds."""
@@ -39,33 +39,37 @@ _MANY_MESSAGES = 128
 _log = structlog.get_logger("envserver.proxy")
 
 
-class Ready:
+class ReadyEngine:
     """An engine whose ways are known; None of them: it is asked through its chat API only."""
 
-    def __init__(self, engine: Engine, ways: Ways | None, tokens: TokensConfig) -> None:
-        upstream = ways.upstream if ways else None
-        self.exact = engine.exact and (upstream is None or upstream.mode != "opaque")
-        self.processed = upstream is not None and upstream.logprobs == "processed"
-        self._ways = ways
+    def __init__(
+        self, engine: Engine, capabilities: Capabilities | None, tokens: TokensConfig
+    ) -> None:
+        probe_result = capabilities.probe_result if capabilities else None
+        self.exact = engine.exact and (probe_result is None or probe_result.mode != "opaque")
+        self.processed = probe_result is not None and probe_result.logprobs == "processed"
+        self._capabilities = capabilities
         self._engine = engine
-        self._format = ways.format if ways and tokens.stitch else None
+        self._format = capabilities.format if capabilities and tokens.stitch else None
         self._tokens = tokens
         self._planning = asyncio.Lock()
         """For long plans: several at once would only take the interpreter from each other."""
-        self._asker: Asker = (
-            ChatAsker(engine) if upstream is None else asker(engine, upstream, self._format)
+        self._client: EngineClient = (
+            ChatClient(engine)
+            if probe_result is None
+            else client_for(engine, probe_result, self._format)
         )
 
     def described(self) -> dict[str, Any]:
         """How the engine is asked and prompts are rendered, for people and for the record."""
-        if self._ways is None:
+        if self._capabilities is None:
             return {"mode": "chat" if self.exact else "opaque", "continues": False}
-        why_not = self._ways.why_not
+        why_not = self._capabilities.why_not
         if self._format is not None:
             why_not = self._format.distrusted or ""
         told: dict[str, Any] = {
-            "server": self._ways.upstream.server,
-            "mode": self._ways.upstream.mode,
+            "server": self._capabilities.probe_result.server,
+            "mode": self._capabilities.probe_result.mode,
             "continues": not why_not,
         }
         if why_not or self._format is None:
@@ -78,12 +82,12 @@ class Ready:
         }
 
     async def plan(
-        self, attempt: Attempt, ask: Ask, body: dict[str, Any], agent: str | None
+        self, attempt: ProxyAttempt, request: ModelRequest, body: dict[str, Any], agent: str | None
     ) -> PromptPlan:
         """How the prompt of `ask` comes to be."""
-        if ask.prompt is None and has_media(body):
+        if request.prompt is None and has_media(body):
             return PromptPlan(flags=["multimodal_unstitched"])
-        if ask.prompt is not None or self._format is None:
+        if request.prompt is not None or self._format is None:
             return PromptPlan()
         try:
             kwargs = template_kwargs(body)
@@ -96,23 +100,23 @@ class Ready:
             )
         plan = partial(
             history.plan,
-            ask.messages,
-            ask.tools,
+            request.messages,
+            request.tools,
             kwargs=kwargs,
-            model=attempt.spec.seat(agent).model,
+            model=attempt.spec.route(agent).model,
             agent=agent,
         )
-        if not _takes_long(ask.messages):
+        if not _takes_long(request.messages):
             return self._possible(plan(), body)
         async with self._planning:
             return self._possible(await asyncio.to_thread(plan), body)
 
     def _possible(self, plan: PromptPlan, body: dict[str, Any]) -> PromptPlan:
         """`plan` if the engine can be asked so."""
-        refusal = self._asker.can_continue(body) if plan.ids is not None else None
+        refusal = self._client.can_continue(body) if plan.ids is not None else None
         return plan if refusal is None else plan.as_root(refusal)
 
-    async def remember(self, attempt: Attempt, calls: list[Call], prompt: PromptPlan) -> None:
+    async def remember(self, attempt: ProxyAttempt, calls: list[Call], prompt: PromptPlan) -> None:
         """From now on later calls may continue `calls`, which are recorded."""
         history = attempt.histories.get(self)
         if history is None or self._format is None or prompt.text is None:
@@ -126,13 +130,13 @@ class Ready:
             if was_trusted and not self._format.trusted:
                 _log.warning("render_mismatch", reason=self._format.distrusted)
 
-    def streams(self, ask: Ask, body: dict[str, Any], prompt: PromptPlan) -> bool:
+    def streams(self, request: ModelRequest, body: dict[str, Any], prompt: PromptPlan) -> bool:
         """Whether a true stream is possible and gives what the whole answer would."""
-        return ask.prompt is not None or self._asker.streams(body, prompt)
+        return request.prompt is not None or self._client.streams(body, prompt)
 
     async def whole(
         self,
-        ask: Ask,
+        request: ModelRequest,
         body: dict[str, Any],
         prompt: PromptPlan,
         *,
@@ -140,17 +144,17 @@ class Ready:
         timeout_seconds: float,
     ) -> dict[str, Any]:
         """The whole answer, in the chat form."""
-        if ask.prompt is not None:
+        if request.prompt is not None:
             return await whole_text(
                 self._engine, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds
             )
-        return await self._asker.whole(
+        return await self._client.whole(
             body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
         )
 
     def stream(
         self,
-        ask: Ask,
+        request: ModelRequest,
         body: dict[str, Any],
         prompt: PromptPlan,
         *,
@@ -158,11 +162,11 @@ class Ready:
         timeout_seconds: float,
     ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
         """The answer as chunks of the chat form."""
-        if ask.prompt is not None:
+        if request.prompt is not None:
             return stream_text(
                 self._engine, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds
             )
-        return self._asker.stream(
+        return self._client.stream(
             body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
         )
 
@@ -174,7 +178,7 @@ def _takes_long(messages: list[Message]) -> bool:
     return len(messages) > _MANY_MESSAGES or characters > _LONG_TEXT
 
 
-class Source:
+class EngineEndpoint:
     """The engine behind a proxy.
 
     Args:
@@ -187,7 +191,7 @@ class Source:
         self,
         engine: Engine,
         *,
-        find: Callable[[], Awaitable[Ways]] | None = None,
+        find: Callable[[], Awaitable[Capabilities]] | None = None,
         tokens: TokensConfig | None = None,
         gate: Gate | None = None,
     ) -> None:
@@ -198,10 +202,10 @@ class Source:
         self._engine = engine
         self._find = find
         self._tokens = tokens or TokensConfig()
-        self._ready = None if find else Ready(engine, None, self._tokens)
-        self._finding: asyncio.Task[Ready] | None = None
+        self._ready = None if find else ReadyEngine(engine, None, self._tokens)
+        self._finding: asyncio.Task[ReadyEngine] | None = None
 
-    async def ready(self) -> Ready:
+    async def ready(self) -> ReadyEngine:
         """The engine, its ways known; requests at the same time find them out together.
 
         Raises:
@@ -216,12 +220,12 @@ class Source:
         # One that gives up does not end it for the others.
         return await asyncio.shield(self._finding)
 
-    async def _found(self) -> Ready:
-        ways = await self._find() if self._find else None
-        self._ready = Ready(self._engine, ways, self._tokens)
+    async def _found(self) -> ReadyEngine:
+        capabilities = await self._find() if self._find else None
+        self._ready = ReadyEngine(self._engine, capabilities, self._tokens)
         return self._ready
 
-    def _forget(self, finding: asyncio.Task[Ready]) -> None:
+    def _forget(self, finding: asyncio.Task[ReadyEngine]) -> None:
         self._finding = None
         if not finding.cancelled():
             finding.exception()  # told to whoever waited; there may be nobody
@@ -232,4 +236,4 @@ class Source:
 
     def model(self, name: str) -> str:
         """The name to ask for: `name` with the policy version in its place, if it has one."""
-        return name.replace(VERSION_PLACE, str(max(0, self.policy_version)))
+        return name.replace(VERSION_PLACEHOLDER, str(max(0, self.policy_version)))

@@ -11,7 +11,7 @@ import msgspec
 from envserver_records.records import Dialect, Message
 
 
-class Ask(msgspec.Struct, kw_only=True):
+class ModelRequest(msgspec.Struct, kw_only=True):
     """One request of an agent.
 
     Args:
@@ -29,7 +29,7 @@ class Ask(msgspec.Struct, kw_only=True):
     """
 
     dialect: Dialect
-    request: dict[str, Any]
+    body: dict[str, Any]
     messages: list[Message]
     tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
     prompt: Any = None

@@ -19,7 +19,7 @@ from envserver_records.backoff import Backoff
 from envserver_records.errors import EngineError
 
 from .adaptive import read_load
-from .connections import Connections, TryAgain, whole
+from .connections import Connections, RetryableError, whole
 from .replicas import Replica, Replicas
 
 _LONGEST_PAUSE_SECONDS = 30.0
@@ -28,7 +28,7 @@ _MISSES = 3
 _MAX_METRICS_BYTES = 16 * 1024 * 1024
 
 
-class Watch:
+class ReplicaMonitor:
     """`async with` it: the background of an engine.
 
     Args:
@@ -51,7 +51,7 @@ class Watch:
         self._measure_seconds = measure_seconds
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> Watch:
+    async def __aenter__(self) -> ReplicaMonitor:
         for replica in self._replicas.all:
             for work in (self._check(replica), self._measure(replica)):
                 self._tasks.append(asyncio.create_task(work, name=f"watch {replica.url}"))
@@ -86,7 +86,7 @@ class Watch:
 
     def _give_up(self, replica: Replica) -> None:
         if self._replicas.other_usable([replica]):
-            replica.give_up_visits()
+            replica.give_up_requests()
 
     async def _miss(self, replica: Replica) -> tuple[str, bool]:
         """Why its check was missed ("": it was not), and whether its calls may be lost by that.
@@ -98,8 +98,8 @@ class Watch:
             status, _ = await self._get(replica, "/health")
         except TimeoutError:
             return "no answer to its health check in time", True
-        except TryAgain as again:
-            return again.error.message, again.fault != "refused"
+        except RetryableError as retryable:
+            return retryable.error.message, retryable.fault != "refused"
         except EngineError as error:
             return error.message, True
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -130,7 +130,7 @@ class Watch:
                 continue
             try:
                 status, text = await self._get(replica, "/metrics")
-            except (TimeoutError, TryAgain, EngineError):
+            except (TimeoutError, RetryableError, EngineError):
                 # Whether it is well is not asked here.
                 continue
             if status >= HTTPStatus.INTERNAL_SERVER_ERROR:

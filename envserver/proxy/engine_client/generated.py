@@ -11,19 +11,19 @@ from typing import Any
 
 from envserver_records.records import Message
 
-from .base import Answer, Body, check_ended, check_prompt, choices_of, took, top_logprobs
+from .base import ChatAnswer, ChatBody, check_ended, check_prompt, choices_of, require, top_logprobs
 
 _WHERE = "The engine's generated answer"
 _CHUNK = "A chunk of the engine's generated stream"
 
 
-def count_of(body: Body) -> int:
+def count_of(body: ChatBody) -> int:
     """How many choices `body` asks for."""
     count = body.get("n")
     return count if isinstance(count, int) else 1
 
 
-class Generated:
+class GeneratedAnswer:
     """A whole answer, checked.
 
     Args:
@@ -35,16 +35,16 @@ class Generated:
         EngineGarbage: something is missing, or the engine saw another prompt.
     """
 
-    def __init__(self, answer: Answer, body: Body, sent: Sequence[int]) -> None:
+    def __init__(self, answer: ChatAnswer, body: ChatBody, sent: Sequence[int]) -> None:
         check_prompt(answer, sent, _WHERE)
         self._answer = answer
         self._body = body
         self.choices = choices_of(answer, count_of(body), _WHERE)
         for choice in self.choices:
-            took(choice, "token_ids", list, _WHERE)
-            took(choice, "text", str, _WHERE)
+            require(choice, "token_ids", list, _WHERE)
+            require(choice, "text", str, _WHERE)
 
-    def told(self, messages: Sequence[Message]) -> Answer:
+    def told(self, messages: Sequence[Message]) -> ChatAnswer:
         """The chat answer that gives `messages`, one for each choice."""
         return {
             "id": _id(self._answer),
@@ -55,15 +55,15 @@ class Generated:
                 {"index": choice["index"], "message": message, **_facts(choice, self._body, _WHERE)}
                 for choice, message in zip(self.choices, messages, strict=True)
             ],
-            "usage": took(self._answer, "usage", dict, _WHERE),
+            "usage": require(self._answer, "usage", dict, _WHERE),
             "prompt_token_ids": self._answer["prompt_token_ids"],
             "prompt_logprobs": self._answer.get("prompt_logprobs"),
         }
 
 
 async def chunks_of(
-    stream: AsyncIterator[Answer], body: Body, sent: Sequence[int], created: int
-) -> AsyncIterator[Answer]:
+    stream: AsyncIterator[ChatAnswer], body: ChatBody, sent: Sequence[int], created: int
+) -> AsyncIterator[ChatAnswer]:
     """A generated stream as the chunks of a chat answer.
 
     Raises:
@@ -78,21 +78,21 @@ async def chunks_of(
             head = _head(chunk, body, created)
             for index in range(count):
                 yield _role(head, index, sent)
-        for choice in took(chunk, "choices", list, _CHUNK):
-            index = took(choice, "index", int, _CHUNK)
-            text = took(choice, "text", str, _CHUNK)
-            took(choice, "token_ids", list, _CHUNK)
+        for choice in require(chunk, "choices", list, _CHUNK):
+            index = require(choice, "index", int, _CHUNK)
+            text = require(choice, "text", str, _CHUNK)
+            require(choice, "token_ids", list, _CHUNK)
             delta = {"content": text} if text else {}
             facts = _facts(choice, body, _CHUNK)
             if facts["finish_reason"] is not None:
                 unfinished.discard(index)
             yield {**head, "choices": [{"index": index, "delta": delta, **facts}]}
         if not chunk["choices"]:
-            yield {**head, "choices": [], "usage": took(chunk, "usage", dict, _CHUNK)}
+            yield {**head, "choices": [], "usage": require(chunk, "usage", dict, _CHUNK)}
     check_ended(unfinished)
 
 
-def _head(chunk: Answer, body: Body, created: int) -> dict[str, Any]:
+def _head(chunk: ChatAnswer, body: ChatBody, created: int) -> dict[str, Any]:
     return {
         "id": _id(chunk),
         "object": "chat.completion.chunk",
@@ -101,7 +101,7 @@ def _head(chunk: Answer, body: Body, created: int) -> dict[str, Any]:
     }
 
 
-def _role(head: dict[str, Any], index: int, sent: Sequence[int]) -> Answer:
+def _role(head: dict[str, Any], index: int, sent: Sequence[int]) -> ChatAnswer:
     delta = {"role": "assistant", "content": ""}
     role = {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
     if index == 0:
@@ -109,11 +109,11 @@ def _role(head: dict[str, Any], index: int, sent: Sequence[int]) -> Answer:
     return role
 
 
-def _id(answer: Answer) -> str:
+def _id(answer: ChatAnswer) -> str:
     return "chatcmpl-" + str(answer.get("request_id") or "").removeprefix("generate-tokens-")
 
 
-def _facts(choice: dict[str, Any], body: Body, where: str) -> dict[str, Any]:
+def _facts(choice: dict[str, Any], body: ChatBody, where: str) -> dict[str, Any]:
     facts = {
         "finish_reason": choice.get("finish_reason"),
         "stop_reason": choice.get("stop_reason"),
@@ -121,16 +121,16 @@ def _facts(choice: dict[str, Any], body: Body, where: str) -> dict[str, Any]:
         "token_ids": choice["token_ids"],
     }
     if choice.get("weight_versions") is not None:
-        facts["weight_versions"] = took(choice, "weight_versions", list, where)
+        facts["weight_versions"] = require(choice, "weight_versions", list, where)
     return facts
 
 
-def _logprobs(choice: dict[str, Any], body: Body, where: str) -> dict[str, Any] | None:
+def _logprobs(choice: dict[str, Any], body: ChatBody, where: str) -> dict[str, Any] | None:
     if not choice["token_ids"] and choice.get("logprobs") is None:
         return None
-    logprobs: dict[str, Any] = took(choice, "logprobs", dict, where)
+    logprobs: dict[str, Any] = require(choice, "logprobs", dict, where)
     wanted = top_logprobs(body)
-    for entry in took(logprobs, "content", list, where):
+    for entry in require(logprobs, "content", list, where):
         if wanted >= 0:
-            entry["top_logprobs"] = took(entry, "top_logprobs", list, where)[:wanted]
+            entry["top_logprobs"] = require(entry, "top_logprobs", list, where)[:wanted]
     return logprobs

@@ -34,11 +34,11 @@ Token = tuple[str, tuple[int, ...]]
 """A token as chat answers name it: its text, and its bytes."""
 
 
-class Cannot(Exception):
+class NotSupported(Exception):
     """The engine cannot be asked in some way; the text is a sentence that says why."""
 
 
-class Top(msgspec.Struct, frozen=True):
+class TopToken(msgspec.Struct, frozen=True):
     """One of the likeliest tokens at a place."""
 
     logprob: float
@@ -46,17 +46,17 @@ class Top(msgspec.Struct, frozen=True):
     bytes: list[int] | None = None
 
 
-class Scored(msgspec.Struct, frozen=True):
+class ScoredToken(msgspec.Struct, frozen=True):
     """A sampled token's logprob, and those of the likeliest ones in its place."""
 
     logprob: float
-    top_logprobs: list[Top] | None = None
+    top_logprobs: list[TopToken] | None = None
 
 
 class Logprobs(msgspec.Struct, frozen=True):
     """Of one choice; `content` in chat and generate, `token_logprobs` in completions."""
 
-    content: list[Scored] | None = None
+    content: list[ScoredToken] | None = None
     token_logprobs: list[float | None] | None = None
 
     def values(self) -> list[float]:
@@ -66,7 +66,7 @@ class Logprobs(msgspec.Struct, frozen=True):
         return [logprob for logprob in self.token_logprobs or () if logprob is not None]
 
 
-class Message(msgspec.Struct, frozen=True):
+class ProbeMessage(msgspec.Struct, frozen=True):
     """An assistant message, parsed by the engine."""
 
     content: Any = None
@@ -79,17 +79,17 @@ class Message(msgspec.Struct, frozen=True):
         """Whether the engine told reasoning from content."""
         return bool(self.reasoning or self.reasoning_content)
 
-    def same(self, other: Message) -> bool:
+    def same(self, other: ProbeMessage) -> bool:
         """Whether both say the same."""
         ours = (self.content or "", self.reasoning or self.reasoning_content or "")
         theirs = (other.content or "", other.reasoning or other.reasoning_content or "")
         return ours == theirs and len(self.tool_calls or ()) == len(other.tool_calls or ())
 
 
-class Choice(msgspec.Struct, frozen=True):
+class ProbeChoice(msgspec.Struct, frozen=True):
     """One choice of an answer. `prompt_token_ids` stands here in completions only."""
 
-    message: Message | None = None
+    message: ProbeMessage | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     logprobs: Any = None
@@ -124,14 +124,14 @@ class Choice(msgspec.Struct, frozen=True):
             return Logprobs()
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ProbeAnswer(msgspec.Struct, frozen=True):
     """What a sampling endpoint answers."""
 
-    choices: list[Choice]
+    choices: list[ProbeChoice]
     prompt_token_ids: list[int] | None = None
 
 
-class Prober:
+class ProbeClient:
     """Sends one probe's requests, all to one replica.
 
     Args:
@@ -174,7 +174,7 @@ class Prober:
             return await self.post(path, body)
         except EngineError as error:
             _raise_if_down(error)
-            raise Cannot(f"{path} {refusal(error)}") from None
+            raise NotSupported(f"{path} {refusal(error)}") from None
 
     async def get(self, path: str) -> dict[str, Any] | None:
         """The answer to a GET; None where the engine has none.
@@ -225,15 +225,15 @@ def sentence(words: str) -> str:
     return words if words.endswith((".", "!", "?", "…")) else f"{words}."
 
 
-def read(answer: dict[str, Any], path: str) -> Answer:
+def read(answer: dict[str, Any], path: str) -> ProbeAnswer:
     """The parts of an answer that matter.
 
     Raises:
         Cannot: a field has another type than vLLM's, or there is no choice.
     """
-    found = convert(answer, Answer, path)
+    found = convert(answer, ProbeAnswer, path)
     if not found.choices:
-        raise Cannot(f"{path} answers without a choice.")
+        raise NotSupported(f"{path} answers without a choice.")
     return found
 
 
@@ -246,10 +246,10 @@ def convert(value: Any, kind: type[T], path: str) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise Cannot(f"{path} answers in a form that is not vLLM's ({error}).") from None
+        raise NotSupported(f"{path} answers in a form that is not vLLM's ({error}).") from None
 
 
-def same_tokens(ours: Choice, theirs: Choice) -> bool:
+def same_tokens(ours: ProbeChoice, theirs: ProbeChoice) -> bool:
     """Whether two greedy answers to one prompt agree, up to a tie of two tokens.
 
     Args:

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 from envserver_records.records import Message
 
-from .shape import check_answer
+from .answer_schema import check_answer
 
 
-class Choice(msgspec.Struct, kw_only=True):
+class SampledChoice(msgspec.Struct, kw_only=True):
     """One answer. `ids`, `logprobs` None: the engine gave none.
 
     Args:
@@ -28,11 +28,11 @@ class Choice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
 
 
-class Exchange(msgspec.Struct, kw_only=True):
+class EngineAnswer(msgspec.Struct, kw_only=True):
     """One request's answers. `prompt_tokens` and `completion_tokens` are the engine's own counts,
     the latter over all choices."""
 
-    choices: list[Choice]
+    choices: list[SampledChoice]
     prompt_ids: list[Any] | None = None
     completion_tokens: int | None = None
     prompt_tokens: int | None = None
@@ -45,7 +45,7 @@ class Exchange(msgspec.Struct, kw_only=True):
         return sum(len(choice.ids or choice.logprobs or ()) for choice in self.choices)
 
 
-def exchange_of(answer: dict[str, Any]) -> Exchange:
+def parse_answer(answer: dict[str, Any]) -> EngineAnswer:
     """The exchange in a whole answer of the chat form.
 
     Raises:
@@ -55,7 +55,7 @@ def exchange_of(answer: dict[str, Any]) -> Exchange:
     choices = []
     for choice in answer["choices"]:
         choices.append(
-            Choice(
+            SampledChoice(
                 index=choice.get("index", 0),
                 message=choice["message"],
                 ids=list_or_none(choice.get("token_ids")),
@@ -66,11 +66,11 @@ def exchange_of(answer: dict[str, Any]) -> Exchange:
                 stop_reason=choice.get("stop_reason"),
             )
         )
-    return Exchange(
+    return EngineAnswer(
         choices=choices,
         prompt_ids=list_or_none(answer.get("prompt_token_ids")),
-        completion_tokens=tokens_told(answer, "completion_tokens"),
-        prompt_tokens=tokens_told(answer, "prompt_tokens"),
+        completion_tokens=usage_count(answer, "completion_tokens"),
+        prompt_tokens=usage_count(answer, "prompt_tokens"),
         model=answer.get("model") or "",
     )
 
@@ -86,7 +86,7 @@ def logprobs_of(choice: dict[str, Any]) -> list[Any] | None:
     return list_or_none(held.get("token_logprobs"))
 
 
-def tokens_told(answer: dict[str, Any], name: str) -> int | None:
+def usage_count(answer: dict[str, Any], name: str) -> int | None:
     """The engine's own count of `completion_tokens` or `prompt_tokens`."""
     usage = answer.get("usage")
     count = usage.get(name) if isinstance(usage, dict) else None

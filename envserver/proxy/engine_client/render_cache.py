@@ -15,43 +15,43 @@ from typing import Any
 
 import orjson
 
-from .base import Answer, Body, max_tokens, took
+from .base import ChatAnswer, ChatBody, max_tokens, require
 
 _OF_ONE_CALL = frozenset({"messages", "seed", "max_tokens", "max_completion_tokens"})
 _MOST_FRAMES = 256
 _WHERE = "The engine's rendered request"
 
 
-class Frames:
+class RenderCache:
     """Rendered requests without their prompts, the last used last."""
 
     def __init__(self) -> None:
-        self._frames: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
+        self._cache: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
 
-    def learn(self, body: Body, rendered: Answer) -> None:
+    def learn(self, body: ChatBody, rendered: ChatAnswer) -> None:
         """Keeps what `rendered`, the checked rendering of `body`, tells of all such bodies."""
         if rendered["sampling_params"].get("structured_outputs") is not None:
             # Where a grammar begins to hold depends on how the prompt ends.
             return
-        self._frames[_key(body)] = {
+        self._cache[_key(body)] = {
             name: rendered[name]
             for name in rendered
             if name not in ("request_id", "token_ids", "features")
         }
-        if len(self._frames) > _MOST_FRAMES:
-            self._frames.popitem(last=False)
+        if len(self._cache) > _MOST_FRAMES:
+            self._cache.popitem(last=False)
 
-    def request(self, body: Body, ids: Sequence[int]) -> Body | None:
+    def request(self, body: ChatBody, ids: Sequence[int]) -> ChatBody | None:
         """The request for `body` with the prompt `ids`, None when no such body was rendered."""
         key = _key(body)
-        frame = self._frames.get(key)
+        frame = self._cache.get(key)
         if frame is None:
             return None
-        self._frames.move_to_end(key)
+        self._cache.move_to_end(key)
         return with_prompt(frame, body, ids)
 
 
-def with_prompt(rendered: Answer, body: Body, ids: Sequence[int]) -> Body:
+def with_prompt(rendered: ChatAnswer, body: ChatBody, ids: Sequence[int]) -> ChatBody:
     """A rendered request with another prompt, and with the seed and limit of `body`.
 
     The rendered limit is what the rendered prompt left of the context; without one the engine
@@ -67,16 +67,16 @@ def with_prompt(rendered: Answer, body: Body, ids: Sequence[int]) -> Body:
     return request
 
 
-def check_rendered(rendered: Answer) -> None:
+def check_rendered(rendered: ChatAnswer) -> None:
     """
     Raises:
         EngineGarbage: `rendered` is no request with a prompt.
     """
-    took(rendered, "token_ids", list, _WHERE)
-    took(rendered, "sampling_params", dict, _WHERE)
+    require(rendered, "token_ids", list, _WHERE)
+    require(rendered, "sampling_params", dict, _WHERE)
 
 
-def _key(body: Body) -> bytes:
+def _key(body: ChatBody) -> bytes:
     shared = {name: body[name] for name in body if name not in _OF_ONE_CALL}
     data = orjson.dumps(shared, option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(data, digest_size=16).digest()

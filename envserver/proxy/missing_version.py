@@ -15,7 +15,7 @@ from http import HTTPStatus
 from envserver_records.backoff import Backoff
 from envserver_records.errors import EngineRefused, EngineUnavailable
 
-from ..models.measured import not_ours
+from ..models.measured import count_as_waiting
 
 PATIENCE_SECONDS = 60.0
 _BACKOFF = Backoff(first_seconds=0.05, max_seconds=2.0)
@@ -52,5 +52,5 @@ class MissingVersion:
                 "/v1/load_lora_adapter.",
             )
         self._pauses += 1
-        with not_ours():
+        with count_as_waiting():
             await asyncio.sleep(_BACKOFF.seconds(self._pauses))

@@ -9,7 +9,7 @@ from envserver_records.errors import ConfigError
 
 from ..config import TokensConfig
 from ..models.model_files import find_model_files
-from ..models.upstream import Upstream
+from ..models.probe import ProbeResult
 from ..tokens.agreement import disagreement
 from ..tokens.chat_format import ChatFormat
 
@@ -17,7 +17,7 @@ TOKEN_MODES = ("tokens", "completions")
 """Those in which an engine takes token ids."""
 
 
-class Ways(msgspec.Struct, frozen=True, kw_only=True):
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of an engine.
 
     Args:
@@ -27,29 +27,31 @@ class Ways(msgspec.Struct, frozen=True, kw_only=True):
         why_not: why there is no format, a sentence; "" if there is one.
     """
 
-    upstream: Upstream
+    probe_result: ProbeResult
     format: ChatFormat | None = None
     folder: Path | None = None
     why_not: str = ""
 
 
-def ways_of(upstream: Upstream, tokens: TokensConfig) -> Ways:
+def capabilities_of(probe_result: ProbeResult, tokens: TokensConfig) -> Capabilities:
     """The ways of an engine. Reads the model's files, and may wait for the network.
 
     Raises:
         ConfigError: `tokens.tokenizer` lacks something.
     """
     if not tokens.stitch:
-        return Ways(upstream=upstream, why_not="tokens.stitch is off.")
-    files = find_model_files(upstream, tokens.tokenizer)
-    if upstream.mode not in TOKEN_MODES:
-        why = f"In mode {upstream.mode} the engine takes no token ids."
-        return Ways(upstream=upstream, folder=files.folder, why_not=why)
+        return Capabilities(probe_result=probe_result, why_not="tokens.stitch is off.")
+    files = find_model_files(probe_result, tokens.tokenizer)
+    if probe_result.mode not in TOKEN_MODES:
+        why = f"In mode {probe_result.mode} the engine takes no token ids."
+        return Capabilities(probe_result=probe_result, folder=files.folder, why_not=why)
     if files.folder is None:
-        return Ways(upstream=upstream, why_not=files.reason)
+        return Capabilities(probe_result=probe_result, why_not=files.reason)
     try:
         format = ChatFormat.load(files.folder)
     except ConfigError as error:
-        return Ways(upstream=upstream, folder=files.folder, why_not=str(error))
-    why = disagreement(format, upstream.echoes) or ""
-    return Ways(upstream=upstream, format=None if why else format, folder=files.folder, why_not=why)
+        return Capabilities(probe_result=probe_result, folder=files.folder, why_not=str(error))
+    why = disagreement(format, probe_result.echoes) or ""
+    return Capabilities(
+        probe_result=probe_result, format=None if why else format, folder=files.folder, why_not=why
+    )

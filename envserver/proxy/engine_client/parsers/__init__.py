@@ -5,6 +5,6 @@ For engines that take a prompt of ids but then parse nothing. Formats of calls a
 that the engine parsed itself.
 """
 
-from .reading import Reader, calls_are_free, format_of_calls, keeps_special
+from .answer_parser import AnswerParser, calls_are_free, format_of_calls, keeps_special
 
-__all__ = ["Reader", "calls_are_free", "format_of_calls", "keeps_special"]
+__all__ = ["AnswerParser", "calls_are_free", "format_of_calls", "keeps_special"]

@@ -27,13 +27,13 @@ from .asgi import (
     send_json,
     start_events,
 )
-from .ask import Ask
-from .attempts import Attempt, ended
-from .dialects import Api, EventWriter
-from .retries import Marks
-from .source import Source
+from .attempts import ProxyAttempt, ended
+from .call_task import CallTask
+from .dialects import DialectAdapter, EventWriter
+from .endpoint import EngineEndpoint
+from .model_request import ModelRequest
+from .retries import RetryMarks
 from .streaming import chunks_of
-from .work import Work
 
 KEEP_ALIVE_SECONDS = 10.0
 """A client that waits for a stream hears something this often."""
@@ -43,7 +43,7 @@ _SLOW_CLIENT_SECONDS = 5.0
 _CLOCK_ERROR_SECONDS = 0.05
 
 
-class ModelRequest:
+class RequestHandler:
     """One request; `answer` does everything.
 
     Args:
@@ -53,20 +53,20 @@ class ModelRequest:
 
     def __init__(
         self,
-        source: Source,
-        attempt: Attempt,
-        api: Api,
+        endpoint: EngineEndpoint,
+        attempt: ProxyAttempt,
+        dialect: DialectAdapter,
         agent: str | None,
         receive: Receive,
         send: Send,
     ) -> None:
-        self._source = source
+        self._endpoint = endpoint
         self._attempt = attempt
-        self._api = api
+        self._dialect = dialect
         self._agent = agent
         self._receive = receive
         self._send = send
-        self._memory = attempt.memory.setdefault(api.name, {})
+        self._memory = attempt.memory.setdefault(dialect.name, {})
         self._begun = False
         self._writer: EventWriter | None = None
 
@@ -75,14 +75,14 @@ class ModelRequest:
         """Whether the agent asked for a stream."""
         return self._writer is not None
 
-    async def answer(self, body: bytes, marks: Marks) -> None:
+    async def answer(self, body: bytes, marks: RetryMarks) -> None:
         """
         Raises:
             EnvserverError: to be told to the agent; nothing of an answer has left yet.
         """
-        ask = self._api.read(parse_object(body), self._memory)
-        if ask.stream:
-            self._writer = self._api.writer(ask, self._memory)
+        request = self._dialect.read(parse_object(body), self._memory)
+        if request.stream:
+            self._writer = self._dialect.writer(request, self._memory)
         retries = self._attempt.retries
         while (earlier := retries.find(marks)) is not None:
             await earlier.begun.wait()
@@ -91,36 +91,36 @@ class ModelRequest:
                 await self._guarded(earlier, again=True)
                 return
         self._attempt.take_turn(self._agent)
-        work = Work(self._source, self._attempt, ask, self._agent, marks.digest)
-        retries.begin(marks, work)
-        await self._guarded(work, again=False)
+        call_task = CallTask(self._endpoint, self._attempt, request, self._agent, marks.digest)
+        retries.begin(marks, call_task)
+        await self._guarded(call_task, again=False)
 
-    async def _guarded(self, work: Work, *, again: bool) -> None:
+    async def _guarded(self, call_task: CallTask, *, again: bool) -> None:
         """Answers with `work`; what ends it early is recorded and told."""
         try:
-            await self._work(work, again=again)
+            await self._answer_with(call_task, again=again)
         except Interrupted as interrupted:
-            await self._interrupted(work, interrupted)
+            await self._interrupted(call_task, interrupted)
         except EnvserverError as error:
             await self._fail(error)
         finally:
-            work.leave()
+            call_task.leave()
 
-    async def _work(self, work: Work, *, again: bool) -> None:
+    async def _answer_with(self, call_task: CallTask, *, again: bool) -> None:
         seconds = self._attempt.seconds_left + _SLOW_CLIENT_SECONDS
         interrupts = Interrupts(self._receive, seconds)
         self._attempt.working(interrupts)
         try:
             async with interrupts:
                 if not again:
-                    await work.begin()
-                if work.task is None:
-                    await self._relay(work, interrupts)
+                    await call_task.begin()
+                if call_task.task is None:
+                    await self._relay(call_task, interrupts)
                 else:
-                    answer = await self._waited_for(work.task)
-                    interrupts.last_words()
-                    await self._tell(work.ask, answer)
-                work.delivered(again=again)
+                    answer = await self._waited_for(call_task.task)
+                    interrupts.stop_watching()
+                    await self._tell(call_task.request, answer)
+                call_task.delivered(again=again)
         finally:
             self._attempt.done(interrupts)
 
@@ -131,17 +131,17 @@ class ModelRequest:
             raise ended()
         return task.result()
 
-    async def _tell(self, ask: Ask, answer: dict[str, Any]) -> None:
+    async def _tell(self, request: ModelRequest, answer: dict[str, Any]) -> None:
         writer = self._writer
         if writer is None:
             self._begun = True
-            await send_json(self._send, 200, self._api.whole(ask, answer, self._memory))
+            await send_json(self._send, 200, self._dialect.whole(request, answer, self._memory))
             return
         await self._begin_events()
-        events = [writer.begin(), *map(writer.chunk, chunks_of(answer, ask)), writer.end()]
+        events = [writer.begin(), *map(writer.chunk, chunks_of(answer, request)), writer.end()]
         await end_events(self._send, b"".join(events))
 
-    async def _relay(self, work: Work, interrupts: Interrupts) -> None:
+    async def _relay(self, call_task: CallTask, interrupts: Interrupts) -> None:
         writer = self._writer
         assert writer is not None
         begun = False
@@ -152,16 +152,16 @@ class ModelRequest:
             events = b"" if begun else writer.begin()
             begun = True
             events += writer.chunk(chunk)
-            if work.calls:
+            if call_task.calls:
                 last.append(events)
             elif events:
                 await self._begin_events()
                 await send_events(self._send, events)
 
         async with self._kept_alive():
-            await work.stream(emit)
+            await call_task.stream(emit)
         await self._begin_events()
-        interrupts.last_words()
+        interrupts.stop_watching()
         await end_events(self._send, b"".join(last) + writer.end())
 
     async def _begin_events(self) -> None:
@@ -185,28 +185,28 @@ class ModelRequest:
             await self._begin_events()
             await send_events(self._send, _KEEP_ALIVE)
 
-    async def _interrupted(self, work: Work, interrupted: Interrupted) -> None:
+    async def _interrupted(self, call_task: CallTask, interrupted: Interrupted) -> None:
         if interrupted.reason == "gone":
-            self._gone(work)
+            self._gone(call_task)
             return
-        work.cancel()
-        if interrupted.reason == "sealed" or work.calls:
+        call_task.cancel()
+        if interrupted.reason == "sealed" or call_task.calls:
             await self._fail(ended())
         else:
-            await self._fail(work.failed(_too_slow()))
+            await self._fail(call_task.failed(_too_slow()))
 
-    def _gone(self, work: Work) -> None:
+    def _gone(self, call_task: CallTask) -> None:
         """The agent hung up before the end: a whole answer is still waited for, a stream is not."""
-        if work.calls:
+        if call_task.calls:
             return
         late = self._attempt.seconds_left <= _CLOCK_ERROR_SECONDS
-        if work.task is None or late:
-            work.cancel()
-            work.break_off("disconnect")
+        if call_task.task is None or late:
+            call_task.cancel()
+            call_task.break_off("disconnect")
         if late:
             # Whoever ran the agent ended it at the deadline, while the engine was at work.
-            work.failed(_too_slow())
-        elif work.task is None and not work.calls:
+            call_task.failed(_too_slow())
+        elif call_task.task is None and not call_task.calls:
             self._attempt.return_turn(self._agent)
 
     async def _fail(self, error: EnvserverError) -> None:

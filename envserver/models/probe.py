@@ -21,10 +21,11 @@ from envserver_records.errors import ConfigError
 
 from ..config import Mode
 from .engine import Engine
+from .probe_client import NotSupported, ProbeAnswer, ProbeClient, convert
 from .probe_modes import (
     MESSAGES,
     TOOLS,
-    Chat,
+    ChatProbe,
     LogprobsKind,
     TokensMode,
     ask_chat,
@@ -33,11 +34,10 @@ from .probe_modes import (
     try_tokens,
     try_tools,
 )
-from .probing import Answer, Cannot, Prober, convert
 
-UpstreamMode = Literal["tokens", "completions", "chat", "opaque"]
+EngineMode = Literal["tokens", "completions", "chat", "opaque"]
 
-_BETTER: tuple[UpstreamMode, ...] = ("tokens", "completions", "chat")
+_BETTER: tuple[EngineMode, ...] = ("tokens", "completions", "chat")
 """Than opaque, from the best."""
 _NOT_PAUSABLE = (
     "It has no /is_paused. Where nobody else can reach it, start vLLM with VLLM_SERVER_DEV_MODE=1."
@@ -52,7 +52,7 @@ class Echo(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: list[int]
 
 
-class Upstream(msgspec.Struct, frozen=True, kw_only=True):
+class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of an engine.
 
     Args:
@@ -74,7 +74,7 @@ class Upstream(msgspec.Struct, frozen=True, kw_only=True):
         echoes: conversations by which a rendering of one's own can be compared.
     """
 
-    mode: UpstreamMode
+    mode: EngineMode
     model: str
     server: str = ""
     max_model_len: int | None = None
@@ -90,7 +90,7 @@ class Upstream(msgspec.Struct, frozen=True, kw_only=True):
     echoes: list[Echo] = []
 
 
-async def probe(engine: Engine, *, wanted: Mode = "auto", model: str) -> Upstream:
+async def probe(engine: Engine, *, wanted: Mode = "auto", model: str) -> ProbeResult:
     """Asks about a dozen tiny things, each to be answered within 30 seconds.
 
     Args:
@@ -103,7 +103,7 @@ async def probe(engine: Engine, *, wanted: Mode = "auto", model: str) -> Upstrea
         EngineError: it fails at a plain chat call, or answers with something else.
         ConfigError: the mode that is wanted is not possible; says why.
     """
-    ask = Prober(engine, model)
+    ask = ProbeClient(engine, model)
     card = await _card(ask)
     version = await ask.get("/version") or {}
     paused = await ask.get("/is_paused") or {}
@@ -113,12 +113,12 @@ async def probe(engine: Engine, *, wanted: Mode = "auto", model: str) -> Upstrea
     echoes = _echo(chat.answer, [])
     try:
         echoes += _echo(await try_tools(ask, chat), TOOLS)
-    except Cannot as no:
+    except NotSupported as no:
         reasons["tools"] = str(no)
     if "is_paused" not in paused:
         reasons["pausable"] = _NOT_PAUSABLE
     message = chat.choice.message
-    return Upstream(
+    return ProbeResult(
         mode=mode,
         model=model,
         server=_server(card, version.get("version")),
@@ -137,8 +137,8 @@ async def probe(engine: Engine, *, wanted: Mode = "auto", model: str) -> Upstrea
 
 
 async def _best(
-    ask: Prober, chat: Chat, wanted: Mode
-) -> tuple[UpstreamMode, TokensMode, dict[str, str]]:
+    ask: ProbeClient, chat: ChatProbe, wanted: Mode
+) -> tuple[EngineMode, TokensMode, dict[str, str]]:
     """The mode, what trying it showed, and why not a better one.
 
     Raises:
@@ -151,7 +151,7 @@ async def _best(
             continue
         try:
             return mode, await _tried(ask, chat, mode), reasons
-        except Cannot as no:
+        except NotSupported as no:
             reasons[mode] = str(no)
             if wanted == mode:
                 raise ConfigError(
@@ -161,7 +161,7 @@ async def _best(
     return "opaque", TokensMode(), reasons
 
 
-async def _tried(ask: Prober, chat: Chat, mode: UpstreamMode) -> TokensMode:
+async def _tried(ask: ProbeClient, chat: ChatProbe, mode: EngineMode) -> TokensMode:
     """Tries one mode.
 
     Raises:
@@ -175,7 +175,7 @@ async def _tried(ask: Prober, chat: Chat, mode: UpstreamMode) -> TokensMode:
     return TokensMode()
 
 
-def _echo(answer: Answer, tools: list[dict[str, Any]]) -> list[Echo]:
+def _echo(answer: ProbeAnswer, tools: list[dict[str, Any]]) -> list[Echo]:
     if not answer.prompt_token_ids:
         return []
     return [Echo(messages=MESSAGES, tools=tools, prompt_ids=answer.prompt_token_ids)]
@@ -195,11 +195,11 @@ class _Cards(msgspec.Struct):
     data: list[_Card] = []
 
 
-async def _card(ask: Prober) -> _Card:
+async def _card(ask: ProbeClient) -> _Card:
     """What the engine's list says of the model; of an adapter with its base model's root."""
     try:
         cards = convert(await ask.get("/v1/models") or {}, _Cards, "/v1/models").data
-    except Cannot:
+    except NotSupported:
         cards = []
     by_name = {card.id: card for card in cards}
     card = by_name.get(ask.model) or _Card(ask.model)

@@ -10,47 +10,47 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from ...models.engine import Engine
-from .base import Answer, Body, Line, Prompt, has_tools
+from .base import ChatAnswer, ChatBody, EngineSession, Prompt, has_tools
 
 PATH = "/v1/chat/completions"
 
 
-class ChatAsker:
+class ChatClient:
     """See Asker. `prompt.ids` must be None."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def can_continue(self, body: Body) -> str | None:
+    def can_continue(self, body: ChatBody) -> str | None:
         """See Asker."""
         return "engine_renders"
 
-    def streams(self, body: Body, prompt: Prompt) -> bool:
+    def streams(self, body: ChatBody, prompt: Prompt) -> bool:
         """See Asker. What is parsed from a stream may differ from what is from the whole."""
         return not has_tools(body)
 
     async def whole(
-        self, body: Body, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
-    ) -> Answer:
+        self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
+    ) -> ChatAnswer:
         """See Asker."""
-        line = Line(self._engine, rollout_id, timeout_seconds)
-        return await line.post(PATH, not_streamed(body))
+        session = EngineSession(self._engine, rollout_id, timeout_seconds)
+        return await session.post(PATH, not_streamed(body))
 
     @asynccontextmanager
     async def stream(
-        self, body: Body, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
-    ) -> AsyncIterator[AsyncIterator[Answer]]:
+        self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
+    ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
         """See Asker."""
-        line = Line(self._engine, rollout_id, timeout_seconds)
-        async with line.stream(PATH, streamed(body)) as chunks:
+        session = EngineSession(self._engine, rollout_id, timeout_seconds)
+        async with session.stream(PATH, streamed(body)) as chunks:
             yield chunks
 
 
-def not_streamed(body: Body) -> Body:
+def not_streamed(body: ChatBody) -> ChatBody:
     """`body` for a whole answer."""
     return {name: body[name] for name in body if name not in ("stream", "stream_options")}
 
 
-def streamed(body: Body) -> Body:
+def streamed(body: ChatBody) -> ChatBody:
     """`body` for a stream with the usage at its end."""
     return {**body, "stream": True, "stream_options": {"include_usage": True}}

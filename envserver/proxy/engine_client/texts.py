@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from ...models.engine import Engine
-from .base import Answer, Body, Line, took
+from .base import ChatAnswer, ChatBody, EngineSession, require
 from .chat import not_streamed, streamed
 
 PATH = "/v1/completions"
@@ -30,41 +30,41 @@ _KEPT = (
 
 
 async def whole_text(
-    engine: Engine, body: Body, *, rollout_id: str, timeout_seconds: float
-) -> Answer:
+    engine: Engine, body: ChatBody, *, rollout_id: str, timeout_seconds: float
+) -> ChatAnswer:
     """The answer to `body`, a request for /v1/completions that asks for what it wants to see.
 
     Raises:
         EngineError: as the engine's `post`; EngineGarbage where a choice has no text.
     """
-    line = Line(engine, rollout_id, timeout_seconds)
-    answer = await line.post(PATH, not_streamed(body))
+    session = EngineSession(engine, rollout_id, timeout_seconds)
+    answer = await session.post(PATH, not_streamed(body))
     choices = []
-    for choice in took(answer, "choices", list, _WHERE):
-        message = {"role": "assistant", "content": took(choice, "text", str, _WHERE)}
+    for choice in require(answer, "choices", list, _WHERE):
+        message = {"role": "assistant", "content": require(choice, "text", str, _WHERE)}
         choices.append({**_kept(choice), "message": message})
     return _told(answer, choices)
 
 
 @asynccontextmanager
 async def stream_text(
-    engine: Engine, body: Body, *, rollout_id: str, timeout_seconds: float
-) -> AsyncIterator[AsyncIterator[Answer]]:
+    engine: Engine, body: ChatBody, *, rollout_id: str, timeout_seconds: float
+) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
     """The answer to `body` as chunks.
 
     Raises:
         EngineError: as the engine's `stream`; EngineGarbage where a chunk's choice has no text.
     """
-    line = Line(engine, rollout_id, timeout_seconds)
-    async with line.stream(PATH, streamed(body)) as chunks:
+    session = EngineSession(engine, rollout_id, timeout_seconds)
+    async with session.stream(PATH, streamed(body)) as chunks:
         yield _chunks(chunks)
 
 
-async def _chunks(stream: AsyncIterator[Answer]) -> AsyncIterator[Answer]:
+async def _chunks(stream: AsyncIterator[ChatAnswer]) -> AsyncIterator[ChatAnswer]:
     async for chunk in stream:
         choices = []
-        for choice in took(chunk, "choices", list, _CHUNK):
-            delta = {"content": took(choice, "text", str, _CHUNK)}
+        for choice in require(chunk, "choices", list, _CHUNK):
+            delta = {"content": require(choice, "text", str, _CHUNK)}
             choices.append({**_kept(choice), "delta": delta})
         yield _told(chunk, choices)
 
@@ -73,7 +73,7 @@ def _kept(choice: dict[str, Any]) -> dict[str, Any]:
     return {name: choice[name] for name in _KEPT if name in choice}
 
 
-def _told(answer: Answer, choices: list[dict[str, Any]]) -> Answer:
+def _told(answer: ChatAnswer, choices: list[dict[str, Any]]) -> ChatAnswer:
     """`answer` with other choices; the prompt's ids at the top where there is only one prompt."""
     told = {**answer, "choices": choices}
     prompts = [choice.get("prompt_token_ids") for choice in choices]

@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from ...models.engine import Engine
-from ...models.upstream import Upstream
-from .base import Answer, Body, Line, Prompt, has_media, has_tools
-from .chat import ChatAsker, not_streamed
+from ...models.probe import ProbeResult
+from .base import ChatAnswer, ChatBody, EngineSession, Prompt, has_media, has_tools
+from .chat import ChatClient, not_streamed
 from .derendering import derendered
-from .frames import Frames, check_rendered, with_prompt
-from .generated import Generated, chunks_of
+from .generated import GeneratedAnswer, chunks_of
+from .render_cache import RenderCache, check_rendered, with_prompt
 
 RENDER = "/v1/chat/completions/render"
 GENERATE = "/inference/v1/generate"
@@ -32,41 +32,41 @@ _CHAT_ONLY = (
 """Fields that change answers or prompts in ways in which the token endpoints or we cannot."""
 
 
-class TokensAsker:
+class TokensClient:
     """See Asker."""
 
-    def __init__(self, engine: Engine, upstream: Upstream) -> None:
+    def __init__(self, engine: Engine, probe_result: ProbeResult) -> None:
         self._engine = engine
-        self._reasons = upstream.reasoning_parser
-        self._chat = ChatAsker(engine)
-        self._frames = Frames()
+        self._reasons = probe_result.reasoning_parser
+        self._chat = ChatClient(engine)
+        self._cache = RenderCache()
 
-    def can_continue(self, body: Body) -> str | None:
+    def can_continue(self, body: ChatBody) -> str | None:
         """See Asker."""
         return _chat_only(body)
 
-    def streams(self, body: Body, prompt: Prompt) -> bool:
+    def streams(self, body: ChatBody, prompt: Prompt) -> bool:
         """See Asker. To derender a stream would take time in the square of its length."""
         if _chat_only(body):
             return self._chat.streams(body, prompt)
         return not self._is_parsed(body)
 
     async def whole(
-        self, body: Body, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
-    ) -> Answer:
+        self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
+    ) -> ChatAnswer:
         """See Asker."""
         if _chat_only(body):
             return await self._chat.whole(
                 body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
             )
         body = not_streamed(body)
-        line = Line(self._engine, rollout_id, timeout_seconds)
-        request = await self._request(line, body, prompt)
-        answer = await line.post(GENERATE, request)
-        generated = Generated(answer, body, request["token_ids"])
+        session = EngineSession(self._engine, rollout_id, timeout_seconds)
+        request = await self._request(session, body, prompt)
+        answer = await session.post(GENERATE, request)
+        generated = GeneratedAnswer(answer, body, request["token_ids"])
         if self._is_parsed(body):
             messages = await derendered(
-                line, body, request, generated.choices, reasons=self._reasons
+                session, body, request, generated.choices, reasons=self._reasons
             )
             return generated.told(messages)
         texts = [choice["text"] for choice in generated.choices]
@@ -74,8 +74,8 @@ class TokensAsker:
 
     @asynccontextmanager
     async def stream(
-        self, body: Body, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
-    ) -> AsyncIterator[AsyncIterator[Answer]]:
+        self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
+    ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
         """See Asker."""
         if _chat_only(body):
             async with self._chat.stream(
@@ -84,29 +84,29 @@ class TokensAsker:
                 yield chunks
             return
         body = not_streamed(body)
-        line = Line(self._engine, rollout_id, timeout_seconds)
-        request = await self._request(line, body, prompt)
+        session = EngineSession(self._engine, rollout_id, timeout_seconds)
+        request = await self._request(session, body, prompt)
         options = {"stream": True, "stream_options": {"include_usage": True}}
-        async with line.stream(GENERATE, {**request, **options}) as chunks:
+        async with session.stream(GENERATE, {**request, **options}) as chunks:
             yield chunks_of(chunks, body, request["token_ids"], int(time.time()))
 
-    def _is_parsed(self, body: Body) -> bool:
+    def _is_parsed(self, body: ChatBody) -> bool:
         return has_tools(body) or self._reasons
 
-    async def _request(self, line: Line, body: Body, prompt: Prompt) -> Body:
+    async def _request(self, session: EngineSession, body: ChatBody, prompt: Prompt) -> ChatBody:
         """What is to be generated: a request for the text that echoes its prompt."""
-        request = None if prompt.ids is None else self._frames.request(body, prompt.ids)
+        request = None if prompt.ids is None else self._cache.request(body, prompt.ids)
         if request is None:
-            rendered = await line.post(RENDER, body)
+            rendered = await session.post(RENDER, body)
             check_rendered(rendered)
-            self._frames.learn(body, rendered)
+            self._cache.learn(body, rendered)
             # vLLM leaves a limit of 16, its own default, out of what it renders, and then has none.
             ids = rendered["token_ids"] if prompt.ids is None else prompt.ids
             request = with_prompt(rendered, body, ids)
         return {**request, "output_mode": "text", "return_token_ids": True}
 
 
-def _chat_only(body: Body) -> str | None:
+def _chat_only(body: ChatBody) -> str | None:
     """Why `body` can be asked through chat only; None when it need not."""
     if has_media(body):
         return "multimodal"

@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from ...models.engine import Engine
-from ...models.upstream import Upstream
+from ...models.probe import ProbeResult
 from ...tokens.chat_format import ChatFormat
 from .base import (
-    Answer,
-    Body,
-    Line,
+    ChatAnswer,
+    ChatBody,
+    EngineSession,
     Prompt,
     check_ended,
     check_prompt,
@@ -26,12 +26,12 @@ from .base import (
     has_tools,
     is_strict,
     max_tokens,
-    took,
+    require,
     top_logprobs,
 )
-from .chat import ChatAsker, streamed
+from .chat import ChatClient, streamed
 from .generated import count_of
-from .parsers import Reader, calls_are_free, keeps_special
+from .parsers import AnswerParser, calls_are_free, keeps_special
 
 PATH = "/v1/completions"
 
@@ -92,31 +92,31 @@ _CHUNK = "A chunk of the engine's completion"
 _TOKEN_ID = "token_id:"
 
 
-class CompletionsAsker:
+class CompletionsClient:
     """See Asker."""
 
-    def __init__(self, engine: Engine, upstream: Upstream, format: ChatFormat) -> None:
+    def __init__(self, engine: Engine, probe_result: ProbeResult, format: ChatFormat) -> None:
         self._engine = engine
-        self._reasons = upstream.reasoning_parser
+        self._reasons = probe_result.reasoning_parser
         self._format = format
-        self._reader = Reader(format, reasons=upstream.reasoning_parser)
-        self._chat = ChatAsker(engine)
+        self._reader = AnswerParser(format, reasons=probe_result.reasoning_parser)
+        self._chat = ChatClient(engine)
 
-    def can_continue(self, body: Body) -> str | None:
+    def can_continue(self, body: ChatBody) -> str | None:
         """See Asker."""
         if has_media(body):
             return "multimodal"
         return _foreign_field(body) or self._reader.trouble(body)
 
-    def streams(self, body: Body, prompt: Prompt) -> bool:
+    def streams(self, body: ChatBody, prompt: Prompt) -> bool:
         """See Asker."""
         if prompt.ids is None:
             return self._chat.streams(body, prompt)
         return not (has_tools(body) or self._reasons)
 
     async def whole(
-        self, body: Body, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
-    ) -> Answer:
+        self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
+    ) -> ChatAnswer:
         """See Asker."""
         if prompt.ids is None:
             answer = await self._chat.whole(
@@ -125,14 +125,14 @@ class CompletionsAsker:
             if _foreign_field(body) is None:
                 self._reader.compare(body, answer)
             return answer
-        line = Line(self._engine, rollout_id, timeout_seconds)
-        answer = await line.post(PATH, _request(body, prompt.ids))
+        session = EngineSession(self._engine, rollout_id, timeout_seconds)
+        answer = await session.post(PATH, _request(body, prompt.ids))
         return self._told(answer, body, prompt.ids)
 
     @asynccontextmanager
     async def stream(
-        self, body: Body, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
-    ) -> AsyncIterator[AsyncIterator[Answer]]:
+        self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
+    ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
         """See Asker."""
         if prompt.ids is None:
             async with self._chat.stream(
@@ -140,15 +140,15 @@ class CompletionsAsker:
             ) as chunks:
                 yield chunks
             return
-        line = Line(self._engine, rollout_id, timeout_seconds)
-        async with line.stream(PATH, streamed(_request(body, prompt.ids))) as chunks:
+        session = EngineSession(self._engine, rollout_id, timeout_seconds)
+        async with session.stream(PATH, streamed(_request(body, prompt.ids))) as chunks:
             yield self._chunks(chunks, body, prompt.ids)
 
-    def _told(self, answer: Answer, body: Body, sent: Sequence[int]) -> Answer:
+    def _told(self, answer: ChatAnswer, body: ChatBody, sent: Sequence[int]) -> ChatAnswer:
         choices = []
         for choice in choices_of(answer, count_of(body), _WHERE):
             check_prompt(choice, sent, _WHERE)
-            message = self._reader.message(took(choice, "text", str, _WHERE), body, list(sent))
+            message = self._reader.message(require(choice, "text", str, _WHERE), body, list(sent))
             facts = self._facts(choice, body, _WHERE)
             if message.get("tool_calls"):
                 facts["finish_reason"] = "tool_calls"
@@ -159,13 +159,13 @@ class CompletionsAsker:
             "created": answer.get("created") or int(time.time()),
             "model": answer.get("model") or body.get("model"),
             "choices": choices,
-            "usage": took(answer, "usage", dict, _WHERE),
+            "usage": require(answer, "usage", dict, _WHERE),
             "prompt_token_ids": list(sent),
         }
 
     async def _chunks(
-        self, stream: AsyncIterator[Answer], body: Body, sent: Sequence[int]
-    ) -> AsyncIterator[Answer]:
+        self, stream: AsyncIterator[ChatAnswer], body: ChatBody, sent: Sequence[int]
+    ) -> AsyncIterator[ChatAnswer]:
         begun: set[int] = set()
         unfinished = set(range(count_of(body)))
         async for chunk in stream:
@@ -175,29 +175,29 @@ class CompletionsAsker:
                 "created": chunk.get("created") or 0,
                 "model": chunk.get("model") or body.get("model"),
             }
-            for choice in took(chunk, "choices", list, _CHUNK):
-                index = took(choice, "index", int, _CHUNK)
+            for choice in require(chunk, "choices", list, _CHUNK):
+                index = require(choice, "index", int, _CHUNK)
                 if index not in begun:
                     begun.add(index)
                     check_prompt(choice, sent, _CHUNK)
                     role = {"role": "assistant", "content": ""}
                     part = {"index": index, "delta": role, "finish_reason": None}
                     yield {**head, "choices": [part], "prompt_token_ids": list(sent)}
-                text = took(choice, "text", str, _CHUNK)
+                text = require(choice, "text", str, _CHUNK)
                 delta = {"content": text} if text else {}
                 facts = self._facts(choice, body, _CHUNK)
                 if facts["finish_reason"] is not None:
                     unfinished.discard(index)
                 yield {**head, "choices": [{"index": index, "delta": delta, **facts}]}
             if not chunk["choices"]:
-                yield {**head, "choices": [], "usage": took(chunk, "usage", dict, _CHUNK)}
+                yield {**head, "choices": [], "usage": require(chunk, "usage", dict, _CHUNK)}
         check_ended(unfinished)
 
-    def _facts(self, choice: dict[str, Any], body: Body, where: str) -> dict[str, Any]:
-        ids = took(choice, "token_ids", list, where)
+    def _facts(self, choice: dict[str, Any], body: ChatBody, where: str) -> dict[str, Any]:
+        ids = require(choice, "token_ids", list, where)
         logprobs = None
         if body.get("logprobs") and ids:
-            logprobs = self._logprobs(took(choice, "logprobs", dict, where), body, where)
+            logprobs = self._logprobs(require(choice, "logprobs", dict, where), body, where)
         return {
             "finish_reason": choice.get("finish_reason"),
             "stop_reason": choice.get("stop_reason"),
@@ -205,10 +205,10 @@ class CompletionsAsker:
             "token_ids": ids,
         }
 
-    def _logprobs(self, logprobs: dict[str, Any], body: Body, where: str) -> dict[str, Any]:
+    def _logprobs(self, logprobs: dict[str, Any], body: ChatBody, where: str) -> dict[str, Any]:
         """A completion's logprobs, whose tokens are told by their ids, as those of a chat."""
-        tokens = took(logprobs, "tokens", list, where)
-        values = took(logprobs, "token_logprobs", list, where)
+        tokens = require(logprobs, "tokens", list, where)
+        values = require(logprobs, "token_logprobs", list, where)
         tops = logprobs.get("top_logprobs") or [None] * len(tokens)
         wanted = top_logprobs(body)
         content = []
@@ -224,7 +224,7 @@ class CompletionsAsker:
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-def _request(body: Body, ids: Sequence[int]) -> Body:
+def _request(body: ChatBody, ids: Sequence[int]) -> ChatBody:
     request = {name: body[name] for name in body if name in _SHARED}
     request |= {
         "prompt": list(ids),
@@ -240,7 +240,7 @@ def _request(body: Body, ids: Sequence[int]) -> Body:
     return request
 
 
-def _foreign_field(body: Body) -> str | None:
+def _foreign_field(body: ChatBody) -> str | None:
     """The reason why `body` cannot be told in a completion's fields, None when it can."""
     if has_tools(body) and not calls_are_free(body) and body.get("tool_choice") != "none":
         return "forced_tool"
@@ -254,11 +254,11 @@ def _foreign_field(body: Body) -> str | None:
     return next((f"field_{name}" for name in foreign), None)
 
 
-def _calls_by_grammar(body: Body) -> bool:
+def _calls_by_grammar(body: ChatBody) -> bool:
     """Whether the engine holds free calls to a grammar: to a single one, or to a schema."""
     strict = any(map(is_strict, body.get("tools") or []))
     return strict or body.get("parallel_tool_calls") is False
 
 
-def _id(answer: Answer) -> str:
+def _id(answer: ChatAnswer) -> str:
     return "chatcmpl-" + str(answer.get("id") or "").removeprefix("cmpl-")
