@@ -14,8 +14,8 @@ import httpx
 import msgspec
 from envserver_records import ConflictError, EnvserverError, InputError, NotFoundError, Split
 
+from .compression import HAS_ZSTD, LeaseStreamReader, decompress
 from .estimates import TaskEstimate, read_estimates
-from .frames import Frames
 from .on_demand import OnDemand
 from .protocol import (
     LONGEST_WAIT_SECONDS,
@@ -29,7 +29,6 @@ from .protocol import (
     authorization,
     batch_of,
     checked,
-    inflated,
     pause_before_next,
 )
 from .records import Batch, ClientGroup, GroupSummary, decode_batch, decode_group, decode_page
@@ -57,8 +56,8 @@ class EnvClient(OnDemand):
         keep_leases_seconds: what was leased and is not acknowledged yet is extended to so many
             seconds, again and again, for as long as the client is open; unset: leases end as they
             were made.
-        compress: let groups come as the server has them on disk (zstd): less work for it, less on
-            the way.
+        compress: accept groups as the server has them on disk (zstd), which is less work for it and
+            less to transfer; without effect where zstd is not installed.
         timeout_seconds: for one request, beyond the waiting it asks for.
         retries: see `Retries`.
         transport: for tests.
@@ -301,11 +300,11 @@ class EnvClient(OnDemand):
         ) as answer:
             if answer.status_code != 200:
                 raise _Refused(Answer(answer.status_code, answer.headers, await answer.aread()))
-            frames = Frames(answer.headers.get("content-encoding", ""))
+            leases = LeaseStreamReader(answer.headers.get("content-encoding", ""))
             async for part in answer.aiter_raw():
-                for frame in frames.feed(part):
-                    if frame:
-                        yield decode_batch(frame)
+                for lease in leases.feed(part):
+                    if lease:
+                        yield decode_batch(lease)
 
     async def ack(self, batch: Batch | str, *, checkpoint: str | None = None) -> None:
         """The batch is trained on; it is never delivered again. Twice is fine.
@@ -414,7 +413,7 @@ class EnvClient(OnDemand):
 
     @property
     def _encodings(self) -> str:
-        return "zstd" if self._compress else "identity"
+        return "zstd" if self._compress and HAS_ZSTD else "identity"
 
     async def _send(self, call: Call) -> Answer:
         tried = 0
@@ -451,9 +450,9 @@ class EnvClient(OnDemand):
             await answer.aclose()
         encoding = answer.headers.get("content-encoding", "")
         if len(raw) < _INLINE_BYTES:
-            content = inflated(raw, encoding)
+            content = decompress(raw, encoding)
         else:
-            content = await asyncio.to_thread(inflated, raw, encoding)
+            content = await asyncio.to_thread(decompress, raw, encoding)
         return Answer(answer.status_code, answer.headers, content)
 
 

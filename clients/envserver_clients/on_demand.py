@@ -17,8 +17,9 @@ from urllib.parse import urlencode
 
 import msgspec
 from envserver_records import Group, InputError, Split, Trajectory, unpack
+from envserver_records.wire import GROUPS_MSGPACK
 
-from .protocol import LONGEST_WAIT_SECONDS, MSGPACK, Answer, Call, ServerUnreachable
+from .protocol import LONGEST_WAIT_SECONDS, Answer, Call, ServerUnreachable
 from .records import decode_batch
 
 _MOST_TASKS: Final = 1024
@@ -127,7 +128,7 @@ class Order:
         if self.split is not None:
             body["split"] = self.split
         key = {"idempotency-key": self.key}
-        return Call("POST", "/v1/rollouts", body, MSGPACK, wait_seconds, key)
+        return Call("POST", "/v1/rollouts", body, GROUPS_MSGPACK, wait_seconds, key)
 
 
 def order_of(

@@ -5,10 +5,8 @@ In: what a trainer asks for. Out: `Call`s to be sent, batches and typed errors f
 
 from __future__ import annotations
 
-import gzip
 import os
 import random
-import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,17 +16,10 @@ from urllib.parse import quote, urlencode
 import msgspec
 from envserver_records import ConflictError, EnvserverError, InputError, NotFoundError, StoreError
 from envserver_records.backoff import Backoff
+from envserver_records.wire import GROUP_MSGPACK, GROUPS_MSGPACK, LEASE_STREAM
 
 from .records import Batch, decode_batch
 
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
-
-MSGPACK: Final = "application/vnd.envserver.groups+msgpack"
-GROUP_MSGPACK: Final = "application/vnd.envserver.group+msgpack"
-STREAM: Final = "application/vnd.envserver.stream"
 TOKEN_VARIABLE: Final = "ENVSERVER_TOKEN"
 
 InFlight = Literal["drain", "keep", "abort"]
@@ -109,7 +100,7 @@ class Call:
     @property
     def is_packed(self) -> bool:
         """Whether groups are asked for, which come in MessagePack."""
-        return self.accept in (MSGPACK, GROUP_MSGPACK)
+        return self.accept in (GROUPS_MSGPACK, GROUP_MSGPACK)
 
 
 @dataclass(frozen=True)
@@ -154,7 +145,7 @@ class Calls:
 
     def lease(self, *, whole: bool, wait_seconds: float, wanted: Wanted) -> Call:
         body = self._limits(whole, wanted) | {"wait_seconds": wait_seconds}
-        return Call("POST", f"{self._path}/lease", body, MSGPACK, wait_seconds, _key())
+        return Call("POST", f"{self._path}/lease", body, GROUPS_MSGPACK, wait_seconds, _key())
 
     def stream(
         self, *, stream_id: str, whole: bool, window: int, give_back: bool, wanted: Wanted
@@ -162,7 +153,7 @@ class Calls:
         query = self._limits(whole, wanted) | {"stream": stream_id, "window": window}
         query["on_hangup"] = "give_back" if give_back else "keep"
         path = f"{self._path}/stream?{urlencode(query, doseq=True)}"
-        return Call("GET", path, accept=STREAM)
+        return Call("GET", path, accept=LEASE_STREAM)
 
     def _limits(self, whole: bool, wanted: Wanted) -> dict[str, Any]:
         limits: dict[str, Any] = dict(wanted)
@@ -238,24 +229,6 @@ def _asked_for(problem: Exception | Answer) -> float:
     """The pause that the server asks for itself, in seconds."""
     after = problem.headers.get("retry-after", "") if isinstance(problem, Answer) else ""
     return min(float(after), LONGEST_WAIT_SECONDS) if after.isdecimal() else 0.0
-
-
-def inflated(content: bytes, encoding: str) -> bytes:
-    """`content` as it was before it was compressed for the way.
-
-    Raises:
-        InputError: it is damaged, or compressed in another way than was asked for.
-    """
-    try:
-        if encoding in ("", "identity"):
-            return content
-        if encoding == "zstd":
-            return zstd.decompress(content)
-        if encoding == "gzip":
-            return gzip.decompress(content)
-    except (zstd.ZstdError, EOFError, OSError) as error:
-        raise InputError(f"The server's answer is damaged: {error}.", place="body") from error
-    raise InputError(f"The server's answer is compressed as {encoding}.", place="body")
 
 
 def checked(answer: Answer) -> Answer:

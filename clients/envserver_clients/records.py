@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 from envserver_records import Group, InputError, Message, Trajectory, unpack
+from envserver_records.wire import GroupSummary, WireGroup, WireLease
 from numpy.typing import NDArray
 
 _NOT_TRAINED: Final = -100
@@ -47,14 +48,8 @@ class Row:
     trajectory: int = 0
 
 
-class ClientGroup(msgspec.Struct, dict=True):
-    """Rows of one task that are compared with each other. `body` is read as `format` says."""
-
-    group_id: str
-    env: str
-    format: str
-    policy_version: int
-    body: memoryview
+class ClientGroup(WireGroup, dict=True):
+    """Rows of one task that are compared with each other."""
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -77,34 +72,9 @@ class ClientGroup(msgspec.Struct, dict=True):
         )
 
 
-class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server knows of a group without its rows.
-
-    Args:
-        seq: order of arrival.
-        size: trajectories, or rows of a group posted over the Atropos wire.
-        tokens, max_length: of all its rows together, and of the longest.
-        state: buffered, queued, leased, acked or dropped.
-        created_at: seconds of the server's clock.
-    """
-
-    seq: int
-    group_id: str
-    env: str
-    format: str
-    size: int
-    tokens: int
-    max_length: int
-    policy_version: int
-    state: str
-    created_at: float
-
-
-class Batch(msgspec.Struct):
+class Batch(WireLease):
     """Groups under one lease, to be acknowledged before `expires_at` (the server's clock)."""
 
-    lease_id: str
-    expires_at: float
     groups: list[ClientGroup]
 
     @property

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import struct
-import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,6 +18,8 @@ from typing import Any, Final
 import msgspec
 import orjson
 from envserver_records.records import Group, unpack
+from envserver_records.wire import WireGroup, WireLease
+from envserver_records.zstd import zstd
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -30,16 +31,6 @@ from .atropos.convert import group_to_atropos
 from .cache import Cache
 from .transfer import accepts
 
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
-
-MSGPACK: Final = "application/vnd.envserver.groups+msgpack"
-"""Media type of a lease whose bodies are bytes."""
-GROUP_MSGPACK: Final = "application/vnd.envserver.group+msgpack"
-"""Media type of one group whose body is bytes."""
-
 _MOST_BYTES: Final = 64 * 1024 * 1024
 _INLINE_BYTES: Final = 64 * 1024
 """Less than this is inflated on the event loop: it takes less time than a change of threads."""
@@ -49,24 +40,6 @@ _LEVEL: Final = 1
 def zstd_frame(content: bytes) -> bytes:
     """`content` as one zstd frame."""
     return zstd.compress(content, level=_LEVEL)
-
-
-class TravellingGroup(msgspec.Struct):
-    """One group, of a lease or alone, as it travels: `format` says how to read `body`."""
-
-    group_id: str
-    env: str
-    format: str
-    policy_version: int
-    body: bytes
-
-
-class LeaseEnvelope(msgspec.Struct):
-    """A lease as it travels, in MessagePack. `expires_at` is seconds of the server's clock."""
-
-    lease_id: str
-    expires_at: float
-    groups: list[TravellingGroup]
 
 
 @dataclass(frozen=True)
@@ -137,7 +110,7 @@ class GroupEncoder:
 
     async def lease(self, lease: Lease) -> Packed:
         """The lease with its bodies, in MessagePack. Raises DamagedBodies."""
-        start = msgspec.msgpack.encode(LeaseEnvelope(lease.lease_id, lease.expires_at, []))
+        start = msgspec.msgpack.encode(WireLease(lease.lease_id, lease.expires_at, []))
         # An empty array is the last byte; in its place comes the length of ours.
         pieces: list[bytes | _Stored] = [start[:-1] + struct.pack(">BI", 0xDD, len(lease.groups))]
         bodies = await self._stored.get([row.group_id for row in lease.groups])
@@ -194,7 +167,7 @@ def _plain(stored: _Stored) -> bytes:
 
 
 def _pieces(row: GroupRow, body: _Stored) -> list[bytes | _Stored]:
-    group = TravellingGroup(row.group_id, row.env, row.format, row.policy_version, b"")
+    group = WireGroup(row.group_id, row.env, row.format, row.policy_version, memoryview(b""))
     # Empty bytes are the last two; in their place come the length and the bytes of the body.
     start = msgspec.msgpack.encode(group)[:-2]
     return [start + struct.pack(">BI", 0xC6, body.size()), body]

@@ -10,8 +10,8 @@ from urllib.parse import quote
 import httpx
 import msgspec
 from envserver_records.errors import ConflictError, InputError, NotFoundError
+from envserver_records.wire import GROUP_MSGPACK, WireGroup
 
-from ..api.leasing import GROUP_MSGPACK, TravellingGroup
 from .stored_bodies import line_of
 from .stored_sources import Raw
 
@@ -45,10 +45,10 @@ def _raw(http: httpx.Client, url: str, group_id: str) -> Raw:
     def decoded() -> Any:
         answer = _get(http, url, f"/v1/groups/{quote(group_id, safe='')}", GROUP_MSGPACK)
         try:
-            whole = msgspec.msgpack.decode(answer.content, type=TravellingGroup)
+            whole = msgspec.msgpack.decode(answer.content, type=WireGroup)
         except msgspec.DecodeError as error:
             raise InputError(f"{place} is none: {error}.", place=place) from error
-        return line_of(whole.body, whole.format, whole.env, group_id, place)
+        return line_of(bytes(whole.body), whole.format, whole.env, group_id, place)
 
     return Raw(place, decoded)
 

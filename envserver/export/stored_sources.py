@@ -20,11 +20,7 @@ from typing import IO, Any
 import orjson
 import structlog
 from envserver_records.errors import InputError, NotFoundError
-
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
+from envserver_records.zstd import zstd
 
 log = structlog.get_logger()
 

@@ -7,16 +7,11 @@ is not compressed again. One request for what is ready costs the server a fracti
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Final
 
 import msgspec
-
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
+from envserver_records.zstd import zstd
 
 GROUPS_MSGPACK: Final = "application/vnd.envserver.group-list+msgpack"
 """Media type of several posted groups."""

@@ -15,8 +15,8 @@ from urllib.parse import quote
 import httpx
 import msgspec
 from envserver_records.errors import ConflictError, InputError, NotFoundError
+from envserver_records.wire import GROUP_MSGPACK, WireGroup
 
-from ..api.leasing import GROUP_MSGPACK, TravellingGroup
 from .delivered import Delivery, newest_version, read_body, read_line
 
 _PAGE: Final = 256
@@ -102,7 +102,7 @@ class ServerSource:
             path = f"/v1/groups/{quote(group['group_id'], safe='')}"
             answer = await self._get(path, accept=GROUP_MSGPACK)
             try:
-                whole = msgspec.msgpack.decode(answer.content, type=TravellingGroup)
+                whole = msgspec.msgpack.decode(answer.content, type=WireGroup)
             except msgspec.DecodeError as error:
                 raise InputError(f"{self._url} sent no group: {error}.", place=path) from error
             yield await asyncio.to_thread(

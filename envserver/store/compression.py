@@ -7,16 +7,11 @@ compressing takes. Either form has a checksum, for a disk may damage what SQLite
 
 from __future__ import annotations
 
-import sys
 import zlib
 from typing import Final
 
 from envserver_records.errors import TooLargeError
-
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
+from envserver_records.zstd import zstd
 
 RAW: Final = 0
 ZSTD: Final = 1

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any, Final
 
 import msgspec
+from envserver_records.wire import GROUP_MSGPACK, GroupSummary
 from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ...store import GroupRow, Store
-from ..leasing import GROUP_MSGPACK, GroupEncoder, PackedAnswer
+from ..leasing import GroupEncoder, PackedAnswer
 from .answers import answers, json_answer
 from .models import MOST_GROUPS, GroupsAnswer, LeasedGroup
 
@@ -46,6 +47,5 @@ def add_group_routes(router: APIRouter, store: Store, encoder: GroupEncoder) -> 
 
 
 def _summary(row: GroupRow) -> dict[str, Any]:
-    facts = msgspec.structs.asdict(row)
-    del facts["lease_id"]  # whoever has it could acknowledge for its owner
-    return facts
+    # Without the lease's id: whoever has it could acknowledge for its owner.
+    return msgspec.structs.asdict(msgspec.convert(row, GroupSummary, from_attributes=True))

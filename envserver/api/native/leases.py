@@ -10,6 +10,7 @@ import uuid
 from typing import Annotated, Final
 
 from envserver_records.errors import ConflictError, NotFoundError
+from envserver_records.wire import GROUPS_MSGPACK, LEASE_STREAM
 from fastapi import APIRouter, Query
 from pydantic import TypeAdapter
 from starlette.datastructures import Headers
@@ -20,7 +21,7 @@ from ...store import Lease, Store
 from ...store.damage import DamagedBodies
 from ..atropos.service import AtroposService
 from ..bodies import read_body, request_body
-from ..leasing import MSGPACK, GroupEncoder, PackedAnswer
+from ..leasing import GroupEncoder, PackedAnswer
 from .answers import answers, json_answer
 from .models import (
     Ack,
@@ -31,7 +32,7 @@ from .models import (
     Nack,
     StreamRequest,
 )
-from .streams import EVENTS, STREAM, LeaseStream, StreamAnswer, Streams, stream_of
+from .streams import EVENTS, LeaseStream, StreamAnswer, Streams, stream_of
 from .waiting import Hangup, Leasing, lease_id_of
 
 _LEASE: Final = TypeAdapter(LeaseRequest)
@@ -52,7 +53,9 @@ def add_lease_routes(
     @router.post(
         "/v1/runs/{run}/lease",
         openapi_extra=request_body(LeaseRequest),
-        responses=answers(LeaseAnswer, 404, 409, body=True, media_types=(MSGPACK,), what="A lease.")
+        responses=answers(
+            LeaseAnswer, 404, 409, body=True, media_types=(GROUPS_MSGPACK,), what="A lease."
+        )
         | {204: {"description": "Nothing that fits came in time."}},
     )
     async def lease(run: str, request: Request) -> Response:
@@ -85,7 +88,7 @@ def add_lease_routes(
         "/v1/runs/{run}/stream",
         response_class=Response,
         responses=answers(
-            None, 404, 409, 422, media_types=(STREAM, EVENTS), what="Leases, without end."
+            None, 404, 409, 422, media_types=(LEASE_STREAM, EVENTS), what="Leases, without end."
         ),
     )
     async def stream(
@@ -165,8 +168,8 @@ def add_lease_routes(
 
 async def lease_answer(lease: Lease, encoder: GroupEncoder, headers: Headers) -> Response:
     """The lease as the client wants it. Raises DamagedBodies: some cannot be read."""
-    if MSGPACK in headers.get("accept", ""):
-        return PackedAnswer(await encoder.lease(lease), MSGPACK, headers)
+    if GROUPS_MSGPACK in headers.get("accept", ""):
+        return PackedAnswer(await encoder.lease(lease), GROUPS_MSGPACK, headers)
     return Response(await encoder.lease_as_json(lease), media_type="application/json")
 
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import msgspec
+from envserver_records.wire import GroupSummary
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 LONGEST_WAIT_SECONDS: Final = 60.0
 MOST_GROUPS: Final = 1024
@@ -123,6 +125,8 @@ class PolicyVersionRequest(Body):
 
 # Answers
 
+_GROUP_SUMMARY: Final = msgspec.json.schema_components([GroupSummary])[1]["GroupSummary"]
+
 
 class RunAnswer(BaseModel):
     name: str
@@ -174,22 +178,8 @@ class ExtendedAnswer(BaseModel):
     expires_at: float
 
 
-class GroupSummary(BaseModel):
-    seq: int
-    group_id: str
-    env: str
-    format: str
-    size: int
-    tokens: int
-    max_length: int
-    policy_version: int
-    env_id: int | None
-    state: str
-    created_at: float
-
-
 class GroupsAnswer(BaseModel):
-    groups: list[GroupSummary]
+    groups: list[Annotated[dict[str, Any], WithJsonSchema(_GROUP_SUMMARY)]]
     next: int | None
 
 

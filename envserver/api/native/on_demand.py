@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final
 
 from envserver_records.errors import ConflictError, InputError
 from envserver_records.records import Split
+from envserver_records.wire import GROUPS_MSGPACK
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field, TypeAdapter
 from starlette.requests import Request
@@ -23,7 +24,7 @@ from ...store import Lease, Store
 from ...store.damage import DamagedBodies
 from ..access.quotas import TooManyRequests
 from ..bodies import read_body, request_body
-from ..leasing import MSGPACK, GroupEncoder
+from ..leasing import GroupEncoder
 from .answers import answers, json_answer
 from .leases import lease_answer
 from .models import LONGEST_WAIT_SECONDS, MOST_GROUPS, Body, LeaseAnswer, Name
@@ -79,7 +80,12 @@ def add_on_demand_routes(
         "/v1/rollouts",
         openapi_extra=request_body(RolloutsRequest),
         responses=answers(
-            LeaseAnswer, 404, 409, body=True, media_types=(MSGPACK,), what="All of the groups."
+            LeaseAnswer,
+            404,
+            409,
+            body=True,
+            media_types=(GROUPS_MSGPACK,),
+            what="All of the groups.",
         )
         | {202: {"model": RolloutsProgress, "description": "Not all of them are made yet."}},
     )

@@ -20,6 +20,7 @@ from typing import Final, Protocol
 import structlog
 from envserver_records.errors import EnvserverError
 from envserver_records.framing import frame, frame_header
+from envserver_records.wire import LEASE_STREAM
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -33,7 +34,6 @@ from .waiting import Hangup, Leasing
 
 log = structlog.get_logger(__name__)
 
-STREAM: Final = "application/vnd.envserver.stream"
 EVENTS: Final = "text/event-stream"
 
 _KEEP_ALIVE_SECONDS: Final = 15.0
@@ -224,7 +224,7 @@ class _Events:
 
 
 class _Frames:
-    media_type = STREAM
+    media_type = LEASE_STREAM
 
     def __init__(self, encoder: GroupEncoder, *, compress: bool) -> None:
         self._encoder = encoder

@@ -17,17 +17,13 @@ import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
 from envserver_records.errors import ConfigError
+from envserver_records.zstd import zstd
 from support.api import Api, native_group, put_native, running_api
 
 from envserver.api.access.tokens import create_token
 from envserver.api.app import create_api
 from envserver.api.server import serve_api
 from envserver.config import ServerConfig
-
-try:
-    from compression import zstd
-except ImportError:
-    from backports import zstd
 
 GET = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n"
 POST = b"POST /v1/runs HTTP/1.1\r\nhost: localhost\r\n"

@@ -21,6 +21,7 @@ import msgspec
 import pytest
 import schemathesis
 from envserver_records.records import pack
+from envserver_records.zstd import zstd
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
@@ -41,11 +42,6 @@ from support.api import (
 )
 
 from envserver.proxy.gate import Gate
-
-try:
-    from compression import zstd
-except ImportError:
-    from backports import zstd
 
 JSON: Final = "application/json"
 MSGPACK: Final = "application/vnd.envserver.group+msgpack"

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from envserver_clients.frames import Frames
+from envserver_clients.compression import LeaseStreamReader
 from envserver_clients.http import EnvClient, Retries, SyncEnvClient
 from envserver_clients.records import decode_batch
 from hypothesis import given, settings
@@ -267,7 +267,7 @@ def test_frames_come_out_however_the_stream_is_cut(
 ) -> None:
     stream = b"".join(len(frame).to_bytes(4, "big") + frame for frame in frames)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=5)))
-    reader = Frames("")
+    reader = LeaseStreamReader("")
     parts = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
     assert [frame for part in parts for frame in reader.feed(part)] == frames
 
@@ -278,7 +278,7 @@ async def test_a_binary_stream_can_be_read_by_anybody(api: Api) -> None:
         "GET", "/v1/runs/run/stream", headers={"accept-encoding": "identity"}
     ) as answer:
         assert answer.headers["content-type"] == "application/vnd.envserver.stream"
-        reader = Frames("")
+        reader = LeaseStreamReader("")
         async for part in answer.aiter_raw():
             if found := [frame for frame in reader.feed(part) if frame]:
                 (only,) = decode_batch(found[0]).groups

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import gzip
 import hashlib
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+from envserver_records.zstd import zstd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.api import native_group, put_native, running_api, wire_group
@@ -24,11 +24,6 @@ from envserver.export.stored import read_groups
 from envserver.export.traces import problems_of_trace, unified_of_trace
 from envserver.export.unified import problems_of
 from envserver.store import GroupPut, open_store
-
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
 
 LETTERS = ("Lu", "Ll")
 

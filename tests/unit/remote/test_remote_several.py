@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from backports import zstd
 from envserver_records.errors import ConflictError, InputError, TooLargeError
 from envserver_records.records import pack
+from envserver_records.zstd import zstd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.api import running_api

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from envserver_records.wire import GROUPS_MSGPACK
 from support.api import Api, native_group, put_native, running_api, wire_group
 from support.postgres import Postgres
 from support.stores import group, ids
 
-from envserver.api.leasing import MSGPACK
 from envserver.rollouts.ordered import Order
 from envserver.store import open_store
 
@@ -58,7 +58,7 @@ async def make_run(api: Api, name: str, delivery: str = "shared") -> None:
 
 async def lease(api: Api, run: str = "run", *, packed: bool = False, **wanted: Any) -> Any:
     """The lease; None where nothing came."""
-    headers = {"accept": MSGPACK} if packed else {}
+    headers = {"accept": GROUPS_MSGPACK} if packed else {}
     if key := wanted.pop("key", ""):
         headers["idempotency-key"] = key
     answer = await api.http.post(f"/v1/runs/{run}/lease", json=wanted, headers=headers)

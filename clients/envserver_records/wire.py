@@ -1,0 +1,73 @@
+"""The native API's answers about groups: what the server writes and the client reads.
+
+In: groups under a lease, one group, or what is known of a group without its rows. Out: MessagePack
+and JSON. Both sides use these structs, so a field exists once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+GROUPS_MSGPACK: Final = "application/vnd.envserver.groups+msgpack"
+"""Media type of a lease: `WireLease` in MessagePack."""
+GROUP_MSGPACK: Final = "application/vnd.envserver.group+msgpack"
+"""Media type of one group: `WireGroup` in MessagePack."""
+LEASE_STREAM: Final = "application/vnd.envserver.stream"
+"""Media type of a stream of leases: `WireLease`s in frames (`framing`), empty ones between them."""
+
+
+class WireGroup(msgspec.Struct):
+    """One group.
+
+    Args:
+        format: how to read `body`: "group" (`records.unpack`) or "atropos" (JSON).
+        policy_version: the lowest version that sampled any of it, -1 where unknown.
+        body: after decoding a view of the answer.
+    """
+
+    group_id: str
+    env: str
+    format: str
+    policy_version: int
+    body: memoryview
+
+
+class WireLease(msgspec.Struct):
+    """Groups that are leased together.
+
+    Args:
+        expires_at: seconds of the server's clock.
+    """
+
+    lease_id: str
+    expires_at: float
+    groups: Sequence[WireGroup]
+
+
+class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server knows of a group without its rows.
+
+    Args:
+        seq: order of arrival.
+        size: trajectories, or rows of a group posted over the Atropos wire.
+        tokens: of all its rows together.
+        max_length: tokens of the longest row.
+        env_id: of the environment that posted it over the Atropos wire.
+        state: buffered, queued, leased, acked or dropped.
+        created_at: when it was accepted, in seconds of the server's clock.
+    """
+
+    seq: int
+    group_id: str
+    env: str
+    format: str
+    size: int
+    tokens: int
+    max_length: int
+    policy_version: int
+    env_id: int | None = None
+    state: str
+    created_at: float
