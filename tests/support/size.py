@@ -1,48 +1,34 @@
-"""Installs the core with the math environment where nothing is, and says how big that is.
+"""Installs the core with the math environment into a fresh environment and prints its size.
 
     python tests/support/size.py
 
-Fails when it is over the limit, or when something in it would need a compiler (`--only-binary`).
-Counted is what the packages hold; the bytecode that Python makes of them comes on top and is told
-apart. The versions are those of constraints.txt, without the tools of the tests.
+Fails when it is over the limit, or when something in it needs a compiler (`--only-binary`). The sum
+counts what the packages hold; the bytecode that Python makes of them is printed separately. The
+versions are those of constraints.txt, without the tools of the tests.
 """
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
 
+from fresh import ROOT, fresh_environment, site_packages
+
 LIMIT_MEGABYTES = 250
-ROOT = Path(__file__).parent.parent.parent
 
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
-        packages = _install(Path(folder))
-        sizes, bytecode = _sizes(packages)
+        fresh_environment(Path(folder), ROOT / "clients", f"{ROOT}[math]")
+        sizes, bytecode = _sizes(site_packages(Path(folder)))
     total = sum(sizes.values())
     for name, size in sizes.most_common(12):
         print(f"{size / 1e6:8.1f} MB  {name}")
     print(f"{total / 1e6:8.1f} MB  in all (limit {LIMIT_MEGABYTES} MB)")
     print(f"{bytecode / 1e6:8.1f} MB  of bytecode on top, once everything was imported")
     return 0 if total < LIMIT_MEGABYTES * 1e6 else 1
-
-
-def _install(folder: Path) -> Path:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
-    versions = folder / "versions.txt"
-    versions.write_text(_versions((ROOT / "constraints.txt").read_text()))
-    # The outer pip installs: what is measured is the project, not pip.
-    pip = [sys.executable, "-m", "pip", "--python", folder / "venv/bin/python"]
-    install = [*pip, "install", "--quiet", "--only-binary", ":all:"]
-    subprocess.run(
-        [*install, "--constraint", versions, f"{ROOT}/clients", f"{ROOT}[math]"], check=True
-    )
-    (packages,) = (folder / "venv/lib").glob("python*/site-packages")
-    return packages
 
 
 def _sizes(packages: Path) -> tuple[Counter[str], int]:
@@ -54,12 +40,6 @@ def _sizes(packages: Path) -> tuple[Counter[str], int]:
         elif path.is_file() and not path.is_symlink():
             sizes[path.relative_to(packages).parts[0]] += path.stat().st_size
     return sizes, bytecode
-
-
-def _versions(locked: str) -> str:
-    """Names and versions without hashes: pip takes no hashes for a folder that is installed."""
-    lines = (line.removesuffix("\\").strip() for line in locked.splitlines())
-    return "\n".join(line for line in lines if line and not line.startswith(("--hash", "#")))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def check_libraries() -> None:
     if missing:
         raise ConfigError(
             f"This trains with {', '.join(missing)}, which this Python has not.",
-            hint="pip install 'envserver[train,data]'",
+            hint="pip install 'envserver-clients[train]'",
         )
 
 

@@ -136,7 +136,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise ConfigError(
-            "Parquet is read with pyarrow.", hint="pip install 'envserver[data]'"
+            "Parquet is read with pyarrow.", hint="pip install 'envserver-clients[train]'"
         ) from error
     try:
         number = 0

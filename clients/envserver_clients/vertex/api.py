@@ -59,7 +59,7 @@ class Tokens:
         except ImportError as error:
             raise ConfigError(
                 f"There are no credentials: {TOKEN} is not set, and google-auth is not installed.",
-                hint="pip install 'envserver[vertex]', or "
+                hint="pip install 'envserver-clients[vertex]', or "
                 f"export {TOKEN}=$(gcloud auth print-access-token)",
             ) from error
         try:

@@ -80,7 +80,7 @@ def _place(url: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         raise ConfigError(
             f"{url} is no place that can be reached from here: {error}.",
-            hint="pip install 'envserver[vertex]'",
+            hint="pip install 'envserver-clients[vertex]'",
         ) from error
     return system, str(place)
 
