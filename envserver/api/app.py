@@ -31,11 +31,11 @@ from .atropos.routes import atropos_posts, atropos_routes
 from .atropos.service import AtroposService
 from .direct import DirectPosts
 from .health import Health, health_routes, store_probe
-from .joined.families import JoinedNumbers, standings
-from .joined.registered import RemoteEnvironments
-from .joined.routes import environment_posts, environment_routes
 from .metrics import CountedRequests, Metrics, metric_routes
 from .native import PolicyVersion, native_routes
+from .runners.metrics import RunnerMetrics, count_runners
+from .runners.registry import RunnerRegistry
+from .runners.routes import runner_posts, runner_routes
 from .transfer import CompressedAnswers, RequestBodies
 from .upkeep import remove_old
 from .weights import weight_routes
@@ -58,7 +58,7 @@ def create_api(
     include_messages: bool = True,
     score_range: Literal["unit", "pm1"] = "unit",
     retention: RetentionConfig | None = None,
-    environments: RemoteEnvironments | None = None,
+    runners: RunnerRegistry | None = None,
     orders: Orders | None = None,
 ) -> FastAPI:
     """The application.
@@ -78,14 +78,14 @@ def create_api(
             settings' defaults give.
         orders: makes rollouts on demand; None: there are no such routes.
     """
-    joined = environments or RemoteEnvironments(
+    runners = runners or RunnerRegistry(
         store,
         Demand(store, Bounds(most_groups=256, most_batches=3)),
         silent_after_seconds=settings.silent_after_seconds,
     )
 
     def publish(version: int) -> None:
-        joined.publish(version)
+        runners.publish(version)
         if on_policy_version is not None:
             on_policy_version(version)
 
@@ -95,14 +95,14 @@ def create_api(
         include_messages=include_messages,
         score_range=score_range,
         silent_after_seconds=settings.silent_after_seconds,
-        minimums=joined.minimums,
+        minimums=runners.minimums,
     )
     policy = PolicyVersion(store, publish)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await atropos.load()
-        await joined.load()
+        await runners.load()
         await policy.load()
         upkeep = [asyncio.create_task(_expire_leases(store, atropos), name="lease-expiry")]
         if retention is not None:
@@ -121,25 +121,25 @@ def create_api(
     wire_posts = atropos_posts(atropos)
     wire = atropos_routes(atropos, wire_posts)
     app.include_router(wire)
-    app.include_router(environment_routes(joined, settings.max_body_bytes))
+    app.include_router(runner_routes(runners, settings.max_body_bytes))
     app.include_router(
         native_routes(
             store,
             atropos,
             policy,
             settings=settings,
-            joined=lambda: standings(joined),
+            joined=lambda: count_runners(runners),
             status=status,
             orders=orders,
         )
     )
     app.include_router(health_routes(health or _store_only(store)))
     if metrics is not None:
-        metrics.add(JoinedNumbers(joined).families)
+        metrics.add(RunnerMetrics(runners).families)
         app.include_router(metric_routes(metrics))
     if gate is not None:
-        app.include_router(weight_routes(gate, policy, joined))
-    posts = wire_posts | environment_posts(joined, settings.max_body_bytes)
+        app.include_router(weight_routes(gate, policy, runners))
+    posts = wire_posts | runner_posts(runners, settings.max_body_bytes)
     app.add_middleware(DirectPosts, endpoints=posts)
     app.add_middleware(RequestBodies, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(CompressedAnswers)

@@ -17,9 +17,9 @@ from starlette.responses import JSONResponse, Response
 
 from ..proxy.gate import Gate, InFlight
 from .bodies import read_body, request_body
-from .joined.registered import RemoteEnvironments
 from .native import VERSION_LIMIT, PolicyVersion
 from .native.answers import answers
+from .runners.registry import RunnerRegistry
 
 _LONGEST_WAIT_SECONDS: Final = 3600.0
 
@@ -57,7 +57,7 @@ _PAUSE: Final = TypeAdapter(PauseRequest)
 _RESUME: Final = TypeAdapter(ResumeRequest)
 
 
-def weight_routes(gate: Gate, policy: PolicyVersion, environments: RemoteEnvironments) -> APIRouter:
+def weight_routes(gate: Gate, policy: PolicyVersion, environments: RunnerRegistry) -> APIRouter:
     """The routes, for the calls behind `gate`, and those of environments on other machines."""
     router = APIRouter(tags=["native"])
 

@@ -25,11 +25,11 @@ from .. import __version__
 from ..config import Settings, is_loopback
 from ..curriculum_config import CurriculumConfig
 from ..environment import Environment
-from ..remote.gate import HeldGate
+from ..remote.gate import RunnerGate
 from ..remote.identity import Identity, default_name, held_identity
 from ..remote.link import Link
 from ..remote.messages import NAME_PATTERN, Heartbeat, Registration, Welcome
-from ..remote.sink import RemoteSink, lacking
+from ..remote.sink import RemoteSink, missing_requests
 from ..rollouts.events import Event, GroupDropped, Observer
 from ..rollouts.group import RolloutContext
 from ..rollouts.scheduler import Scheduler
@@ -119,7 +119,7 @@ async def join(line: Line, console: Console) -> int:
     with held_identity(
         settings.joined_folder, name=settings.name, default=default_name(name)
     ) as identity:
-        gate = HeldGate()
+        gate = RunnerGate()
         link = Link(
             settings.url,
             _registration(line, identity),
@@ -274,7 +274,9 @@ def _scheduler(parts: RolloutContext, link: Link, stored: int, book: Book | None
 
     scheduler = Scheduler(
         parts,
-        lacking(own, _known(link), stored) if book is None else book.curriculum.requests(own),
+        missing_requests(own, _known(link), stored)
+        if book is None
+        else book.curriculum.requests(own),
         RemoteSink(link, open_groups),
         wanted=None if steps is None else max(0, steps - stored),
         stop_on_failures=False,

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from ..api.app import create_api
-from ..api.joined.registered import RemoteEnvironments
+from ..api.runners.registry import RunnerRegistry
 from ..config import (
     LogFormat,
     LogLevel,
@@ -85,7 +85,7 @@ async def run_api(settings: RunApiSettings) -> int:
             settings=settings.server,
             status=delivery.status,
             on_policy_version=delivery.publish,
-            environments=delivery.elsewhere,
+            runners=delivery.elsewhere,
             gate=Gate(),  # of no engine here: environments on other machines pause with it
             metrics=door.metrics,
             health=door.health,
@@ -118,7 +118,7 @@ class _Delivery:
             ),
             silent_run_seconds=rules.silent_run_seconds,
         )
-        self.elsewhere = RemoteEnvironments(
+        self.elsewhere = RunnerRegistry(
             store,
             self.demand,
             silent_after_seconds=settings.server.silent_after_seconds,

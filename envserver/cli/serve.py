@@ -111,7 +111,7 @@ def _api(members: Members, door: Front, host: Hosted) -> FastAPI:
         include_messages=config.include_messages,
         score_range=config.score_range,
         retention=settings.retention,
-        environments=host.elsewhere,
+        runners=host.elsewhere,
         orders=host.orders,
     )
 

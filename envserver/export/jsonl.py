@@ -208,8 +208,8 @@ class JsonlSink:
         """Returns those that are in the file."""
         return self._done.intersection(group_ids)
 
-    async def wait_for_room(self) -> None:
-        """Returns at once: a file always has room."""
+    async def wait_for_capacity(self) -> None:
+        """Returns at once: a file always has capacity."""
 
 
 def append_durably(file: IO[bytes], data: bytes) -> None:

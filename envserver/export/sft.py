@@ -140,8 +140,8 @@ class SftSink:
         """Returns those whose rows are in the file."""
         return self._done.intersection(group_ids)
 
-    async def wait_for_room(self) -> None:
-        """Returns at once: a file always has room."""
+    async def wait_for_capacity(self) -> None:
+        """Returns at once: a file always has capacity."""
 
 
 def _opened(path: Path, *, append: bool) -> IO[bytes]:

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from ..proxy.gate import Aborted, Gate
 
 
-class HeldGate(Gate):
+class RunnerGate(Gate):
     """See the module. Until `hear` is called first, nothing passes.
 
     Attributes:

@@ -25,7 +25,8 @@ from envserver_records.records import Split
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ..rollouts.estimates import Estimate, Scored
-from .gate import HeldGate
+from .batch import GROUPS_MSGPACK, encode_batch
+from .gate import RunnerGate
 from .messages import (
     KEY_HEADER,
     Accepted,
@@ -39,8 +40,7 @@ from .messages import (
     ScoredGroups,
     Welcome,
 )
-from .posts import Posts
-from .several import GROUPS_MSGPACK, joined
+from .posts import GroupPoster
 
 _log = structlog.get_logger("envserver.remote")
 
@@ -110,7 +110,7 @@ class Link:
         url: str,
         registration: Registration,
         *,
-        gate: HeldGate,
+        gate: RunnerGate,
         token: str = "",
         tls: ssl.SSLContext | None = None,
         facts: Callable[[], Heartbeat] = Heartbeat,
@@ -121,7 +121,7 @@ class Link:
         self.facts, self.publish, self.drain = facts, publish, drain
         self._registration = registration
         self._gate = gate
-        self._posts = Posts(self._post)
+        self._posts = GroupPoster(self._post)
         self._session: Welcome | None = None
         self._registering: asyncio.Task[None] | None = None
         self._news = News()
@@ -181,7 +181,7 @@ class Link:
                 await asyncio.gather(polling, urgent, return_exceptions=True)
             await asyncio.sleep(_SHORTEST_BEAT_SECONDS)
 
-    async def wait_for_room(self, open_groups: Callable[[], int]) -> None:
+    async def wait_for_capacity(self, open_groups: Callable[[], int]) -> None:
         """Returns when another group may be begun."""
         while open_groups() >= self._news.room or self._news.drain:
             if self._said.open < self._news.room:
@@ -190,7 +190,7 @@ class Link:
             await self._more.wait()
 
     async def post(self, body: bytes) -> None:
-        """Returns when the server has the packed group on disk, `several.compressed` or not. What
+        """Returns when the server has the packed group on disk, `batch.compressed` or not. What
         is posted while a request is under way goes into the next one together.
 
         Raises:
@@ -200,7 +200,7 @@ class Link:
         await self._posts.put(body)
 
     async def _post(self, bodies: Sequence[bytes]) -> list[InputError | None]:
-        content = joined(bodies)
+        content = encode_batch(bodies)
 
         async def send() -> httpx.Response:
             now = self.facts()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from envserver_records.errors import InputError
 
-from .several import MOST_BYTES, MOST_GROUPS
+from .batch import MOST_BYTES, MOST_GROUPS
 
 Send = Callable[[Sequence[bytes]], Awaitable[Sequence[InputError | None]]]
 """Returns for each body why it is refused, None where it is on disk."""
@@ -24,8 +24,8 @@ class _Waiting(NamedTuple):
     done: asyncio.Future[None]
 
 
-class Posts:
-    """Posts through `send`; `close` it."""
+class GroupPoster:
+    """GroupPoster through `send`; `close` it."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

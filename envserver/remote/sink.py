@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from envserver_records.records import Group, pack
 
 from ..rollouts.stream import GroupRequest
+from .batch import compressed
 from .link import Link
-from .several import compressed
 
 _ASKED_AT_ONCE = 1024
 
 
-def lacking(
+def missing_requests(
     requests: Iterator[GroupRequest], known: Callable[[list[str]], set[str]], stored: int
 ) -> Iterator[GroupRequest]:
     """Yields the requests whose groups the server does not have, in order.
@@ -36,7 +36,7 @@ def lacking(
 
 
 class RemoteSink:
-    """Groups on their way to the server; for a stream that `lacking` gave.
+    """Groups on their way to the server; for a stream that `missing_requests` gave.
 
     Args:
         open_groups: those that are made, or wait to be posted, now.
@@ -58,9 +58,9 @@ class RemoteSink:
         """None: the server has none of the stream's groups, and nobody else makes them."""
         return set()
 
-    async def wait_for_room(self) -> None:
+    async def wait_for_capacity(self) -> None:
         """Returns when the server has room for another group."""
-        await self._link.wait_for_room(self._open_groups)
+        await self._link.wait_for_capacity(self._open_groups)
 
 
 def _packed(group: Group) -> bytes:

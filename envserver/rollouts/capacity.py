@@ -107,7 +107,7 @@ def _capacity_of_queue(
     open_groups: Mapping[str, int],
     bounds: Bounds,
 ) -> int:
-    """In the queue of `takers`: where it is shared, that of the one with most room."""
+    """In the queue of `takers`: where it is shared, that of the one with most capacity."""
     own = queue.get(env, Depth())
     has_none = not (own.queued or own.leased or open_groups.get(env))
     found = [
@@ -154,7 +154,7 @@ def most_waiting(batch: int, bounds: Bounds) -> int:
     return max(2 * batch, min(bounds.most_groups, bounds.most_batches * batch))
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class RunActivity(msgspec.Struct, frozen=True, kw_only=True):
     """A run and how long ago it last took, held or gave back anything, or found nothing to take."""
 
     name: str
@@ -162,7 +162,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     silent_seconds: float
 
 
-def silent_runs(runs: Iterable[Seen], seconds: float | None) -> list[str]:
+def silent_runs(runs: Iterable[RunActivity], seconds: float | None) -> list[str]:
     """Broadcast runs that are to be closed: silent for `seconds`, while another run is not."""
     if seconds is None:
         return []

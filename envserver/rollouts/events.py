@@ -89,5 +89,5 @@ class GroupSink(Protocol):
     async def known(self, group_ids: list[str]) -> set[str]:
         """Which of these need not be produced any more."""
 
-    async def wait_for_room(self) -> None:
+    async def wait_for_capacity(self) -> None:
         """Returns when another group may be started."""

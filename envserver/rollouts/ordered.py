@@ -35,7 +35,7 @@ _FORGOTTEN_AFTER_SECONDS: Final = 600.0
 _AGAIN_SECONDS: Final = 1.0
 
 
-class Shelf(Protocol):
+class GroupSink(Protocol):
     """Where finished groups of orders are kept."""
 
     async def put(self, group: Group) -> None:
@@ -94,13 +94,13 @@ class Orders:
     def __init__(
         self,
         parts: Sequence[RolloutContext],
-        shelf: Shelf,
+        sink: GroupSink,
         *,
         forgotten_after_seconds: float = _FORGOTTEN_AFTER_SECONDS,
     ) -> None:
         self._parts = {one.environment.name: one for one in parts}
         self._books = {name: TaskIndex(one.environment) for name, one in self._parts.items()}
-        self._shelf = shelf
+        self._sink = sink
         self._forgotten_after_seconds = forgotten_after_seconds
         self._open: dict[Order, _Open] = {}
         self._room: dict[tuple[str, int], asyncio.Semaphore] = {}
@@ -179,7 +179,7 @@ class Orders:
         """What is still to be made of an order."""
         config = self.environment(order.environment).config
         group_ids = order.group_ids()
-        known = await self._shelf.known(group_ids)
+        known = await self._sink.known(group_ids)
         return [
             GroupRequest(
                 group_id=group_id,
@@ -243,7 +243,7 @@ class Orders:
     async def _put(self, group: Group) -> None:
         while True:
             try:
-                return await self._shelf.put(group)
+                return await self._sink.put(group)
             except StoreError as error:
                 log.error("ordered_group_not_stored", group_id=group.group_id, error=str(error))
                 await asyncio.sleep(_AGAIN_SECONDS)

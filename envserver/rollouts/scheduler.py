@@ -100,7 +100,7 @@ class Scheduler:
             while not self._draining.is_set() and self.delivered != self._wanted:
                 await self._pause_after_failures()
                 await self._until_fewer_than(most)
-                if not self._is_wanting() or not await self._has_room():
+                if not self._is_wanting() or not await self._has_capacity():
                     continue
                 request = await self._next_request()
                 if request is None:
@@ -147,9 +147,9 @@ class Scheduler:
         if errors:
             raise errors[0]
 
-    async def _has_room(self) -> bool:
+    async def _has_capacity(self) -> bool:
         """Whether there is room at the sink; False when the run is being drained meanwhile."""
-        room = asyncio.create_task(self._sink.wait_for_room())
+        room = asyncio.create_task(self._sink.wait_for_capacity())
         drain = asyncio.create_task(self._draining.wait())
         try:
             await asyncio.wait({room, drain, *self._open}, return_when=asyncio.FIRST_COMPLETED)

@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from ..api.doorway import Doorway
+from ..api.bootstrap import BootstrapServer
 from ..api.health import Health, store_probe
 from ..api.metrics import Metrics
 from ..api.server import RunningServer, serve_api
@@ -25,14 +25,19 @@ class Front:
     """An open store, and a server that says it is starting; made by `front`."""
 
     def __init__(
-        self, store: Store, health: Health, lag: LoopLag, doorway: Doorway, server: RunningServer
+        self,
+        store: Store,
+        health: Health,
+        lag: LoopLag,
+        bootstrap: BootstrapServer,
+        server: RunningServer,
     ) -> None:
         self.store = store
         self.health = health
         self.metrics = Metrics()
         self.metrics.watch(lag, health)
         self._lag = lag
-        self._doorway = doorway
+        self._bootstrap = bootstrap
         self._server = server
 
     @property
@@ -46,12 +51,12 @@ class Front:
 
     async def open(self, api: ASGIApp) -> None:
         """From now on `api` answers; it raises what `api` raises while it starts."""
-        await self._doorway.open(api)
+        await self._bootstrap.open(api)
         self._lag.begin_anew()
 
     async def close(self) -> None:
         """Requests that wait are answered, no others are taken. Twice is fine."""
-        self._doorway.close()
+        self._bootstrap.close()
         await self._server.close()
 
 
@@ -71,9 +76,9 @@ async def front(
         health.found("store", store_probe(opened))
         for part in expected:
             health.expect(part)
-        doorway = Doorway(health)
-        running = await serve_api(doorway, server.host, server.port, server)
-        door = Front(opened, health, lag, doorway, running)
+        bootstrap = BootstrapServer(health)
+        running = await serve_api(bootstrap, server.host, server.port, server)
+        door = Front(opened, health, lag, bootstrap, running)
         watching = asyncio.create_task(health.watch(), name="health")
         try:
             yield door

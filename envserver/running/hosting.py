@@ -14,8 +14,8 @@ import structlog
 from envserver_records.errors import Stale, Straggler
 
 from ..api.health import Health, engine_probe
-from ..api.joined.beside import SharingSink
-from ..api.joined.registered import RemoteEnvironments
+from ..api.runners.local_sink import LocalEnvironmentSink
+from ..api.runners.registry import RunnerRegistry
 from ..config import MixSettings
 from ..rollouts.auditor import Auditor
 from ..rollouts.capacity import Bounds
@@ -28,7 +28,7 @@ from ..rollouts.stream import id_prefix
 from ..rollouts.task_stream import TaskStream
 from ..store import Store
 from ..store.demand import Demand, Staleness
-from ..store.shelf import StoreShelf
+from ..store.sink import StoreOrderSink
 from .bootstrap import Front, beside
 from .context import SharedEngine, rollout_context, shared_engine
 from .curricula import curriculum_of_store, stream_of
@@ -55,7 +55,7 @@ class Hosted(msgspec.Struct, frozen=True):
     auditor: Auditor
     demand: Demand
     staleness: Staleness
-    elsewhere: RemoteEnvironments
+    elsewhere: RunnerRegistry
     schedulers: Several
     orders: Orders
     tally: Tally
@@ -111,7 +111,7 @@ async def hosted(members: Members, door: Front) -> AsyncIterator[Hosted]:
         await stack.enter_async_context(auditor)
         demand = _demand(members, door.store)
         most_staleness = settings.rollouts.most_staleness
-        elsewhere = RemoteEnvironments(
+        elsewhere = RunnerRegistry(
             door.store,
             demand,
             silent_after_seconds=settings.server.silent_after_seconds,
@@ -125,7 +125,7 @@ async def hosted(members: Members, door: Front) -> AsyncIterator[Hosted]:
             staleness=Staleness(door.store, most_staleness),
             elsewhere=elsewhere,
             schedulers=await _schedulers(members, parts, door.store, demand, elsewhere, curricula),
-            orders=await stack.enter_async_context(Orders(parts, StoreShelf(door.store))),
+            orders=await stack.enter_async_context(Orders(parts, StoreOrderSink(door.store))),
             tally=tally,
         )
         for source in (
@@ -240,7 +240,7 @@ async def _schedulers(
     parts: list[RolloutContext],
     store: Store,
     demand: Demand,
-    elsewhere: RemoteEnvironments,
+    elsewhere: RunnerRegistry,
     curricula: Mapping[str, TaskStream],
 ) -> Several:
     """One for each; several of them take turns."""
@@ -257,7 +257,7 @@ async def _schedulers(
     schedulers = {}
     for one, machine in zip(members, parts, strict=True):
         config, name = one.environment.config, one.share.name
-        sink = SharingSink(
+        sink = LocalEnvironmentSink(
             store,
             demand,
             elsewhere,

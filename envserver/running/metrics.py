@@ -228,7 +228,7 @@ class Deliveries:
         self._store = store
         self._version = version
         self._staleness = Distribution(_VERSIONS)
-        store.numbers.on_lease = self._leased
+        store.statistics.on_lease = self._leased
 
     def _leased(self, lease: Lease) -> None:
         version = self._version()
@@ -238,7 +238,7 @@ class Deliveries:
 
     async def families(self) -> Iterable[Metric]:
         """See `api.metrics.Source`."""
-        store, seen = self._store, self._store.numbers
+        store, seen = self._store, self._store.statistics
         counters = dict(await store.counters())
         nacks = {
             key.partition(": ")[2]: counters.pop(key)

@@ -37,7 +37,7 @@ from .failures import already_open, typed_failures
 from .files import Files, locked_file, make_folder
 from .migrations import migrate
 from .schema import SCHEMA_VERSION, metadata, schema_version
-from .writing import LoopWriting, ThreadWriting, Writing
+from .write_connection import AsyncWriteConnection, ThreadWriteConnection, WriteConnection
 
 log = structlog.get_logger(__name__)
 
@@ -82,7 +82,7 @@ class Database:
     """
 
     name: str
-    writer: Writing
+    writer: WriteConnection
     reader: AsyncEngine
     files: Files | None = None
     sessions: int = 0
@@ -189,7 +189,7 @@ def _sqlite(url: URL, files: Files) -> Database:
         isolation_level="AUTOCOMMIT",
         **shared,
     )
-    database = Database(url.database or "", ThreadWriting(writer), reader, files)
+    database = Database(url.database or "", ThreadWriteConnection(writer), reader, files)
 
     @event.listens_for(writer, "connect")
     def set_up_writer(connection: Any, record: object) -> None:
@@ -234,7 +234,7 @@ def _postgresql(url: URL) -> Database:
     writer = create_async_engine(url, pool_size=1, **shared)
     reader = create_async_engine(url, pool_size=_READERS, isolation_level="AUTOCOMMIT", **shared)
     name = url.render_as_string(hide_password=True)
-    database = Database(name, LoopWriting(writer), reader)
+    database = Database(name, AsyncWriteConnection(writer), reader)
 
     @event.listens_for(writer.sync_engine, "connect")
     def lock(connection: Any, record: object) -> None:

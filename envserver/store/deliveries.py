@@ -37,7 +37,7 @@ FILLED_AT_ONCE = 2048
 
 
 @dataclass(frozen=True)
-class Wanted:
+class GroupSelection:
     """Which queued groups: a filter and how many.
 
     Args:
@@ -55,7 +55,7 @@ class Wanted:
     max_tokens: int | None = None
     min_groups: int = 1
 
-    def of(self, environments: frozenset[str]) -> Wanted:
+    def of(self, environments: frozenset[str]) -> GroupSelection:
         """The same of these environments only (empty: of all)."""
         if not environments:
             return self
@@ -157,7 +157,7 @@ async def _fill_from(
     await tx.connection.execute(insert(deliveries).from_select(names, queued))
 
 
-async def choose(tx: Transaction, queue: str, wanted: Wanted) -> list[GroupRow]:
+async def choose(tx: Transaction, queue: str, wanted: GroupSelection) -> list[GroupRow]:
     """The oldest queued groups that pass the filter, up to the limits."""
     chosen: list[GroupRow] = []
     seen = sequences = tokens = 0
@@ -181,7 +181,9 @@ async def choose(tx: Transaction, queue: str, wanted: Wanted) -> list[GroupRow]:
     return chosen if seen >= wanted.min_groups else []
 
 
-async def _candidates(tx: Transaction, queue: str, wanted: Wanted) -> AsyncIterator[GroupRow]:
+async def _candidates(
+    tx: Transaction, queue: str, wanted: GroupSelection
+) -> AsyncIterator[GroupRow]:
     """Queued groups that pass the filter, oldest first."""
     queued = tx.memory.queued_environments(queue)
     names = queued if wanted.environments is None else queued & wanted.environments
@@ -201,7 +203,7 @@ async def _candidates(tx: Transaction, queue: str, wanted: Wanted) -> AsyncItera
         first = rows[-1].seq + 1
 
 
-def _page_size(wanted: Wanted) -> int | None:
+def _page_size(wanted: GroupSelection) -> int | None:
     """None: all at once, where no limit is set."""
     if wanted.max_sequences is not None or wanted.max_tokens is not None:
         return _PAGE

@@ -21,7 +21,7 @@ from ..rollouts.capacity import (
     SHARED,
     Bounds,
     Depth,
-    Seen,
+    RunActivity,
     Taker,
     free_capacity,
     most_waiting,
@@ -127,16 +127,16 @@ class Demand:
         """Groups that may be begun now; not positive: none."""
         return free_capacity(env, self._takers(), self._depths(), self._open, self._bounds)
 
-    def free(self, env: str) -> int:
+    def capacity_if_idle(self, env: str) -> int:
         """The same, whatever is being made."""
         return free_capacity(env, self._takers(), self._depths(), {}, self._bounds)
 
-    def most(self) -> int:
+    def max_waiting(self) -> int:
         """Groups that may wait where all runs share them."""
         batch = sum(taker.batch for taker in self._takers() if taker.queue == SHARED)
         return most_waiting(batch, self._bounds) if batch else self._bounds.most_groups
 
-    async def wait_for_room(self, env: str) -> None:
+    async def wait_for_capacity(self, env: str) -> None:
         """Returns when a group of `env` may be begun."""
         while True:
             ours, theirs = self._changes.number, self._store.activity
@@ -152,7 +152,7 @@ class Demand:
             return
         pause = min(_LONGEST_PAUSE_SECONDS, self._silent_run_seconds / 4)
         while True:
-            for name in silent_runs(self.seen(), self._silent_run_seconds):
+            for name in silent_runs(self.run_activity(), self._silent_run_seconds):
                 try:
                     await self._store.close_run(name)
                 except StoreError as error:
@@ -162,7 +162,7 @@ class Demand:
                 log.warning("silent_run.closed", run=name, seconds=self._silent_run_seconds)
             await asyncio.sleep(pause)
 
-    def seen(self) -> list[Seen]:
+    def run_activity(self) -> list[RunActivity]:
         """The open runs, and since when each has taken nothing although something waits for it."""
         now = self._clock()
         before, self._moved = self._moved, {}
@@ -176,7 +176,7 @@ class Demand:
                 since = now
             self._moved[name] = (done, since)
             found.append(
-                Seen(
+                RunActivity(
                     name=name,
                     is_broadcast=run.delivery == "broadcast",
                     silent_seconds=now - since,

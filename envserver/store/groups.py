@@ -13,9 +13,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from . import compression
 from .estimates import count_stored
-from .prepared import Inserting
 from .rows import GroupPut, GroupRow
 from .schema import SHARED, bodies, deliveries, groups
+from .statements import InsertStatement
 from .states import FIRST_STATES, SETTLED
 from .transaction import Transaction, chunks
 
@@ -122,9 +122,9 @@ async def _insert(tx: Transaction, items: Sequence[EncodedPut]) -> None:
 
 
 # Each as the columns of its table are.
-_into_groups: Final = Inserting(groups)
-_into_bodies: Final = Inserting(bodies)
-_into_deliveries: Final = Inserting(deliveries)
+_into_groups: Final = InsertStatement(groups)
+_into_bodies: Final = InsertStatement(bodies)
+_into_deliveries: Final = InsertStatement(deliveries)
 
 
 def _group(seq: int, put: GroupPut, now: float) -> tuple[object, ...]:

@@ -15,7 +15,7 @@ from envserver_records.errors import ConflictError, NotFoundError
 from sqlalchemy import Row, insert, literal_column, select, update
 
 from .checkpoints import mark
-from .deliveries import Wanted, advance, choose
+from .deliveries import GroupSelection, advance, choose
 from .groups import kept_rows, rows_of
 from .lookups import facts_where
 from .rows import GroupRow, Lease
@@ -30,7 +30,7 @@ _MOST_REASONS = 64
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownLease:
     """A lease as the database has it."""
 
     lease_id: str
@@ -44,7 +44,7 @@ class Known:
 async def lease(
     tx: Transaction,
     run: str,
-    wanted: Wanted | Sequence[str],
+    wanted: GroupSelection | Sequence[str],
     seconds: float,
     lease_id: str | None = None,
 ) -> Lease | None:
@@ -62,7 +62,7 @@ async def lease(
     await expire(tx, tx.now)
     if lease_id is not None and (again := await _again(tx, run, lease_id)) is not None:
         return again
-    if isinstance(wanted, Wanted):
+    if isinstance(wanted, GroupSelection):
         rows = await choose(tx, known.queue, wanted.of(known.environments))
     else:
         rows = await rows_of(tx.connection, wanted, known.queue)
@@ -74,7 +74,9 @@ async def lease(
                     state=row.state,
                 )
     if not rows:
-        tx.memory.hungry[run] = wanted.min_groups if isinstance(wanted, Wanted) else len(wanted)
+        tx.memory.hungry[run] = (
+            wanted.min_groups if isinstance(wanted, GroupSelection) else len(wanted)
+        )
         tx.memory.activity += 1
         return None
     tx.memory.hungry.pop(run, None)
@@ -209,8 +211,8 @@ async def take_back_acked(tx: Transaction, run: str, after_ack: int) -> list[str
     return [row.group_id for row in rows]
 
 
-def _known(tx: Transaction, row: Row[Any]) -> Known:
-    return Known(
+def _known(tx: Transaction, row: Row[Any]) -> KnownLease:
+    return KnownLease(
         row.lease_id,
         row.run,
         tx.memory.runs[row.run].queue,
@@ -220,7 +222,7 @@ def _known(tx: Transaction, row: Row[Any]) -> Known:
     )
 
 
-async def find(tx: Transaction, lease_id: str) -> Known:
+async def find(tx: Transaction, lease_id: str) -> KnownLease:
     """Raises NotFoundError: there is none."""
     query = select(leases).where(leases.c.lease_id == lease_id)
     row = (await tx.connection.execute(query)).one_or_none()
@@ -229,7 +231,7 @@ async def find(tx: Transaction, lease_id: str) -> Known:
     return _known(tx, row)
 
 
-async def _resume(tx: Transaction, known: Known) -> list[GroupRow]:
+async def _resume(tx: Transaction, known: KnownLease) -> list[GroupRow]:
     """The groups of a lease that is open, or that expired and still has its claim on all of them.
 
     Raises:

@@ -33,7 +33,7 @@ class LeaseFacts(msgspec.Struct, frozen=True):
     group_ids: list[str]
 
 
-class Lookups(ABC):
+class DatabaseLookups(ABC):
     """The part of a store that only looks."""
 
     @abstractmethod

@@ -12,7 +12,7 @@ from envserver_records.errors import StoreError
 _BACKOFF: Final = Backoff(first_seconds=0.1, max_seconds=5.0)
 
 
-class Unanswered(StoreError):
+class DatabaseUnreachable(StoreError):
     """The database did not answer, or it is too early to ask it again."""
 
 
@@ -26,12 +26,12 @@ class Reach:
         self._why = ""
 
     def check(self) -> None:
-        """Raises Unanswered: the last try failed, and it is too early for another."""
+        """Raises DatabaseUnreachable: the last try failed, and it is too early for another."""
         left = self._next_try - self._clock()
         if left > 0:
-            raise Unanswered(self._why, hint=f"It is tried again in {left:.1f} seconds.")
+            raise DatabaseUnreachable(self._why, hint=f"It is tried again in {left:.1f} seconds.")
 
-    def failed(self, error: Unanswered) -> None:
+    def failed(self, error: DatabaseUnreachable) -> None:
         """The next try has to wait, each time longer. A refusal by `check` was no try."""
         if self._next_try > self._clock():
             return

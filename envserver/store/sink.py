@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 from envserver_records.records import Group, pack
 
 from ..rollouts.estimates import Scored, scored_of
@@ -46,13 +47,34 @@ class StoreSink:
         """Those that were ever stored, delivered or not."""
         return await self._store.existing(group_ids)
 
-    async def wait_for_room(self) -> None:
+    async def wait_for_capacity(self) -> None:
         """Returns when another group may be begun."""
-        await self._demand.wait_for_room(self._env)
+        await self._demand.wait_for_capacity(self._env)
 
     def opened(self, groups: int) -> None:
         """So many groups more are being made; fewer where negative."""
         self._demand.opened(self._env, groups)
+
+
+class StoreOrderSink:
+    """Stores the groups of orders (`rollouts.ordered.GroupSink`).
+
+    No run ever leases them: a client fetches them by id. Retention keeps them as long as
+    delivered groups.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def put(self, group: Group) -> None:
+        """Stores `group` durably. Raises StoreError if it is not stored."""
+        body = await asyncio.to_thread(pack, group)
+        put = msgspec.structs.replace(put_of(group, body), state="dropped")
+        await self._store.put([put])
+
+    async def known(self, group_ids: list[str]) -> set[str]:
+        """Returns those of these ids that were ever stored."""
+        return await self._store.existing(group_ids)
 
 
 def put_of(group: Group, body: bytes) -> GroupPut:

@@ -27,14 +27,15 @@ from envserver_records.errors import InputError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..rollouts.estimates import Scored
-from . import damage, deliveries, endings, estimates, groups, leases, retention, runs
+from . import closing, damage, deliveries, estimates, groups, leases, retention, runs
 from .clock import ForwardClock, SteadyClock
 from .database import Database, open_database
 from .failures import is_unreachable, typed, typed_failures
 from .groups import EncodedPut, encode_puts
-from .holder import Held, look, take
-from .lookups import Lookups
-from .reach import Reach, Unanswered
+from .lock import StoreLock, acquire, read_lock
+from .lookups import DatabaseLookups
+from .memory_lookups import MemoryLookups
+from .reach import DatabaseUnreachable, Reach
 from .rows import (
     UNKNOWN_VERSION,
     Compacted,
@@ -45,7 +46,6 @@ from .rows import (
 )
 from .states import GroupState, RunState
 from .transaction import Memory, Transaction, load_memory
-from .watching import Watching
 from .writer import Writer
 
 A = TypeVar("A")
@@ -82,19 +82,19 @@ async def open_store(
         with typed_failures():
             if is_file:
                 async with database.reader.begin() as connection:
-                    held, memory = await _known(look, connection)
+                    lock, memory = await _known(read_lock, connection)
             else:
-                held, memory = await database.writer.transact(partial(_known, take))
-        time_now = ForwardClock(clock or SteadyClock(), held.last_time)
-        writer = Writer(database, memory, time_now, held.holder)
+                lock, memory = await database.writer.transact(partial(_known, acquire))
+        time_now = ForwardClock(clock or SteadyClock(), lock.last_time)
+        writer = Writer(database, memory, time_now, lock.owner)
         with ThreadPoolExecutor(_THREADS, "store") as threads:
             async with _running(writer):
                 yield Store(database, writer, threads, time_now)
 
 
 async def _known(
-    find: Callable[[AsyncConnection], Awaitable[Held]], connection: AsyncConnection
-) -> tuple[Held, Memory]:
+    find: Callable[[AsyncConnection], Awaitable[StoreLock]], connection: AsyncConnection
+) -> tuple[StoreLock, Memory]:
     return await find(connection), await load_memory(connection, trust_written=True)
 
 
@@ -122,7 +122,7 @@ async def _running(writer: Writer) -> AsyncIterator[None]:
         await task
 
 
-class Store(Lookups, Watching):
+class Store(DatabaseLookups, MemoryLookups):
     """An open store, made by `open_store`, for any number of concurrent callers of one loop."""
 
     def __init__(
@@ -261,17 +261,17 @@ class Store(Lookups, Watching):
             others = (max_groups, max_sequences, max_tokens, environments, min_version)
             if min_groups != 1 or any(other is not None for other in others):
                 raise InputError("Give group_ids, or limits and filters.", place="group_ids")
-            wanted: deliveries.Wanted | list[str] = list(group_ids)
+            wanted: deliveries.GroupSelection | list[str] = list(group_ids)
         else:
             names = None if environments is None else frozenset(environments)
             oldest = self.oldest_version
             if oldest > UNKNOWN_VERSION:
                 min_version = oldest if min_version is None else max(min_version, oldest)
-            wanted = deliveries.Wanted(
+            wanted = deliveries.GroupSelection(
                 names, min_version, max_groups, max_sequences, max_tokens, min_groups
             )
         leased = partial(leases.lease, run=run, wanted=wanted, seconds=seconds, lease_id=lease_id)
-        return self.numbers.leased(await self._writer.do(leased))
+        return self.statistics.leased(await self._writer.do(leased))
 
     async def ack(self, lease_id: str, *, checkpoint: str | None = None) -> None:
         """The lease's groups are done with. Twice is fine; late is, until taken over.
@@ -286,7 +286,7 @@ class Store(Lookups, Watching):
                 and others have taken its groups.
         """
         await self._writer.do(partial(leases.ack, lease_id=lease_id, checkpoint=checkpoint))
-        self.numbers.leases["acked"] += 1
+        self.statistics.leases["acked"] += 1
 
     async def nack(self, lease_id: str, *, reason: str = "") -> None:
         """Gives the lease's groups back to the queue, where they keep their places. Twice is fine.
@@ -299,7 +299,7 @@ class Store(Lookups, Watching):
             ConflictError: as for `ack`.
         """
         await self._writer.do(partial(leases.nack, lease_id=lease_id, reason=reason))
-        self.numbers.leases["nacked"] += 1
+        self.statistics.leases["nacked"] += 1
 
     async def extend(self, lease_id: str, seconds: float) -> float:
         """Lets the lease end `seconds` from now; when that is.
@@ -331,7 +331,7 @@ class Store(Lookups, Watching):
             NotFoundError: no such run or checkpoint.
             ConflictError: retention removed groups that were acked after it; nothing changed.
         """
-        return await self._writer.do(partial(endings.rewind, name=run, checkpoint=checkpoint))
+        return await self._writer.do(partial(closing.rewind, name=run, checkpoint=checkpoint))
 
     async def drop_stale(self, below_version: int) -> int:
         """Drops what is queued of policies before this version; how many deliveries.
@@ -412,7 +412,7 @@ class Store(Lookups, Watching):
         Raises:
             NotFoundError: there is none.
         """
-        return await self._writer.do(partial(endings.close_run, name=name))
+        return await self._writer.do(partial(closing.close_run, name=name))
 
     async def set_run(
         self,
@@ -439,7 +439,7 @@ class Store(Lookups, Watching):
 
         async def change(tx: Transaction) -> Run:
             run = await runs.set_run(tx, name, changes)
-            return await endings.close_run(tx, name) if state == "closed" else run
+            return await closing.close_run(tx, name) if state == "closed" else run
 
         run = await self._writer.do(change)
         return await self._open_run(name) if state == "open" else run
@@ -459,7 +459,7 @@ class Store(Lookups, Watching):
                     yield connection
             except Exception as error:
                 if is_unreachable(error):
-                    self._reach.failed(Unanswered(str(typed(error))))
+                    self._reach.failed(DatabaseUnreachable(str(typed(error))))
                 raise
         self._reach.worked()
 

@@ -42,7 +42,7 @@ def queue_of(name: str, delivery: Delivery) -> str:
     return SHARED if delivery == "shared" else f"run/{name}"
 
 
-class _Tally(msgspec.Struct, array_like=True):
+class _DeliveryCount(msgspec.Struct, array_like=True):
     """Deliveries of one queue, environment and state."""
 
     queue: str
@@ -55,7 +55,7 @@ class _Written(msgspec.Struct):
     """The part of a memory that costs time to find out, as it is written down."""
 
     next_seq: int
-    tallies: list[_Tally]
+    tallies: list[_DeliveryCount]
     versions: dict[int, tuple[int, int]]
     stored_bytes: int
 
@@ -253,7 +253,7 @@ async def write_memory(connection: AsyncConnection, memory: Memory) -> None:
     await forget_written(connection)
     written = _Written(
         memory.next_seq,
-        [_Tally(*key, count) for key, count in memory.tallies.items()],
+        [_DeliveryCount(*key, count) for key, count in memory.tallies.items()],
         memory.versions,
         memory.stored_bytes,
     )

@@ -27,9 +27,9 @@ from .changes import Changes
 from .database import Database
 from .failures import is_unreachable, typed
 from .groups import EncodedPut, put_all
-from .holder import is_held, save_time, taken
-from .numbers import StoreNumbers
-from .reach import Reach, Unanswered
+from .lock import is_owner, lock_lost, save_time
+from .reach import DatabaseUnreachable, Reach
+from .statistics import StoreStatistics
 from .transaction import Memory, Transaction, forget_written, load_memory, write_memory
 
 log = structlog.get_logger(__name__)
@@ -63,15 +63,15 @@ class Writer:
     """Owns the writing connection. `run` must be running for the others to return."""
 
     def __init__(
-        self, database: Database, memory: Memory, clock: Callable[[], float], holder: str | None
+        self, database: Database, memory: Memory, clock: Callable[[], float], owner: str | None
     ) -> None:
         self.memory = memory
         self.changes = Changes()
         self.activity = Changes()
         self._database = database
         self._clock = clock
-        self._holder = holder
-        self.numbers = StoreNumbers()
+        self._owner = owner
+        self.statistics = StoreStatistics()
         self.discount = DISCOUNT
         self._queue: asyncio.Queue[_Entry | None] = asyncio.Queue()
         self._closed = False
@@ -170,13 +170,15 @@ class Writer:
             outcomes = await self._transact([entry.work for entry in batch])
         except Exception as error:  # noqa: BLE001 (it goes to whoever asked)
             problem = await self._problem(error)
-            is_one_of_them = len(batch) > 1 and not isinstance(problem, Unanswered | StoreLost)
+            is_one_of_them = len(batch) > 1 and not isinstance(
+                problem, DatabaseUnreachable | StoreLost
+            )
             if not is_one_of_them:
                 for entry in batch:
                     _answer(entry, problem)
             return not is_one_of_them
         self._reach.worked()
-        self.numbers.committed(len(batch), time.perf_counter() - began)
+        self.statistics.committed(len(batch), time.perf_counter() - began)
         for entry, outcome in zip(batch, outcomes, strict=True):
             _answer(entry, outcome)
         return True
@@ -193,12 +195,12 @@ class Writer:
         if isinstance(problem, ConflictError):  # from connecting: the lock is not to be had
             problem = await self._why_locked()
         elif is_unreachable(error):
-            problem = Unanswered(str(problem))
+            problem = DatabaseUnreachable(str(problem))
         # A commit that failed may still have happened (a connection lost in the middle).
         self._memory_is_stale |= not isinstance(problem, StoreFull | UsageError)
         if isinstance(problem, StoreLost):
             self._lost = problem
-        elif isinstance(problem, Unanswered):
+        elif isinstance(problem, DatabaseUnreachable):
             self._reach.failed(problem)
         return problem
 
@@ -211,13 +213,13 @@ class Writer:
         except StoreLost as lost:
             return lost
         except Exception as error:  # noqa: BLE001 (it goes to whoever asked)
-            return Unanswered(str(typed(error)))
-        return Unanswered("The database has not yet ended a connection that was lost.")
+            return DatabaseUnreachable(str(typed(error)))
+        return DatabaseUnreachable("The database has not yet ended a connection that was lost.")
 
     async def _require_held(self, connection: AsyncConnection) -> None:
         """Raises StoreLost: another process has opened the store since our last connection."""
-        if self._holder is not None and not await is_held(connection, self._holder):
-            raise taken()
+        if self._owner is not None and not await is_owner(connection, self._owner):
+            raise lock_lost()
 
     async def _write_down(self) -> None:
         """The next who opens the store does not begin before now, and need not count."""

@@ -20,7 +20,7 @@ import numpy as np
 from envserver_records.records import Group, Score, Trajectory, Usage, pack, unpack
 from envserver_records.records import Sequence as TokenSequence
 
-from envserver.remote import several
+from envserver.remote import batch
 from envserver.remote.messages import KEY_HEADER
 from envserver.rollouts.stream import group_id as stream_group_id
 from envserver.rollouts.stream import stream_prefix
@@ -131,7 +131,7 @@ def renumbered(body: bytes, index: int) -> bytes:
     group = unpack(body, Group)
     group.index = index
     group.group_id = stream_group_id(stream_prefix(ENVIRONMENT, "train", 0), index, "task")
-    return several.compressed(pack(group))
+    return batch.compressed(pack(group))
 
 
 def compressed(bodies: Sequence[bytes]) -> list[bytes]:
@@ -214,7 +214,7 @@ class Wire:
         }
         welcome = await self._post("/v1/environments", body)
         self._joined = f"{self.url}/v1/environments/{welcome['id']}/groups"
-        self._headers = {KEY_HEADER: welcome["key"], "content-type": several.GROUPS_MSGPACK}
+        self._headers = {KEY_HEADER: welcome["key"], "content-type": batch.GROUPS_MSGPACK}
 
     async def post_packed(self, bodies: Sequence[bytes], at_once: int) -> None:
         """Posts `bodies`, so many in each request, over connections that are kept, as `envserver
@@ -224,7 +224,7 @@ class Wire:
 
         async def environment(session: aiohttp.ClientSession) -> None:
             for first in waiting:
-                post = several.joined(bodies[first : first + at_once])
+                post = batch.encode_batch(bodies[first : first + at_once])
                 async with session.post(self._joined, data=post, headers=self._headers) as answer:
                     answer.raise_for_status()
                     if (await answer.json())["refused"]:

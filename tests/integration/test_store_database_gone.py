@@ -22,7 +22,7 @@ from support.postgres import Postgres
 from support.stores import group, ids, noise, patiently
 
 from envserver.store import Store, database, open_store
-from envserver.store.reach import Reach, Unanswered
+from envserver.store.reach import DatabaseUnreachable, Reach
 
 
 class Load:
@@ -265,7 +265,7 @@ def test_tries_are_further_and_further_apart() -> None:
     waits = []
     for _ in range(8):
         reach.check()
-        reach.failed(Unanswered("gone"))
+        reach.failed(DatabaseUnreachable("gone"))
         with pytest.raises(StoreError, match="tried again"):
             reach.check()
         begin = now
@@ -277,6 +277,6 @@ def test_tries_are_further_and_further_apart() -> None:
         waits.append(round(now - begin, 1))
     assert waits == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
     reach.worked()
-    reach.failed(Unanswered("gone"))
+    reach.failed(DatabaseUnreachable("gone"))
     now += 0.11
     reach.check()

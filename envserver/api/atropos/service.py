@@ -21,7 +21,7 @@ from envserver_records.errors import ConflictError, NotFoundError, StoreError, S
 
 from ...store import ATROPOS_RUN, Store
 from ...store.damage import DamagedBodies
-from ..presence import Presence
+from ..heartbeats import Heartbeats
 from .batching import Formed, Lane, form_batches
 from .encoded import BrokenBody, EncodedGroups
 from .models import EnvironmentRegistration, Registration
@@ -72,7 +72,7 @@ class AtroposService:
         self._lease_seconds = lease_seconds
         self._state = WireState()
         self._view = View()
-        self._presence = Presence(silent_after_seconds)
+        self._heartbeats = Heartbeats(silent_after_seconds)
         self._encoded = EncodedGroups(
             store, include_messages=include_messages, score_range=score_range
         )
@@ -230,7 +230,7 @@ class AtroposService:
             draft.latest = self._view.latest
             await self._save(draft)
             self._view.clear()
-            self._presence.clear()
+            self._heartbeats.clear()
             # What was being posted meanwhile is in the store and not in the view.
             self._stale = True
 
@@ -277,7 +277,7 @@ class AtroposService:
                 )
             )
             await self._save(draft)
-            self._presence.hear(env_id)
+            self._heartbeats.hear(env_id)
             return env_id
 
     async def disconnect(self, env_id: int) -> bool:
@@ -299,7 +299,7 @@ class AtroposService:
         await self._follow_store()
         if not self._state.knows(env_id):
             raise NotFoundError(f"No environment is registered as {env_id}.", env_id=env_id)
-        self._presence.hear(env_id)
+        self._heartbeats.hear(env_id)
         environments, queue = self._state.environments, self._view.queue
         grown = grown_group_size(queue, environments, env_id)
         if grown != environments[env_id].group_size:
@@ -329,7 +329,7 @@ class AtroposService:
         """
         for group in groups:
             if group.env_id is not None and self._state.knows(group.env_id):
-                self._presence.hear(group.env_id)
+                self._heartbeats.hear(group.env_id)
         if not self._posts.any_part(groups, self._state):
             return await self._posts.whole(groups, key, self._state)
         async with self._lock:
@@ -372,7 +372,7 @@ class AtroposService:
                 {
                     "name": env.real_name,
                     "connected": env.connected,
-                    "silent": self._presence.is_silent(env_id),
+                    "silent": self._heartbeats.is_silent(env_id),
                     "group_size": env.group_size,
                     "min_batch_allocation": env.min_batch_allocation,
                 }
@@ -399,7 +399,7 @@ class AtroposService:
             for env_id, env in enumerate(self._state.environments)
             if env.connected
             and env.min_batch_allocation is not None
-            and not self._presence.is_silent(env_id)
+            and not self._heartbeats.is_silent(env_id)
         }
         for name, share in self._minimums().items():
             minimums[name] = share

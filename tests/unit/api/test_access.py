@@ -49,7 +49,7 @@ def tokens(path: Path) -> dict[str, str]:
     return {role: create_token(path, role, role)[0] for role in ROLES}
 
 
-class EmptyShelf:
+class EmptySink:
     """Keeps no group: none is ordered here."""
 
     async def put(self, group: Group) -> None:
@@ -66,8 +66,8 @@ async def guarded(path: Path, **server: Any) -> AsyncIterator[Api]:
         path.with_name("store.db"),
         server=settings,
         gate=Gate(),
-        environments=None,
-        orders=Orders([], EmptyShelf()),
+        runners=None,
+        orders=Orders([], EmptySink()),
     ) as api:
         yield api
 

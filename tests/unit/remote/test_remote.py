@@ -20,14 +20,14 @@ from support.commands import free_port
 from support.joined import join, registration, spoiled, stream_group
 
 from envserver.api.access.tokens import create_token
-from envserver.api.joined.received import Stream, read_group
 from envserver.api.metrics import Metrics
+from envserver.api.runners.validation import Stream, read_group
 from envserver.proxy.gate import Aborted, Gate
-from envserver.remote.gate import HeldGate
+from envserver.remote.gate import RunnerGate
 from envserver.remote.identity import held_identity
 from envserver.remote.link import Link
 from envserver.remote.messages import Heartbeat, Registration
-from envserver.remote.sink import lacking
+from envserver.remote.sink import missing_requests
 from envserver.rollouts.stream import GroupRequest
 
 STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")
@@ -276,14 +276,14 @@ def test_a_stream_goes_on_with_what_the_server_lacks(has: set[int], asked_at_onc
         return ids & set(group_ids)
 
     with mock.patch("envserver.remote.sink._ASKED_AT_ONCE", asked_at_once):
-        left = [request.index for request in lacking(iter(requests), known, len(has))]
+        left = [request.index for request in missing_requests(iter(requests), known, len(has))]
     assert left == [n for n in range(40) if n not in has]
     assert len(asked) == len(set(asked))
 
 
 async def test_a_link_outlives_its_server_and_loses_nothing(tmp_path: Path) -> None:
     server = {"port": free_port()}
-    gate = HeldGate()
+    gate = RunnerGate()
     versions: list[int] = []
     async with served(tmp_path, server) as api:
         link = Link(api.url, Registration(**registration()), gate=gate)
@@ -292,7 +292,7 @@ async def test_a_link_outlives_its_server_and_loses_nothing(tmp_path: Path) -> N
         opened = link.open()
         welcome = await opened.__aenter__()
         living = asyncio.create_task(link.live())
-        await link.wait_for_room(lambda: 0)
+        await link.wait_for_capacity(lambda: 0)
         await link.post(pack(stream_group(0, welcome.seed)))
         assert gate.is_fresh
     posting = asyncio.create_task(link.post(pack(stream_group(1))))
@@ -318,7 +318,7 @@ async def test_a_link_outlives_its_server_and_loses_nothing(tmp_path: Path) -> N
 async def test_no_call_spans_an_update_of_an_engine_that_joiner_and_trainer_share(
     tmp_path: Path, in_flight: str
 ) -> None:
-    gate, weights, known = HeldGate(), -1, -1
+    gate, weights, known = RunnerGate(), -1, -1
     sampled: list[tuple[int, int, int]] = []
 
     def publish(version: int) -> None:
@@ -356,7 +356,7 @@ async def test_no_call_spans_an_update_of_an_engine_that_joiner_and_trainer_shar
 
 async def test_a_link_whose_name_was_taken_ends(tmp_path: Path) -> None:
     async with running_api(tmp_path / "store.db") as api:
-        link = Link(api.url, Registration(**registration()), gate=HeldGate())
+        link = Link(api.url, Registration(**registration()), gate=RunnerGate())
         async with link.open():
             await join(api)
             with pytest.raises(ConflictError):
@@ -371,17 +371,17 @@ async def test_a_link_needs_a_token_where_the_server_has_some(tmp_path: Path) ->
     wrong, _ = create_token(path, "trainer", "trainer")
     async with running_api(tmp_path / "store.db", server={"tokens_file": path}) as api:
         for bad in ("", "guess", wrong):
-            link = Link(api.url, Registration(**registration()), gate=HeldGate(), token=bad)
+            link = Link(api.url, Registration(**registration()), gate=RunnerGate(), token=bad)
             with pytest.raises(ConfigError):
                 await link.open().__aenter__()
-        link = Link(api.url, Registration(**registration()), gate=HeldGate(), token=token)
+        link = Link(api.url, Registration(**registration()), gate=RunnerGate(), token=token)
         async with link.open():
             await link.post(pack(stream_group(0)))
         assert (await api.store.counts())["queued"] == 1
 
 
 async def test_what_is_sampled_without_hearing_of_the_server_is_asked_again() -> None:
-    gate = HeldGate()
+    gate = RunnerGate()
     gate.longest_silence_seconds = 0.1
 
     async def call(seconds: float) -> str:

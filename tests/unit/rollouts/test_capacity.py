@@ -13,7 +13,7 @@ from envserver.rollouts.capacity import (
     SHARED,
     Bounds,
     Depth,
-    Seen,
+    RunActivity,
     Taker,
     free_capacity,
     most_waiting,
@@ -86,7 +86,7 @@ def test_a_silent_broadcast_run_is_closed_only_where_it_holds_up_another(
     runs: list[tuple[bool, float]], seconds: float | None
 ) -> None:
     seen = [
-        Seen(name=str(number), is_broadcast=broadcast, silent_seconds=silent)
+        RunActivity(name=str(number), is_broadcast=broadcast, silent_seconds=silent)
         for number, (broadcast, silent) in enumerate(runs)
     ]
     closed = silent_runs(seen, seconds)

@@ -85,37 +85,37 @@ async def test_whoever_waits_for_room_is_woken_by_what_makes_some(store: Store) 
     await store.create_run("trainer", batch_size=2)
     await put(store, *"abcd")
     numbers = itertools.count()
-    for make_room in (
+    for make_capacity in (
         lambda: store.lease("trainer", max_groups=1, seconds=60),
         lambda: store.move(["b", "c"], "dropped"),
         lambda: store.set_run("trainer", batch_size=8),
     ):
-        waiting = asyncio.create_task(demand.wait_for_room("a"))
+        waiting = asyncio.create_task(demand.wait_for_capacity("a"))
         await asyncio.sleep(0.02)
         assert not waiting.done()
-        await make_room()
+        await make_capacity()
         await asyncio.wait_for(waiting, 10)
-        await put(store, *(str(next(numbers)) for _ in range(demand.room("a"))))
-        assert demand.room("a") == 0
+        await put(store, *(str(next(numbers)) for _ in range(demand.free_capacity("a"))))
+        assert demand.free_capacity("a") == 0
 
 
 async def test_a_run_that_takes_nothing_yet_bounds_nothing(store: Store) -> None:
     demand = Demand(store, BOUNDS)
     await store.create_run(ATROPOS_RUN, batch_size=0)
     await put(store, "a")
-    assert demand.room("a") == 3
+    assert demand.free_capacity("a") == 3
     await store.set_run(ATROPOS_RUN, batch_size=4)
-    assert demand.most() == demand.room("a") + 1 == 8
+    assert demand.max_waiting() == demand.free_capacity("a") + 1 == 8
 
 
 async def test_what_is_being_made_counts_where_it_would_grow_too_old(store: Store) -> None:
     demand = Demand(store, Bounds(most_groups=100, most_batches=9, max_staleness=1))
     await store.create_run("trainer", batch_size=2)
-    assert demand.room("a") == 4
+    assert demand.free_capacity("a") == 4
     demand.opened("a", 3)
     await put(store, "queued")
-    assert (demand.room("a"), demand.free("a")) == (0, 3)
-    waiting = asyncio.create_task(demand.wait_for_room("a"))
+    assert (demand.free_capacity("a"), demand.capacity_if_idle("a")) == (0, 3)
+    waiting = asyncio.create_task(demand.wait_for_capacity("a"))
     await asyncio.sleep(0.02)
     assert not waiting.done()
     demand.opened("a", -1)
@@ -129,11 +129,11 @@ async def test_who_asks_for_more_than_it_said_gets_it_and_nobody_waits_for_ever(
     await store.create_run("trainer", batch_size=2)
     await put(store, "a", "b")
     assert await store.lease("trainer", max_groups=2, seconds=60) is not None
-    assert demand.room("a") == 0  # it trains these, and then publishes
+    assert demand.free_capacity("a") == 0  # it trains these, and then publishes
     assert await store.lease("trainer", min_groups=5, seconds=60) is None
-    await put(store, *(f"more {n}" for n in range(demand.room("a"))))
+    await put(store, *(f"more {n}" for n in range(demand.free_capacity("a"))))
     assert await store.lease("trainer", min_groups=5, seconds=60) is not None
-    assert demand.room("a") == 0
+    assert demand.free_capacity("a") == 0
 
 
 async def test_a_run_that_takes_some_environments_is_served_while_others_fill_the_queue(
@@ -142,8 +142,8 @@ async def test_a_run_that_takes_some_environments_is_served_while_others_fill_th
     demand = Demand(store, BOUNDS)
     await store.create_run("only a", batch_size=2, environments=["a"])
     await put(store, *(f"b{n}" for n in range(4)), env="b")
-    assert demand.room("b") == 0
-    assert demand.room("a") == 4
+    assert demand.free_capacity("b") == 0
+    assert demand.free_capacity("a") == 4
     await put(store, "a1", "a2")
     assert await leased(store, "only a", min_groups=2) == ["a1", "a2"]
 
@@ -156,13 +156,13 @@ async def test_a_broadcast_run_that_is_gone_is_closed_and_gets_all_when_it_is_ba
     for name in ("gone", "here"):
         await store.create_run(name, batch_size=2, delivery="broadcast")
     await put(store, *"abcd")
-    demand.seen()
+    demand.run_activity()
     assert len(await leased(store, "here")) == 4
-    assert demand.room("a") == 0  # of whoever is slowest
+    assert demand.free_capacity("a") == 0  # of whoever is slowest
     clock.seconds = 1.0
     async with beside(demand.close_silent_runs()):
         await eventually(lambda: demand.closed_runs == {"gone": 1})
-    assert demand.room("a") > 0
+    assert demand.free_capacity("a") > 0
     assert set(store.open_runs) == {"here"}
     await put(store, *"efgh")
     assert len(await leased(store, "here")) == 4
@@ -183,10 +183,10 @@ async def test_a_run_that_holds_a_lease_or_has_nothing_to_take_is_not_silent(sto
     await put(store, *"abcd")
     await store.lease("trains", max_groups=2, seconds=600)
     for _ in range(3):
-        demand.seen()
+        demand.run_activity()
         clock.seconds += 100
         await leased(store, "takes", max_groups=1)
-    assert {run.name for run in demand.seen() if run.silent_seconds >= 10} == set()
+    assert {run.name for run in demand.run_activity() if run.silent_seconds >= 10} == set()
 
 
 async def test_nothing_too_old_is_leased_from_the_moment_a_version_is_published(

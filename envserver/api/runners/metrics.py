@@ -9,20 +9,20 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from ...telemetry.families import gauge
-from .registered import RemoteEnvironments
+from .registry import RunnerRegistry
 
 
-def standings(environments: RemoteEnvironments) -> dict[str, int]:
+def count_runners(environments: RunnerRegistry) -> dict[str, int]:
     """How many are present, silent and gone."""
-    counted = Counter(_standing(one) for one in environments.snapshot())
+    counted = Counter(_presence_of(one) for one in environments.snapshot())
     return {name: counted[name] for name in ("present", "silent", "gone")}
 
 
-class JoinedNumbers:
+class RunnerMetrics:
     """The numbers of all of them, by the environment that they run; names would be labels without
     bounds."""
 
-    def __init__(self, environments: RemoteEnvironments) -> None:
+    def __init__(self, environments: RunnerRegistry) -> None:
         self._environments = environments
 
     async def families(self) -> Iterable[Metric]:
@@ -30,7 +30,7 @@ class JoinedNumbers:
         how_many: Counter[tuple[str, ...]] = Counter()
         is_open: Counter[tuple[str, ...]] = Counter()
         for one in self._environments.snapshot():
-            how_many[(one["env"], _standing(one))] += 1
+            how_many[(one["env"], _presence_of(one))] += 1
             is_open[(one["env"],)] += one["open"]
         of = ("environment",)
         return [
@@ -44,7 +44,7 @@ class JoinedNumbers:
         ]
 
 
-def _standing(shown: dict[str, Any]) -> str:
+def _presence_of(shown: dict[str, Any]) -> str:
     if shown["gone"]:
         return "gone"
     return "silent" if shown["silent"] else "present"

@@ -23,6 +23,7 @@ from pydantic import BaseModel, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...remote.batch import GROUPS_MSGPACK
 from ...remote.messages import (
     GROUP_MSGPACK,
     KEY_HEADER,
@@ -34,11 +35,10 @@ from ...remote.messages import (
     ScoredGroups,
     Welcome,
 )
-from ...remote.several import GROUPS_MSGPACK
 from ..bodies import read_body, request_body
 from ..direct import Endpoint
 from ..native.answers import answers
-from .registered import RemoteEnvironments
+from .registry import RunnerRegistry
 
 _REGISTRATION: Final = TypeAdapter(Registration)
 _HEARTBEAT: Final = TypeAdapter(Heartbeat)
@@ -63,7 +63,7 @@ class WrongMediaType(UsageError):
     kind, status = "wrong_media_type", 415
 
 
-def environment_routes(environments: RemoteEnvironments, most_bytes: int) -> APIRouter:
+def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
     """The routes for `environments`; groups of one request have at most `most_bytes`, inflated."""
     router = APIRouter(tags=["environments"])
 
@@ -94,7 +94,7 @@ def environment_routes(environments: RemoteEnvironments, most_bytes: int) -> API
         """Answers at once when the environment does not know something: another policy version, a
         pause, its end, more room while it has used up its own; else after `wait_seconds`.
         """
-        environments.known_as(env_id, _key(request))
+        environments.authenticate(env_id, _key(request))
         beat = await read_body(request, _HEARTBEAT)
         return _json(
             await environments.heartbeat(env_id, _key(request), beat, request.is_disconnected)
@@ -140,7 +140,7 @@ def environment_routes(environments: RemoteEnvironments, most_bytes: int) -> API
         """Groups that were scored and dropped, for their rewards or their age: they count in the
         estimates of their tasks. Twice is fine.
         """
-        environments.known_as(env_id, _key(request))
+        environments.authenticate(env_id, _key(request))
         told = await read_body(request, _SCORED)
         await environments.count_dropped(env_id, _key(request), told.groups)
         return Response(status_code=204)
@@ -168,7 +168,7 @@ def environment_routes(environments: RemoteEnvironments, most_bytes: int) -> API
     return router
 
 
-def environment_posts(environments: RemoteEnvironments, most_bytes: int) -> dict[str, Endpoint]:
+def runner_posts(environments: RunnerRegistry, most_bytes: int) -> dict[str, Endpoint]:
     """By path, what answers posts of groups without the framework, whose parameters are what they
     should be."""
 
@@ -184,7 +184,7 @@ def environment_posts(environments: RemoteEnvironments, most_bytes: int) -> dict
 
 
 async def _accepted(
-    environments: RemoteEnvironments,
+    environments: RunnerRegistry,
     most_bytes: int,
     env_id: str,
     request: Request,
@@ -192,11 +192,11 @@ async def _accepted(
     begun: int | None,
 ) -> Response:
     key = _key(request)
-    environments.known_as(env_id, key)
+    environments.authenticate(env_id, key)
     body = await request.body()
     media_type = request.headers.get("content-type", "").partition(";")[0].strip()
     if media_type == GROUPS_MSGPACK:
-        several = environments.accept_several
+        several = environments.accept_batch
         return _json(await several(env_id, key, body, most_bytes, still_open, begun))
     if media_type != GROUP_MSGPACK:
         raise WrongMediaType(f"Groups must be {GROUP_MSGPACK} or {GROUPS_MSGPACK}.")

@@ -6,11 +6,11 @@ from ...rollouts.mixing import Share
 from ...store import Store
 from ...store.demand import Demand
 from ...store.sink import StoreSink
-from .registered import RemoteEnvironments
-from .sharing import Local
+from .registry import RunnerRegistry
+from .sharing import LocalEnvironment
 
 
-class SharingSink(StoreSink):
+class LocalEnvironmentSink(StoreSink):
     """A `StoreSink` whose environment shares the room with `environments`.
 
     Args:
@@ -22,7 +22,7 @@ class SharingSink(StoreSink):
         self,
         store: Store,
         demand: Demand,
-        environments: RemoteEnvironments,
+        environments: RunnerRegistry,
         *,
         share: Share,
         prefix: str,
@@ -31,7 +31,7 @@ class SharingSink(StoreSink):
         super().__init__(store, share.name, demand)
         self._open = self._begun = 0
         self._environments = environments
-        self._local = Local(
+        self._local = LocalEnvironment(
             prefix=prefix,
             share=share,
             capacity=capacity,
@@ -40,10 +40,10 @@ class SharingSink(StoreSink):
         )
         environments.share_with(self._local)
 
-    async def wait_for_room(self) -> None:
+    async def wait_for_capacity(self) -> None:
         """Returns when another group may be begun, here rather than elsewhere."""
-        await super().wait_for_room()
-        await self._environments.wait_for_local_room(self._local)
+        await super().wait_for_capacity()
+        await self._environments.wait_for_local_capacity(self._local)
 
     def opened(self, groups: int) -> None:
         """So many groups more are being made; fewer where negative."""

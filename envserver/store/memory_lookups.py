@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .numbers import StoreNumbers
 from .rows import UNKNOWN_VERSION
 from .schema import SHARED
 from .states import GroupState
+from .statistics import StoreStatistics
 from .transaction import KnownRun
 from .writer import Writer
 
 
-class Watching:
+class MemoryLookups:
     """The part of a store that is asked often."""
 
     _writer: Writer
 
     @property
-    def numbers(self) -> StoreNumbers:
+    def statistics(self) -> StoreStatistics:
         """What it counts of itself."""
-        return self._writer.numbers
+        return self._writer.statistics
 
     @property
     def waiting_operations(self) -> int:

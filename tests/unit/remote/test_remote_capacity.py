@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from support.api import running_api
 from support.joined import join, registration
 
-from envserver.api.joined.beside import SharingSink
-from envserver.api.joined.registered import RemoteEnvironments
-from envserver.api.joined.rooms import Slack, deal, fair_shares
+from envserver.api.runners.allotment import ExtraCapacity, allot, fair_shares
+from envserver.api.runners.local_sink import LocalEnvironmentSink
+from envserver.api.runners.registry import RunnerRegistry
 from envserver.remote.messages import Heartbeat, Registration
 from envserver.rollouts.capacity import Bounds
 from envserver.rollouts.mixing import CATCH_UP_GROUPS, Share
@@ -33,7 +33,7 @@ def test_places_are_dealt_to_those_who_want_them(
     free: int, wants: dict[str, int], weights: list[float], minimums: list[float]
 ) -> None:
     shares = fair_shares(map(Share, "abcd", weights, minimums))
-    dealt = deal(free, wants, shares)
+    dealt = allot(free, wants, shares)
     wanted = {name: max(0, want) for name, want in wants.items()}
     assert all(0 <= dealt[name] <= wanted[name] for name in wants)
     assert sum(dealt.values()) == min(free, sum(wanted.values()))
@@ -42,7 +42,7 @@ def test_places_are_dealt_to_those_who_want_them(
 def test_one_that_begins_nothing_does_not_get_all_places() -> None:
     shares, held = fair_shares([Share("works"), Share("stuck")]), 0
     for _ in range(40):
-        dealt = deal(2, {"works": 9, "stuck": 99 - held}, shares, {"stuck": held})
+        dealt = allot(2, {"works": 9, "stuck": 99 - held}, shares, {"stuck": held})
         held += dealt["stuck"]
         for _ in range(dealt["works"]):
             shares.begin("works")
@@ -65,7 +65,7 @@ def test_in_the_long_run_each_has_its_share() -> None:
     shares = fair_shares([Share("a", 1), Share("b", 1, minimum=0.6), Share("c", 3)])
     begun = dict.fromkeys("abc", 0)
     for _ in range(500):
-        for name, groups in deal(2, dict.fromkeys("abc", 5), shares).items():
+        for name, groups in allot(2, dict.fromkeys("abc", 5), shares).items():
             for _ in range(groups):
                 shares.begin(name)
                 begun[name] += 1
@@ -77,7 +77,7 @@ def test_in_the_long_run_each_has_its_share() -> None:
 
 
 def test_more_may_be_open_where_rollouts_are_long_and_no_more_where_trainers_are_slow() -> None:
-    slack, begun, used = Slack(), 8, 8
+    slack, begun, used = ExtraCapacity(), 8, 8
     assert slack.groups(0, 8, used, begun, at=0) == 4
     for _ in range(3):
         assert slack.groups(0, 8, 12, begun, at=1) == 4, "nothing was begun since"
@@ -91,8 +91,8 @@ def test_more_may_be_open_where_rollouts_are_long_and_no_more_where_trainers_are
 async def test_the_servers_own_environments_share_the_room(tmp_path: Path) -> None:
     async with open_store(tmp_path / "store.db") as store:
         demand = Demand(store, Bounds(most_groups=4, most_batches=3))
-        elsewhere = RemoteEnvironments(store, demand, stretches=False)
-        own = SharingSink(
+        elsewhere = RunnerRegistry(store, demand, stretches=False)
+        own = LocalEnvironmentSink(
             store, demand, elsewhere, share=Share("math"), prefix="math-train-0-", capacity=9
         )
         with pytest.raises(ConflictError):
@@ -102,9 +102,9 @@ async def test_the_servers_own_environments_share_the_room(tmp_path: Path) -> No
         news = await elsewhere.heartbeat(one.id, one.key, Heartbeat(capacity=9), never)
         assert news.room == 2
         for _ in range(2):
-            await own.wait_for_room()
+            await own.wait_for_capacity()
             own.opened(1)
-        third = asyncio.create_task(own.wait_for_room())
+        third = asyncio.create_task(own.wait_for_capacity())
         await asyncio.sleep(0.05)
         assert not third.done()
         await elsewhere.goodbye(one.id, one.key)

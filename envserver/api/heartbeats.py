@@ -6,7 +6,7 @@ import time
 from collections.abc import Hashable
 
 
-class Presence:
+class Heartbeats:
     """When each environment was last heard of.
 
     Args:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 Work = Callable[[AsyncConnection], Coroutine[Any, Any, T]]
 
 
-class Writing(Protocol):
+class WriteConnection(Protocol):
     """The one connection that writes. One transaction at a time."""
 
     async def transact(self, work: Work[T]) -> T:
@@ -39,7 +39,7 @@ class Writing(Protocol):
         ...
 
 
-class LoopWriting:
+class AsyncWriteConnection:
     """With an asynchronous driver, on the event loop."""
 
     def __init__(self, engine: AsyncEngine) -> None:
@@ -56,7 +56,7 @@ class LoopWriting:
         await self._engine.dispose()
 
 
-class ThreadWriting:
+class ThreadWriteConnection:
     """With a plain driver, in a thread of its own. Work may wait for its connection only."""
 
     def __init__(self, engine: Engine) -> None:
@@ -75,7 +75,7 @@ class ThreadWriting:
 
     def _transact(self, work: Work[T]) -> T:
         with self._engine.begin() as connection:
-            return _driven(work(cast(AsyncConnection, _AtOnce(connection))))
+            return _run_without_loop(work(cast(AsyncConnection, _BlockingConnection(connection))))
 
     async def _in_thread(self, do: Callable[[], T]) -> T:
         running = asyncio.get_running_loop().run_in_executor(self._thread, do)
@@ -88,7 +88,7 @@ class ThreadWriting:
             raise
 
 
-class _AtOnce:
+class _BlockingConnection:
     """The part of an AsyncConnection that work uses, over a plain one."""
 
     def __init__(self, connection: Connection) -> None:
@@ -114,7 +114,7 @@ class _AtOnce:
         return do(self._connection)
 
 
-def _driven(coroutine: Coroutine[Any, Any, T]) -> T:
+def _run_without_loop(coroutine: Coroutine[Any, Any, T]) -> T:
     """Its result, without an event loop."""
     try:
         coroutine.send(None)

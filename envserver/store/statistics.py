@@ -12,7 +12,7 @@ from .rows import Lease
 _SIZES: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
 
-class StoreNumbers:
+class StoreStatistics:
     """
     Args:
         commit_seconds: of transactions, from the first statement until it is durable.

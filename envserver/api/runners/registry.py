@@ -46,11 +46,11 @@ from ...rollouts.stream import again_prefix, stream_prefix
 from ...store import Store
 from ...store.demand import Demand
 from ...store.groups import EncodedPut
-from ..presence import Presence
-from .known import Known, Now
-from .received import Stream
-from .several import Read, read_one, read_several
-from .sharing import Holder, Local, SharedRoom
+from ..heartbeats import Heartbeats
+from .posted_groups import ReadGroup, read_batch, read_posted_group
+from .runner import RegisteredRunner, RunnerStatus
+from .sharing import LocalEnvironment, Participant, SharedCapacity
+from .validation import Stream
 
 log = structlog.get_logger(__name__)
 
@@ -68,13 +68,13 @@ class WrongKey(UsageError):
     kind, status = "wrong_key", 401
 
 
-class RemoteEnvironments:
+class RunnerRegistry:
     """One for each app; call `load` before anything else.
 
     Args:
         demand: what trainers want of all environments of this server.
         silent_after_seconds: who says nothing for longer does not count.
-        stretches: see `SharedRoom`.
+        stretches: see `SharedCapacity`.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class RemoteEnvironments:
         stretches: bool = True,
     ) -> None:
         self._store = store
-        self._shared = SharedRoom(demand, stretches=stretches)
-        self._presence = Presence(silent_after_seconds)
-        self._local: list[Local] = []
-        self._known: dict[str, Known] = {}
-        self._now: dict[str, Now] = {}
+        self._shared = SharedCapacity(demand, stretches=stretches)
+        self._heartbeats = Heartbeats(silent_after_seconds)
+        self._local: list[LocalEnvironment] = []
+        self._known: dict[str, RegisteredRunner] = {}
+        self._now: dict[str, RunnerStatus] = {}
         self._version = -1
         self._pause: Pause | None = None
         self._lock = asyncio.Lock()
@@ -100,7 +100,7 @@ class RemoteEnvironments:
     async def load(self) -> None:
         """Takes up who had registered."""
         stored = await self._store.get_value(KEY)
-        for one in msgspec.convert(stored or [], list[Known]):
+        for one in msgspec.convert(stored or [], list[RegisteredRunner]):
             self._known[one.id] = one
 
     # What environments say
@@ -121,7 +121,7 @@ class RemoteEnvironments:
             elif len(self._known) >= _MOST_ENVIRONMENTS:
                 raise StoreFull(f"No more than {_MOST_ENVIRONMENTS} environments can register.")
             key = secrets.token_urlsafe(24)
-            one = Known(
+            one = RegisteredRunner(
                 id=before.id if before is not None else secrets.token_hex(8),
                 name=wanted.name,
                 key_hash=_hash(key),
@@ -139,8 +139,8 @@ class RemoteEnvironments:
                 registered_at=time.time(),
             )
             await self._save(self._known | {one.id: one})
-            self._now[one.id] = Now()
-            self._presence.hear(one.id)
+            self._now[one.id] = RunnerStatus()
+            self._heartbeats.hear(one.id)
         log.info("environment_registered", name=one.name, env=one.env, seed=one.seed, host=one.host)
         self.wake()
         return Welcome(
@@ -149,19 +149,19 @@ class RemoteEnvironments:
             seed=one.seed,
             stored=await self._store.count_with_prefix(one.prefix),
             again=await self._store.count_with_prefix(again_prefix(one.prefix)),
-            silent_after_seconds=self._presence.silent_after_seconds,
+            silent_after_seconds=self._heartbeats.silent_after_seconds,
         )
 
-    def _check_may_take(self, before: Known, wanted: Registration) -> None:
+    def _check_may_take(self, before: RegisteredRunner, wanted: Registration) -> None:
         same = hmac.compare_digest(before.instance_hash, _hash(wanted.instance))
         if not same and self._is_present(before):
             raise ConflictError(
                 f"The name {wanted.name!r} is taken by an environment at {before.host or '?'}.",
                 hint="Give this one another with --name; or wait until the other is gone or "
-                f"silent for {self._presence.silent_after_seconds:g} s.",
+                f"silent for {self._heartbeats.silent_after_seconds:g} s.",
             )
 
-    async def _seed_for(self, wanted: Registration, before: Known | None) -> int:
+    async def _seed_for(self, wanted: Registration, before: RegisteredRunner | None) -> int:
         """The seed asked for, or the next one whose stream nobody else has or had."""
         asked = (wanted.env, wanted.split, wanted.seed)
         if before is not None and asked == (before.env, before.split, before.asked_seed):
@@ -184,13 +184,13 @@ class RemoteEnvironments:
         Raises:
             NotFoundError: it is not registered. WrongKey: another has its name now.
         """
-        one = self.known_as(env_id, key)
+        one = self.authenticate(env_id, key)
         now = self._now_of(one)
-        self._presence.hear(one.id)
+        self._heartbeats.hear(one.id)
         now.beat, now.open = beat, beat.open
         self._count_begun(one, beat.begun)
         self.wake()
-        end = time.monotonic() + min(beat.wait_seconds, self._presence.silent_after_seconds / 3)
+        end = time.monotonic() + min(beat.wait_seconds, self._heartbeats.silent_after_seconds / 3)
         while True:
             news = self._news(one)
             left = end - time.monotonic()
@@ -198,7 +198,7 @@ class RemoteEnvironments:
                 now.room = news.room
                 return news
             await self._changed(min(left, _LOOK_SECONDS))
-            self.known_as(env_id, key)
+            self.authenticate(env_id, key)
 
     async def accept(
         self,
@@ -222,12 +222,12 @@ class RemoteEnvironments:
         """
         one, stream = self._heard(env_id, key)
         if len(body) < _INLINE_BYTES:
-            put = read_one(body, stream)
+            put = read_posted_group(body, stream)
         else:
-            put = await asyncio.to_thread(read_one, body, stream)
+            put = await asyncio.to_thread(read_posted_group, body, stream)
         return await self._keep(one, [put], still_open, begun)
 
-    async def accept_several(
+    async def accept_batch(
         self,
         env_id: str,
         key: str,
@@ -256,13 +256,17 @@ class RemoteEnvironments:
         ]
         return Accepted(**vars(news), refused=refused)
 
-    def _heard(self, env_id: str, key: str) -> tuple[Known, Stream]:
-        one = self.known_as(env_id, key)
-        self._presence.hear(one.id)
+    def _heard(self, env_id: str, key: str) -> tuple[RegisteredRunner, Stream]:
+        one = self.authenticate(env_id, key)
+        self._heartbeats.hear(one.id)
         return one, Stream(env=one.env, split=one.split, seed=one.seed, prefix=one.prefix)
 
     async def _keep(
-        self, one: Known, puts: Sequence[EncodedPut], still_open: int | None, begun: int | None
+        self,
+        one: RegisteredRunner,
+        puts: Sequence[EncodedPut],
+        still_open: int | None,
+        begun: int | None,
     ) -> News:
         new = sum(await self._store.put_encoded(puts))
         now = self._now_of(one)
@@ -277,8 +281,8 @@ class RemoteEnvironments:
 
     async def known_groups(self, env_id: str, key: str, group_ids: list[str]) -> set[str]:
         """Which of these the server has, delivered or not."""
-        one = self.known_as(env_id, key)
-        self._presence.hear(one.id)
+        one = self.authenticate(env_id, key)
+        self._heartbeats.hear(one.id)
         return await self._store.existing(group_ids)
 
     async def count_dropped(self, env_id: str, key: str, groups: Sequence[ScoredGroup]) -> None:
@@ -298,7 +302,7 @@ class RemoteEnvironments:
 
     async def goodbye(self, env_id: str, key: str) -> None:
         """It does not count any more, until it registers again; twice is fine."""
-        one = self.known_as(env_id, key)
+        one = self.authenticate(env_id, key)
         async with self._lock:
             await self._save(self._known | {one.id: msgspec.structs.replace(one, gone=True)})
             now = self._now_of(one)
@@ -307,7 +311,7 @@ class RemoteEnvironments:
         log.info("environment_left", name=one.name)
         self.wake()
 
-    def known_as(self, env_id: str, key: str) -> Known:
+    def authenticate(self, env_id: str, key: str) -> RegisteredRunner:
         """The environment with this id.
 
         Raises:
@@ -372,15 +376,15 @@ class RemoteEnvironments:
                 found[one.env] = min(1.0, found.get(one.env, 0.0) + one.minimum_share)
         return found
 
-    def share_with(self, local: Local) -> None:
+    def share_with(self, local: LocalEnvironment) -> None:
         """An environment of this process shares the room, too."""
         self._local.append(local)
 
-    async def wait_for_local_room(self, local: Local) -> None:
+    async def wait_for_local_capacity(self, local: LocalEnvironment) -> None:
         """Returns when `local` may begin a group beside those of other machines."""
         while self._present():
             asking = local.holder()
-            if self._room(asking) > asking.held:
+            if self._allowance(asking) > asking.held:
                 return
             await self._changed(_LOOK_SECONDS)
 
@@ -388,7 +392,7 @@ class RemoteEnvironments:
         """For people: who is registered and how each is."""
         return [self._shown(one) for one in self._known.values()]
 
-    def _shown(self, one: Known) -> dict[str, Any]:
+    def _shown(self, one: RegisteredRunner) -> dict[str, Any]:
         now = self._now_of(one)
         beat = now.beat.model_dump(exclude={"seen", "wait_seconds", "quiet"})
         return {
@@ -404,8 +408,8 @@ class RemoteEnvironments:
             "host": one.host,
             "registered_at": one.registered_at,
             "gone": one.gone,
-            "silent": not one.gone and self._presence.is_silent(one.id),
-            "silent_seconds": round(self._presence.silent_seconds(one.id), 1),
+            "silent": not one.gone and self._heartbeats.is_silent(one.id),
+            "silent_seconds": round(self._heartbeats.silent_seconds(one.id), 1),
             "room": now.room,
             "stored": now.stored,
             **beat,
@@ -414,42 +418,42 @@ class RemoteEnvironments:
 
     # Who counts, and how much room each has
 
-    def _is_present(self, one: Known) -> bool:
-        return not one.gone and not self._presence.is_silent(one.id)
+    def _is_present(self, one: RegisteredRunner) -> bool:
+        return not one.gone and not self._heartbeats.is_silent(one.id)
 
-    def _present(self) -> list[tuple[Known, Now]]:
+    def _present(self) -> list[tuple[RegisteredRunner, RunnerStatus]]:
         return [(one, self._now_of(one)) for one in self._known.values() if self._is_present(one)]
 
-    def _now_of(self, one: Known) -> Now:
+    def _now_of(self, one: RegisteredRunner) -> RunnerStatus:
         now = self._now.get(one.id)
         if now is None:
-            now = self._now[one.id] = Now()
+            now = self._now[one.id] = RunnerStatus()
         return now
 
-    def _news(self, one: Known) -> News:
+    def _news(self, one: RegisteredRunner) -> News:
         now = self._now_of(one)
         return News(
             policy_version=self._version,
             pause=self._pause,
-            room=self._room(_holder(one, now, now.open)),
+            room=self._allowance(_participant(one, now, now.open)),
             drain=now.drain,
         )
 
-    def _room(self, asking: Holder) -> int:
+    def _allowance(self, asking: Participant) -> int:
         """Groups that `asking` may have open. Who is silent holds none; when it comes back with its
         open groups, there are so many more for a moment."""
         present = self._present()
-        self._shared.tell_demand(_sums((one.env, now.open) for one, now in present))
+        self._shared.report_to_demand(_sums((one.env, now.open) for one, now in present))
         for local in self._local:
             begun, before = local.begun(), self._local_begun.get(local.share.name, 0)
             self._local_begun[local.share.name] = max(begun, before)
             self._shared.count_begun(local.share.name, begun - before)
-        everyone = [_holder(one, now, now.held) for one, now in present]
+        everyone = [_participant(one, now, now.held) for one, now in present]
         everyone += [local.holder() for local in self._local]
         name = asking.share.name
         return self._shared.room(asking, [one for one in everyone if one.share.name != name])
 
-    def _count_begun(self, one: Known, begun: int) -> None:
+    def _count_begun(self, one: RegisteredRunner, begun: int) -> None:
         """What it began before this server heard of it counts for nothing."""
         now = self._now_of(one)
         before = begun if now.counted is None else now.counted
@@ -464,22 +468,22 @@ class RemoteEnvironments:
         except TimeoutError:
             return
 
-    async def _save(self, known: Mapping[str, Known]) -> None:
+    async def _save(self, known: Mapping[str, RegisteredRunner]) -> None:
         await self._store.set_value(KEY, msgspec.to_builtins(list(known.values())))
         self._known = dict(known)
 
 
-async def _read(post: bytes, stream: Stream, most_bytes: int) -> list[Read]:
-    """As `read_several`; little, also when inflated, is read here: a change of threads would take
+async def _read(post: bytes, stream: Stream, most_bytes: int) -> list[ReadGroup]:
+    """As `read_batch`; little, also when inflated, is read here: a change of threads would take
     a good part of the time that reading does."""
     if len(post) < _INLINE_BYTES:
         with suppress(TooLargeError):
-            return read_several(post, stream, min(most_bytes, 2 * _INLINE_BYTES))
-    return await asyncio.to_thread(read_several, post, stream, most_bytes)
+            return read_batch(post, stream, min(most_bytes, 2 * _INLINE_BYTES))
+    return await asyncio.to_thread(read_batch, post, stream, most_bytes)
 
 
-def _holder(one: Known, now: Now, held: int) -> Holder:
-    return Holder(
+def _participant(one: RegisteredRunner, now: RunnerStatus, held: int) -> Participant:
+    return Participant(
         share=Share(one.name, one.weight, one.minimum_share),
         env=one.env,
         held=held,

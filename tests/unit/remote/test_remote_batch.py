@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from support.api import running_api
 from support.joined import Joined, join, stream_group
 
-from envserver.api.joined.received import Stream, read_group
-from envserver.api.joined.several import read_several
-from envserver.remote.posts import Posts
-from envserver.remote.several import GROUPS_MSGPACK, MOST_GROUPS, compressed, joined
+from envserver.api.runners.posted_groups import read_batch
+from envserver.api.runners.validation import Stream, read_group
+from envserver.remote.batch import GROUPS_MSGPACK, MOST_GROUPS, compressed, encode_batch
+from envserver.remote.posts import GroupPoster
 
 STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")
 MANY = 1 << 20
@@ -29,7 +29,7 @@ MANY = 1 << 20
 async def post(one: Joined, bodies: Sequence[bytes]) -> list[tuple[int, str]]:
     """The refused ones: index and place."""
     headers = {"content-type": GROUPS_MSGPACK}
-    answer = await one.send("POST", "/groups", content=joined(bodies), headers=headers)
+    answer = await one.send("POST", "/groups", content=encode_batch(bodies), headers=headers)
     assert answer.status_code == 200, answer.text
     return [(said["index"], said["place"]) for said in answer.json()["refused"]]
 
@@ -54,7 +54,11 @@ async def test_of_several_groups_the_wrong_one_is_named_and_the_others_are_store
         assert await api.store.bodies(ids) == [bodies[0], long_group(2)]
         assert (await api.store.stored_bodies(ids))[1][1] == bodies[2], "as it came"
         assert await post(one, []) == []
-        for wrong, status in ((b"", 422), (joined(["words"]), 422), (joined([b"x"] * 99), 413)):  # type: ignore[list-item]
+        for wrong, status in (
+            (b"", 422),
+            (encode_batch(["words"]), 422),
+            (encode_batch([b"x"] * 99), 413),
+        ):  # type: ignore[list-item]
             headers = {"content-type": GROUPS_MSGPACK}
             answer = await one.send("POST", "/groups", content=wrong, headers=headers)
             assert answer.status_code == status, answer.text
@@ -66,14 +70,14 @@ def test_frames_are_what_they_say_or_are_refused() -> None:
     unchecked, unsized = zstd.compress(plain), zstd.ZstdCompressor()
     streamed = unsized.compress(plain) + unsized.flush()
     wrong = [frame[:-1], frame[:5], frame + frame, streamed, frame[:60] + b"\0\0\0" + frame[63:]]
-    found = read_several(joined([frame, unchecked, *wrong]), STREAM, MANY)
+    found = read_batch(encode_batch([frame, unchecked, *wrong]), STREAM, MANY)
     kept, again, *refused = found
     assert not isinstance(kept, InputError) and kept.stored == frame
     assert not isinstance(again, InputError) and again.stored == frame, "with a checksum"
     assert all(isinstance(one, InputError) for one in refused)
     bomb = zstd.compress(bytes(MANY), level=1)
     with pytest.raises(TooLargeError):
-        read_several(joined([bomb, bomb]), STREAM, MANY + 1)
+        read_batch(encode_batch([bomb, bomb]), STREAM, MANY + 1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -87,7 +91,7 @@ def test_a_look_at_all_and_a_look_at_each_say_the_same(seed: int) -> None:
             for _ in range(rng.randint(1, 3)):
                 body[rng.randrange(len(body))] = rng.choice((0, 1, 2, 127, 128, 192, 255))
         bodies.append(bytes(body))
-    for body, read in zip(bodies, read_several(joined(bodies), STREAM, MANY), strict=True):
+    for body, read in zip(bodies, read_batch(encode_batch(bodies), STREAM, MANY), strict=True):
         try:
             group = read_group(body, STREAM)
         except InputError as error:
@@ -111,7 +115,7 @@ async def test_what_is_ready_while_one_is_under_way_goes_together() -> None:
             raise ConflictError("the name is taken")
         return [InputError("no") if body == b"wrong" else None for body in bodies]
 
-    posts = Posts(send)
+    posts = GroupPoster(send)
     first = asyncio.create_task(posts.put(b"first"))
     while not sent:
         await asyncio.sleep(0)
@@ -141,4 +145,4 @@ async def test_what_is_ready_while_one_is_under_way_goes_together() -> None:
 
 
 def test_a_list_travels_as_messagepack() -> None:
-    assert msgspec.msgpack.decode(joined([b"a", b"b"])) == [b"a", b"b"]
+    assert msgspec.msgpack.decode(encode_batch([b"a", b"b"])) == [b"a", b"b"]

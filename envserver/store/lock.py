@@ -23,36 +23,36 @@ _TIME: Final = "store.time"
 
 
 @dataclass(frozen=True)
-class Held:
+class StoreLock:
     """A store that was taken.
 
     Args:
-        holder: who has it now; None where its lock cannot be lost.
+        owner: who has it now; None where its lock cannot be lost.
         last_time: how late it was there last; 0 when it is new.
     """
 
-    holder: str | None
+    owner: str | None
     last_time: float
 
 
-async def take(connection: AsyncConnection) -> Held:
+async def acquire(connection: AsyncConnection) -> StoreLock:
     """Makes this process the one that has the store; for who has its lock."""
-    holder = uuid.uuid4().hex
-    await _write(connection, _HOLDER, holder)
-    return Held(holder, (await look(connection)).last_time)
+    owner = uuid.uuid4().hex
+    await _write(connection, _HOLDER, owner)
+    return StoreLock(owner, (await read_lock(connection)).last_time)
 
 
-async def look(connection: AsyncConnection) -> Held:
-    """As `take`, where nothing has to be written because the lock cannot be lost."""
-    return Held(None, float(await get_value(connection, _TIME) or 0.0))
+async def read_lock(connection: AsyncConnection) -> StoreLock:
+    """As `acquire`, where nothing has to be written because the lock cannot be lost."""
+    return StoreLock(None, float(await get_value(connection, _TIME) or 0.0))
 
 
-async def is_held(connection: AsyncConnection, holder: str) -> bool:
-    """Whether `holder` is the last that took the store."""
-    return bool(await get_value(connection, _HOLDER) == holder)
+async def is_owner(connection: AsyncConnection, owner: str) -> bool:
+    """Whether `owner` is the last that took the store."""
+    return bool(await get_value(connection, _HOLDER) == owner)
 
 
-def taken() -> StoreLost:
+def lock_lost() -> StoreLost:
     """What to say when another process has taken the store."""
     return StoreLost(
         "Another process has opened the store since its database was last reached.",
@@ -61,7 +61,7 @@ def taken() -> StoreLost:
 
 
 async def save_time(connection: AsyncConnection, now: float) -> None:
-    """The next `take` finds `now`."""
+    """The next `acquire` finds `now`."""
     await _write(connection, _TIME, now)
 
 

@@ -11,7 +11,7 @@ from ...remote.messages import Heartbeat
 from ...rollouts.stream import stream_prefix
 
 
-class Known(msgspec.Struct, kw_only=True):
+class RegisteredRunner(msgspec.Struct, kw_only=True):
     """What is kept of a registration.
 
     Args:
@@ -43,7 +43,7 @@ class Known(msgspec.Struct, kw_only=True):
         return stream_prefix(self.env, self.split, self.seed)
 
 
-class Now:
+class RunnerStatus:
     """How one of them is, since this server or its session began."""
 
     def __init__(self) -> None:

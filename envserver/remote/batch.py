@@ -35,6 +35,6 @@ def compressed(packed: bytes) -> bytes:
     return frame if len(frame) <= 0.9 * len(packed) else packed
 
 
-def joined(bodies: Sequence[bytes]) -> bytes:
+def encode_batch(bodies: Sequence[bytes]) -> bytes:
     """The body of a request with these groups, compressed or not."""
     return msgspec.msgpack.encode(bodies)

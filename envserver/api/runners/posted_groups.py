@@ -19,14 +19,14 @@ from envserver_records.records import Group, Tokens, Trajectory
 from envserver_records.records import Sequence as Row
 from numpy.typing import NDArray
 
-from ...remote.several import MOST_GROUPS
+from ...remote.batch import MOST_GROUPS
 from ...store import compression
 from ...store.groups import EncodedPut, encode_puts
 from ...store.sink import put_of
 from ...tokens.invariants import LOGPROB_ROUNDING
-from .received import COLUMNS, Stream, check_group, check_names, decoded
+from .validation import COLUMNS, Stream, check_group, check_names, decoded
 
-Read = EncodedPut | InputError
+ReadGroup = EncodedPut | InputError
 
 _LIST: Final = msgspec.msgpack.Decoder(list[bytes])
 _MOST_RUNS: Final = 64
@@ -35,7 +35,7 @@ _TOGETHER_BYTES: Final = 512 * 1024
 _LAST_VERSION: Final = np.iinfo(np.int32).max
 
 
-def read_one(body: bytes, stream: Stream) -> EncodedPut:
+def read_posted_group(body: bytes, stream: Stream) -> EncodedPut:
     """The group in `body`, as `records.pack` made it.
 
     Raises:
@@ -47,7 +47,7 @@ def read_one(body: bytes, stream: Stream) -> EncodedPut:
     return read
 
 
-def read_several(post: bytes, stream: Stream, most_bytes: int) -> list[Read]:
+def read_batch(post: bytes, stream: Stream, most_bytes: int) -> list[ReadGroup]:
     """The groups in a post of several, in its order.
 
     Args:
@@ -88,8 +88,8 @@ def _inflated(part: bytes, most: int) -> _Body | InputError:
     return _Body(plain, part if compression.has_checksum(part) else None)
 
 
-def _checked(bodies: Sequence[_Body | InputError], stream: Stream) -> list[Read]:
-    read: list[Read] = []
+def _checked(bodies: Sequence[_Body | InputError], stream: Stream) -> list[ReadGroup]:
+    read: list[ReadGroup] = []
     for part in _parts(bodies):
         found = [body if isinstance(body, InputError) else _decoded(body.plain) for body in part]
         groups = [one for one in found if isinstance(one, Group)]

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.schema import Table
 
 
-class Inserting:
+class InsertStatement:
     """Rows into `table`, as tuples of all its columns in their order.
 
     What holds: no column has a type whose values SQLAlchemy changes on their way in.

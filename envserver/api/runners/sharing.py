@@ -15,13 +15,13 @@ import msgspec
 
 from ...rollouts.mixing import Share
 from ...store.demand import Demand
-from .rooms import Slack, deal, fair_shares
+from .allotment import ExtraCapacity, allot, fair_shares
 
 _MOST_COUNTED: Final = 4096
 """Groups that count as begun at a time."""
 
 
-class Holder(msgspec.Struct, frozen=True):
+class Participant(msgspec.Struct, frozen=True):
     """One that shares.
 
     Args:
@@ -39,7 +39,7 @@ class Holder(msgspec.Struct, frozen=True):
     unused: int = 0
 
 
-class Local(msgspec.Struct, frozen=True):
+class LocalEnvironment(msgspec.Struct, frozen=True):
     """An environment of the server's own process.
 
     Args:
@@ -55,28 +55,28 @@ class Local(msgspec.Struct, frozen=True):
     open_groups: Callable[[], int]
     begun: Callable[[], int]
 
-    def holder(self) -> Holder:
+    def holder(self) -> Participant:
         """As it is now."""
-        return Holder(self.share, self.share.name, self.open_groups(), self.capacity)
+        return Participant(self.share, self.share.name, self.open_groups(), self.capacity)
 
 
-class SharedRoom:
+class SharedCapacity:
     """See the module.
 
     Args:
-        stretches: see `rooms.Slack`; not where a group may be only so many versions old.
+        stretches: see `rooms.ExtraCapacity`; not where a group may be only so many versions old.
     """
 
     def __init__(self, demand: Demand, *, stretches: bool = True) -> None:
         self._demand = demand
         self._stretches = stretches
-        self._slack = Slack()
+        self._slack = ExtraCapacity()
         self._sharing: tuple[Share, ...] = ()
         self._shares = fair_shares([Share("none")])
-        self._told: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
         self._begun = 0
 
-    def room(self, asking: Holder, others: Sequence[Holder]) -> int:
+    def room(self, asking: Participant, others: Sequence[Participant]) -> int:
         """Groups that `asking` may have open: those that it has (`held`), and its part of what is
         free.
 
@@ -85,16 +85,21 @@ class SharedRoom:
         """
         everyone = [*others, asking]
         used = sum(one.held for one in everyone)
-        free, most = self._demand.free(asking.env), self._demand.most()
+        free, most = self._demand.capacity_if_idle(asking.env), self._demand.max_waiting()
         if self._stretches:
             waiting, at = max(0, most - free), time.monotonic()
             free += self._slack.groups(waiting, most, used, self._begun, at)
         wants = {one.share.name: one.capacity - one.held for one in everyone}
         self._count(everyone)
         unused = {one.share.name: one.unused for one in everyone}
-        dealt = deal(max(0, free - used), wants, self._shares, unused)[asking.share.name]
+        dealt = allot(max(0, free - used), wants, self._shares, unused)[asking.share.name]
         nothing_is_made = not any(one.held for one in everyone if one.env == asking.env)
-        if not dealt and asking.capacity and nothing_is_made and self._demand.free(asking.env) > 0:
+        if (
+            not dealt
+            and asking.capacity
+            and nothing_is_made
+            and self._demand.capacity_if_idle(asking.env) > 0
+        ):
             dealt = 1
         return asking.held + dealt
 
@@ -105,15 +110,15 @@ class SharedRoom:
             for _ in range(min(groups, _MOST_COUNTED)):
                 self._shares.begin(name)
 
-    def tell_demand(self, elsewhere: Counter[str]) -> None:
+    def report_to_demand(self, elsewhere: Counter[str]) -> None:
         """By environment the groups that are being made on other machines: those of this process
         count them, too."""
-        for env in elsewhere.keys() | self._told.keys():
-            if elsewhere[env] != self._told[env]:
-                self._demand.opened(env, elsewhere[env] - self._told[env])
-        self._told = elsewhere
+        for env in elsewhere.keys() | self._reported.keys():
+            if elsewhere[env] != self._reported[env]:
+                self._demand.opened(env, elsewhere[env] - self._reported[env])
+        self._reported = elsewhere
 
-    def _count(self, everyone: Sequence[Holder]) -> None:
+    def _count(self, everyone: Sequence[Participant]) -> None:
         """The clocks begin anew when others share than before."""
         sharing = tuple(sorted((one.share for one in everyone), key=lambda share: share.name))
         if sharing != self._sharing:

@@ -25,7 +25,7 @@ def fair_shares(shares: Iterable[Share]) -> Shares:
     return Shares(targets(given))
 
 
-def deal(
+def allot(
     free: int, wants: Mapping[str, int], shares: Shares, unused: Mapping[str, int] | None = None
 ) -> dict[str, int]:
     """How many further groups each may begin.
@@ -56,7 +56,7 @@ def deal(
     return dealt
 
 
-class Slack:
+class ExtraCapacity:
     """Groups that may be open beyond what may wait: none while trainers are the slower side.
 
     What is open and what waits is bounded together, so that nothing grows old in the queue. Where
