@@ -52,7 +52,7 @@ _VARIABLES = (
     *("CONTAINER_HOST", "CONTAINER_CONNECTION", "CONTAINERS_CONF"),
 )
 
-_EMPTY_PACKAGES = ("envserver", "envserver.sandbox")
+_EMPTY_PACKAGES = ("envserver", "envserver.sandbox", "envserver_records")
 _ERRORS = """class ConfigError(Exception):
     def __init__(self, message, hint=""):
         super().__init__(message)
@@ -299,7 +299,7 @@ def bundle(preload: list[str]) -> bytes:
     sources = dict.fromkeys(_EMPTY_PACKAGES, "")
     for path in Path(__file__).parent.glob("[!_]*.py"):
         sources[f"envserver.sandbox.{path.stem}"] = path.read_text()
-    sources["envserver.errors"] = _ERRORS
+    sources["envserver_records.errors"] = _ERRORS
     for name in preload:
         sources.update(_sources(name))
     return json.dumps(sources).encode()
