@@ -23,7 +23,8 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from envserver_records.errors import WorkerDied
-from support.worker_standin import ZOO, StandIn, serving, until
+from support.waiting import until
+from support.worker_standin import ZOO, StandIn, serving
 
 from envserver.config import WorkersConfig
 from envserver.workers.local import LocalPool

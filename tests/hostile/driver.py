@@ -216,7 +216,7 @@ async def _knocking(port: int, mark: str) -> AsyncIterator[list[str]]:
         while not told:
             try:
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                if mark.encode() in await asyncio.wait_for(reader.read(100), 1):
+                if mark.encode() in await asyncio.wait_for(reader.read(100), 60):
                     told.append("the host could connect to it")
                 writer.close()
             except (OSError, TimeoutError):

@@ -16,9 +16,9 @@ async def writes_and_reads(box: Sandbox, told: Told) -> bytes:
     seen = b""
     for name in ("link", "folder/file", "pipe", "chain", "device", "loop", "socket"):
         with contextlib.suppress(InputError):
-            seen += await asyncio.wait_for(box.read(name), 5)
+            seen += await asyncio.wait_for(box.read(name), 60)
         with contextlib.suppress(InputError):
-            await asyncio.wait_for(box.write(name, b"written through " + name.encode()), 5)
+            await asyncio.wait_for(box.write(name, b"written through " + name.encode()), 60)
     return seen
 
 

@@ -20,6 +20,7 @@ from hostile.host import alive_with
 from support.process_tree import command, descendants, mounts, open_files, own_megabytes, parents
 from support.sandbox_holder import STAY
 from support.sandboxes import sandboxes
+from support.waiting import until
 
 from envserver import ExecResult, SandboxError, Sandboxes, SandboxLimits, SandboxSpec
 
@@ -179,13 +180,6 @@ async def staying(boxes: Sandboxes, mark: str) -> AsyncIterator[list[asyncio.Tas
             await asyncio.gather(*running, return_exceptions=True)
 
 
-async def until(holds: Callable[[], bool], seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "it took too long"
-        await asyncio.sleep(0.02)
-
-
 async def next_result(boxes: Sandboxes) -> ExecResult:
     """Of a program in a new sandbox, as soon as one can be made."""
     end = time.monotonic() + 10
@@ -204,7 +198,7 @@ async def test_the_end_of_a_process_loses_its_programs_and_nothing_else(victim: 
     async with sandboxes() as boxes:
         async with staying(boxes, mark) as running:
             os.kill(lasting()[victim], signal.SIGKILL)
-            ends = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 10)
+            ends = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 60)
             assert [type(end) for end in ends] == [SandboxLost] * len(running)
             await until(lambda: alive_with(mark) == [])
             result = await next_result(boxes)

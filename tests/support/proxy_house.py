@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,6 +18,7 @@ from envserver.proxy import Proxy, ProxyAttempt
 from envserver.proxy.endpoint import EngineEndpoint
 from support.fake_vllm import FakeVllm, fake_vllm, ids_of, logprob, prompt_ids
 from support.serving import attempt_spec, serving
+from support.waiting import settled, until
 
 ASK: list[Any] = [{"role": "user", "content": "hi"}]
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -37,6 +37,34 @@ class House:
         self.url = url
         self.http = http
         self.now = 0.0
+        self.arrived = 0
+        """Requests that the proxy has read."""
+        self.gone = 0
+        """Clients whose end of the connection the proxy has seen."""
+
+    async def has_read(self, requests: int) -> None:
+        """Waits until the proxy has read so many requests and waits for something else."""
+        await until(lambda: self.arrived >= requests)
+        await settled()
+
+    async def has_lost(self, clients: int) -> None:
+        """Waits until the proxy knows that so many clients are gone."""
+        await until(lambda: self.gone >= clients)
+        await settled()
+
+    def watched(self, app: Any) -> Any:
+        """The ASGI application `app`, whose requests are counted."""
+
+        async def watching(scope: Any, receive: Any, send: Any) -> None:
+            async def counted() -> Any:
+                message = await receive()
+                self.gone += message["type"] == "http.disconnect"
+                self.arrived += message["type"] == "http.request" and not message.get("more_body")
+                return message
+
+            await app(scope, counted, send)
+
+        return watching
 
     def open(self, **limits: Any) -> tuple[ProxyAttempt, AsyncOpenAI]:
         attempt = self.proxy.open(attempt_spec(**limits))
@@ -75,7 +103,7 @@ async def house(
                 max_body_bytes=max_body_bytes,
                 clock=lambda: made.now,
             )
-            async with serving(made.proxy.asgi()) as url:
+            async with serving(made.watched(made.proxy.asgi())) as url:
                 made.url = url
                 yield made
 
@@ -94,13 +122,6 @@ async def chat(client: AsyncOpenAI, streamed: bool = False, **more: Any) -> Any:
             parts.append(choice.delta.content or "")
             finish = choice.finish_reason or finish
     return "".join(parts), finish
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Waits until `condition()`; five seconds at most."""
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def asgi_post(

@@ -6,10 +6,9 @@ forward pass of transformers over the whole sequence, with its own attention and
 
 from __future__ import annotations
 
-import asyncio
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import torch
 from envserver_records.errors import ConfigError, InputError
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
+from support.waiting import until
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from envserver.models.local import weights
@@ -321,12 +321,6 @@ async def test_tokens_tell_which_version_sampled_them(loaded: Loaded) -> None:
         assert waiting.ids == []
         await runner.pause("abort")
         assert waiting.finish == "abort"
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not true():
-            await asyncio.sleep(0.005)
 
 
 SIZES = {

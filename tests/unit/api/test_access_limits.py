@@ -120,7 +120,7 @@ async def test_connections_have_a_number(tmp_path: Path) -> None:
         for _, writer in held:
             writer.close()
             await writer.wait_closed()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while b"200 OK" not in await say(api, GET + b"connection: close\r\n\r\n"):
                 await asyncio.sleep(0.02)
 

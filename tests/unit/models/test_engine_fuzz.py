@@ -57,7 +57,7 @@ class Bench:
 
         async def end() -> None:
             await self.engine.__aexit__(None, None, None)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while self.raw.connections:
                     await asyncio.sleep(0.01)
             await self._serving.__aexit__(None, None, None)
@@ -88,7 +88,7 @@ class Bench:
         assert time.monotonic() - began < seconds + 2
         (replica,) = await self._health()
         assert (replica.in_flight, replica.waiting) == (0, 0)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             # One is kept for the next call; health checks and metrics may be using others.
             while len(self.raw.connections) > 3:
                 await asyncio.sleep(0.001)

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 from support.fake_vllm import FakeVllm, fake_vllm
 from support.raw_server import chunked, head, raw_server
+from support.waiting import until
 
 from envserver.config import OpenAIConfig
 from envserver.models.openai import OpenAIEngine
@@ -322,13 +323,6 @@ def test_an_event_without_end_is_garbage() -> None:
     with pytest.raises(EngineGarbage):
         for _ in range(50):
             parser.feed(b"data: xxxx\n")
-
-
-async def until(condition: Any) -> None:
-    """Waits until `condition()`; five seconds at most."""
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def test_the_fake_honours_max_tokens() -> None:

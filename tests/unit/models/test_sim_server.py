@@ -63,7 +63,7 @@ async def served(solver: Solver | None = None, **config: Any) -> AsyncIterator[s
         yield await url
     finally:
         stop.set()
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 60)
 
 
 @asynccontextmanager

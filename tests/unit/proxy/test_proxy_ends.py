@@ -19,9 +19,9 @@ from support.proxy_house import (
     asgi_post,
     chat,
     house,
-    until,
 )
 from support.serving import attempt_spec
+from support.waiting import settled, until
 
 from envserver.config import OpenAIConfig
 from envserver.models.openai import OpenAIEngine
@@ -116,7 +116,7 @@ async def test_a_client_that_hangs_up_leaves_an_undelivered_call(
     asking = asyncio.create_task(chat(client, streamed, tools=tools))
     await until(lambda: home.fake.requests)
     asking.cancel()
-    await asyncio.sleep(0.05)
+    await home.has_lost(1)
     home.fake.held.set()
     await until(lambda: attempt.calls)
     (call,) = attempt.calls
@@ -189,13 +189,14 @@ async def test_calls_find_out_together_how_a_late_engine_is_asked() -> None:
         attempt, _ = home.open(max_turns=4)
         path = "v1/chat/completions"
         for statuses in ([503] * 3, [200] * 3):
+            before = home.arrived
             asking = [
                 asyncio.create_task(home.post(attempt.key, path, {"messages": ASK}))
                 for _ in range(4)
             ]
-            await asyncio.sleep(0.1)
+            await home.has_read(before + 4)
             asking[0].cancel()  # it came first
-            await asyncio.sleep(0.05)
+            await home.has_lost(home.gone + 1)
             finds[-1].set()
             assert [(await request)[0] for request in asking[1:]] == statuses
         assert len(finds) == 2
@@ -323,11 +324,11 @@ async def test_work_that_several_wait_for_ends_once_at_the_deadline(home: House)
         asyncio.create_task(home.post(attempt.key, path, {"messages": ASK}, **key))
         for _ in range(3)
     ]
-    await until(lambda: attempt.seconds_left < 0.04)
+    await until(lambda: attempt.seconds_left <= 0.04)
     for request in asking:
         request.cancel()
     await until(lambda: attempt.engine_failures)
-    await asyncio.sleep(0.1)
+    await settled()
     assert attempt.engine_failures == 1
     assert [call.finish_reason for call in attempt.calls] == ["disconnect"]
     assert len(home.fake.requests) == 1

@@ -274,7 +274,7 @@ def ask(engine: Scripted, path: str, request: Json) -> tuple[Heard, ProxyAttempt
             "path": f"/r/{attempt.key}/{path}",
             "headers": [],
         }
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await proxy.asgi()(scope, receive, heard.send)
         return heard, attempt
 

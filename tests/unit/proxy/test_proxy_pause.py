@@ -10,7 +10,8 @@ import openai
 import pytest
 from envserver_records.records import VersionSpan
 from support.fake_vllm import ids_of
-from support.proxy_house import ASK, House, chat, house, until
+from support.proxy_house import ASK, House, chat, house
+from support.waiting import settled, until
 
 
 @pytest.fixture
@@ -28,14 +29,14 @@ async def paused_within_a_call(
     attempt, client = home.open()
     asking = asyncio.create_task(chat(client, streamed))
     await until(lambda: home.fake.requests)
-    pausing = asyncio.create_task(home.proxy.gate.pause(in_flight, 5.0))
-    await asyncio.sleep(0.02)
+    pausing = asyncio.create_task(home.proxy.gate.pause(in_flight, 60.0))
+    await settled()
     return attempt, asking, pausing
 
 
 async def test_calls_wait_while_paused_and_are_of_the_new_version(home: House) -> None:
     gate = home.proxy.gate
-    assert await gate.pause("drain", 1.0)
+    assert await gate.pause("drain", 60.0)
     attempt, client = home.open()
     asking = [asyncio.create_task(chat(client, streamed)) for streamed in (False, True)]
     await until(lambda: gate.waiting == 2)
@@ -115,8 +116,8 @@ async def test_an_end_that_was_held_back_is_not_told_when_the_stream_is_asked_fo
 
     asking = asyncio.create_task(ask())
     await until(lambda: home.fake.requests)
-    await asyncio.sleep(0.05)
-    assert await home.proxy.gate.pause("abort", 5.0)
+    await settled()
+    assert await home.proxy.gate.pause("abort", 60.0)
     home.fake.held.set()
     home.proxy.gate.resume()
     await asking
@@ -133,7 +134,7 @@ async def test_abort_breaks_off_a_stream_that_has_begun(home: House) -> None:
     with pytest.raises(openai.APIError, match="paused"):
         async for chunk in stream:
             if chunk.choices[0].delta.content:
-                await home.proxy.gate.pause("abort", 5.0)
+                await home.proxy.gate.pause("abort", 60.0)
     (call,) = attempt.calls
     assert call.finish_reason == "error"
     assert attempt.engine_failure is not None
@@ -151,7 +152,7 @@ async def test_many_pauses_lose_and_double_nothing(home: House) -> None:
 
     async def trainer() -> None:
         for version, how in enumerate(["drain", "keep", "abort"] * 4, start=2):
-            await home.proxy.gate.pause(how, 5.0)
+            await home.proxy.gate.pause(how, 60.0)
             home.proxy.publish_version(version)
             home.proxy.gate.resume()
             await asyncio.sleep(0.01)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from envserver_records.errors import EngineUnavailable
 from support.fake_vllm import ids_of
-from support.proxy_house import ASK, TOOL_CALLS, TOOLS, House, chat, house, until
+from support.proxy_house import ASK, TOOL_CALLS, TOOLS, House, chat, house
+from support.waiting import settled, until
 
 from envserver.models.probe import ProbeResult
 from envserver.proxy.capabilities import Capabilities
@@ -77,8 +78,9 @@ async def test_what_a_client_lost_is_recorded_and_given_to_its_retry(
     lost = asyncio.create_task(home.post(attempt.key, PATH, body))
     await until(lambda: home.fake.requests)
     lost.cancel()
+    await home.has_lost(1)
     retry = asyncio.create_task(_text(home, attempt.key, body))
-    await asyncio.sleep(0.05)
+    await home.has_read(2)
     home.fake.held.set()
     assert TOOL_CALLS[1]["function"]["arguments"].replace('"', '\\"') in await retry
     (call,) = attempt.calls
@@ -94,15 +96,18 @@ async def _text(home: House, key: str, body: Any) -> str:
 
 async def test_a_retry_joins_work_that_does_not_know_yet_how_the_engine_is_asked() -> None:
     async def find() -> Capabilities:
-        await asyncio.sleep(0.1)
+        await found.wait()
         return Capabilities(probe_result=ProbeResult(mode="chat", model="tiny"))
 
+    found = asyncio.Event()
     async with house(find=find) as home:
         attempt, _ = home.open()
         once = asyncio.create_task(home.post(attempt.key, PATH, bodies()))
-        await asyncio.sleep(0.05)
-        again = await home.post(attempt.key, PATH, bodies(), **RETRY)
-        assert again == await once
+        await home.has_read(1)
+        again = asyncio.create_task(home.post(attempt.key, PATH, bodies(), **RETRY))
+        await home.has_read(2)
+        found.set()
+        assert await again == await once
         assert len(attempt.calls) == 1
 
 
@@ -112,10 +117,10 @@ async def test_what_a_client_lost_for_good_is_recorded_and_not_trained(home: Hou
     asking = asyncio.create_task(chat(client))
     await until(lambda: home.fake.requests)
     asking.cancel()
-    await asyncio.sleep(0.05)
+    await home.has_lost(1)
     home.fake.held.set()
     await until(lambda: attempt.calls)
-    await asyncio.sleep(0)
+    await settled()
     (call,) = attempt.calls
     assert (call.delivered, call.flags) == ("none", ["undelivered_completion"])
     assert call.completion_ids.tolist() == ids_of("Hëllo.")
@@ -137,7 +142,7 @@ async def test_what_fails_after_its_client_is_gone_is_made_anew_by_the_retry(hom
     lost = asyncio.create_task(home.post(attempt.key, PATH, bodies()))
     await until(lambda: home.fake.requests)
     lost.cancel()
-    await asyncio.sleep(0.05)
+    await home.has_lost(1)
     home.fake.held.set()
     await until(lambda: attempt.engine_failures)
     home.fake.omit = frozenset()
@@ -147,11 +152,12 @@ async def test_what_fails_after_its_client_is_gone_is_made_anew_by_the_retry(hom
 
 async def test_retries_that_wait_for_a_request_that_fails_are_one_new_request() -> None:
     finds = 0
+    found = asyncio.Event()
 
     async def find() -> Capabilities:
         nonlocal finds
         finds += 1
-        await asyncio.sleep(0.1)
+        await found.wait()
         if finds == 1:
             raise EngineUnavailable("down")
         return Capabilities(probe_result=ProbeResult(mode="chat", model="tiny"))
@@ -159,8 +165,12 @@ async def test_retries_that_wait_for_a_request_that_fails_are_one_new_request() 
     async with house(find=find) as home:
         attempt, _ = home.open(max_turns=1)
         once = asyncio.create_task(home.post(attempt.key, PATH, bodies()))
-        await asyncio.sleep(0.05)
-        again = [home.post(attempt.key, PATH, bodies(), **RETRY) for _ in range(3)]
+        await home.has_read(1)
+        again = [
+            asyncio.create_task(home.post(attempt.key, PATH, bodies(), **RETRY)) for _ in range(3)
+        ]
+        await home.has_read(4)
+        found.set()
         answers = await asyncio.gather(*again)
         assert (await once)[0] == 503
         assert {status for status, _ in answers} == {200}
@@ -183,7 +193,7 @@ async def test_of_equal_requests_a_retry_gets_the_answer_that_was_lost(home: Hou
     asking = [asyncio.create_task(home.post(attempt.key, PATH, bodies())) for _ in range(3)]
     await until(lambda: len(home.fake.requests) == 3)
     asking[1].cancel()
-    await asyncio.sleep(0.05)
+    await home.has_lost(1)
     home.fake.held.set()
     await asyncio.gather(asking[0], asking[2])
     await until(lambda: len(attempt.calls) == 3)
@@ -203,9 +213,9 @@ async def test_what_one_request_got_is_delivered_though_another_with_its_key_is_
         asyncio.create_task(home.post(attempt.key, PATH, bodies(), **headers)) for _ in range(2)
     ]
     await until(lambda: home.fake.requests)
-    await asyncio.sleep(0.05)
+    await home.has_read(2)
     asking[0].cancel()
-    await asyncio.sleep(0.05)
+    await home.has_lost(1)
     home.fake.held.set()
     assert (await asking[1])[0] == 200
     (call,) = attempt.calls
@@ -220,9 +230,9 @@ async def test_a_retry_that_waits_does_not_ask_for_an_attempt_that_has_ended() -
     async with house(find=find) as home:
         attempt, _ = home.open()
         once = asyncio.create_task(home.post(attempt.key, PATH, bodies()))
-        await asyncio.sleep(0.05)
+        await home.has_read(1)
         again = asyncio.create_task(home.post(attempt.key, PATH, bodies(), **RETRY))
-        await asyncio.sleep(0.05)
+        await home.has_read(2)
         home.proxy.seal(attempt)
         assert [(await once)[0], (await again)[0]] == [409, 409]
         assert home.fake.requests == []
@@ -234,11 +244,11 @@ async def test_lost_work_ends_with_its_attempt(home: House) -> None:
     asking = asyncio.create_task(chat(client))
     await until(lambda: home.fake.requests)
     asking.cancel()
-    await asyncio.sleep(0.05)
+    await home.has_lost(1)
     home.proxy.seal(attempt)
     await until(lambda: home.fake.aborted == 1)
     home.fake.held.set()
-    await asyncio.sleep(0.05)
+    await settled()
     assert attempt.calls == []
 
 

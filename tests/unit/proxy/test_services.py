@@ -14,8 +14,8 @@ import pytest
 from envserver_records.errors import ConflictError
 from envserver_tools.web import WebSettings, services_of
 from support.commands import envserver, read_jsonl
-from support.proxy_house import until
 from support.serving import attempt_spec, serving
+from support.waiting import until
 from support.websites import KEY, websites
 
 from envserver import Caller, InputError, LimitReached, PublicTask, ServiceError

@@ -11,8 +11,9 @@ import msgspec
 import openai
 import pytest
 from envserver_records.records import VersionSpan
-from support.proxy_house import House, chat, house, until
+from support.proxy_house import House, chat, house
 from support.serving import attempt_spec
+from support.waiting import until
 
 from envserver.proxy.attempts import ProxyAttempt
 from envserver.tokens.flags import DEFAULT

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import until
 
 from envserver.rollouts.capacity import Bounds
 from envserver.store import Store, open_store
@@ -74,12 +75,6 @@ async def beside(work: Any) -> AsyncIterator[None]:
             await task
 
 
-async def eventually(condition: Any) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 async def test_whoever_waits_for_room_is_woken_by_what_makes_some(store: Store) -> None:
     demand = Demand(store, BOUNDS)
     await store.create_run("trainer", batch_size=2)
@@ -94,7 +89,7 @@ async def test_whoever_waits_for_room_is_woken_by_what_makes_some(store: Store) 
         await asyncio.sleep(0.02)
         assert not waiting.done()
         await make_capacity()
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, 60)
         await put(store, *(str(next(numbers)) for _ in range(demand.free_capacity("a"))))
         assert demand.free_capacity("a") == 0
 
@@ -119,7 +114,7 @@ async def test_what_is_being_made_counts_where_it_would_grow_too_old(store: Stor
     await asyncio.sleep(0.02)
     assert not waiting.done()
     demand.opened("a", -1)
-    await asyncio.wait_for(waiting, 10)
+    await asyncio.wait_for(waiting, 60)
 
 
 async def test_who_asks_for_more_than_it_said_gets_it_and_nobody_waits_for_ever(
@@ -161,7 +156,7 @@ async def test_a_broadcast_run_that_is_gone_is_closed_and_gets_all_when_it_is_ba
     assert demand.free_capacity("a") == 0  # of whoever is slowest
     clock.seconds = 1.0
     async with beside(demand.close_silent_runs()):
-        await eventually(lambda: demand.closed_runs == {"gone": 1})
+        await until(lambda: demand.closed_runs == {"gone": 1})
     assert demand.free_capacity("a") > 0
     assert set(store.open_runs) == {"here"}
     await put(store, *"efgh")
@@ -203,9 +198,9 @@ async def test_nothing_too_old_is_leased_from_the_moment_a_version_is_published(
     async with beside(staleness.run()):
         await store.nack(held.lease_id)  # it comes back too old
         assert await leased(store, "trainer", max_groups=1) == ["young"]
-        await eventually(lambda: staleness.dropped == 1)
+        await until(lambda: staleness.dropped == 1)
         await put(store, "late", version=1)  # published while it was on its way
-        await eventually(lambda: staleness.dropped == 2)
+        await until(lambda: staleness.dropped == 2)
     assert (await store.counts())["dropped"] == 2
     assert await leased(store, "trainer") == ["foreign"]
 

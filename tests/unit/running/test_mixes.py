@@ -147,7 +147,7 @@ async def test_a_turn_that_is_given_up_is_another_s() -> None:
     a.ended(2, "delivered")
     again.cancel()  # its turn was given, but it has not heard of it
     await asyncio.gather(again, return_exceptions=True)
-    assert await asyncio.wait_for(a.take(2), 1)
+    assert await asyncio.wait_for(a.take(2), 60)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ import pytest_asyncio
 from envserver_records.errors import SandboxUnavailable, WorkerDied
 from envserver_records.records import SandboxLimits, Usage
 from support.commands import envserver, read_jsonl
-from support.worker_standin import alive, until
+from support.waiting import until
+from support.worker_standin import alive
 
 from envserver import (
     Group,

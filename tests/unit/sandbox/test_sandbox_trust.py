@@ -149,7 +149,7 @@ async def test_a_hostile_inside_loses_its_sandbox_and_nothing_else(answer: bytes
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with hostile(answer) as box:
         with pytest.raises(SandboxLost):
-            await asyncio.wait_for(box.run_python("print(1)"), 10)
+            await asyncio.wait_for(box.run_python("print(1)"), 60)
         await box.close()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 200 * 1024

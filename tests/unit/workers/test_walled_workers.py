@@ -13,7 +13,8 @@ import pytest
 import pytest_asyncio
 from envserver_records.errors import WorkerDied, WorkerHung
 from support.commands import envserver, read_jsonl
-from support.worker_standin import StandIn, alive, serving, until
+from support.waiting import until
+from support.worker_standin import StandIn, alive, serving
 
 from envserver.config import WorkersConfig
 from envserver.workers.local import LocalPool

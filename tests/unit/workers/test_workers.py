@@ -23,7 +23,8 @@ from envserver_records.errors import (
     WorkerHung,
 )
 from structlog.testing import capture_logs
-from support.worker_standin import ZOO, StandIn, alive, serving, until
+from support.waiting import until
+from support.worker_standin import ZOO, StandIn, alive, serving
 
 from envserver.config import WorkersConfig
 from envserver.workers.local import LocalPool
