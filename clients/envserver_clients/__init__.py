@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+from envserver_records.wire import GroupSummary
+
 from .http import EnvClient, NotAllowed, Retries, ServerUnreachable, SyncEnvClient, Wanted
-from .records import Batch, ClientGroup, GroupSummary, Row
+from .records import Batch, ClientGroup, Row
 
 __all__ = [
     "Batch",

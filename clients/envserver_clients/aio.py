@@ -13,6 +13,7 @@ from typing import Any, Final, Self, Unpack
 import httpx
 import msgspec
 from envserver_records import ConflictError, EnvserverError, InputError, NotFoundError, Split
+from envserver_records.wire import GroupSummary
 
 from .compression import HAS_ZSTD, LeaseStreamReader, decompress
 from .estimates import TaskEstimate, read_estimates
@@ -31,7 +32,7 @@ from .protocol import (
     checked,
     pause_before_next,
 )
-from .records import Batch, ClientGroup, GroupSummary, decode_batch, decode_group, decode_page
+from .records import Batch, ClientGroup, decode_batch, decode_group, decode_page
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,13 @@ from typing import Any, Self, Unpack
 
 from anyio.from_thread import start_blocking_portal
 from envserver_records import Split, Trajectory
+from envserver_records.wire import GroupSummary
 
 from .aio import EnvClient
 from .estimates import TaskEstimate
 from .on_demand import TaskSummary
 from .protocol import InFlight, Wanted
-from .records import Batch, ClientGroup, GroupSummary
+from .records import Batch, ClientGroup
 
 
 class SyncEnvClient:

@@ -61,7 +61,7 @@ class ErrorReader:
                 kind = self.unreadable_client_error
             text = body[:_MAX_TEXT_BYTES].decode(errors="replace")
             return kind(f"{self.endpoint} answered HTTP {status}: {text}", status=status)
-        message, code = str(problem["message"]), problem.get("code")
+        message, code = str(problem["message"]), str(problem.get("code"))
         if code == LimitReached.kind:
             limit = problem.get("limit") or problem.get("param")
             return LimitReached(message, **({"limit": limit} if limit else {}))

@@ -48,8 +48,8 @@ def draw(files: Sequence[Path], picture: Path, *, title: str = "") -> None:
         axes.flat[0].legend(fontsize=8)
     if title:
         figure.suptitle(title, fontsize=11)
-    with replacing(picture, sync=False) as file:
-        figure.savefig(file, format="png")
+    with replacing(picture, sync=False) as out:
+        figure.savefig(out, format="png")
     pyplot.close(figure)
 
 
