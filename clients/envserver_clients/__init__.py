@@ -1,7 +1,7 @@
-"""For trainers and data makers: what they use to get groups from a server.
+"""What trainers and data makers use to get groups from a server.
 
-`http` has the clients and how a trainer uses them, `records` what they return; `adapters`,
-`weights` and the commands (`grpo`, `sft`, `dpo`, `vertex`) need the extras of this package.
+`http` has the clients and shows how a trainer uses them, `records` has what they return;
+`adapters`, `weights` and the commands (`grpo`, `sft`, `dpo`, `vertex`) need the package's extras.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The client for asyncio; `envserver_clients.http` says how a trainer uses it."""
+"""The client for asyncio; `envserver_clients.http` shows how a trainer uses it."""
 
 from __future__ import annotations
 
@@ -38,28 +38,27 @@ log = logging.getLogger(__name__)
 
 _RETRIES: Final = Retries()
 _INLINE_BYTES: Final = 256 * 1024
-"""Less than this is inflated on the event loop."""
+"""Smaller answers are decompressed on the event loop, larger ones in a thread."""
 
 
 class EnvClient(OnDemand):
-    """An async context manager that registers its run.
+    """Leases batches for one run; an async context manager that registers the run.
 
     Args:
-        url: of the server.
-        run: name of this trainer's run; the same name goes on with it. None: no run is registered,
-            for who only orders rollouts, publishes or looks; then nothing can be leased.
+        url: the server's address.
+        run: name of this trainer's run; an existing run of that name continues. None: register no
+            run, to order rollouts, publish versions or read groups only; `lease` is not possible.
         batch_size: groups per batch.
-        delivery: shared: each group goes to one of all shared runs; broadcast: this run gets every
-            group.
-        environments: only groups of these; none named: of all.
-        settings: anything JSON-like that is to be found again with the run.
-        token: the server's access token; unset: the environment variable ENVSERVER_TOKEN.
-        keep_leases_seconds: what was leased and is not acknowledged yet is extended to so many
-            seconds, again and again, for as long as the client is open; unset: leases end as they
-            were made.
-        compress: accept groups as the server has them on disk (zstd), which is less work for it and
-            less to transfer; without effect where zstd is not installed.
-        timeout_seconds: for one request, beyond the waiting it asks for.
+        delivery: "shared": each group goes to one of all shared runs; "broadcast": this run gets
+            every group.
+        environments: only groups of these environments; empty: of all.
+        settings: JSON-like data that the server stores with the run.
+        token: the server's access token. Default: the environment variable ENVSERVER_TOKEN.
+        keep_leases_seconds: keep open leases this far from their end while the client is open.
+            Default: leases are not extended.
+        compress: accept groups compressed as the server stores them (zstd), which saves the server
+            work and transfer; without effect where zstd is not installed.
+        timeout_seconds: time limit of a request, in addition to the waiting it asks for.
         retries: see `Retries`.
         transport: for tests.
     """
@@ -113,7 +112,7 @@ class EnvClient(OnDemand):
         return self
 
     def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Runs `work` until it ends or the client is closed."""
+        """Starts a task that runs until it ends or the client is closed."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -123,7 +122,7 @@ class EnvClient(OnDemand):
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connections and ends streams; leases stay as they are."""
+        """Closes connections and streams; leases stay open."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -133,20 +132,20 @@ class EnvClient(OnDemand):
     # The run
 
     async def register(self) -> dict[str, Any]:
-        """Creates the run or goes on with it; what the server knows of it.
+        """Creates or continues the run; returns what the server knows about it.
 
         Raises:
-            ConflictError: there is one of this name with another delivery.
+            ConflictError: a run of this name has another delivery.
         """
         return _object(await self._send(self._calls.register()))
 
     async def resume(self, checkpoint: str | None) -> dict[str, Any]:
-        """Goes back to a checkpoint: what was acknowledged after it is delivered again, in its old
+        """Goes back to a checkpoint: groups acknowledged after it are delivered again in their old
         order, and open leases of the run are given back.
 
         Args:
-            checkpoint: the last one for which `ack` was called with its name; None: the trainer
-                starts from nothing, so all that the run ever acknowledged comes again.
+            checkpoint: name that was last passed to `ack`. None: the trainer starts from scratch,
+                and everything that the run ever acknowledged is delivered again.
 
         Raises:
             NotFoundError: the run has no such checkpoint.
@@ -156,13 +155,13 @@ class EnvClient(OnDemand):
         return answer
 
     async def checkpoints(self) -> list[dict[str, Any]]:
-        """Name, acked_groups and created_at of each checkpoint of the run, oldest first."""
+        """Returns `name`, `acked_groups` and `created_at` of each checkpoint, oldest first."""
         answer = _object(await self._send(self._calls.checkpoints()))
         found: list[dict[str, Any]] = answer["checkpoints"]
         return found
 
     async def close_run(self) -> None:
-        """Ends the run: open leases are given back, nothing is kept for it any longer."""
+        """Ends the run: gives back its open leases; the server keeps no more groups for it."""
         await self._send(self._calls.close_run())
         self._held.clear()
 
@@ -171,10 +170,10 @@ class EnvClient(OnDemand):
     async def lease(
         self, *, whole: bool = True, wait_seconds: float = 0.0, **wanted: Unpack[Wanted]
     ) -> Batch | None:
-        """The oldest groups, or None when too few came within `wait_seconds` (at most 60).
+        """Leases the oldest groups; None if too few arrive within `wait_seconds` (at most 60).
 
         Args:
-            whole: only a full batch (of `max_groups`, or `batch_size` groups) will do.
+            whole: lease only a full batch (of `max_groups`, or `batch_size` groups).
             wanted: see `Wanted`.
         """
         call = self._calls.lease(whole=whole, wait_seconds=wait_seconds, wanted=wanted)
@@ -190,11 +189,11 @@ class EnvClient(OnDemand):
         idle_seconds: float | None = None,
         **wanted: Unpack[Wanted],
     ) -> AsyncGenerator[Batch, None]:
-        """Batches as they come, without end, each asked for when the one before is done with.
+        """Yields batches without end; requests each one when the one before is done.
 
         Args:
             whole, wanted: as for `lease`.
-            idle_seconds: end when no batch came for this long.
+            idle_seconds: end after this time without a batch.
         """
         while True:
             idle_until = None if idle_seconds is None else time.monotonic() + idle_seconds
@@ -215,22 +214,22 @@ class EnvClient(OnDemand):
         idle_seconds: float | None = None,
         **wanted: Unpack[Wanted],
     ) -> AsyncGenerator[Batch, None]:
-        """Batches that the server pushes: the next ones are here while one is trained on.
+        """Yields batches that the server pushes: the next ones arrive while one is trained on.
 
-        A connection that breaks is made anew, and nothing is lost or doubled. What came and was not
-        yielded when the iterator is closed is given back.
+        Broken connections are made again, without losing or repeating a batch. Closing the iterator
+        gives back the batches that arrived and were not yielded.
 
         Args:
-            window: so many batches at a time are leased and not acknowledged. Their leases run
-                while they wait here: see `keep_leases_seconds`.
+            window: maximum number of leased, unacknowledged batches. Their leases run while they
+                wait here: see `keep_leases_seconds`.
             whole, wanted: as for `lease`.
-            give_back: when the connection breaks, the server gives at once to others what was not
-                acknowledged; else that stays leased to this stream until its leases end.
-            idle_seconds: end when no batch came for this long.
+            give_back: when the connection breaks, the server gives unacknowledged groups to others
+                at once. Default: they stay leased to this stream until their leases end.
+            idle_seconds: end after this time without a batch.
 
         Raises:
-            ServerUnreachable: it could not be made anew, however often it was tried.
-            NotFoundError, ConflictError: there is no such run, or it is closed.
+            ServerUnreachable: the connection could not be made again after all tries.
+            NotFoundError, ConflictError: the run does not exist, or it is closed.
         """
         call = self._calls.stream(
             stream_id=uuid.uuid4().hex,
@@ -246,7 +245,7 @@ class EnvClient(OnDemand):
                 async with asyncio.timeout(idle_seconds):
                     batch = await arrived.get()
                 if batch is None:
-                    await reader  # raises what ended it
+                    await reader  # raises the error that ended it
                     return
                 yield batch
         except TimeoutError:
@@ -266,7 +265,7 @@ class EnvClient(OnDemand):
             log.info("lease %s ends by itself: %s", batch.lease_id, error)
 
     async def _read_stream(self, call: Call, arrived: asyncio.Queue[Batch | None]) -> None:
-        """Puts batches into `arrived` until cancelled or in vain; None is the last."""
+        """Puts batches into `arrived` until cancelled or out of tries; the last item is None."""
         last, failed = "", 0
         try:
             while True:
@@ -291,7 +290,7 @@ class EnvClient(OnDemand):
             arrived.put_nowait(None)
 
     async def _connected(self, call: Call, last: str) -> AsyncIterator[Batch]:
-        """The batches of one connection, behind the lease `last`."""
+        """Yields the batches of one connection, beginning after the lease `last`."""
         headers = {"accept": call.accept, "accept-encoding": self._encodings}
         if last:
             headers["last-event-id"] = last
@@ -308,20 +307,20 @@ class EnvClient(OnDemand):
                         yield decode_batch(lease)
 
     async def ack(self, batch: Batch | str, *, checkpoint: str | None = None) -> None:
-        """The batch is trained on; it is never delivered again. Twice is fine.
+        """Reports that the batch was trained on, so it is never delivered again. Idempotent.
 
         Args:
-            batch: or the `lease_id` of one, as a checkpoint remembers it.
+            batch: a batch, or its `lease_id` as stored in a checkpoint.
             checkpoint: name of the checkpoint that was just saved and holds what was learned from
-                this batch and all that were acknowledged before; `resume` goes back to it.
+                this batch and all earlier ones; `resume` goes back to it.
 
         Raises:
-            ConflictError: its lease expired and others have its groups.
+            ConflictError: the lease expired and other runs have its groups.
         """
         await self._close_lease("ack", batch, checkpoint=checkpoint)
 
     async def nack(self, batch: Batch | str, *, reason: str | None = None) -> None:
-        """Gives the batch back; it is delivered again, first. The server counts by `reason`."""
+        """Gives the batch back, to be delivered again first. The server counts `reason`s."""
         await self._close_lease("nack", batch, reason=reason)
 
     async def _close_lease(self, what: str, batch: Batch | str, **more: Any) -> None:
@@ -334,12 +333,12 @@ class EnvClient(OnDemand):
         self._held.discard(lease_id)
 
     async def extend(self, batch: Batch | str, seconds: float) -> float:
-        """Lets the lease end `seconds` from now; when that is."""
+        """Sets the end of the lease to `seconds` from now; returns it (the server's clock)."""
         call = self._calls.on_lease("extend", _lease_id(batch), seconds=seconds)
         return float(_object(await self._send(call))["expires_at"])
 
     async def _keep(self, seconds: float) -> None:
-        """Extends all that is held, again and again, until cancelled."""
+        """Extends the open leases periodically until cancelled."""
         while True:
             await asyncio.sleep(seconds / 3)
             for lease_id in list(self._held):
@@ -352,14 +351,14 @@ class EnvClient(OnDemand):
                     log.warning("lease %s could not be extended: %s", lease_id, error)
 
     async def list_groups(self, *, after: int = 0, limit: int = 100) -> list[GroupSummary]:
-        """What is known of up to `limit` (at most 1024) groups behind number `after`, oldest first.
+        """Returns summaries of up to `limit` (at most 1024) groups after `after`, oldest first.
 
-        Nothing is leased; the next page begins after the `seq` of the last of them.
+        Nothing is leased. For the next page pass the last summary's `seq`.
         """
         return decode_page((await self._send(self._calls.groups(after, limit))).content)
 
     async def get_group(self, group_id: str) -> ClientGroup:
-        """One group with its rows, whatever its state; it is neither leased nor consumed."""
+        """Returns one group with its rows, in any state, without leasing or consuming it."""
         return decode_group((await self._send(self._calls.group(group_id))).content)
 
     async def task_estimates(
@@ -370,11 +369,12 @@ class EnvClient(OnDemand):
         after: int = 0,
         limit: int | None = None,
     ) -> list[TaskEstimate]:
-        """How often each task is solved, as far as it was ever scored.
+        """Returns how often each task is solved; tasks that were never scored are left out.
 
         Args:
-            environment, split: only of these; unset: of all.
-            after: only those behind this `number`; `limit`: at most so many; unset: all.
+            environment, split: only tasks of these. Default: all.
+            after: only tasks with a larger `number`.
+            limit: maximum number of tasks. Default: all.
         """
         return await read_estimates(
             self._send, environment=environment, split=split, after=after, limit=limit
@@ -383,31 +383,31 @@ class EnvClient(OnDemand):
     # The policy, the engine, the server
 
     async def publish_policy_version(self, version: int) -> None:
-        """The engine samples with the weights of `version` from now on."""
+        """Reports that the engine now samples with the weights of `version`."""
         await self._send(self._calls.policy_version(version))
 
     async def pause_calls(
         self, in_flight: InFlight = "drain", *, timeout_seconds: float = 60.0
     ) -> bool:
-        """Lets no new model call reach the engine, for a weight update.
+        """Stops new model calls from reaching the engine, for a weight update.
 
         Args:
-            in_flight: what becomes of the calls that are there: drain (they end first), keep (they
-                go on over the update, and are marked), abort (they are asked again afterwards).
-            timeout_seconds: how long to wait for them.
+            in_flight: what happens to running calls: "drain" (they end first), "keep" (they
+                continue across the update, and are marked), "abort" (they are repeated afterwards).
+            timeout_seconds: how long to wait for running calls.
 
         Returns:
-            Whether none is left there (always with keep). It is paused in any case.
+            Whether no call is running any more (always True with "keep"). Paused in any case.
         """
         answer = await self._send(self._calls.pause(in_flight, timeout_seconds))
         return bool(_object(answer)["idle"])
 
     async def resume_calls(self, version: int | None = None) -> None:
-        """Lets model calls go on, sampled with the weights of `version` (None: as before)."""
+        """Lets model calls continue with the weights of `version`. None: the version as before."""
         await self._send(self._calls.resume_calls(version))
 
     async def status(self) -> dict[str, Any]:
-        """How things stand at the server."""
+        """Returns GET /v1/status."""
         return _object(await self._send(self._calls.status()))
 
     # Sending
@@ -458,7 +458,7 @@ class EnvClient(OnDemand):
 
 
 class _Refused(Exception):
-    """The server answered, and not with a stream."""
+    """The server answered with something other than a stream."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
@@ -476,11 +476,13 @@ def _object(answer: Answer) -> dict[str, Any]:
     try:
         return msgspec.json.decode(answer.content, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise InputError(f"The server's answer is no object: {error}.", place="body") from error
+        raise InputError(
+            f"The server's answer is not a JSON object: {error}.", place="body"
+        ) from error
 
 
 def _wait_seconds(idle_until: float | None) -> float:
-    """How long one lease request may wait at the server."""
+    """Returns how long one lease request may wait at the server."""
     if idle_until is None:
         return LONGEST_WAIT_SECONDS
     return min(LONGEST_WAIT_SECONDS, max(0.0, idle_until - time.monotonic()))

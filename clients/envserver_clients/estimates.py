@@ -1,4 +1,4 @@
-"""How often each task is solved, as the server estimates it from what was scored.
+"""Reads the server's estimates of how often each task is solved.
 
 In: answers to `GET /v1/tasks/estimates`. Out: estimates, in the order in which tasks were first
 scored.
@@ -19,15 +19,15 @@ _MOST: Final = 1024
 
 
 class TaskEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server knows of one task.
+    """How often one task is solved.
 
     Args:
         number: order in which tasks were first scored.
-        attempts: rollouts that were ever counted; those of evaluations are not.
-        mean_reward: of them, late policies counting more; None where nothing of it holds any more.
-        success: how likely the next rollout solves it, in (0, 1); 0.5 where nothing is known.
+        attempts: rollouts so far, without those of evaluations.
+        mean_reward: their mean, weighted towards recent policies; None if all are out of date.
+        success: probability that the next rollout solves the task, in (0, 1); 0.5 if unknown.
         weight: attempts that still count.
-        policy_version: the last that tried it, -1 where none is known.
+        policy_version: the last one that tried the task; -1 if unknown.
         scored_at: seconds of the server's clock.
     """
 
@@ -56,7 +56,7 @@ async def read_estimates(
     after: int,
     limit: int | None,
 ) -> list[TaskEstimate]:
-    """Page by page; see `EnvClient.task_estimates`."""
+    """Reads all pages; see `EnvClient.task_estimates`."""
     named = {"environment": environment, "split": split}
     names = {name: value for name, value in named.items() if value is not None}
     found: list[TaskEstimate] = []
@@ -74,4 +74,6 @@ def _decoded(answer: Answer) -> _Page:
     try:
         return msgspec.json.decode(answer.content, type=_Page)
     except msgspec.DecodeError as error:
-        raise InputError(f"The server's answer is no list: {error}.", place="body") from error
+        raise InputError(
+            f"The server's answer is not a page of estimates: {error}.", place="body"
+        ) from error

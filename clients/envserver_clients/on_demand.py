@@ -1,7 +1,7 @@
-"""Rollouts of tasks that the trainer names: the part of the client that asks for them.
+"""Orders rollouts of tasks that the trainer chooses.
 
-In: task ids. Out: trajectories, in the same order. What holds: each task has as many places as were
-asked for, and what was lost leaves its place empty.
+In: task ids. Out: trajectories in the same order. What always holds: each task has `group_size`
+places; a lost rollout leaves its place empty.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ _NUMBER: Final = re.compile(r"-r(\d+)$")
 
 
 class TaskSummary(msgspec.Struct, frozen=True):
-    """A task without what scoring needs. `public`: what running a rollout of it needs."""
+    """A task without its hidden part; `public` is what a rollout needs."""
 
     task_id: str
     public: dict[str, Any]
 
 
 class OnDemand(ABC):
-    """The part of a client that orders rollouts."""
+    """The methods of a client that order rollouts."""
 
     @abstractmethod
     async def _send(self, call: Call) -> Answer:
-        """The answer to `call`, asked again where that may help; raises what it says."""
+        """Returns the answer to `call`, repeated where that may help; raises the server's error."""
 
     async def tasks(
         self, environment: str, *, split: Split | None = None, after: int = 0, limit: int = 100
     ) -> list[TaskSummary]:
-        """The tasks of an environment in their order, without what scoring needs.
+        """Returns the tasks of an environment in their order, without their hidden parts.
 
         Args:
-            split: unset: the one that the server serves.
-            after: so many are left out.
-            limit: most of them.
+            split: default: the one that the server serves.
+            after: number of tasks to skip.
+            limit: maximum number of tasks.
 
         Raises:
-            NotFoundError: the server has no such environment.
+            NotFoundError: the server does not have the environment.
         """
         found: list[TaskSummary] = []
         following: int | None = after
@@ -72,20 +72,20 @@ class OnDemand(ABC):
         key: str | None = None,
         timeout_seconds: float = 3600.0,
     ) -> list[list[Trajectory | None]]:
-        """Rollouts of these tasks, made now: for each task, in this order, `group_size` of them.
+        """Runs `group_size` rollouts of each task now; returns them in the order of the tasks.
 
-        None stands for one that was lost by no fault of the model, after all its tries.
+        None stands for a rollout that failed after all its tries without the model's fault.
 
         Args:
-            task_ids: at most 1024; one that is named several times gets several groups.
-            split: in which they are; unset: the one that the server serves.
-            key: asked again with the same key and tasks, the same rollouts come, as long as the
-                server keeps them; unset: a new one.
-            timeout_seconds: for all of them.
+            task_ids: at most 1024; a repeated id gets several groups.
+            split: the tasks' split. Default: the one that the server serves.
+            key: a repeated request with the same key and tasks returns the same rollouts, as long
+                as the server keeps them. Default: a new key.
+            timeout_seconds: for all rollouts together.
 
         Raises:
-            NotFoundError: the server has no such environment or task.
-            ServerUnreachable: they were not all made in time, or the server is gone.
+            NotFoundError: the server does not have the environment or a task.
+            ServerUnreachable: the rollouts were not finished in time, or the server is gone.
         """
         if not task_ids:
             return []
@@ -96,14 +96,14 @@ class OnDemand(ABC):
                 return found
             if not order.seconds_left():
                 raise ServerUnreachable(
-                    f"The rollouts were not all made within {timeout_seconds:g} s.",
-                    hint="Give them more time; GET /v1/status says how the server fares.",
+                    f"The rollouts were not all finished within {timeout_seconds:g} s.",
+                    hint="Allow more time; GET /v1/status shows what the server does.",
                 )
 
 
 @dataclass(frozen=True)
 class Order:
-    """Rollouts of tasks that are asked for, and for how long they are waited for."""
+    """An order of rollouts, with its time limit."""
 
     environment: str
     task_ids: Sequence[str]
@@ -117,7 +117,7 @@ class Order:
         return max(0.0, self.begun_at + self.timeout_seconds - time.monotonic())
 
     def call(self) -> Call:
-        """The request for all of it; the same again waits on."""
+        """Returns the request; repeating it continues to wait."""
         wait_seconds = min(LONGEST_WAIT_SECONDS, self.seconds_left())
         body: dict[str, Any] = {
             "environment": self.environment,
@@ -139,12 +139,12 @@ def order_of(
     key: str | None,
     timeout_seconds: float,
 ) -> Order:
-    """An order that begins now; without a `key` it gets one of its own."""
+    """Returns an order that begins now; without a `key` it gets a new one."""
     return Order(environment, task_ids, group_size, split, timeout_seconds, key or uuid.uuid4().hex)
 
 
 def rollouts_in(answer: Answer, order: Order) -> list[list[Trajectory | None]] | None:
-    """All that was ordered, in its order; None: it is not made yet.
+    """Returns all rollouts in the order of the tasks; None if they are not finished.
 
     Raises:
         InputError: the answer cannot be read.
@@ -155,9 +155,11 @@ def rollouts_in(answer: Answer, order: Order) -> list[list[Trajectory | None]] |
     try:
         groups = [unpack(one.body, Group) for one in batch.groups]
     except msgspec.DecodeError as error:
-        raise InputError(f"The server's answer is no groups: {error}.", place="body") from error
+        raise InputError(
+            f"The server's answer does not hold groups: {error}.", place="body"
+        ) from error
     if [group.task_id for group in groups] != list(order.task_ids):
-        raise InputError("The server's answer is of other tasks than were named.", place="body")
+        raise InputError("The server answered with other tasks than the order named.", place="body")
     return [_by_number(group, order.group_size) for group in groups]
 
 
@@ -166,13 +168,15 @@ def _by_number(group: Group, size: int) -> list[Trajectory | None]:
     for trajectory in group.trajectories:
         number = _NUMBER.search(trajectory.rollout_id)
         if number is None or int(number[1]) >= size:
-            raise InputError(f"{trajectory.rollout_id} has no number.", place=group.group_id)
+            raise InputError(
+                f"{trajectory.rollout_id} has no number in its group.", place=group.group_id
+            )
         found[int(number[1])] = trajectory
     return found
 
 
 def tasks_call(environment: str, split: Split | None, after: int, limit: int) -> Call:
-    """The request for a page of tasks."""
+    """Returns the request for a page of tasks."""
     query: dict[str, Any] = {
         "environment": environment,
         "after": after,
@@ -184,15 +188,17 @@ def tasks_call(environment: str, split: Split | None, after: int, limit: int) ->
 
 
 class TaskPage(msgspec.Struct, frozen=True):
-    """Some tasks; `next`: the `after` of the following page, None behind the last."""
+    """A page of tasks; `next` is the `after` of the next page, None on the last one."""
 
     tasks: list[TaskSummary]
     next: int | None
 
 
 def decode_tasks(answer: Answer) -> TaskPage:
-    """Raises InputError: it is no page of tasks."""
+    """Decodes a page of tasks. Raises InputError: it is not one."""
     try:
         return msgspec.json.decode(answer.content, type=TaskPage)
     except msgspec.DecodeError as error:
-        raise InputError(f"The server's answer is no list: {error}.", place="body") from error
+        raise InputError(
+            f"The server's answer is not a page of tasks: {error}.", place="body"
+        ) from error

@@ -1,6 +1,6 @@
-"""What both clients send and how both read the answers; no input or output.
+"""Builds the requests of both clients and reads the answers, without any input or output.
 
-In: what a trainer asks for. Out: `Call`s to be sent, batches and typed errors from what came back.
+In: what a trainer asks for. Out: `Call`s to send; batches and typed errors from the answers.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ _PASSING: Final = frozenset({429, 502, 503, 504, 507})
 
 
 class ServerUnreachable(EnvserverError):
-    """No answer, however often it was asked for."""
+    """The server did not answer after all tries."""
 
     kind = "server_unreachable"
 
 
 class NotAllowed(EnvserverError):
-    """The server wants a token, or another one than this."""
+    """The access token is missing or not accepted."""
 
     kind = "not_allowed"
 
 
 @dataclass(frozen=True)
 class Retries:
-    """How often and how patiently a request is repeated.
+    """How often and after which pauses a request is repeated.
 
     Args:
-        tries: requests at most, the first one included.
-        first_pause_seconds: before the second; doubles from then on, with jitter.
-        longest_pause_seconds: no pause is longer.
+        tries: maximum number of requests, the first one included.
+        first_pause_seconds: pause before the second request; later ones double, with jitter.
+        longest_pause_seconds: maximum pause.
     """
 
     tries: int = 6
@@ -56,34 +56,34 @@ class Retries:
     longest_pause_seconds: float = 10.0
 
     def pause_seconds(self, tried: int) -> float:
-        """The pause after `tried` requests."""
+        """Returns the pause after `tried` requests."""
         backoff = Backoff(self.first_pause_seconds, self.longest_pause_seconds, jitter=(0.5, 1.0))
         return backoff.seconds(tried, random.random())
 
 
 class Wanted(TypedDict, total=False):
-    """Which groups a batch is to hold; what is left out does not bound it.
+    """Limits and filters of a batch; all are optional.
 
-    A batch ends before it would pass a limit, and always has one group. Groups that a filter leaves
-    out stay where they are.
+    A batch stays within every limit but holds at least one group. Groups that a filter excludes
+    stay in the queue.
     """
 
     max_groups: int
-    """Most groups; unset: `batch_size`, or none where another limit is given."""
+    """Maximum number of groups. Default: `batch_size`, or no limit if another one is given."""
     max_sequences: int
-    """Most trajectories in all groups together."""
+    """Maximum number of trajectories in all groups together."""
     max_tokens: int
-    """Most tokens in all groups together."""
+    """Maximum number of tokens in all groups together."""
     min_groups: int
-    """No batch before so many groups are there; stronger than `whole`."""
+    """Minimum number of groups; overrides `whole`."""
     environments: Sequence[str]
-    """Only groups of these."""
+    """Only groups of these environments."""
     min_version: int
-    """Only groups sampled with this policy version or later ones."""
+    """Only groups sampled with this policy version or a later one."""
     max_staleness: int
-    """Only groups at most so many versions older than the one that was published last."""
+    """Maximum number of policy versions between a group and the last published one."""
     seconds: float
-    """How long the lease lasts; unset: as the server is set."""
+    """Duration of the lease. Default: the server's setting."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,13 @@ class Call:
 
     @property
     def is_packed(self) -> bool:
-        """Whether groups are asked for, which come in MessagePack."""
+        """Whether the answer holds groups in MessagePack."""
         return self.accept in (GROUPS_MSGPACK, GROUP_MSGPACK)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back, inflated."""
+    """A response, decompressed."""
 
     status: int
     headers: Mapping[str, str]
@@ -113,7 +113,7 @@ class Answer:
 
 
 class Calls:
-    """The requests of one run."""
+    """Builds the requests of one run."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Calls:
         return Call("POST", "/v1/runs", self._about)
 
     def resume(self, checkpoint: str | None) -> Call:
-        """Its key makes a copy of the request that comes late harmless."""
+        """Builds a request whose key makes a late copy of it harmless."""
         since = {"from_start": True} if checkpoint is None else {"checkpoint": checkpoint}
         return Call("POST", "/v1/runs", self._about | since, headers=_key())
 
@@ -203,16 +203,16 @@ def _key() -> dict[str, str]:
 
 
 def authorization(token: str | None) -> dict[str, str]:
-    """The header that says who asks: `token`, or else that of the environment variable."""
+    """Returns the authorization header for `token`. Default: the environment variable's token."""
     known = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
     return {"authorization": f"Bearer {known}"} if known else {}
 
 
 def pause_before_next(retries: Retries, tried: int, problem: Exception | Answer) -> float | None:
-    """Seconds to wait before asking again; None when the answer stands.
+    """Returns the seconds to wait before the next request; None when the answer is final.
 
     Raises:
-        ServerUnreachable: it was asked often enough.
+        ServerUnreachable: all tries are used up.
     """
     if isinstance(problem, Answer) and problem.status not in _PASSING:
         return None
@@ -226,13 +226,13 @@ def pause_before_next(retries: Retries, tried: int, problem: Exception | Answer)
 
 
 def _asked_for(problem: Exception | Answer) -> float:
-    """The pause that the server asks for itself, in seconds."""
+    """Returns the seconds that the server asks the client to wait."""
     after = problem.headers.get("retry-after", "") if isinstance(problem, Answer) else ""
     return min(float(after), LONGEST_WAIT_SECONDS) if after.isdecimal() else 0.0
 
 
 def checked(answer: Answer) -> Answer:
-    """The answer, or the error that it says."""
+    """Returns a successful answer; raises the error that another one stands for."""
     if 200 <= answer.status < 300:
         return answer
     raise _error(answer)
@@ -261,5 +261,5 @@ _KINDS: Final[dict[int, type[EnvserverError]]] = {
 
 
 def batch_of(answer: Answer) -> Batch | None:
-    """The batch that was leased; None where there was none."""
+    """Returns the leased batch; None if nothing was leased."""
     return None if answer.status == 204 else decode_batch(answer.content)

@@ -1,8 +1,8 @@
-"""What a trainer gets: batches of groups of rows, token data as numpy arrays.
+"""Batches for trainers: groups of rows, with token data as numpy arrays.
 
 In: the MessagePack answer of `POST /v1/runs/{run}/lease`. Out: a `Batch`. Groups of the server's
-own environments and groups that others posted over the Atropos wire come out alike. Groups are
-decoded when their rows are first asked for.
+environments and groups posted over the Atropos wire have the same form here. A group is decoded
+when its rows are first read.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ class Row:
     Args:
         tokens: int32[T].
         mask: uint8[T], 1 where the token is trained on.
-        logprobs: float32[T], the sampled token's logprob where mask is 1, else 0. None when whoever
-            made the row did not know them.
-        reward: of the whole trajectory.
-        versions: int32[T], the policy version that sampled each token, -1 where unknown or context.
-        messages: the conversation; empty when it did not come along.
-        learn: False when the trajectory was cut off: count its reward, take no gradient from it.
-        trajectory: which of the group it is of; the rows of one trajectory share its reward.
+        logprobs: float32[T], the sampled token's logprob where mask is 1, else 0. None: unknown.
+        reward: the whole trajectory's.
+        versions: int32[T], the policy version that sampled each token; -1: unknown, or context.
+        messages: the conversation; empty if it was not sent.
+        learn: False if the trajectory was cut off: count its reward, but take no gradient from it.
+        trajectory: its number in the group; the rows of one trajectory share its reward.
     """
 
     tokens: NDArray[np.int32]
@@ -49,14 +48,14 @@ class Row:
 
 
 class ClientGroup(WireGroup, dict=True):
-    """Rows of one task that are compared with each other."""
+    """Rows of one task, whose rewards are compared with each other."""
 
     @cached_property
     def rows(self) -> list[Row]:
-        """The rows.
+        """The group's rows; decoded at first use.
 
         Raises:
-            InputError: the body is of a format that this client does not know, or cannot be read.
+            InputError: the body cannot be read, or its format is unknown to this client.
         """
         try:
             if self.format == "group":
@@ -84,27 +83,27 @@ class Batch(WireLease):
 
 
 def decode_batch(answer: bytes) -> Batch:
-    """The batch in a lease's answer; bodies are views of `answer`.
+    """Decodes the answer to a lease; bodies are views of `answer`.
 
     Raises:
-        InputError: it is none.
+        InputError: it is not a batch.
     """
     try:
         return msgspec.msgpack.decode(answer, type=Batch)
     except msgspec.DecodeError as error:
-        raise InputError(f"The server's answer is no batch: {error}.", place="body") from error
+        raise InputError(f"The server's answer is not a batch: {error}.", place="body") from error
 
 
 def decode_group(answer: bytes) -> ClientGroup:
-    """The group in the answer to `GET /v1/groups/{group_id}`; its body is a view of `answer`.
+    """Decodes the answer to `GET /v1/groups/{group_id}`; its body is a view of `answer`.
 
     Raises:
-        InputError: it is none.
+        InputError: it is not a group.
     """
     try:
         return msgspec.msgpack.decode(answer, type=ClientGroup)
     except msgspec.DecodeError as error:
-        raise InputError(f"The server's answer is no group: {error}.", place="body") from error
+        raise InputError(f"The server's answer is not a group: {error}.", place="body") from error
 
 
 class _Page(msgspec.Struct):
@@ -112,15 +111,17 @@ class _Page(msgspec.Struct):
 
 
 def decode_page(answer: bytes) -> list[GroupSummary]:
-    """The groups in the answer to `GET /v1/groups`.
+    """Decodes the answer to `GET /v1/groups`.
 
     Raises:
-        InputError: it is none.
+        InputError: it is not a page of groups.
     """
     try:
         return msgspec.json.decode(answer, type=_Page).groups
     except msgspec.DecodeError as error:
-        raise InputError(f"The server's answer is no list: {error}.", place="body") from error
+        raise InputError(
+            f"The server's answer is not a page of groups: {error}.", place="body"
+        ) from error
 
 
 def _rows_of_group(group_id: str, group: Group) -> Iterator[Row]:
@@ -147,7 +148,7 @@ def _rows_of_trajectory(
 
 
 class _Post(msgspec.Struct):
-    """The fields of a group on the Atropos wire that a trainer reads."""
+    """The fields of a group on the Atropos wire that trainers need."""
 
     tokens: list[list[int]]
     masks: list[list[int]]
@@ -184,7 +185,7 @@ def _rows_of_post(group_id: str, policy_version: int, body: memoryview) -> Itera
 def _logprobs(
     column: list[list[float]] | None, index: int, mask: NDArray[np.uint8]
 ) -> NDArray[np.float32] | None:
-    """The wire writes 1.0 where nothing was sampled; here that is 0."""
+    """Returns a row's logprobs, with 0 where the wire has 1.0 because nothing was sampled."""
     if not column:
         return None
     return np.where(mask, np.asarray(column[index], np.float32), np.float32(0.0))

@@ -1,4 +1,4 @@
-"""The client for everybody without asyncio; `envserver_clients.http` says how a trainer uses it."""
+"""The client without asyncio; `envserver_clients.http` shows how a trainer uses it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .records import Batch, ClientGroup
 
 
 class SyncEnvClient:
-    """The same client without asyncio, also inside notebooks: an `EnvClient` in a thread of its
-    own, where it also reads streams and keeps leases while the caller trains.
+    """Runs an `EnvClient` in a thread, where it reads streams and extends leases during training.
 
-    A context manager that registers its run; arguments and methods as those of `EnvClient`.
+    A context manager that registers its run; works in notebooks, too. Arguments and methods are
+    those of `EnvClient`.
     """
 
     def __init__(self, url: str, *, run: str | None, **settings: Any) -> None:
@@ -98,7 +98,7 @@ class SyncEnvClient:
         )
 
     def _each(self, batches: AsyncGenerator[Batch, None]) -> Iterator[Batch]:
-        """`batches`, fetched one by one, and closed however the caller leaves."""
+        """Yields `batches` one by one and closes them, however the caller leaves."""
         try:
             while True:
                 try:
@@ -193,5 +193,5 @@ class SyncEnvClient:
         self._portal.call(self._client.resume_calls, version)
 
     def status(self) -> dict[str, Any]:
-        """How things stand at the server."""
+        """As `EnvClient.status`."""
         return self._portal.call(self._client.status)

@@ -167,7 +167,7 @@ def test_a_prompt_names_its_task_as_text_or_as_messages() -> None:
     assert task_of(task.prompt()) == task
     assert task_of([{"role": "user", "content": task.prompt()}]) == task
     for wrong in ("math:1", "What is 1+1?", [], [{"role": "user"}], None):
-        with pytest.raises(InputError, match="names no task"):
+        with pytest.raises(InputError, match="does not name a task"):
             task_of(wrong)
 
 

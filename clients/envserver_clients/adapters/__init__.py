@@ -1,1 +1,1 @@
-"""What other trainers plug in to get rollouts from a server; the README here says how for each."""
+"""Adapters with which other trainers get rollouts from a server; the README shows how for each."""

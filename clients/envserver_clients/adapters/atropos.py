@@ -1,12 +1,12 @@
-"""Atropos: a trainer's loop on the Atropos wire, with our rows at its end.
+"""Atropos: a client for trainers that speaks the Atropos wire and returns typed rows.
 
-In: any server that speaks that wire (`envserver serve`, or atroposlib's own). Out: the batches of
-`envserver_clients.records`, as the native client gives them. For trainers that came with Atropos
-and want typed rows; a stock Atropos trainer needs none of this and goes to the same addresses.
+In: any server that speaks that wire (`envserver serve`, or atroposlib's). Out: the batches of
+`envserver_clients.records`, as from the native client. For Atropos trainers that want typed rows;
+an unchanged Atropos trainer does not need this and uses the same addresses.
 
-What the wire does not carry is unknown here: `policy_version` of every group is -1, group ids are
-counted. An envserver that is asked with `acknowledged` delivers a batch again that was not
-acknowledged; everywhere else fetching is acknowledging.
+What the wire does not carry is unknown here: `policy_version` of every group is -1, and group ids
+are numbers. With `acknowledged` an envserver redelivers batches that were not acknowledged;
+otherwise fetching a batch acknowledges it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _RETRIES: Final = Retries()
 
 
 class AtroposTrainerClient:
-    """A context manager that registers the trainer.
+    """Fetches batches over the Atropos wire; a context manager that registers the trainer.
 
     Args:
-        url: of the server.
-        group_size: rows of a group.
-        batch_size: groups of a batch, so that the wire's batch has group_size * batch_size rows.
-        max_token_length: of a row; what environments cut their rows to.
-        starting_step, steps: the trainer's own, told to environments.
-        checkpoint_folder: likewise.
-        project, group: names for those who log.
-        acknowledged: a batch is the trainer's only after `ack` (an envserver knows of it).
-        poll_seconds: between two questions for a batch that is not there yet.
-        token: the server's access token; unset: the environment variable ENVSERVER_TOKEN.
-        timeout_seconds: for one request.
+        url: the server's address.
+        group_size: rows per group.
+        batch_size: groups per batch; the wire's batch has group_size * batch_size rows.
+        max_token_length: tokens per row, to which environments cut rows.
+        starting_step, steps: the trainer's first step and number of steps, for environments.
+        checkpoint_folder: the trainer's, for environments.
+        project, group: names for logging.
+        acknowledged: batches need an `ack` (only an envserver supports it).
+        poll_seconds: pause between requests for a batch that is not ready.
+        token: the server's access token. Default: the environment variable ENVSERVER_TOKEN.
+        timeout_seconds: time limit of one request.
         transport: for tests.
     """
 
@@ -104,14 +104,14 @@ class AtroposTrainerClient:
         self._http.close()
 
     def register(self) -> None:
-        """Begins the run; environments that wait for a trainer go on with the first `lease`."""
+        """Begins the run; environments that wait for a trainer continue at the first `lease`."""
         self._send("POST", "/register", json=self._registration)
 
     def lease(self, *, wait_seconds: float = 0.0) -> Batch | None:
-        """The next batch, or None when there was none within `wait_seconds`.
+        """Returns the next batch, or None if there is none within `wait_seconds`.
 
         Raises:
-            ConflictError: the server knows of no trainer: another one reset it.
+            ConflictError: no trainer is registered: somebody reset the server.
         """
         deadline = time.monotonic() + wait_seconds
         while True:
@@ -122,7 +122,7 @@ class AtroposTrainerClient:
             time.sleep(min(self._poll_seconds, left))
 
     def batches(self, *, idle_seconds: float | None = None) -> Iterator[Batch]:
-        """Batches as they come, without end, or until none came for `idle_seconds`."""
+        """Yields batches without end, or until none arrived for `idle_seconds`."""
         while True:
             batch = self.lease(wait_seconds=60.0 if idle_seconds is None else idle_seconds)
             if batch is not None:
@@ -131,10 +131,10 @@ class AtroposTrainerClient:
                 return
 
     def ack(self, batch: Batch | str, *, checkpoint: str | None = None) -> None:
-        """The batch is learned; where fetching was acknowledging, nothing is left to do.
+        """Acknowledges a batch; without effect where fetching already acknowledged it.
 
         Args:
-            checkpoint: the wire has no place for it; the native client's `ack` has.
+            checkpoint: ignored, because the wire cannot carry it; the native client can.
         """
         lease_id = batch.lease_id if isinstance(batch, Batch) else batch
         if lease_id:
@@ -144,11 +144,13 @@ class AtroposTrainerClient:
         try:
             told = msgspec.json.decode(answer.content, type=_Told)
         except msgspec.DecodeError as error:
-            raise InputError(f"The server's answer is no batch: {error}.", place="body") from error
+            raise InputError(
+                f"The server's answer is not a batch: {error}.", place="body"
+            ) from error
         if told.status == "error":
             raise ConflictError(
                 f"There is no batch: {told.message}",
-                hint="The server was reset or started anew; call `register` again.",
+                hint="The server was reset or restarted; call `register` again.",
             )
         if told.batch is None:
             return None
@@ -187,7 +189,7 @@ class AtroposTrainerClient:
 
 
 class _Told(msgspec.Struct):
-    """The answer to `GET /batch`: groups as they came."""
+    """The answer to `GET /batch`."""
 
     batch: list[msgspec.Raw] | None = None
     status: str = ""

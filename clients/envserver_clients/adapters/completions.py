@@ -1,9 +1,9 @@
-"""Trajectories as prompts and completions, the form that most trainers want.
+"""Splits trajectories into prompts and completions, the form that most trainers want.
 
-In: the training sequences of a trajectory. Out: for each, what the model was given and what follows
-its first trained token. What holds: prompt and completion together are the sequence's tokens, no id
-is made anew; mask, logprobs and versions have the completion's length, and logprobs are 0 where the
-mask is.
+In: the training sequences of a trajectory. Out: for each, the tokens before its first trained token
+and those from there on. What always holds: prompt and completion together are the sequence's tokens
+(nothing is tokenised again); mask, logprobs and versions have the completion's length, and logprobs
+are 0 where the mask is.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from envserver_records import Sequence, Trajectory
 
 @dataclass(frozen=True)
 class Completion:
-    """One sequence, parted before its first trained token.
+    """One sequence, split before its first trained token.
 
     Args:
-        prompt_ids, completion_ids: tokens, as the engine had and sampled them.
-        mask: of the completion: 1 the policy sampled it and it is trained, 0 it is context (what a
-            tool or a user said meanwhile).
-        logprobs: of the completion; 0.0 where mask is 0.
-        versions: of the completion: the policy version that sampled each token, -1 for context.
+        prompt_ids, completion_ids: tokens as the engine received and sampled them.
+        mask: per completion token: 1: sampled by the policy and trained, 0: context (the answers of
+            tools and users in between).
+        logprobs: per completion token; 0.0 where mask is 0.
+        versions: per completion token: the policy version that sampled it, -1 for context.
     """
 
     prompt_ids: list[int]
@@ -34,9 +34,9 @@ class Completion:
 
 
 def completion_of(sequence: Sequence) -> Completion | None:
-    """`sequence` as prompt and completion; None when no token of it is trained.
+    """Splits `sequence`; returns None if none of its tokens is trained.
 
-    What follows the last trained token (a tool's last word) is left out: nothing is learned there.
+    Tokens after the last trained one are left out: they teach nothing.
     """
     trained = np.flatnonzero(sequence.mask)
     if not trained.size:
@@ -53,6 +53,6 @@ def completion_of(sequence: Sequence) -> Completion | None:
 
 
 def completions_of(trajectory: Trajectory) -> list[Completion]:
-    """All of a trajectory, in its order: one, unless its agent changed or forked its history."""
+    """Splits a trajectory's sequences, in order: one, unless the agent changed its history."""
     found = (completion_of(sequence) for sequence in trajectory.sequences)
     return [one for one in found if one is not None]

@@ -1,13 +1,13 @@
-"""prime-rl: training samples for its packer.
+"""prime-rl: makes training samples for its packer.
 
 In: the trajectories of a group. Out: prime-rl's `TrainingSample`s, one for each row: four lists as
 long as `token_ids` (`mask` True where the policy sampled, `logprobs` 0.0 elsewhere,
 `temperatures`), and `advantages` of the same length.
 
-prime-rl is on no package index, so this is held against its published types
-(`src/prime_rl/transport/types.py`): `TrainingSample` below has their fields in their order, and the
-same bytes in MessagePack. Where prime-rl is installed, give its own class as `kind`. Its other
-seam, an environment server of verifiers, asks the other way round: it names the engine, while here
+prime-rl is not on a package index, so this follows its published types
+(`src/prime_rl/transport/types.py`): `TrainingSample` has their fields in their order, and the same
+bytes in MessagePack. Where prime-rl is installed, pass its class as `kind`. Its other interface, an
+environment server of verifiers, works the other way round: the caller names the engine, while here
 the server has one.
 """
 
@@ -24,7 +24,7 @@ from .whole_groups import is_trainable, reward_of
 
 
 class TrainingSample(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """A row as it travels: what stands behind `advantages` there is None by default."""
+    """A row in prime-rl's format; its fields after `advantages` are None by default."""
 
     token_ids: list[int]
     mask: list[bool]
@@ -42,7 +42,7 @@ class TrainingSample(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
 
 
 def centred(rewards: Sequence[float]) -> list[float]:
-    """Advantages: each reward less the mean of its group."""
+    """Returns advantages: each reward minus the mean of its group."""
     mean = sum(rewards) / max(1, len(rewards))
     return [reward - mean for reward in rewards]
 
@@ -54,16 +54,16 @@ def samples_of_group(
     advantages: Callable[[Sequence[float]], Sequence[float]] = centred,
     kind: Callable[..., Any] = TrainingSample,
 ) -> list[Any]:
-    """All rows of a group, in its order; trajectories that were lost or scored by nobody are left
-    out before advantages are computed.
+    """Converts the rows of a group, in order; trajectories without a reward are left out before
+    advantages are computed.
 
     Args:
-        temperature: that all rollouts were sampled with (`Group.generation_params`).
-        advantages: from the rewards of the trajectories to as many advantages.
+        temperature: sampling temperature of all rollouts (`Group.generation_params`).
+        advantages: turns the rewards of the trajectories into as many advantages.
         kind: makes a sample from its fields.
 
     Raises:
-        InputError: `advantages` gave another number of them.
+        InputError: `advantages` returned a different number of values.
     """
     trainable = [one for one in group if is_trainable(one)]
     rewards = [reward_of(one) for one in trainable]

@@ -1,16 +1,16 @@
-"""SkyRL: a generator whose trajectories are made by a server.
+"""SkyRL: a generator that gets its trajectories from a server.
 
-In: SkyRL's `GeneratorInput`, each of whose rows names `task_id` (and `environment`, where that is
-not its `env_class`) in `env_extras`: any column of the data set beside prompt and env_class gets
-there. Out: its `GeneratorOutput`, rows in the order of the input. Step-wise, the rows of a
-trajectory stand together, the last one has `is_last_step`, and the reward is on its last token.
+In: SkyRL's `GeneratorInput`. Each row names `task_id` (and `environment`, if it is not the row's
+`env_class`) in `env_extras`, where SkyRL puts every column of the data set except prompt and
+env_class. Out: its `GeneratorOutput`, rows in the order of the input. In step-wise mode the rows of
+a trajectory are adjacent, the last has `is_last_step`, and the reward is on its last token.
 
     class Experiment(BasePPOExp):
         def get_generator(self, cfg, tokenizer, inference_engine_client):
             return EnvserverGenerator("http://127.0.0.1:8000")
 
-Sampling settings are those of the server. Tried with skyrl 0.3.0: its own checks of outputs, its
-concatenation, merging of steps and metrics.
+Sampling settings are those of the server. Tested with skyrl 0.3.0: its checks of outputs,
+concatenation, merging of steps, and metrics.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .whole_groups import (
 
 
 class Output(TypedDict):
-    """The fields of SkyRL's `GeneratorOutput` that are filled; all lists have a row's place."""
+    """The fields of SkyRL's `GeneratorOutput` that are filled; lists have one item per row."""
 
     prompt_token_ids: list[list[int]]
     response_ids: list[list[int]]
@@ -53,10 +53,10 @@ class Output(TypedDict):
 
 @dataclass(frozen=True)
 class Asked:
-    """Tasks of which equally many rollouts are wanted.
+    """Tasks that need the same number of rollouts.
 
     Args:
-        places: for each task, the rows of the input that its rollouts are for.
+        places: for each task, the input rows that its rollouts are for.
     """
 
     wish: Wish
@@ -64,14 +64,14 @@ class Asked:
 
 
 class EnvserverGenerator:
-    """A `GeneratorInterface` of SkyRL (`GeneratorInterface.register(EnvserverGenerator)` says so).
+    """Implements SkyRL's `GeneratorInterface` (`GeneratorInterface.register(EnvserverGenerator)`).
 
     Args:
-        url: of the server.
-        step_wise: each row of a trajectory is a row of the output (SkyRL's
-            `generator.step_wise_trajectories`); False: the one with the most trained tokens.
-        train_split, eval_split: unset: the one that the server serves.
-        tries: so often a group is asked for of which rollouts are lost by no fault of the model.
+        url: the server's address.
+        step_wise: return all rows of a trajectory (SkyRL's `generator.step_wise_trajectories`);
+            False: only the one with the most trained tokens.
+        train_split, eval_split: default: the one that the server serves.
+        tries: how often to order a group whose rollouts are lost without the model's fault.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class EnvserverGenerator:
         self._timeout_seconds = timeout_seconds
 
     async def generate(self, input_batch: Mapping[str, Any]) -> Output:
-        """A trajectory for each row of the input.
+        """Returns a trajectory for each row of the input.
 
         Raises:
-            InputError: a row names no task.
-            RolloutsLost: by no fault of the model, after all tries.
+            InputError: a row does not name a task.
+            RolloutsLost: rollouts failed without the model's fault, after all tries.
         """
         about = input_batch.get("batch_metadata")
         split = self._splits[about.training_phase if about else "train"]
@@ -121,8 +121,8 @@ class EnvserverGenerator:
 
 
 def asked_of(input_batch: Mapping[str, Any], split: Split | None) -> list[Asked]:
-    """What is asked for, so that each row of the input is one rollout: rows of the same task and
-    the same instance (SkyRL's repetitions) are a group.
+    """Groups the input's rows, one rollout each: rows of the same task and the same instance
+    (SkyRL's repetitions) are a group.
     """
     extras = input_batch.get("env_extras") or [{}] * len(input_batch["prompts"])
     identities = input_batch.get("trajectory_ids") or [None] * len(extras)
@@ -145,13 +145,13 @@ def asked_of(input_batch: Mapping[str, Any], split: Split | None) -> list[Asked]
 def output_of(
     trajectories: Sequence[Trajectory], identities: Sequence[Any] | None, *, step_wise: bool
 ) -> Output:
-    """`trajectories` as SkyRL's output.
+    """Converts trajectories to SkyRL's output.
 
     Args:
         identities: SkyRL's `TrajectoryID` of each trajectory.
 
     Raises:
-        InputError: a trajectory has no trained token, or no reward.
+        InputError: a trajectory has no trained token or no reward.
     """
     rows = [
         (place, row)

@@ -1,16 +1,16 @@
-"""slime: a custom generate function that has its rollouts made by a server.
+"""slime: a custom generate function that gets its rollouts from a server.
 
-In: slime's `Sample` whose `metadata` names `task_id` and, where it is not always the same,
-`environment`. Out: the same sample, filled: `tokens` are prompt and response, `loss_mask` and
-`rollout_log_probs` have the response's length (1 where the policy sampled; 0.0 where it did not).
-A rollout whose agent forked its history is a list of samples that share a `rollout_id`.
+In: slime's `Sample`, whose `metadata` names `task_id` and, if it varies, `environment`. Out: the
+same sample, filled: `tokens` are prompt and response, `loss_mask` and `rollout_log_probs` have the
+response's length (1 where the policy sampled; 0.0 where it did not). A rollout whose agent forked
+its history is a list of samples that share a `rollout_id`.
 
     --custom-generate-function-path envserver_clients.adapters.slime.generate
 
 The server is `args.envserver_url` (slime's `--custom-config-path` sets it) or ENVSERVER_URL; the
-environment of samples that name none is `args.envserver_environment`. Sampling settings are those
-of the server. slime is on no package index: this is held against the published fields of its
-`Sample`, and works with any class that has them.
+default environment is `args.envserver_environment`. Sampling settings are those of the server.
+slime is not on a package index: this follows the published fields of its `Sample` and works with
+any class that has them.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ URL_VARIABLE: Final = "ENVSERVER_URL"
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
-    """One rollout of the task that the sample names: a sample, or a list of them.
+    """Runs one rollout of the sample's task; returns a sample or a list of samples.
 
     Raises:
-        ConfigError: no server is named.
-        InputError: the sample names no task.
-        RolloutsLost: by no fault of the model, after all tries.
+        ConfigError: no server is configured.
+        InputError: the sample does not name a task.
+        RolloutsLost: the rollout failed without the model's fault, after all tries.
     """
     url = getattr(args, "envserver_url", None) or os.environ.get(URL_VARIABLE)
     if not url:
         raise ConfigError(
-            "No server is named.", hint=f"Set envserver_url in slime's config, or {URL_VARIABLE}."
+            "No server is configured.",
+            hint=f"Set envserver_url in slime's config, or {URL_VARIABLE}.",
         )
     default = getattr(args, "envserver_environment", None)
     environment, task_id = named(sample.metadata or {}, default, "metadata")
@@ -51,7 +52,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
 
 
 def samples_of(trajectory: Trajectory, sample: Any) -> list[Any]:
-    """Copies of `sample`, one for each row of the trajectory that has trained tokens."""
+    """Returns copies of `sample`, one for each row of the trajectory with trained tokens."""
     rows = completions_of(trajectory)
     return [_filled(copy.copy(sample), trajectory, row, siblings=len(rows) > 1) for row in rows]
 
@@ -74,7 +75,7 @@ def _filled(sample: Any, trajectory: Trajectory, row: Completion, *, siblings: b
 
 
 def _last_words(trajectory: Trajectory) -> str:
-    """The text of the last answer, for slime's logs: what is trained is `tokens`."""
+    """Returns the text of the last answer for slime's logs; training uses `tokens`."""
     said = (
         one.get("content") for one in reversed(trajectory.messages) if one["role"] == "assistant"
     )

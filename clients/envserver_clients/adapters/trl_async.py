@@ -1,4 +1,4 @@
-"""A rollout worker for TRL's `AsyncGRPOTrainer`: groups that a server makes all the time.
+"""A rollout worker for TRL's `AsyncGRPOTrainer`: gets groups that a server makes continuously.
 
     weights = VllmFull(engine_url, folder, server=client)
     worker = EnvserverRolloutWorker(url, run="my-run", model=model, weights=weights)
@@ -9,11 +9,11 @@
     )
 
 In: leases of groups. Out: `RolloutSample`s on `rollout_buffer`, one for each row, with advantages.
-What holds: what a sample holds was sampled, masked and scored by the server, nothing is made anew;
-its `model_version` is that of its oldest token; a lease is acknowledged when the trainer has
-learned from all of it, so that one that dies loses nothing, and with `checkpoints` one that begins
-again from a checkpoint (`checkpoint="step-40"`) goes on with what came after it. Read from
-TRL 1.16.0 (`RolloutWorkerProtocol`, `WeightTransferProtocol`).
+What always holds: a sample's tokens, mask and score are those of the server; its `model_version` is
+that of its oldest token; a lease is acknowledged when the trainer has learned from all of it, so a
+trainer that dies loses nothing. With `checkpoints`, a trainer that restarts from a checkpoint
+(`checkpoint="step-40"`) continues with the groups after it. Written for TRL 1.16.0
+(`RolloutWorkerProtocol`, `WeightTransferProtocol`).
 """
 
 from __future__ import annotations
@@ -40,33 +40,32 @@ from .trl_weights import Versions
 _WAIT_SECONDS: Final = 5.0
 _LEASE_SECONDS: Final = 600.0
 _UPDATES_UNTIL_LEARNED: Final = 3
-"""What was taken from the queue may still lie in the trainer's planner, or be fetched ahead."""
+"""A sample taken from the queue may still wait in the trainer's planner or prefetch."""
 
 
 class WorkerFailed(EnvserverError):
-    """No samples come any more: the server is gone, or nothing was heard of it for too long."""
+    """No more samples arrive: the server is gone, or silent for too long."""
 
     kind = "worker_failed"
 
 
 class EnvserverRolloutWorker:
-    """TRL's `RolloutWorkerProtocol`.
+    """Implements TRL's `RolloutWorkerProtocol`.
 
     Args:
-        server_url: of `envserver serve`.
-        run: name of this trainer's run; the same name goes on with it.
-        model: folder or hub name of the model that is trained: its configuration goes along with
-            the weights. Needed where there are `weights`.
-        weights: brings the trainer's weights to the engine of that server, by `weight_transfer`:
-            all of them, those of an adapter merged. None: they get there by other means, and only
-            their version is published.
-        checkpoint: go back to it (see `checkpoints`); None: go on where the run stands.
-        groups: leased at a time; the server makes a few times as many ahead.
-        environments: only groups of these; none named: of all.
-        max_staleness: versions that a group may be behind when it is leased; None: any.
-        scaling: of advantages.
-        queue_size: samples that wait for the trainer; the more, the older they get.
-        token: the server's access token; unset: the environment variable ENVSERVER_TOKEN.
+        server_url: address of `envserver serve`.
+        run: name of this trainer's run; an existing run of that name continues.
+        model: folder or hub name of the trained model, whose configuration is saved with the
+            weights. Required with `weights`.
+        weights: transfers the trainer's weights to the server's engine through `weight_transfer`;
+            adapters are merged. None: something else transfers them; only the version is published.
+        checkpoint: go back to this checkpoint (see `checkpoints`); None: continue the run.
+        groups: number of groups per lease; the server prepares a few times as many.
+        environments: only groups of these environments; empty: of all.
+        max_staleness: policy versions that a group may be behind when leased; None: any.
+        scaling: how advantages are scaled.
+        queue_size: samples that wait for the trainer; a long queue means older samples.
+        token: the server's access token. Default: the environment variable ENVSERVER_TOKEN.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class EnvserverRolloutWorker:
         token: str | None = None,
     ) -> None:
         if weights is not None and model is None:
-            raise ConfigError("Weights need the name of their model: model=.")
+            raise ConfigError("Weights need the name of their model: pass model=.")
         self._client = SyncEnvClient(
             server_url,
             run=run,
@@ -111,14 +110,14 @@ class EnvserverRolloutWorker:
         self.weight_transfer = _Transfer(self, weights, model)
 
     def start(self) -> None:
-        """Begins to lease; called by the trainer after the first weights are at the engine."""
+        """Starts leasing; the trainer calls this when the engine has the first weights."""
         self._open()
         self._heard_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="rollout-worker", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends it. What the trainer has taken is acknowledged, the rest is given back."""
+        """Acknowledges the leases that the trainer has taken and gives back the rest."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -134,7 +133,7 @@ class EnvserverRolloutWorker:
             self._is_open = False
 
     def update_model_version(self, model_version: int) -> None:
-        """The engine has the weights of this version."""
+        """Reports that the engine has the weights of this version."""
         self._open()
         self._model_version = model_version
         self._client.publish_policy_version(self.published(model_version))
@@ -142,19 +141,19 @@ class EnvserverRolloutWorker:
             self._ack(lease_id)
 
     def check_health(self, stale_after_s: float) -> None:
-        """
+        """Checks that samples can arrive.
+
         Raises:
-            WorkerFailed: it has ended by an error, or nothing was heard for so long.
+            WorkerFailed: the worker ended by an error, or the server is silent for too long.
         """
         if self._error is not None:
             raise WorkerFailed(f"No more rollouts: {self._error}") from self._error
         silent = time.monotonic() - self._heard_at
         if self._thread is not None and silent > stale_after_s:
-            raise WorkerFailed(f"Nothing was heard of the server for {silent:.0f} s.")
+            raise WorkerFailed(f"The server has been silent for {silent:.0f} s.")
 
     def checkpoints(self) -> Any:
-        """A `TrainerCallback` that says at the server which checkpoint holds what was learned: its
-        name there is `step-N`."""
+        """Returns a `TrainerCallback` that registers each checkpoint at the server as `step-N`."""
         from transformers import TrainerCallback
 
         worker = self
@@ -166,12 +165,12 @@ class EnvserverRolloutWorker:
         return Checkpoints()
 
     def saved(self, checkpoint: str) -> None:
-        """The checkpoint of this name holds all that was acknowledged until now."""
+        """Reports that this checkpoint holds everything acknowledged so far."""
         if self._held.last_acked is not None:
             self._client.ack(self._held.last_acked, checkpoint=checkpoint)
 
     def published(self, model_version: int) -> int:
-        """The server's policy version of a trainer's version."""
+        """Returns the server's policy version of a trainer's version."""
         if self._versions is None:
             self._open()
             self._versions = Versions(self._client.status()["policy_version"])
@@ -203,7 +202,7 @@ class EnvserverRolloutWorker:
         )
 
     def _offer(self, batch: Batch) -> None:
-        """Puts all samples of a batch on the queue, however long that takes."""
+        """Puts all samples of a batch on the queue; waits while it is full."""
         samples = [sample for group in batch.groups for sample in self._samples(group)]
         self._held.add(batch.lease_id, len(samples))
         for sample in samples:
@@ -235,13 +234,13 @@ class EnvserverRolloutWorker:
 def samples_of(
     group: ClientGroup, *, number: int, scaling: Scaling, model_version: int, base: int
 ) -> list[Any]:
-    """The rows of a group as TRL's `RolloutSample`s; those that are not to be learned from count
-    in the group's mean alone.
+    """Converts the rows of a group to TRL's `RolloutSample`s; rows that are not to be learned from
+    count only in the group's mean.
 
     Args:
-        number: of the group, for TRL.
-        model_version: of a row of which nobody knows what sampled it.
-        base: the server's policy version of the trainer's version 0.
+        number: the group's number, for TRL.
+        model_version: used for rows whose policy version is unknown.
+        base: the server's policy version for the trainer's version 0.
     """
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
@@ -273,20 +272,20 @@ def samples_of(
 
 
 def _parted(messages: list[Message]) -> tuple[list[Message], list[Message]]:
-    """What the model was told first, and the rest."""
+    """Splits the messages before the model's first answer."""
     roles = [message.get("role") for message in messages]
     first = roles.index("assistant") if "assistant" in roles else len(messages)
     return messages[:first], messages[first:]
 
 
 def _version(row: Row, base: int, unknown: int) -> int:
-    """The trainer's version of the oldest token."""
+    """Returns the trainer's version of the oldest token."""
     oldest = int(row.versions[row.mask == 1].min())
     return unknown if oldest < 0 else oldest - base
 
 
 class _Held:
-    """Which leases are open, and how much of each the trainer has taken."""
+    """Counts how many samples of each open lease the trainer has taken."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -302,7 +301,7 @@ class _Held:
                 self._taken[-1].append(lease_id)
 
     def take(self, lease_id: str) -> None:
-        """The trainer has taken a sample of this lease."""
+        """Counts a sample of this lease as taken."""
         with self._lock:
             self._left[lease_id] -= 1
             if not self._left[lease_id]:
@@ -310,7 +309,7 @@ class _Held:
                 self._taken[-1].append(lease_id)
 
     def learned(self) -> list[str]:
-        """At an update of the weights: the leases that the trainer has learned from by now."""
+        """Returns, at a weight update, the leases that the trainer has learned from by now."""
         with self._lock:
             self._taken.append([])
             if len(self._taken) <= _UPDATES_UNTIL_LEARNED:
@@ -318,18 +317,18 @@ class _Held:
             return self._taken.popleft()
 
     def taken(self) -> list[str]:
-        """At the end: what the trainer has taken, oldest first."""
+        """Returns, at the end, the leases that the trainer took completely, oldest first."""
         with self._lock:
             return [lease_id for leases in self._taken for lease_id in leases]
 
     def untaken(self) -> list[str]:
-        """At the end: what it has not, or not all of."""
+        """Returns, at the end, the other leases."""
         with self._lock:
             return list(self._left)
 
 
 class _Buffer(queue.Queue[Any]):
-    """A queue into which samples go with their lease, and from which they come without it."""
+    """A queue that takes (lease, sample) pairs, returns samples and counts them as taken."""
 
     def __init__(self, size: int, held: _Held) -> None:
         super().__init__(size)
@@ -342,9 +341,7 @@ class _Buffer(queue.Queue[Any]):
 
 
 class _Transfer:
-    """TRL's `WeightTransferProtocol`: the weights as a folder, brought by
-    `envserver_clients.weights`.
-    """
+    """Implements TRL's `WeightTransferProtocol` with `envserver_clients.weights`."""
 
     def __init__(
         self,
@@ -358,13 +355,13 @@ class _Transfer:
         self._sent = 0
 
     def init_weight_transfer(self) -> None:
-        """There is nothing to set up."""
+        """Does nothing: there is nothing to set up."""
 
     def pause(self) -> None:
-        """`send_weights` pauses the server's calls for as long as it needs."""
+        """Does nothing: `send_weights` pauses the server's calls itself."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        """Writes them down and lets the engine load them."""
+        """Saves the weights to a folder that the engine loads."""
         self._sent += 1
         if self._weights is None:
             for _ in iterator:  # on other ranks it takes part in gathering the weights
@@ -382,7 +379,7 @@ class _Transfer:
         self._weights.publish(self._worker.published(self._sent), save, None)
 
     def resume(self) -> None:
-        """See `pause`."""
+        """Does nothing, see `pause`."""
 
     def destroy(self) -> None:
-        """There is nothing to release."""
+        """Does nothing: there is nothing to release."""

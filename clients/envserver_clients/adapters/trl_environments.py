@@ -1,4 +1,4 @@
-"""Environments for TRL's `environment_factory`: TRL's own loop with our tasks, tools and scores.
+"""Environments for TRL's `environment_factory`: TRL's loop with our tasks, tools and scores.
 
     seats = math_seats(data_set="gsm8k", data_path="rows.jsonl")
     trainer = GRPOTrainer(
@@ -6,11 +6,11 @@
         train_dataset=Dataset.from_list(seat_rows(seats)),
     )
 
-TRL generates and parses the calls itself; so this is for environments whose tools run in the
-trainer's process and whose score comes from what the tools were told. Agents, sandboxes and exact
-tokens of other environments are had through a server (`trl_rollouts`). What holds: each tool has
-the signature of its JSON schema and refuses whatever breaks it; the answer stays out of the model's
-sight. Read from TRL 1.16.0 (`GRPOTrainer.__init__`, `_generate_and_score_completions`).
+TRL generates and parses the calls, so this works for environments whose tools run in the trainer's
+process and whose score depends only on the tool calls. For agents, sandboxes and exact tokens use a
+server (`trl_rollouts`). What always holds: each tool has the signature of its JSON schema and
+refuses calls that violate it; the model never sees the answer. Written for TRL 1.16.0
+(`GRPOTrainer.__init__`, `_generate_and_score_completions`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MOST_TASKS: Final = 100_000
 
 @dataclass(frozen=True)
 class Use:
-    """One call of a tool, which was in order."""
+    """One valid call of a tool."""
 
     tool: str
     arguments: dict[str, Any]
@@ -50,7 +50,7 @@ class Use:
 
 
 class Seat:
-    """One rollout at a time of an environment: what TRL calls an environment. See `seats_for`."""
+    """Runs one rollout at a time: what TRL calls an environment. See `seats_for`."""
 
     environment: ClassVar[Environment]
     tasks: ClassVar[Mapping[str, Task]]
@@ -64,10 +64,10 @@ class Seat:
         self._errors = 0
 
     def reset(self, *, task_id: str, **columns: Any) -> str:
-        """Begins with the task of this id; what the model is asked.
+        """Starts the task of this id; returns the question for the model.
 
         Raises:
-            InputError: there is none.
+            InputError: the task does not exist.
         """
         if task_id not in self.tasks:
             raise InputError(f"{self.environment.name} has no task {task_id!r}.", place="task_id")
@@ -75,7 +75,7 @@ class Seat:
         return type(self)._question(self._task.public)
 
     def get_reward(self) -> float | None:
-        """What the environment says of what the tools were told; None: it cannot say."""
+        """Returns the environment's reward for the tool calls; None if it cannot score them."""
         if self._task is None:
             return None
         output = type(self)._output(self._uses)
@@ -88,9 +88,10 @@ class Seat:
         return None if score.error is not None else score.reward
 
     def _use(self, tools: Tools, name: str, arguments: dict[str, Any]) -> str:
-        """
+        """Calls a tool; returns its result as text.
+
         Raises:
-            ToolError: the call is not in order; TRL tells the model.
+            ToolError: the call is invalid; TRL shows the error to the model.
         """
         given = {key: value for key, value in arguments.items() if value is not None}
         try:
@@ -100,7 +101,7 @@ class Seat:
             self._errors += 1
             raise
         if not isinstance(text, str):
-            raise TypeError(f"{name} is asynchronous; TRL's seats take plain tools.")
+            raise TypeError(f"{name} is asynchronous; TRL needs plain functions.")
         self._uses.append(Use(name, valid, text))
         return cut(text, tool.max_characters)
 
@@ -114,20 +115,20 @@ def seats_for(
     split: Split = "train",
     limit: int = _MOST_TASKS,
 ) -> type[Seat]:
-    """The factory: a class whose instances TRL makes and uses again.
+    """Returns the factory: a class whose instances TRL creates and reuses.
 
     Args:
         tools: plain functions; each becomes a method.
-        question: what the model is asked, from a task's public part.
-        output: what the environment's score takes as the rollout's output, from the calls.
-        split, limit: the tasks that can be played.
+        question: makes the question for the model from a task's public part.
+        output: makes the rollout's output, which the environment scores, from the tool calls.
+        split, limit: which tasks are available.
 
     Raises:
-        ConfigError: it cannot be played so.
+        ConfigError: the environment cannot run in TRL's loop.
     """
     if environment.sandbox is not None:
         raise ConfigError(
-            f"{environment.name} needs sandboxes, which TRL's own loop does not have.",
+            f"{environment.name} needs sandboxes, which TRL's loop does not have.",
             hint="Use EnvserverRollouts with a server.",
         )
     if taken := _RESERVED & tools.keys():
@@ -144,7 +145,7 @@ def seats_for(
 
 
 def seat_rows(seats: type[Seat], prompt: str = "") -> list[dict[str, Any]]:
-    """Rows of a data set: one for each task, with `prompt` before the question."""
+    """Returns a data set's rows, one for each task, with `prompt` before the question."""
     return [
         {"prompt": [{"role": "user", "content": prompt}], "task_id": task_id}
         for task_id in seats.tasks
@@ -152,7 +153,7 @@ def seat_rows(seats: type[Seat], prompt: str = "") -> list[dict[str, Any]]:
 
 
 def math_seats(split: Split = "train", limit: int = 1000, **settings: Any) -> type[Seat]:
-    """`seats_for` problems with a calculator; `settings` are those of `--env.*`."""
+    """Returns `seats_for` math problems with a calculator; `settings` are those of `--env.*`."""
     from envserver_environments.math.agent import TOOLS
     from envserver_environments.math.env import Math
     from envserver_environments.math.prompts import question
@@ -166,7 +167,7 @@ def math_seats(split: Split = "train", limit: int = 1000, **settings: Any) -> ty
 
 
 def _method(tools: Tools, tool: Tool) -> Callable[..., str]:
-    """A method with the name, signature and docstring from which TRL makes the tool's schema."""
+    """Makes a method whose name, signature and docstring give TRL the tool's schema."""
     function = tool.description["function"]
     properties: dict[str, Any] = function["parameters"].get("properties", {})
     required = set(function["parameters"].get("required", ()))

@@ -1,7 +1,7 @@
-"""Tasks of a server as the prompts of a TRL data set, and back.
+"""Turns a server's tasks into prompts of a TRL data set, and back.
 
-TRL's rollout function gets the `prompt` column alone, so what names the task stands in it:
-`environment/split:task_id`. The model never sees it: the environment's agent says what it sees.
+TRL passes only the `prompt` column to the rollout function, so the prompt names the task:
+`environment/split:task_id`. The model never sees it: the environment's agent writes its prompt.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ _NAMED: Final = re.compile(rf"([^/:\s]+)/({'|'.join(get_args(Split))}):(.+)", re
 
 @dataclass(frozen=True)
 class TaskName:
-    """A task of a server."""
+    """Names a task of a server."""
 
     environment: str
     split: Split
     task_id: str
 
     def prompt(self) -> str:
-        """It as a prompt."""
+        """The task's name as a prompt."""
         return f"{self.environment}/{self.split}:{self.task_id}"
 
 
 def task_of(prompt: Any) -> TaskName:
-    """The task that a prompt names: a text, or messages of which the last one is it.
+    """Parses a prompt: a text, or messages whose last one is that text.
 
     Raises:
-        InputError: it names none.
+        InputError: it does not name a task.
     """
     text = prompt[-1].get("content") if isinstance(prompt, list) and prompt else prompt
     named = _NAMED.fullmatch(text) if isinstance(text, str) else None
     if named is None:
         raise InputError(
-            f"The prompt {str(text)[:100]!r} names no task.",
+            f"The prompt {str(text)[:100]!r} does not name a task.",
             hint="Make the data set with task_prompts: environment/split:task_id.",
             place="prompt",
         )
@@ -55,10 +55,10 @@ def task_prompts(
     limit: int = 1000,
     token: str | None = None,
 ) -> list[dict[str, str]]:
-    """The first tasks of a split as rows of a data set: `Dataset.from_list(task_prompts(...))`.
+    """Returns the first tasks of a split as rows: `Dataset.from_list(task_prompts(...))`.
 
     Raises:
-        NotFoundError: the server has no such environment.
+        NotFoundError: the server does not have the environment.
     """
     with SyncEnvClient(server_url, run=None, token=token) as client:
         tasks = client.tasks(environment, split=split, limit=limit)

@@ -1,18 +1,18 @@
-"""A `rollout_func` for TRL's `GRPOTrainer`: rollouts of the prompts' tasks, made by a server.
+"""A `rollout_func` for TRL's `GRPOTrainer`: a server runs rollouts of the prompts' tasks.
 
     rollouts = EnvserverRollouts(url, weights=LocalFull(engine_url, folder, server=client))
     trainer = GRPOTrainer(
-        model=..., args=GRPOConfig(temperature=1.0, ...),     # that of --sampling.temperature
+        model=..., args=GRPOConfig(temperature=1.0, ...),     # as --sampling.temperature
         train_dataset=Dataset.from_list(task_prompts(url, "math")),
         rollout_func=rollouts, reward_funcs=environment_reward,
     )
 
-What holds: exactly one sequence for each prompt, in their order, with the ids and logprobs that the
-engine sampled; groups are made whole, also those that lie on two ranks; before each generation the
-engine has the trainer's weights (a row of the last batch is scored by both), and the policy version
-is the trainer's step. A rollout that was cut off counts with its reward and teaches nothing; one
-that was lost by no fault of the model is a row without any trained token and without a reward,
-which TRL leaves out of the group's mean. Read from TRL 1.16.0 (`GRPOTrainer._generate`).
+What always holds: there is exactly one sequence for each prompt, in order, with the ids and
+logprobs that the engine sampled; groups are complete, even across two ranks; before each generation
+the engine has the trainer's weights (both score a row of the last batch), and the policy version is
+the trainer's step. The reward of a truncated rollout counts, but nothing is learned from it. A
+rollout lost without the model's fault becomes a row without trained tokens and without a reward,
+which TRL leaves out of the group's mean. Written for TRL 1.16.0 (`GRPOTrainer._generate`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .whole_groups import (
 
 
 def environment_reward(completions: list[Any], **columns: Any) -> list[float | None]:
-    """A reward function for TRL: what the environment said; None: nothing is known."""
+    """A reward function for TRL: the environment's reward; None if it is unknown."""
     rewards: list[float | None] = columns["env_reward"]
     return rewards
 
@@ -48,11 +48,11 @@ class EnvserverRollouts:
     """A `rollout_func`. `close` it, or use it as a context manager.
 
     Args:
-        server_url: of `envserver serve`, best with `--rollouts.max_queued_groups 0`.
-        weights: brings the trainer's weights to the engine of that server. None: they get there by
-            other means (`use_vllm`), and only their version is published.
-        token: the server's access token; unset: the environment variable ENVSERVER_TOKEN.
-        timeout_seconds: for the rollouts of one batch.
+        server_url: address of `envserver serve`, best with `--rollouts.max_queued_groups 0`.
+        weights: transfers the trainer's weights to the server's engine. None: something else
+            transfers them (`use_vllm`), and only their version is published.
+        token: the server's access token. Default: the environment variable ENVSERVER_TOKEN.
+        timeout_seconds: time limit for the rollouts of one batch.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class EnvserverRollouts:
             self._client = None
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        """See TRL's `rollout_func`: `prompts` are those of this rank.
+        """Runs TRL's `rollout_func` for the `prompts` of this rank.
 
-        Beside what TRL asks for, reward functions get `env_reward` (None: unknown),
-        `env_truncated` (the model was cut off) and `env_version` (the oldest that sampled it).
+        In addition to TRL's columns, reward functions get `env_reward` (None: unknown),
+        `env_truncated` (the model was cut off) and `env_version` (the oldest policy version).
 
         Raises:
-            RolloutsLost: none of them came to an end.
+            RolloutsLost: every rollout failed.
             EnvserverError: see `SyncEnvClient.rollouts` and `envserver_clients.weights`.
         """
         from accelerate.utils import broadcast_object_list, gather_object
@@ -109,7 +109,7 @@ class EnvserverRollouts:
         return _columns(told[0][before : before + len(tasks)])
 
     def _bring_weights(self, trainer: Any) -> None:
-        """The engine gets the weights of this step, unless it has them; on all ranks."""
+        """Transfers the weights of this step to the engine if needed; call on all ranks."""
         step: int = trainer.state.global_step
         if step == self._step:
             return
@@ -135,7 +135,7 @@ class EnvserverRollouts:
         return self._client
 
     def _all_rows(self, tasks: Sequence[TaskName], group_size: int) -> list[Row] | EnvserverError:
-        """The rows of all ranks; an error is for all of them, too, or the others would wait."""
+        """Returns the rows of all ranks, or an error for all: else the other ranks would wait."""
         try:
             rows = rows_of(self._trajectories(tasks, group_size))
         except EnvserverError as error:
@@ -167,8 +167,7 @@ class EnvserverRollouts:
 
 
 def grouped(tasks: Sequence[TaskName], group_size: int) -> list[tuple[int, int]]:
-    """Where groups begin, and how many rows each has: neighbours with the same task, at most
-    `group_size` of them."""
+    """Returns (start, rows) of each group: adjacent rows of the same task, at most `group_size`."""
     groups: list[tuple[int, int]] = []
     for index, task in enumerate(tasks):
         if groups and tasks[groups[-1][0]] == task and groups[-1][1] < group_size:
@@ -180,7 +179,7 @@ def grouped(tasks: Sequence[TaskName], group_size: int) -> list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence, named as TRL names its parts."""
+    """One sequence with TRL's names."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -192,17 +191,17 @@ class Row:
 
 
 def rows_of(trajectories: Sequence[Trajectory | None]) -> list[Row]:
-    """A row for each, in their order.
+    """Returns a row for each trajectory, in order.
 
     Raises:
-        RolloutsLost: there is not one.
+        RolloutsLost: all are lost.
     """
     found = [None if one is None else _row(one) for one in trajectories]
     made = next((row for row in found if row is not None), None)
     if made is None:
         raise RolloutsLost(
-            f"All {len(trajectories)} rollouts were lost by no fault of the model.",
-            hint="GET /v1/status of the server says what failed.",
+            f"All {len(trajectories)} rollouts failed, none by the model's fault.",
+            hint="The server's GET /v1/status shows what failed.",
         )
     empty = Row(made.prompt_ids, made.completion_ids[-1:], [0.0], [0], None, False, -1)
     return [row or empty for row in found]
@@ -211,7 +210,7 @@ def rows_of(trajectories: Sequence[Trajectory | None]) -> list[Row]:
 def _row(trajectory: Trajectory) -> Row | None:
     if not is_trainable(trajectory):
         return None
-    # TRL takes one sequence, also of an agent that forked its history.
+    # TRL takes one sequence, even of an agent that forked its history.
     chosen = main_completion(trajectory)
     mask = loss_mask(trajectory, chosen)
     return Row(

@@ -1,9 +1,9 @@
-"""From a TRL trainer's step to the weights and the version that the engine samples with.
+"""Provides a TRL trainer's weights and policy version to the engine and the server.
 
-In: the trainer's model and its step. Out: the weights for `envserver_clients.weights`, what the
-engine must compute with them, and a policy version for the server. What holds: the server's version
-never goes down, also when a trainer begins again from an older checkpoint: then its steps are
-counted on from what was published last.
+In: the trainer's model and its step. Out: the weights for `envserver_clients.weights`, a check of
+what the engine must compute with them, and a policy version for the server. What always holds: the
+server's version never decreases, even if a trainer restarts from an older checkpoint: then its
+versions continue after the last published one.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from envserver_clients.weights import PromptCheck
 
 _TOLERANCE: Final = 1e-3
 _ROUGH_TOLERANCE: Final = 0.2
-"""Of weights in 16 bits, where rounding alone makes a tenth."""
+"""For 16-bit weights, whose rounding alone changes a logprob by 0.1."""
 
 
 class Versions:
-    """The policy versions of a trainer's steps.
+    """Maps a trainer's steps to policy versions.
 
     Args:
-        published: what the server has, -1 for none.
+        published: the server's version, -1: none.
     """
 
     def __init__(self, published: int) -> None:
@@ -31,16 +31,16 @@ class Versions:
         self._base: int | None = None
 
     def of(self, step: int) -> int:
-        """The version of the weights after so many steps; steps never go down."""
+        """Returns the version after `step` steps; steps must not decrease."""
         if self._base is None:
             self._base = max(0, self._published + 1 - step)
         return self._base + step
 
 
 def saver(trainer: Any) -> Callable[[Path], None]:
-    """What writes the trainer's model (of PEFT: the adapter) into a folder, as safetensors.
+    """Returns a function that saves the trainer's model (with PEFT: the adapter) as safetensors.
 
-    To be called on all ranks: the weights may lie on several of them.
+    Call it on all ranks, because the weights may be distributed.
     """
     state = trainer.accelerator.get_state_dict(trainer.model)
     model = trainer.accelerator.unwrap_model(trainer.model)
@@ -52,7 +52,7 @@ def saver(trainer: Any) -> Callable[[Path], None]:
 
 
 def check_of(trainer: Any, prompt_ids: list[int], completion_ids: list[int]) -> PromptCheck | None:
-    """What the trainer's own weights say of a row; None where they lie on several ranks."""
+    """Returns the logprobs of a row under the trainer's weights; None if those are distributed."""
     import torch
 
     if trainer.accelerator.num_processes > 1:

@@ -1,19 +1,19 @@
-"""verl: an agent loop that has its rollouts made by a server.
+"""verl: an agent loop that gets its rollouts from a server.
 
-In: a row of verl's data set whose `extra_info` (or a column of its own) names `task_id` and, where
-it is not always the same, `environment`. Out: verl's `AgentLoopOutput`: `prompt_ids` up to the
+In: a row of verl's data set whose `extra_info` (or a separate column) names `task_id` and, if it
+varies, `environment`. Out: verl's `AgentLoopOutput`: `prompt_ids` up to the
 first sampled token, `response_ids` from there on with `response_mask` 1 where the policy sampled,
 `response_logprobs` 0.0 elsewhere. verl pads; no text is tokenised again.
 
-What verl reads as `agent_loop_config_path`, with `agent_name: envserver` in the data set:
+For verl's `agent_loop_config_path`, with `agent_name: envserver` in the data set:
 
     - name: envserver
       _target_: envserver_clients.adapters.verl.EnvserverLoop
       url: http://127.0.0.1:8000
       environment: math
 
-Sampling settings are those of the server. Tried with verl 0.9.1: its registry, its padding, and the
-batch that its trainer gets.
+Sampling settings are those of the server. Tested with verl 0.9.1: its registry, its padding, and
+its trainer's batch.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _UNKNOWN: Final = -1
 
 
 class EnvserverLoop:
-    """Made by verl for each rollout; arguments that verl gives beside these are not needed.
+    """Runs one rollout; verl creates an instance for each. Further arguments are ignored.
 
     Args:
-        trainer_config: verl's; the longest prompt and response stand in it.
-        url: of the server.
-        environment: of rows that name none.
-        rows: one: of a rollout whose agent forked its history, the row with the most trained
-            tokens (verl's default trainer takes one for each row of its batch); all: a list of
-            them, which its trainers with a TransferQueue take.
-        split: unset: the one that the server serves.
-        tries: so often a rollout is asked for that is lost by no fault of the model.
+        trainer_config: verl's; has the maximum lengths of prompt and response.
+        url: the server's address.
+        environment: default for rows that do not name one.
+        rows: "one": the row with the most trained tokens, if the agent forked its history (verl's
+            default trainer takes one for each row of its batch); "all": a list of all rows, for
+            trainers with a TransferQueue.
+        split: default: the one that the server serves.
+        tries: how often to order a rollout that is lost without the model's fault.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class EnvserverLoop:
         self._timeout_seconds = timeout_seconds
 
     async def run(self, sampling_params: dict[str, Any], **fields: Any) -> Any:
-        """One rollout of the task that the row names: verl's `AgentLoopOutput`, or a list of them.
+        """Runs the row's task; returns verl's `AgentLoopOutput`, or a list of them.
 
         Raises:
-            InputError: the row names no task, or the prompt is longer than verl is set.
-            RolloutsLost: by no fault of the model, after all tries.
+            InputError: the row does not name a task, or the prompt is too long for verl's settings.
+            RolloutsLost: the rollout failed without the model's fault, after all tries.
         """
         columns = dict(fields.get("extra_info") or {}) | fields
         environment, task_id = named(columns, self._environment, "extra_info")
@@ -110,11 +110,12 @@ class EnvserverLoop:
 def outputs_of(
     trajectory: Trajectory, rows: Rows, *, prompt_length: int, response_length: int
 ) -> list[dict[str, Any]]:
-    """The fields of an `AgentLoopOutput` for each row.
+    """Returns the fields of an `AgentLoopOutput` for each row.
 
     Args:
-        prompt_length: tokens at most; a longer prompt cannot be cut without telling a lie.
-        response_length: tokens at most; what is beyond is left out, as verl's own loops do.
+        prompt_length: maximum number of tokens; a longer prompt is an error, because cutting it
+            would change what the model saw.
+        response_length: maximum number of tokens; longer responses are cut, as in verl's loops.
 
     Raises:
         InputError: a prompt is too long, or the trajectory has no trained token or no reward.
@@ -146,7 +147,7 @@ def _output(trajectory: Trajectory, row: Completion, length: int) -> dict[str, A
             "tool_calls": max(0.0, usage.seconds - usage.model_seconds),
         },
         "extra_fields": {
-            # verl wants the same numbers of every row of a batch.
+            # verl needs the same keys in every row of a batch.
             "reward_extra_info": {"truncated": float(trajectory.truncated)},
             "min_global_steps": min(versions, default=None),
             "max_global_steps": max(versions, default=None),

@@ -1,9 +1,9 @@
-"""Rollouts of named tasks with none missing, and the one row that stands for a trajectory.
+"""Orders complete groups of rollouts, and picks the row that represents a trajectory.
 
-In: which tasks, how many rollouts of each. Out: trajectories in that order, each with a reward and
-at least one trained token: what trainers that can express neither get. A rollout that was lost by
-no fault of the model is never made up for by a reward of 0: its group is made again, whole, so that
-what is compared was scored together.
+In: tasks, and the number of rollouts of each. Out: trajectories in that order, each with a reward
+and at least one trained token, for trainers that cannot represent missing ones. A rollout lost
+without the model's fault never becomes a reward of 0: its whole group is ordered again, so that
+rollouts that are compared ran together.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from envserver_records import EnvserverError, InputError, Split, Trajectory
 from .completions import Completion, completions_of
 
 _MOST_TASKS: Final = 1024
-"""That may be named at once."""
+"""Maximum number of tasks in one order."""
 
 
 class RolloutsLost(EnvserverError):
-    """Rollouts failed by no fault of the model, however often they were asked for."""
+    """Rollouts failed without the model's fault in all tries."""
 
     kind = "rollouts_lost"
 
 
 class Rollouts(Protocol):
-    """What of a client is needed here: `envserver_clients.http.EnvClient` has it."""
+    """The part of `envserver_clients.http.EnvClient` that is needed here."""
 
     async def rollouts(
         self,
@@ -42,7 +42,7 @@ class Rollouts(Protocol):
 
 @dataclass(frozen=True)
 class Wish:
-    """What is asked for.
+    """An order of complete groups.
 
     Args:
         group_size: rollouts of each task.
@@ -58,14 +58,14 @@ class Wish:
 async def complete_groups(
     client: Rollouts, wish: Wish, *, tries: int = 3, timeout_seconds: float = 3600.0
 ) -> list[list[Trajectory]]:
-    """A whole group for each task, in the order of the tasks.
+    """Returns a complete group for each task, in the order of the tasks.
 
     Args:
-        tries: so often a group is asked for.
-        timeout_seconds: for each try.
+        tries: how often a group is ordered.
+        timeout_seconds: time limit of each try.
 
     Raises:
-        RolloutsLost: groups are not whole after that.
+        RolloutsLost: groups are incomplete after all tries.
     """
     found: list[list[Trajectory]] = [[] for _ in wish.task_ids]
     lacking = list(range(len(wish.task_ids)))
@@ -87,19 +87,19 @@ async def complete_groups(
     lost = ", ".join(wish.task_ids[place] for place in lacking)
     raise RolloutsLost(
         f"Rollouts of {wish.environment} were lost {tries} times: {lost}.",
-        hint="The server's log and /v1/status say why: engine, sandbox or scorer.",
+        hint="The server's log and /v1/status show why: engine, sandbox or scorer.",
     )
 
 
 def is_trainable(trajectory: Trajectory) -> bool:
-    """It has a reward, and at least one trained token."""
+    """Returns whether it has a reward and at least one trained token."""
     return trajectory.score.reward is not None and any(
         sequence.mask.any() for sequence in trajectory.sequences
     )
 
 
 def main_completion(trajectory: Trajectory) -> Completion:
-    """The row with the most trained tokens (of several, the last): for those who take only one.
+    """Returns the row with the most trained tokens (of equal ones the last).
 
     Raises:
         InputError: no token of the trajectory is trained.
@@ -111,20 +111,20 @@ def main_completion(trajectory: Trajectory) -> Completion:
 
 
 def loss_mask(trajectory: Trajectory, completion: Completion) -> list[int]:
-    """Its mask, all 0 when the trajectory was cut off: the reward counts, nothing is learned."""
+    """Returns the mask; all 0 if the trajectory was cut off: only its reward counts."""
     return [0] * len(completion.mask) if trajectory.truncated else completion.mask
 
 
 def masked_logprobs(completion: Completion, mask: list[int]) -> list[float]:
-    """Its logprobs, 0.0 where `mask` is 0."""
+    """Returns the logprobs, 0.0 where `mask` is 0."""
     return [logprob if one else 0.0 for logprob, one in zip(completion.logprobs, mask, strict=True)]
 
 
 def reward_of(trajectory: Trajectory) -> float:
-    """Its reward.
+    """Returns the reward.
 
     Raises:
-        InputError: it has none.
+        InputError: the trajectory does not have one.
     """
     if trajectory.score.reward is None:
         raise InputError(f"Rollout {trajectory.rollout_id} has no reward.", place="reward")
@@ -132,14 +132,14 @@ def reward_of(trajectory: Trajectory) -> float:
 
 
 def named(columns: dict[str, Any], environment: str | None, where: str) -> tuple[str, str]:
-    """The environment and the task id that `columns` of a trainer's row name.
+    """Returns the environment and the task id that the `columns` of a trainer's row name.
 
     Args:
-        environment: where they name none.
-        where: of the columns, for the error.
+        environment: default if they do not name one.
+        where: the place of the columns, for the error.
 
     Raises:
-        InputError: there is no task id, or no environment.
+        InputError: the task id or the environment is missing.
     """
     found = columns.get("environment") or environment
     task_id = columns.get("task_id")

@@ -89,7 +89,7 @@ def test_failures_have_types() -> None:
         with pytest.raises(ConflictError, match=r"There is no batch: No\."):
             trainer.lease()
         answers["/batch"] = httpx.Response(200, json={"batch": 7})
-        with pytest.raises(InputError, match="is no batch"):
+        with pytest.raises(InputError, match="is not a batch"):
             trainer.lease()
         answers["/batch"] = httpx.Response(200, json={"batch": None})
         assert trainer.lease() is None

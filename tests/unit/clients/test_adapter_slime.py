@@ -77,7 +77,7 @@ def test_a_sample_says_what_was_answered_and_by_which_weights() -> None:
 
 async def test_what_is_not_named_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ENVSERVER_URL", raising=False)
-    with pytest.raises(ConfigError, match="No server is named"):
+    with pytest.raises(ConfigError, match="No server is configured"):
         await generate(SimpleNamespace(), Sample(), {})
     with pytest.raises(InputError, match="no environment in metadata"):
         args = SimpleNamespace(envserver_url="http://127.0.0.1:1")
