@@ -1,8 +1,8 @@
-"""The service's tuning jobs over REST: create, get, list; tokens, and patience with failures.
+"""Creates, reads and lists the service's tuning jobs over REST, with tokens and retries.
 
-In: settings and a body. Out: jobs as the service describes them. What holds: a token is in no
-message; what may have been done is looked for before it is asked again (`create` is found by its
-label), what failed for the moment is asked again with growing pauses.
+In: settings and a request body. Out: jobs as the service describes them. What always holds: no
+message contains a token; `create` looks for a job with its label before it tries again; temporary
+failures are retried with growing pauses.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from envserver_records import ConfigError, EngineRefused, EngineUnavailable
 from envserver_records.backoff import Backoff
 
 TOKEN: Final = "VERTEX_ACCESS_TOKEN"
-"""Variable with a token: `gcloud auth print-access-token`."""
+"""Environment variable with a token, as from `gcloud auth print-access-token`."""
 RUN: Final = "envserver_run"
-"""The job's label that names this training."""
+"""The job's label with the id of this training."""
 _SCOPE: Final = "https://www.googleapis.com/auth/cloud-platform"
 _TIMEOUT: Final = httpx.Timeout(30.0, connect=10.0)
 _LONGEST_PAUSE: Final = 300.0
 _LATER: Final = (408, 429, 500, 502, 503, 504)
 _HINTS: Final = {
-    400: "The service does not take this request: see --dry-run.",
-    401: f"The token is none, or too old: set {TOKEN} anew, or use google-auth's own.",
-    403: "These credentials may not do this: is the API enabled, the role Vertex AI User given?",
-    404: "Is the base model's name right, and is it there in this location?",
+    400: "The service rejected the request: see --dry-run.",
+    401: f"The token is invalid or expired: set {TOKEN} again, or use google-auth's credentials.",
+    403: "No permission: is the API enabled, and do the credentials have the role Vertex AI User?",
+    404: "Is the base model's name correct, and is it available in this location?",
 }
 
 Job = dict[str, Any]
@@ -40,14 +40,15 @@ Say = Callable[[str], None]
 
 
 class Tokens:
-    """Access tokens: of the variable, or of google-auth, which renews them."""
+    """Access tokens from the variable, or from google-auth, which renews them."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._given = environ.get(TOKEN, "").strip()
         self._credentials: Any = None
 
     def current(self, *, anew: bool = False) -> str:
-        """
+        """Returns a token; `anew` renews it.
+
         Raises:
             ConfigError: there are no credentials.
         """
@@ -67,7 +68,7 @@ class Tokens:
                 self._credentials, _ = auth.default(scopes=[_SCOPE])
             if anew or not self._credentials.valid:
                 self._credentials.refresh(transport.Request())
-        except Exception as error:  # google.auth.exceptions.*, known only there
+        except Exception as error:  # google.auth.exceptions.*, importable only there
             raise ConfigError(
                 f"google-auth has no usable credentials: {error}.",
                 hint="gcloud auth application-default login",
@@ -77,17 +78,17 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a service that does not answer is asked again, and how pauses begin."""
+    """How long to retry a service that does not answer, and the first pause in seconds."""
 
     seconds: float = 3600.0
     first_pause: float = 1.0
 
 
 class TuningJobs:
-    """Tuning jobs of a project in a location; a context manager.
+    """Manages the tuning jobs of a project in a location; a context manager.
 
     Args:
-        say: gets a line for each failure that is waited out.
+        say: receives a line for each failure that is retried.
     """
 
     def __init__(
@@ -114,10 +115,10 @@ class TuningJobs:
         self._client.close()
 
     def create(self, body: Mapping[str, Any]) -> Job:
-        """Launches a job, once: one with the same run label is taken as this.
+        """Launches a job, or returns the one with the same run label.
 
         Raises:
-            EngineRefused: the service does not take it.
+            EngineRefused: the service rejected it.
             EngineUnavailable: it did not answer in time.
         """
         run = body["labels"][RUN]
@@ -131,11 +132,11 @@ class TuningJobs:
         raise self._gave_up("launch the job")
 
     def get(self, name: str) -> Job:
-        """See `create` for errors."""
+        """Returns the job; for errors see `create`."""
         return self._patiently("GET", name)
 
     def find(self, run: str) -> Job | None:
-        """The job with this run label, if there is one."""
+        """Returns the job with this run label, or None."""
         page = ""
         while True:
             params = {"pageSize": "100", **({"pageToken": page} if page else {})}
@@ -156,10 +157,10 @@ class TuningJobs:
         raise self._gave_up(f"answer about {path}")
 
     def _once(self, method: str, path: str, **more: Any) -> Job | None:
-        """The answer; None where asking later may help.
+        """Returns the answer; None if a later try may help.
 
         Raises:
-            EngineRefused: it will not.
+            EngineRefused: no later try will help.
         """
         url = f"{self._base}/{path}"
         for anew in (False, True):
@@ -183,7 +184,7 @@ class TuningJobs:
         )
 
     def _pauses(self, what: str) -> Iterator[Callable[[], None]]:
-        """Pauses that grow, as long as there is patience."""
+        """Yields functions that sleep for growing times, until the patience ends."""
         until = time.monotonic() + self._patience.seconds
         backoff = Backoff(self._patience.first_pause, _LONGEST_PAUSE, jitter=(0.5, 1.0))
         for tried in itertools.count(1):
@@ -196,7 +197,7 @@ class TuningJobs:
     def _gave_up(self, what: str) -> EngineUnavailable:
         return EngineUnavailable(
             f"The service did not {what} for {self._patience.seconds / 60:g} minutes.",
-            hint="What was launched goes on by itself; the same command looks at it again.",
+            hint="A launched job continues; the same command watches it again.",
         )
 
 
@@ -206,7 +207,7 @@ def _object(answer: httpx.Response) -> Job:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise EngineRefused(f"The service's answer is no JSON object: {answer.text[:200]!r}.")
+        raise EngineRefused(f"The service's answer is not a JSON object: {answer.text[:200]!r}.")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Files to and from a bucket, by any URL that fsspec knows (gs:// by gcsfs)."""
+"""Copies files to and from a bucket at any URL that fsspec supports (gs:// with gcsfs)."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from envserver_records import ConfigError, EnvserverError, NotFoundError
 
 
 def upload(path: Path, url: str) -> None:
-    """Puts a file there, and looks whether all of it arrived.
+    """Uploads a file and checks the size of what arrived.
 
     Raises:
-        ConfigError: nothing installed knows such URLs.
-        EnvserverError: it could not be put there.
+        ConfigError: no installed library supports such URLs.
+        EnvserverError: the upload failed.
     """
     system, place = _place(url)
     try:
         system.makedirs(system._parent(place), exist_ok=True)
         system.put_file(str(path), place)
         size = system.info(place)["size"]
-    except Exception as error:  # each kind of storage has its own
+    except Exception as error:  # each kind of storage has its own errors
         raise _failed("uploaded to", url, error) from error
     if size != path.stat().st_size:
         raise EnvserverError(f"{url} has {size} bytes, {path.name} {path.stat().st_size}.")
 
 
 def download(url: str, folder: Path) -> list[str]:
-    """Gets all files below a URL; the folder appears when all are there.
+    """Downloads all files below a URL; `folder` appears when it is complete.
 
     Returns:
-        Their names, relative to the folder.
+        The files' names, relative to the folder.
 
     Raises:
-        NotFoundError: there are none.
-        EnvserverError: they could not be fetched.
+        NotFoundError: there are no files.
+        EnvserverError: the download failed.
     """
     system, place = _place(url)
     with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder.parent) as name:
@@ -60,9 +60,10 @@ def download(url: str, folder: Path) -> list[str]:
 
 
 def _below(place: str, file: str) -> str:
-    """
+    """Returns the file's name relative to `place`.
+
     Raises:
-        EnvserverError: the storage names a file elsewhere.
+        EnvserverError: the storage named a file outside.
     """
     name = file.removeprefix(place).lstrip("/")
     if ".." in Path(name).parts:
@@ -71,15 +72,16 @@ def _below(place: str, file: str) -> str:
 
 
 def _place(url: str) -> tuple[Any, str]:
-    """
+    """Returns the file system of a URL, and the path there.
+
     Raises:
-        ConfigError: fsspec, or what it needs for such URLs, is missing.
+        ConfigError: fsspec, or its library for such URLs, is missing.
     """
     try:
         system, place = importlib.import_module("fsspec.core").url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise ConfigError(
-            f"{url} is no place that can be reached from here: {error}.",
+            f"{url} cannot be used from here: {error}.",
             hint="pip install 'envserver-clients[vertex]'",
         ) from error
     return system, str(place)
@@ -88,5 +90,5 @@ def _place(url: str) -> tuple[Any, str]:
 def _failed(what: str, url: str, error: Exception) -> EnvserverError:
     return EnvserverError(
         f"Nothing could be {what} {url}: {type(error).__name__}: {error}.",
-        hint="Is there such a bucket, and may these credentials use it? The same command goes on.",
+        hint="Does the bucket exist, and may these credentials use it? Then run the command again.",
     )

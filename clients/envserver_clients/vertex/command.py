@@ -1,4 +1,4 @@
-"""prepare -> upload -> launch -> watch -> fetch; each step only if it was not done before."""
+"""prepare -> upload -> launch -> watch -> fetch; skips the steps that are already done."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _ENDED: Final = ("SUCCEEDED", "FAILED", "CANCELLED", "EXPIRED", "PARTIALLY_SUCCE
 _ABOUT_RUNNING: Final = frozenset(
     ("until", "dry_run", "poll_seconds", "patience_minutes", "endpoint")
 )
-"""Settings that say how the command runs, not what is trained."""
+"""Settings of how the command runs, which do not change the training."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command: 0 when all is done, 2 when settings or rows are wrong, 1 when the job or the
-    service failed, 130 after Ctrl-C."""
+    """Runs the command. Exit status: 0 done, 1 the job or the service failed, 2 wrong settings or
+    rows, 130 after Ctrl-C."""
     console = Console(stderr=True)
     signal.signal(signal.SIGTERM, _end)
     try:
@@ -59,10 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def tune(settings: Settings, console: Console) -> None:
-    """Takes all steps that are left.
+    """Runs the remaining steps.
 
     Raises:
-        EnvserverError: one failed; the ones before it are kept.
+        EnvserverError: a step failed; the results of earlier ones are kept.
     """
     settings.output.mkdir(parents=True, exist_ok=True)
     train, validation = _rows(settings)
@@ -93,7 +93,7 @@ def tune(settings: Settings, console: Console) -> None:
 
 
 def body_of(settings: Settings, state: State) -> dict[str, Any]:
-    """What tuningJobs.create is sent."""
+    """Returns the request body of tuningJobs.create."""
     urls = _urls(settings, state)
     hyper: dict[str, Any] = {"epochCount": settings.epochs}
     if settings.tuning_mode == "adapter":
@@ -138,7 +138,7 @@ def _prepare(
     state.counts = {**asdict(prepared.counts), "dropped": dict(prepared.counts.dropped)}
     save(settings.output, state)
     counts = prepared.counts
-    console.print(f"{counts.train:,} examples to train, {counts.validation:,} to validate with")
+    console.print(f"{counts.train:,} training examples, {counts.validation:,} validation examples")
     for reason, count in counts.dropped.most_common():
         console.print(f"  left out: {count:,} ({reason})", highlight=False)
 
@@ -150,8 +150,8 @@ def _upload(settings: Settings, state: State, console: Console) -> None:
             continue
         if _digest(path) != state.files[name]:
             raise ConflictError(
-                f"{path} was changed since it was prepared.",
-                hint="Put it back, or name another --output.",
+                f"{path} was changed after it was prepared.",
+                hint="Restore it, or use another --output.",
             )
         upload(path, url)
         state.uploaded[name] = url
@@ -160,7 +160,7 @@ def _upload(settings: Settings, state: State, console: Console) -> None:
 
 
 def _watch(jobs: TuningJobs, name: str, seconds: float, console: Console) -> Job:
-    """The job when it has ended."""
+    """Waits for the end of the job; returns it."""
     before = ""
     while True:
         job = jobs.get(name)
@@ -183,10 +183,10 @@ def _finish(settings: Settings, state: State, job: Job, console: Console) -> Non
     write_json(settings.output / "result.json", job)
     ended = str(job.get("state", "")).removeprefix("JOB_STATE_")
     if not ended.endswith("SUCCEEDED"):
-        said = (job.get("error") or {}).get("message") or "it gives no reason"
+        said = (job.get("error") or {}).get("message") or "no reason given"
         raise EngineError(
             f"The job ended as {ended.lower()}: {said}.",
-            hint="result.json has all of it; another try needs another --output.",
+            hint="See result.json. For another try use another --output.",
         )
     stats = (job.get("tuningDataStats") or {}).get("supervisedTuningDataStats") or {}
     if dropped := int(stats.get("totalTruncatedExampleCount") or 0):
@@ -195,7 +195,7 @@ def _finish(settings: Settings, state: State, job: Job, console: Console) -> Non
         if name := (job.get("tunedModel") or {}).get(what):
             console.print(f"{what}: {name}", highlight=False, soft_wrap=True)
     if not settings.is_open:
-        console.print("Gemini's adapters stay with the service: call the endpoint.")
+        console.print("The service keeps adapters of Gemini models: use the endpoint.")
         return
     folder = settings.output / "adapter"
     files = download(str(job.get("outputUri") or _tuned(settings, state)), folder)
@@ -203,7 +203,7 @@ def _finish(settings: Settings, state: State, job: Job, console: Console) -> Non
 
 
 def _print_requests(settings: Settings, state: State) -> None:
-    """All that would be sent, as JSON on standard output."""
+    """Prints all requests that would be sent, as JSON."""
     base = f"{settings.address.rstrip('/')}/{settings.version}"
     parent = _parent(settings)
     requests: list[dict[str, Any]] = [
@@ -233,13 +233,13 @@ def _print_requests(settings: Settings, state: State) -> None:
 def _lasting(
     settings: Settings, train: Sequence[Path], validation: Sequence[Path]
 ) -> dict[str, Any]:
-    """What makes the training what it is, the rows included."""
+    """Returns the settings that define the training, with digests of its rows."""
     said = settings.model_dump(mode="json", exclude=set(_ABOUT_RUNNING) | {"output"})
     return {**said, "rows": digest_of([*train, *validation])}
 
 
 def _rows(settings: Settings) -> tuple[Sequence[Path], Sequence[Path]]:
-    """Files to train on, and to validate with."""
+    """Returns the training files and the validation files."""
     part = parts_of(settings.data, tool=settings.tool or None, whole=not settings.tool)[0]
     return part.train, (settings.validation,) if settings.validation else part.validation
 
@@ -275,8 +275,8 @@ def _jobs(settings: Settings, console: Console) -> TuningJobs:
 
 def _tell_how_to_go_on(state: State, settings: Settings, console: Console) -> None:
     console.print(
-        f"The job runs on: {state.job}\nThe same command looks at it again "
-        f"(its state is in {settings.output}). To end it: POST {settings.address}/"
+        f"The job continues: {state.job}\nThe same command watches it again "
+        f"(its state is in {settings.output}). To cancel it: POST {settings.address}/"
         f"{settings.version}/{state.job}:cancel",
         highlight=False,
         markup=False,
@@ -298,5 +298,5 @@ def _tell(console: Console, error: EnvserverError) -> None:
 
 
 def _end(number: int, frame: object) -> NoReturn:
-    """SIGTERM ends it as Ctrl-C does."""
+    """Handles SIGTERM like Ctrl-C."""
     raise KeyboardInterrupt

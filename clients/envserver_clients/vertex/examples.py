@@ -1,10 +1,10 @@
-"""Rows -> lines that the service learns from, and what its limits leave out.
+"""Converts rows to lines in the service's form, within its limits.
 
-In: rows, one at a time. Out: `train.jsonl` and `validation.jsonl`, and counts. What holds: each
-line ends with what the model said; roles take turns; nothing that the service would not take is in
-it, and all that was left out is counted by reason.
+In: rows, one at a time. Out: `train.jsonl`, `validation.jsonl` and counts. What always holds: each
+line ends with the model's answer; roles alternate; the service accepts every line; left out rows
+are counted by reason.
 
-The form of Gemini's lines is that of the page "Prepare supervised fine-tuning data for Gemini
+The form of Gemini's lines follows the page "Prepare supervised fine-tuning data for Gemini
 models": `contents` of `role` (user, model) and `parts` of `text`, and a `systemInstruction`. Open
 models take `messages` (role, content). Limits: "About supervised fine-tuning for Gemini models".
 """
@@ -29,18 +29,18 @@ from envserver_clients.finetuning.data import rows_of
 Form = Literal["contents", "messages"]
 
 MOST_BYTES: Final = 1_000_000_000
-"""Of a file."""
+"""Maximum size of a file."""
 MOST_EXAMPLES: Final = 1_000_000
-"""To train on."""
+"""Maximum number of training examples."""
 MOST_VALIDATION: Final = 5_000
 BYTES_A_TOKEN: Final = 4
-"""A rough measure, as only the service's tokenizer knows."""
+"""A rough estimate: only the service has its tokenizer."""
 _SYSTEM: Final = ("system", "developer")
 
 
 @dataclass
 class Counts:
-    """What became of the rows."""
+    """How many rows became examples, and why others were left out."""
 
     train: int = 0
     validation: int = 0
@@ -49,7 +49,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The files; `validation` is None where there are no rows for it."""
+    """The files; `validation` is None if there are no rows for it."""
 
     train: Path
     validation: Path | None
@@ -66,15 +66,16 @@ def prepare(
     share: float = 0.0,
     seed: int = 0,
 ) -> Prepared:
-    """Writes the files; each appears whole.
+    """Writes the files; each appears when it is complete.
 
     Args:
-        most_tokens: of one example, input and output; what is likely longer is left out.
-        share: part of the rows of `train` that becomes validation where `validation` is empty.
-            Which rows these are depends on a row's own content and the seed only.
+        most_tokens: maximum length of an example, input and output; rows that are likely longer
+            are left out.
+        share: fraction of `train` that becomes validation if `validation` is empty. The choice
+            depends only on each row's content and the seed.
 
     Raises:
-        InputError: a row has no known form, nothing is left, or a limit is passed.
+        InputError: a row has an unknown form, no row is left, or a limit is exceeded.
     """
     counts = Counts()
     files = {name: folder / f"{name}.jsonl" for name in ("train", "validation")}
@@ -100,10 +101,10 @@ def prepare(
 
 
 def line_of(row: dict[str, Any], place: str, form: Form, most_tokens: int) -> dict[str, Any] | str:
-    """A row in the service's form, or why it has none.
+    """Returns a row in the service's form, or the reason to leave it out.
 
     Raises:
-        InputError: it is no row that we know.
+        InputError: the row has an unknown form.
     """
     conversation = read_row(row, place)
     assert not isinstance(conversation, Plain)
@@ -123,7 +124,7 @@ def line_of(row: dict[str, Any], place: str, form: Form, most_tokens: int) -> di
 
 
 def _add(turns: list[tuple[str, str]], role: str, text: str) -> None:
-    """Two messages of one role become one: roles take turns."""
+    """Adds a message; adjacent messages of one role are joined, so that roles alternate."""
     if turns and turns[-1][0] == role:
         turns[-1] = (role, f"{turns[-1][1]}\n\n{text}")
     else:
@@ -133,7 +134,7 @@ def _add(turns: list[tuple[str, str]], role: str, text: str) -> None:
 def _formed(turns: list[tuple[str, str]], form: Form) -> dict[str, Any] | str:
     system = turns.pop(0)[1] if turns and turns[0][0] == "system" else ""
     if not turns or turns[0][0] != "user" or turns[-1][0] != "assistant":
-        return "does not go from a user to the model"
+        return "does not begin with a user and end with the model"
     if any(role not in ("user", "assistant") for role, _ in turns):
         return "a system message in the middle"
     if any(not text.strip() for _, text in turns):
@@ -176,6 +177,6 @@ def _check(counts: Counts, files: dict[str, Path]) -> None:
         ("validation", counts.validation, MOST_VALIDATION),
     ):
         if count > most:
-            raise InputError(f"{name}: {count:,} examples; the service takes {most:,}.")
+            raise InputError(f"{name}: {count:,} examples; the service accepts {most:,}.")
         if (size := files[name].stat().st_size) > MOST_BYTES:
-            raise InputError(f"{name}: {size:,} bytes; the service takes {MOST_BYTES:,}.")
+            raise InputError(f"{name}: {size:,} bytes; the service accepts {MOST_BYTES:,}.")

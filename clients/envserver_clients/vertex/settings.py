@@ -1,4 +1,4 @@
-"""What may be set, as flags or in a YAML file (`--config`)."""
+"""Settings, as flags or in a YAML file (`--config`)."""
 
 from __future__ import annotations
 
@@ -20,80 +20,79 @@ _LABEL: Final = re.compile(r"[a-z0-9_-]{1,63}")
 
 
 class Settings(BaseModel):
-    """Supervised tuning by Vertex AI: data prepared and uploaded, a job launched, watched, fetched.
+    """Tunes a model with Vertex AI: prepares and uploads data, launches a job, watches it, fetches
+    the adapter.
 
-    The same command goes on where an earlier one ended; Ctrl-C leaves the job running.
+    The same command continues where an earlier one ended; Ctrl-C leaves the job running.
     """
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     data: Path
-    """A file of rows or a folder, as for `envserver_clients.sft`; of a folder with val.jsonl that
-    is used.
-    """
+    """A file of rows or a folder, as for `envserver_clients.sft`; a folder's val.jsonl is used."""
     output: Path
     """Folder of this training: prepared data, state.json, result.json, the adapter."""
     bucket: str
-    """Where the data goes: gs://bucket/prefix, or any other URL that fsspec knows."""
+    """Where to upload the data: gs://bucket/prefix, or any other URL that fsspec supports."""
     project: str
     """Google Cloud project."""
     location: str = "us-central1"
-    """Region of the job; the bucket should be there, too."""
+    """Region of the job; the bucket should be in it, too."""
     base_model: str = "meta/llama3_1@llama-3.1-8b-instruct"
     """A Gemini model (gemini-2.5-flash), or an open one (publisher/model@version)."""
     custom_base: str = ""
-    """Of an open model: gs:// folder of weights to begin with in place of its own."""
+    """gs:// folder with initial weights for an open model. Default: its own weights."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Longest example, about; unset: 131072 for Gemini, 8192 for open models."""
+    """Approximate maximum tokens of an example. Default: 131072 (Gemini), 8192 (open models)."""
     tool: str = ""
-    """Only this tool's rows, of a folder of `envserver sft build`."""
+    """Use only this tool's rows in a folder of `envserver sft build`."""
     form: Literal["auto", "contents", "messages"] = "auto"
-    """Of the lines: contents (Gemini), messages (open models); auto: by the base model."""
+    """Form of the lines: contents (Gemini), messages (open models); auto: by the base model."""
     validation: Path | None = None
-    """File of rows to validate with; unset: the folder's own, or `validation_share`."""
+    """File of validation rows. Default: the folder's own, or `validation_share`."""
     validation_share: float = Field(default=0.0, ge=0, lt=1)
-    """Part of the rows that is set aside where there are none to validate with."""
+    """Fraction of the rows for validation if there are no validation rows."""
     seed: int = 0
-    """Of which rows that are."""
+    """Seed of that choice."""
 
     adapter_size: int = 16
     """Rank of the adapter: 1, 2, 4, 8, 16 or 32."""
     epochs: int = Field(default=3, ge=1)
     """Passes over the data."""
     learning_rate_multiplier: float | None = Field(default=None, gt=0)
-    """Of the service's own rate; unset: 1."""
+    """Factor of the service's learning rate. Default: 1."""
     tuning_mode: Literal["adapter", "full"] = "adapter"
-    """Of an open model: a LoRA adapter, or all weights."""
+    """What to train of an open model: a LoRA adapter, or all weights."""
     display_name: str = "envserver"
-    """Of the tuned model there."""
+    """Display name of the tuned model."""
     label: str = "envserver"
     """Value of the job's label `made_by`."""
 
     until: Literal["prepare", "upload", "launch", "done"] = "done"
-    """Stop after this step; the same command without it goes on."""
+    """Stop after this step; the same command without it continues."""
     dry_run: bool = False
-    """Prepare the data and print the requests; nothing is sent, no credentials are needed."""
+    """Prepare the data and print the requests; sends nothing and needs no credentials."""
     poll_seconds: float = Field(default=30.0, gt=0)
-    """From one look at the job to the next."""
+    """Seconds between two looks at the job."""
     patience_minutes: float = Field(default=60.0, gt=0)
-    """Stop watching when the service did not answer for so long; the job is not touched."""
+    """Stop watching after this time without an answer; the job continues."""
     endpoint: str = ""
-    """Address of the API; unset: https://LOCATION-aiplatform.googleapis.com."""
+    """Address of the API. Default: https://LOCATION-aiplatform.googleapis.com."""
     keep_uri: str = ""
-    """Where an open model's adapter is put; unset: beside the data, in `tuned`."""
+    """Where to put an open model's adapter. Default: `tuned` beside the data."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.adapter_size not in ADAPTER_SIZES:
-            raise ValueError(f"adapter_size is one of {', '.join(map(str, ADAPTER_SIZES))}")
+            raise ValueError(f"adapter_size must be one of {', '.join(map(str, ADAPTER_SIZES))}")
         if not _LABEL.fullmatch(self.label):
-            raise ValueError("label has only lower-case letters, digits, _ and -, 63 at most")
+            raise ValueError("label may have only lower-case letters, digits, _ and -, at most 63")
         if len(self.display_name) > 128:
-            raise ValueError("display_name has 128 characters at most")
+            raise ValueError("display_name may have at most 128 characters")
         if not self.is_open and (self.custom_base or self.tuning_mode == "full"):
-            raise ValueError("custom_base and tuning_mode full are for open models")
+            raise ValueError("custom_base and tuning_mode full are only for open models")
         if "://" not in self.bucket:
-            raise ValueError("bucket is a URL, such as gs://bucket/prefix")
+            raise ValueError("bucket must be a URL, such as gs://bucket/prefix")
         return self
 
     @property
@@ -107,7 +106,7 @@ class Settings(BaseModel):
 
     @property
     def version(self) -> str:
-        """Of the API: what only open models have is in v1beta1."""
+        """Version of the API: v1beta1 for features of open models."""
         return "v1beta1" if self.is_open else "v1"
 
     @property

@@ -1,7 +1,7 @@
-"""What was done, in `state.json`: a training can be left at any moment and gone on with.
+"""Records in `state.json` what was done, so that a training can be interrupted and continued.
 
-What holds: the file is replaced whole; `run_id` is chosen before anything is sent, and is a label
-of the job, by which a launch whose answer was lost is found again.
+What always holds: the file is replaced as a whole; `run_id` is chosen before anything is sent, and
+labels the job, so that a launch whose answer was lost is found again.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _NAME: Final = "state.json"
 
 @dataclass
 class State:
-    """A training so far.
+    """The progress of a training.
 
     Args:
-        settings: those that make it what it is; another command may not change them.
+        settings: the settings that define it; a later command must not change them.
         files: sha256 of the prepared data, by name.
-        counts: what became of the rows.
+        counts: how many rows became examples, and why others were left out.
         uploaded: URL by name.
         job: resource name; "" before the launch.
     """
@@ -39,10 +39,10 @@ class State:
 
 
 def open_state(folder: Path, settings: dict[str, Any]) -> State:
-    """That of the folder, or a new one.
+    """Returns the folder's state, or a new one.
 
     Raises:
-        ConflictError: it is of a training with other settings.
+        ConflictError: it belongs to a training with other settings.
         InputError: it cannot be read.
     """
     path = folder / _NAME
@@ -59,8 +59,8 @@ def open_state(folder: Path, settings: dict[str, Any]) -> State:
     )
     if changed:
         raise ConflictError(
-            f"{folder} is of a training with another {', '.join(changed)}.",
-            hint="Give it the same settings to go on, or name another --output.",
+            f"{folder} belongs to a training with another {', '.join(changed)}.",
+            hint="Use the same settings to continue, or another --output.",
         )
     return state
 
@@ -70,5 +70,5 @@ def save(folder: Path, state: State) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces a file as a whole, on disk when this returns."""
+    """Replaces a file with JSON; it is on disk on return."""
     replace_file(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -1,10 +1,10 @@
-"""New weights from a trainer to its engines, checked, and their version to the server.
+"""Transfers new weights from a trainer to its engines, checks them and publishes their version.
 
     push = Lora("http://127.0.0.1:8000", Path("out/weights"), server=client)
     push.publish(17, model.save_pretrained, PromptCheck(prompt_ids, completion_ids, logprobs))
 
-Which of the three ways is for whom, what each guard catches and what is to be done about each
-failure stands in the README.md beside this file. Nothing here needs torch.
+The README.md beside this file says which of the three classes to use, what each check finds and
+what to do about each failure. Nothing here needs torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One engine's own controls over HTTP, and several engines asked together.
+"""Controls one engine over HTTP, or several engines together.
 
-In: what is wanted of it. Out: its answer, or an `EngineError` that names engine and phase. The
-paths are vLLM's, which `envserver.models.local` has too.
+In: a request. Out: the engine's answer, or an `EngineError` that names engine and phase. The paths
+are vLLM's; `envserver.models.local` has them, too.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _IN_USE = re.compile(r"^vllm:lora_requests_info\{(?P<labels>[^}]*)\} (?P<at>\S+)
 _ADAPTERS = re.compile(r'(?:running|waiting)_lora_adapters="([^"]*)"')
 _STARTED_WITH: Final = (
     "Start vLLM with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls, for LoRA with --enable-lora"
-    " and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1: envserver_clients/weights/README.md has the lines."
+    " and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1: see envserver_clients/weights/README.md."
 )
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds for each phase, at each engine.
+    """Seconds for each phase, per engine.
 
     Args:
-        reach: whether it answers at all.
-        drain: for the agents' calls to end, at the server; then they are aborted, and asked again.
-        pause: for whatever else the engine works on.
-        load: new weights from the disk.
-        reset: until nothing holds the prefix cache any more.
-        check: one forward pass, behind the calls that go on.
-        other: everything that takes no time.
+        reach: until the engine answers.
+        drain: until the agents' calls end at the server; then they are aborted and repeated.
+        pause: until the engine's other work ends.
+        load: until the engine has read the new weights from disk.
+        reset: until nothing uses the prefix cache.
+        check: one forward pass, queued behind running calls.
+        other: requests that take no time.
     """
 
     reach: float = 10.0
@@ -60,10 +60,10 @@ class Timeouts:
 
 
 class EngineControl:
-    """The engine at `url` (with or without `/v1`).
+    """Controls the engine at `url` (with or without `/v1`).
 
     Args:
-        api_key: what it was started with as `--api-key`; "": none.
+        api_key: the engine's `--api-key`; "": none.
     """
 
     def __init__(self, url: str, timeouts: Timeouts, api_key: str = "") -> None:
@@ -73,48 +73,48 @@ class EngineControl:
         self._http = httpx.Client(base_url=self.url, headers=headers)
 
     def close(self) -> None:
-        """Ends its connections."""
+        """Closes the connections."""
         self._http.close()
 
     def reach(self) -> None:
-        """
+        """Checks that the engine answers.
+
         Raises:
-            EngineUnavailable: it does not answer, or says that it is not well.
+            EngineUnavailable: it does not answer, or reports that it is unhealthy.
         """
         self._ask("GET", "/health", "reach", self._timeouts.reach)
 
     def pause(self, mode: Literal["abort", "wait", "keep"]) -> None:
-        """No token is sampled until `resume`; again is fine."""
+        """Stops sampling until `resume`. Idempotent."""
         self._post("/pause", "pause", self._timeouts.pause, params={"mode": mode})
 
     def resume(self) -> None:
-        """It samples again; twice is fine."""
+        """Continues sampling. Idempotent."""
         self._post("/resume", "resume", self._timeouts.other)
 
     def reload(self, method: str, folder: Path) -> None:
-        """Takes the weights in `folder`, which it sees under this path."""
+        """Loads the weights in `folder`, a path as the engine sees it."""
         body = {"method": method, "kwargs": {"weights_path": str(folder)}}
         self._post("/collective_rpc", "load", self._timeouts.load, json=body)
 
     def must_know(self, method: str) -> None:
-        """
+        """Checks that the engine's workers have a method.
+
         Raises:
-            EngineRefused: its workers know no such method.
+            EngineRefused: they do not have it.
         """
         try:
             self._post("/collective_rpc", "reach", self._timeouts.reach, json={"method": method})
         except EngineUnavailable:
             raise
         except EngineError as error:
-            raise EngineRefused(
-                "Its workers do not know how to take weights.", hint=_STARTED_WITH
-            ) from error
+            raise EngineRefused("Its workers cannot load weights.", hint=_STARTED_WITH) from error
 
     def reset_prefix_cache(self, *, of_kept_calls: bool) -> None:
-        """Forgets what was computed with other weights.
+        """Drops what was computed with other weights.
 
         Args:
-            of_kept_calls: of those that are frozen too: they compute it anew when they go on.
+            of_kept_calls: also for paused calls, which compute it again when they continue.
         """
         params = {"reset_running_requests": "true"} if of_kept_calls else {}
         give_up = time.monotonic() + self._timeouts.reset
@@ -124,39 +124,39 @@ class EngineControl:
                 return
             if time.monotonic() > give_up:
                 raise EngineTimeout(
-                    "Calls hold on to its prefix cache.",
-                    hint="Something else asks this engine: end it, or let in_flight be keep.",
+                    "Running calls use its prefix cache.",
+                    hint="Something else uses this engine: stop it, or set in_flight to keep.",
                 )
             time.sleep(_RESET_PAUSE_SECONDS)
 
     def name_weights(self, name: str) -> None:
-        """From now on it says of each token that these weights sampled it."""
+        """Sets the name of the weights, which the engine reports with each token."""
         self._post(
             "/update_weight_version", "name", self._timeouts.other, json={"new_version": name}
         )
 
     def weights(self) -> str:
-        """The name of its weights; one that was just started has another than any of ours."""
+        """Returns the name of its weights; a restarted engine has a name that is not ours."""
         return str(self._ask("GET", "/weight_info", "name", self._timeouts.other)["weight_version"])
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """Loads a LoRA adapter under `name`; what had this name is replaced."""
+        """Loads a LoRA adapter as `name`, replacing an adapter of that name."""
         body = {"lora_name": name, "lora_path": str(folder), "load_inplace": True}
         self._post("/v1/load_lora_adapter", "load", self._timeouts.load, json=body)
 
     def unload_adapter(self, name: str) -> None:
-        """Nobody can ask for `name` any more; who has asked is answered still."""
+        """Removes `name` for new calls; running calls finish."""
         body = {"lora_name": name}
         self._post("/v1/unload_lora_adapter", "unload", self._timeouts.other, json=body)
 
     def models(self) -> list[str]:
-        """Names that can be asked for, adapters among them."""
+        """Returns the names of its models, including adapters."""
         listed = self._ask("GET", "/v1/models", "list", self._timeouts.other)
         return [str(card["id"]) for card in listed["data"]]
 
     def adapters_in_use(self) -> set[str]:
-        """Names of adapters that calls at the engine wait for or sample with, as it counted last;
-        engines that do not say keep what their calls need by themselves."""
+        """Returns the adapters that running or waiting calls need, as the engine last reported;
+        engines that do not report it keep needed adapters by themselves."""
         response = self._response("GET", "/metrics", "list", self._timeouts.other)
         newest = max(
             _IN_USE.finditer(response.text), key=lambda found: float(found["at"]), default=None
@@ -167,10 +167,10 @@ class EngineControl:
         return {name.strip() for name in names.split(",")} - {""}
 
     def logprobs(self, check: PromptCheck, model: str | None) -> list[float]:
-        """What it computes for the tokens of `check`.
+        """Returns the engine's logprobs for the tokens of `check`.
 
         Args:
-            model: the name to ask for; None: the one that it serves first.
+            model: the model's name; None: the first one that it serves.
         """
         body = {
             "model": model or self.models()[0],
@@ -188,7 +188,7 @@ class EngineControl:
                 for token, entry in zip(ids, scored, strict=True)
             ]
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise EngineGarbage(f"It gave no prompt_logprobs: {error!r}.") from error
+            raise EngineGarbage(f"It returned no prompt_logprobs: {error!r}.") from error
 
     def _post(
         self,
@@ -208,7 +208,7 @@ class EngineControl:
         try:
             answer = response.json()
         except ValueError as error:
-            raise EngineGarbage(f"Its answer to {path} is no JSON: {error}.") from error
+            raise EngineGarbage(f"Its answer to {path} is not JSON: {error}.") from error
         return answer if isinstance(answer, dict) else {}
 
     def _response(
@@ -222,7 +222,7 @@ class EngineControl:
         except httpx.TimeoutException as error:
             raise EngineTimeout(
                 f"{phase} took longer than {seconds:g} s.",
-                hint=f"Allow more by Timeouts({phase}=...), or look at the engine's log.",
+                hint=f"Allow more with Timeouts({phase}=...), or look at the engine's log.",
             ) from error
         except httpx.TransportError as error:
             raise EngineUnavailable(f"It does not answer: {error!r}.") from error
@@ -238,8 +238,8 @@ class EngineControl:
         if status < 500:
             return EngineRefused(said, status=status)
         if status == 503 or path == "/health" or not self._is_well():
-            return EngineUnavailable(said, hint="It is started again by whoever watches it.")
-        return EngineError(said, hint="Its log says more.", status=status)
+            return EngineUnavailable(said, hint="Its supervisor should restart it.")
+        return EngineError(said, hint="See the engine's log.", status=status)
 
     def _is_well(self) -> bool:
         try:
@@ -251,11 +251,11 @@ class EngineControl:
 def together(
     engines: Sequence[EngineControl], phase: str, step: Callable[[EngineControl], T]
 ) -> dict[str, T]:
-    """What `step` gives for each engine, by its url; all are asked at once, and waited for.
+    """Runs `step` for all engines at once; returns the results by url.
 
     Raises:
-        EngineError: at least one failed; `detail["engines"]` says which, and one that asking again
-            does not mend comes before one that it may.
+        EngineError: at least one failed; `detail["engines"]` names them. A permanent failure takes
+            precedence over one that a retry may solve.
     """
     done: dict[str, T] = {}
     failed: dict[str, EngineError] = {}
@@ -279,6 +279,6 @@ def _joined(failed: Mapping[str, EngineError], of: int, phase: str) -> EngineErr
 
 
 def controls(urls: str | Collection[str], timeouts: Timeouts, api_key: str) -> list[EngineControl]:
-    """One for each engine."""
+    """Returns a control for each engine."""
     listed = [urls] if isinstance(urls, str) else list(urls)
     return [EngineControl(url, timeouts, api_key) for url in listed]

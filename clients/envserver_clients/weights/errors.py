@@ -1,14 +1,14 @@
-"""How giving weights to an engine can fail, beside what `envserver.errors` has.
+"""How a transfer of weights can fail, in addition to `envserver_records.errors`.
 
 EnvserverError
 ├── EngineError              an engine failed; detail: engines (which ones), phase
-│   ├── EngineUnavailable    it does not answer, or was started again meanwhile: publish again
-│   ├── EngineTimeout        a phase took longer than its seconds
-│   ├── EngineRefused        it was started without what this needs; the hint says what
+│   ├── EngineUnavailable    it does not answer, or was restarted meanwhile: publish again
+│   ├── EngineTimeout        a phase exceeded its time limit
+│   ├── EngineRefused        it was started without a required option; the hint says which
 │   ├── EngineGarbage        its answer cannot be read
-│   └── WeightsMismatch      it computes other logprobs than the trainer
-├── WeightsNotSaved          the files could not be written; no engine was touched
-└── ConflictError            the server is at a higher version already
+│   └── WeightsMismatch      its logprobs differ from the trainer's
+├── WeightsNotSaved          the files could not be written; no engine was changed
+└── ConflictError            the server is already at a higher version
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from envserver_records import EngineError, EnvserverError
 
 
 class WeightsMismatch(EngineError):
-    """`detail`: version, old_version, engines, difference, tolerance, token (where it is worst)."""
+    """`detail`: version, old_version, engines, difference, tolerance, token (the worst one)."""
 
     kind = "weights_mismatch"
 
 
 class WeightsNotSaved(EnvserverError):
-    """`detail`: folder, full (whether the disk is)."""
+    """`detail`: folder, full (whether the disk is full)."""
 
     kind, status = "weights_not_saved", 507

@@ -1,9 +1,9 @@
-"""The folders in which weights wait for their engines: `version-17`, there whole or not at all.
+"""Saves weights in folders from which engines load them, such as `version-17`.
 
-In: a function that writes a version's files. Out: the folder's path. What holds: a folder of this
-name is complete and on disk (written under another name, synced, renamed); one that was given out
-is never written again (a version that is saved anew becomes `version-17.1`: an engine may still
-read the first, and remembers by its path what it computed with it).
+In: a function that writes a version's files. Out: the folder's path. What always holds: a folder of
+this name is complete and on disk (written under another name, synced, renamed). A saved folder is
+never written again: saving the version again makes `version-17.1`, because an engine may still read
+the first folder and caches what it computed by its path.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _FULL_WORDS: Final = ("No space left", "os error 28", "Disk quota exceeded")
 
 
 class Folders:
-    """The versions below `folder`, which is made when needed."""
+    """Manages the versions below `folder`, which is made when needed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
 
     def save(self, version: int, save: Save, wanted: Collection[str]) -> Path:
-        """Lets `save` write a version.
+        """Saves a version with `save`; returns its folder.
 
         Args:
-            wanted: patterns; a file for each must be there afterwards.
+            wanted: patterns of files; each must match a file afterwards.
 
         Raises:
-            WeightsNotSaved: the disk is full, or whatever `save` raised; nothing of it is left.
-            InputError: `save` did not write what engines read.
+            WeightsNotSaved: the disk is full, or `save` raised an error; nothing remains.
+            InputError: `save` did not write the files that engines need.
         """
         unfinished = self._folder / f"{_UNFINISHED}{version}-{os.getpid()}"
         try:
@@ -60,13 +60,13 @@ class Folders:
         except InputError:
             self._remove(unfinished)
             raise
-        except Exception as error:  # `save` is the caller's: torch, safetensors, anything
+        except Exception as error:  # `save` is the caller's and may raise anything
             self._remove(unfinished)
             raise _not_saved(version, self._folder, error) from error
         return final
 
     def versions(self) -> dict[int, list[Path]]:
-        """Every version that is there, with its folders, the oldest first."""
+        """Returns the folders of each version, the oldest first."""
         found: dict[int, list[tuple[int, Path]]] = {}
         for path in self._folder.iterdir() if self._folder.is_dir() else ():
             if named := _NAME.fullmatch(path.name):
@@ -74,11 +74,11 @@ class Folders:
         return {version: [path for _, path in sorted(found[version])] for version in sorted(found)}
 
     def keep(self, versions: Collection[int]) -> None:
-        """Removes all other versions; what cannot be removed now is tried again the next time."""
+        """Removes all other versions; failed removals are repeated the next time."""
         for version, paths in self.versions().items():
             if version not in versions:
                 for path in paths:
-                    # Half a version must not bear its name.
+                    # Rename before removing, so that no partial version is visible.
                     going = path.with_name(f"{_UNFINISHED}{path.name}")
                     path.rename(going)
                     self._remove(going)
@@ -92,7 +92,7 @@ class Folders:
         return f"version-{version}.{int(last[2] or 0) + 1}"
 
     def _sweep(self) -> None:
-        """Takes away what a trainer left that was killed while it saved."""
+        """Removes what a trainer left that was killed while saving."""
         for path in self._folder.glob(f"{_UNFINISHED}*"):
             self._remove(path)
 
@@ -109,8 +109,8 @@ def _must_hold(folder: Path, wanted: Collection[str]) -> None:
     missing = [pattern for pattern in wanted if not any(folder.glob(pattern))]
     if missing:
         raise InputError(
-            f"What was saved holds no {' and no '.join(missing)}.",
-            hint="Save a whole model, or for LoRA an adapter, as save_pretrained does.",
+            f"The saved folder has no {' and no '.join(missing)}.",
+            hint="Save a whole model (for LoRA an adapter), as save_pretrained does.",
         )
 
 
@@ -118,9 +118,9 @@ def _not_saved(version: int, folder: Path, error: Exception) -> WeightsNotSaved:
     words = str(error)
     full = getattr(error, "errno", None) in _FULL or any(part in words for part in _FULL_WORDS)
     hint = (
-        "The disk is full: make room, or keep fewer versions; then publish again."
+        "The disk is full: make room or keep fewer versions, then publish again."
         if full
-        else "No engine was touched: it can be published again."
+        else "No engine was changed: publish it again."
     )
     return WeightsNotSaved(
         f"Version {version} could not be saved in {folder}: {type(error).__name__}: {words}.",

@@ -1,17 +1,17 @@
-"""All weights of a model, to engines that reload them from a folder.
+"""Transfers all weights of a model to engines that reload them from a folder.
 
-In: a version and how to save it. Out: engines that sample with it. What holds: no token is sampled
-between the old weights and the new; what fails before the first engine was touched leaves all as it
-was; what fails later leaves every engine paused (and the server's calls with them), so that nothing
-is sampled with weights that nobody knows, until `publish` is called again and succeeds.
+In: a version and how to save it. Out: engines that sample with it. What always holds: no token is
+sampled between the old weights and the new. A failure before the first engine is changed leaves
+everything as it was. A later failure leaves all engines (and the server's calls) paused, so that
+nothing is sampled with unknown weights, until `publish` is called again and succeeds.
 
-    reach    every engine answers                              else: nothing was done
-    save     the files are written, whole                      else: nothing was done
-    drain    the server lets no call pass (drain, keep, abort) else: calls go on as before
-    pause    every engine stands still                         else: calls go on as before
-    load     reload, forget the prefix cache, name the weights else: all stay paused
+    reach    every engine answers                              else: nothing changes
+    save     write the files                                   else: nothing changes
+    drain    the server holds calls (drain, keep, abort)       else: calls continue as before
+    pause    every engine stops sampling                       else: calls continue as before
+    load     reload, drop the prefix cache, name the weights   else: all stay paused
     check    resume; the name is still ours, the logprobs fit  else: all are paused again
-    publish  the server: resume, at the new version
+    publish  the server continues with the new version
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FILES: Final = ("config.json", "*.safetensors")
 
 @dataclass(frozen=True)
 class _Given:
-    """What the engines are to have."""
+    """The version that the engines must have."""
 
     version: int
     folder: Path
@@ -58,15 +58,15 @@ class _Full(PushBase):
     """See `PushBase` for the arguments.
 
     Args:
-        in_flight: what becomes of calls that are at the engine: drain (they end first), keep (they
-            go on with the new weights; each token knows its version where the server asks by
-            tokens), abort (they are asked again).
+        in_flight: what happens to running calls: "drain" (they end first), "keep" (they continue
+            with the new weights; each token has its version if the server works with tokens),
+            "abort" (they are repeated).
     """
 
     method: ClassVar[str]
-    """What makes the engine reload."""
+    """The engine's method that reloads weights."""
     probe: ClassVar[str] = ""
-    """What it knows if it knows `method`; "": every engine does."""
+    """A method that exists where `method` does; "": every engine has `method`."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class _Full(PushBase):
         self._given: _Given | None = None
         self._old: int | None = None
         self._agreed = False
-        """Whether all engines and the server are known to have the same version."""
+        """Whether all engines and the server certainly have the same version."""
 
     def publish(self, version: int, save: Save, check: PromptCheck | None = None) -> Published:
         """See `WeightPush`."""
@@ -118,14 +118,15 @@ class _Full(PushBase):
                         self._give_anew(engine, given)
                         mended.append(engine.url)
                 except (EngineUnavailable, EngineTimeout) as error:
-                    log.info("%s is left for the next time: %s", engine.url, error)
+                    log.info("%s will be tried again later: %s", engine.url, error)
             return mended
 
     def _reach(self, engine: EngineControl) -> None:
-        """
+        """Checks that the engine answers and can load weights.
+
         Raises:
             EngineUnavailable: it does not answer.
-            EngineRefused: it was started without what a push needs.
+            EngineRefused: it was started without a required option.
         """
         engine.weights()
         if self.probe:
@@ -142,16 +143,16 @@ class _Full(PushBase):
             raise
 
     def _stand_still(self, phases: Phases) -> None:
-        """No call reaches an engine, and none is worked on.
+        """Stops calls at the server and pauses the engines.
 
         Raises:
-            EngineError: one could not be paused; where nothing was changed before, calls go on.
+            EngineError: one could not be paused; calls continue if nothing was changed before.
         """
         with phases.phase("drain"):
             if self._server is not None:
                 seconds = self._timeouts.drain
                 if not self._server.pause_calls(self._in_flight, timeout_seconds=seconds):
-                    log.warning("calls did not end within %g s: they are asked again", seconds)
+                    log.warning("calls did not end within %g s: they are repeated", seconds)
                     self._server.pause_calls("abort", timeout_seconds=seconds)
         with phases.phase("pause"):
             mode = _PAUSE_MODES[self._in_flight]
@@ -165,10 +166,10 @@ class _Full(PushBase):
                 raise
 
     def _give(self, given: _Given, phases: Phases) -> float | None:
-        """Engines that stand still get the weights, go on and are checked.
+        """Loads the weights into the paused engines, resumes and checks them.
 
         Returns:
-            The greatest difference of all of them.
+            The largest difference of all engines.
         """
         self._agreed = False
         seen, kept = self._seen(given.folder), self._in_flight == "keep"
@@ -185,24 +186,24 @@ class _Full(PushBase):
                     self._engines, "check", lambda engine: self._checked(engine, given)
                 )
         except BaseException:
-            # Calls that were kept must not go on: what they sampled meanwhile is marked as broken.
+            # Kept calls must not continue: what they sampled meanwhile is marked as broken.
             self._quietly("pause", lambda engine: engine.pause("abort"))
             raise
         self._given, self._old = given, given.version
         return max((one for one in found.values() if one is not None), default=None)
 
     def _checked(self, engine: EngineControl, given: _Given) -> float | None:
-        """How far the engine is from the trainer.
+        """Returns how far the engine's logprobs are from the trainer's.
 
         Raises:
-            EngineUnavailable: it was started again meanwhile, with the weights that it starts with.
-            WeightsMismatch: it is too far.
+            EngineUnavailable: it was restarted meanwhile, with its initial weights.
+            WeightsMismatch: they differ too much.
         """
         check = given.check
         widest = None if check is None else check.widest(engine.logprobs(check, None))
         if (name := engine.weights()) != given.name:
             raise EngineUnavailable(
-                f"It has the weights {name!r}, not {given.name!r}: it was started again meanwhile.",
+                f"It has the weights {name!r}, not {given.name!r}: it was restarted meanwhile.",
                 hint="Publish again.",
             )
         if check is None or widest is None:
@@ -210,11 +211,11 @@ class _Full(PushBase):
         if widest[0] > check.tolerance:
             old = "none" if self._old is None else str(self._old)
             raise WeightsMismatch(
-                f"It computes other logprobs than the trainer for version {given.version}: "
-                f"{widest[0]:.3g} apart at token {widest[1]}, {check.tolerance:g} is allowed.",
-                hint=f"It is paused; the last version that was right is {old}. Compare its dtype "
+                f"Its logprobs for version {given.version} differ from the trainer's: "
+                f"by {widest[0]:.3g} at token {widest[1]}; {check.tolerance:g} is allowed.",
+                hint=f"It is paused; the last correct version is {old}. Compare its dtype "
                 "and model with the trainer's (see envserver_clients/weights/README.md), "
-                "then publish again; to go on without, POST /resume at the engine.",
+                "then publish again; to continue without, POST /resume to the engine.",
                 version=given.version,
                 old_version=self._old,
                 difference=widest[0],
@@ -225,15 +226,16 @@ class _Full(PushBase):
 
 
 class LocalFull(_Full):
-    """To `python -m envserver.models.local`; see `WeightPush`."""
+    """Transfers weights to `python -m envserver.models.local`; see `WeightPush`."""
 
     method = "reload_weights"
 
 
 class VllmFull(_Full):
-    """To vLLM with our worker extension (`envserver.models.vllm_extension`); see `WeightPush`.
+    """Transfers weights to vLLM with our worker extension (`envserver.models.vllm_extension`); see
+    `WeightPush`.
 
-    vLLM's own reload leaves the output layer of models with tied embeddings as it was, on a CPU.
+    On a CPU vLLM's own reload does not change the output layer of models with tied embeddings.
     """
 
     method = "envserver_reload"

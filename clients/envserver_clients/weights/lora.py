@@ -1,9 +1,9 @@
-"""LoRA adapters: each version is a model of its own, `policy@17`, beside those before it.
+"""Transfers LoRA adapters: each version is a separate model, such as `policy@17`.
 
-In: a version and how to save its adapter. Out: engines that answer to its name. Nothing is paused:
-the server asks for the new name from the moment that it knows of the version, and calls that are at
-the engine go on with the adapter that they began with. What holds: a name means one adapter; an
-adapter that calls need, or may ask for, is neither unloaded nor its files removed.
+In: a version and how to save its adapter. Out: engines that serve its name. Nothing is paused: the
+server uses the new name as soon as it knows the version, and running calls finish with the adapter
+that they began with. What always holds: a name means one adapter; adapters that calls need, or may
+ask for, stay loaded and keep their files.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ _FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class Lora(PushBase):
-    """To vLLM with `--enable-lora`, or to the local engine; see `WeightPush` and `PushBase`.
+    """Transfers adapters to vLLM with `--enable-lora`, or to the local engine; see `WeightPush` and
+    `PushBase`.
 
     Args:
-        name: what stands before the version. The server is started with
+        name: the model name before the version. Start the server with
             `--openai.model_name 'policy@{version}'`.
-        keep: so many of the last versions stay loaded, so that a call which waited long before it
-            was sent still finds the one that it asks for.
+        keep: number of last versions that stay loaded, so that calls which waited long before they
+            were sent still find their adapter.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Lora(PushBase):
         self._name = name
         self._named = re.compile(rf"{re.escape(name)}@(\d+)")
         self._loaded: dict[int, Path] = {}
-        """What every engine should have, by version."""
+        """The folders of the adapters that every engine should have, by version."""
 
     def publish(self, version: int, save: Save, check: PromptCheck | None = None) -> Published:
         """See `WeightPush`."""
@@ -98,10 +99,10 @@ class Lora(PushBase):
                 with suppress(EngineError):
                     there = set(engine.models())
                     lost = [one for one in self._loaded if self._model(one) not in there]
-                    for version in reversed(lost):  # what is asked for now comes first
+                    for version in reversed(lost):  # the current version first
                         self._load(engine, version, self._loaded[version])
                     if lost:
-                        log.warning("%s lost versions %s and has them again", engine.url, lost)
+                        log.warning("%s lost versions %s; they are loaded again", engine.url, lost)
                         mended.append(engine.url)
             return mended
 
@@ -120,11 +121,11 @@ class Lora(PushBase):
         if difference > check.tolerance:
             old = max((one for one in self._loaded if one != version), default=None)
             raise WeightsMismatch(
-                f"It computes other logprobs than the trainer for {self._model(version)}: "
-                f"{difference:.3g} apart at token {token}, {check.tolerance:g} is allowed.",
-                hint=f"Nobody asks for it; {'nothing' if old is None else self._model(old)} is "
+                f"Its logprobs for {self._model(version)} differ from the trainer's: "
+                f"by {difference:.3g} at token {token}; {check.tolerance:g} is allowed.",
+                hint=f"It is not published; {'nothing' if old is None else self._model(old)} is "
                 "served as before. Compare the engine's base model and dtype with the trainer's, "
-                "and lora_alpha, rank and layers with what the engine knows.",
+                "and lora_alpha, rank and layers with the engine's.",
                 version=version,
                 old_version=old,
                 difference=difference,
@@ -134,7 +135,7 @@ class Lora(PushBase):
         return difference
 
     def _take_back(self, version: int) -> None:
-        """A version that is not published is loaded nowhere; one that was before is as it was."""
+        """Unloads a version that was not published; restores one that was published before."""
         before = self._loaded.get(version)
 
         def back(engine: EngineControl) -> None:
@@ -146,21 +147,21 @@ class Lora(PushBase):
         self._quietly(f"take {self._model(version)} back", back)
 
     def _unload_old(self, version: int) -> None:
-        """Adapters that nobody can ask for any more go, their files with them."""
+        """Unloads adapters that no call can ask for any more, and removes their files."""
         kept = set(sorted(one for one in self._loaded if one <= version)[-self._keep :])
         needed = set(kept)
         try:
             for engine in self._engines:
                 needed |= self._unload_from(engine, kept)
         except EngineError as error:
-            # An engine may have to read any of the files still.
+            # An engine may still need any of the files.
             log.warning("old adapters stay until the next version: %s", error)
             return
         self._loaded = {one: path for one, path in self._loaded.items() if one in needed}
         self._folders.keep(needed)
 
     def _unload_from(self, engine: EngineControl, kept: set[int]) -> set[int]:
-        """Unloads what is not in `kept` and what no call needs; what calls need still."""
+        """Unloads adapters that are not in `kept` and that no call needs; returns those in use."""
         there = {int(found[1]) for found in map(self._named.fullmatch, engine.models()) if found}
         used = engine.adapters_in_use()
         busy = {one for one in there | set(self._loaded) if self._model(one) in used}

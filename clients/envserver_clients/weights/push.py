@@ -1,4 +1,4 @@
-"""The seam between a trainer and its engines, and what every way of it shares."""
+"""The interface between a trainer and its engines, and what its implementations share."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ WATCH_SECONDS: Final = 5.0
 
 @dataclass(frozen=True)
 class Published:
-    """What was done.
+    """The result of a transfer.
 
     Args:
-        version: that the engines serve now.
-        model: the name to ask them for; None: the model's own, as ever.
-        folder: where the weights are, until some versions later.
-        engines: which have them.
-        difference: the greatest of a token's logprob from the trainer's; None: nothing was checked.
-        seconds: by phase, in their order.
+        version: the version that the engines serve now.
+        model: the model name to use; None: unchanged.
+        folder: the folder with the weights; removed some versions later.
+        engines: urls of the engines that have them.
+        difference: largest difference from the trainer's logprobs; None: not checked.
+        seconds: duration by phase, in order.
     """
 
     version: int
@@ -47,48 +47,47 @@ class Published:
 
 
 class WeightPush(Protocol):
-    """Gives weights to engines."""
+    """Transfers weights to engines."""
 
     def publish(self, version: int, save: Save, check: PromptCheck | None = None) -> Published:
-        """The engines sample with new weights, and the server knows that they are `version`.
+        """Transfers new weights to the engines and publishes them at the server as `version`.
 
-        The same version again is fine: it is saved and given anew.
+        The same version can be published again: it is saved and transferred again.
 
         Args:
-            version: not below that of the server.
-            save: writes safetensors into the folder that it is given, as `save_pretrained` does.
-            check: what the engines must compute with them.
+            version: at least the server's version.
+            save: writes safetensors into the given folder, as `save_pretrained` does.
+            check: logprobs that the engines must reproduce.
 
         Raises:
-            WeightsNotSaved, InputError: `save` failed, or wrote something else.
+            WeightsNotSaved, InputError: `save` failed, or wrote other files.
             ConflictError: the server is at a higher version.
-            EngineError: an engine failed (see `envserver_clients.weights.errors`): the version is
-            not
-                published, on none of them.
+            EngineError: an engine failed (see `envserver_clients.weights.errors`); the version is
+                not published on any of them.
         """
 
     def restore(self) -> list[str]:
-        """Gives the published weights anew to engines that lost them, being started again.
+        """Transfers the published weights again to engines that lost them in a restart.
 
         Returns:
-            Their urls. One that does not answer is left for the next time.
+            The urls of these engines. One that does not answer is tried again the next time.
 
         Raises:
-            EngineError: one took them and computes something else.
+            EngineError: an engine loaded them and computes different logprobs.
         """
 
 
 class PushBase:
-    """What both ways share: engines, folders, the server, one thing at a time.
+    """Engines, folders and the server; runs one operation at a time.
 
     Args:
-        engine_url: of the engine, or of each of several replicas.
-        folder: where versions are written; engines read them there.
-        server: is told of versions, and holds the agents' calls where that is needed.
-        keep: so many of the last versions stay on the disk.
-        engine_folder: `folder` as the engines see it, where that is elsewhere (in a container).
+        engine_url: the engine's url, or one for each of several replicas.
+        folder: where versions are saved, and where engines read them.
+        server: client of the server, which learns of versions and holds the agents' calls.
+        keep: number of last versions that stay on disk.
+        engine_folder: `folder` as the engines see it, if different (in a container).
         timeouts: see `Timeouts`.
-        api_key: of the engines.
+        api_key: the engines' key.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class PushBase:
         self._lock = threading.RLock()
 
     def close(self) -> None:
-        """Ends the connections to the engines."""
+        """Closes the connections to the engines."""
         for engine in self._engines:
             engine.close()
 
@@ -122,8 +121,8 @@ class PushBase:
 
     @contextmanager
     def watched(self, every_seconds: float = WATCH_SECONDS) -> Iterator[None]:
-        """While it lasts, `restore` is called again and again in a thread, so that an engine which
-        is started again in the middle of a step does not wait for the next one."""
+        """Calls `restore` periodically in a thread, so that an engine that restarts during a step
+        does not wait for the next one."""
         ended = threading.Event()
 
         def watch() -> None:
@@ -142,7 +141,7 @@ class PushBase:
             thread.join()
 
     def _seen(self, folder: Path) -> Path:
-        """`folder` as the engines see it."""
+        """Returns `folder` as the engines see it."""
         return self._engine_folder / folder.relative_to(self._folder)
 
     def _server_takes(self, version: int) -> None:
@@ -151,13 +150,13 @@ class PushBase:
         current = int(self._server.status()["policy_version"])
         if version < current:
             raise ConflictError(
-                f"The server is at version {current}, which is above {version}: nothing was done.",
-                hint="Versions never go down: publish earlier weights under a higher number.",
+                f"The server is at version {current}, above {version}: nothing was changed.",
+                hint="Versions never decrease: publish earlier weights under a higher number.",
                 current=current,
             )
 
     def _quietly(self, what: str, step: Callable[[EngineControl], None]) -> None:
-        """`step` at every engine; one where it fails is told of in the log only."""
+        """Runs `step` at every engine; failures are only logged."""
         for engine in self._engines:
             try:
                 step(engine)
@@ -166,14 +165,14 @@ class PushBase:
 
 
 class Phases:
-    """The seconds of each phase."""
+    """Measures the seconds of each phase."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The block within counts as `name`."""
+        """Counts the time of the block as phase `name`."""
         begun = time.monotonic()
         try:
             yield

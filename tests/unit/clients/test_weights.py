@@ -161,7 +161,7 @@ def test_an_engine_that_is_started_again_within_a_push_is_noticed(
         engine.start_again()
 
     engine.on["/resume"] = restart
-    with pytest.raises(EngineUnavailable, match="started again meanwhile"):
+    with pytest.raises(EngineUnavailable, match="restarted meanwhile"):
         push.publish(1, saver(1), check(1))
     assert engine.paused
     push.publish(1, saver(1), check(1))
@@ -296,7 +296,7 @@ def test_what_a_killed_trainer_left_goes_and_what_is_no_model_is_refused(
     (tmp_path / ".unfinished-4-1").mkdir()
     push = LocalFull(engine.url, tmp_path)
     push.publish(1, saver(1))
-    with pytest.raises(InputError, match=r"holds no config\.json and no \*\.safetensors"):
+    with pytest.raises(InputError, match=r"has no config\.json and no \*\.safetensors"):
         push.publish(2, lambda folder: None)
     assert names(tmp_path) == ["version-1"]
 
