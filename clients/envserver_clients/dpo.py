@@ -1,11 +1,10 @@
 """Preference training with TRL on pairs that `envserver export --to dpo` wrote.
 
-    python -m envserver_clients.dpo --model FOLDER --data data/dpo --output out/dpo --lora --beta
-    0.1
+    python -m envserver_clients.dpo --model FOLDER --data data/dpo --output out/dpo --lora
 
-What holds: of both answers only tokens that the assistant wrote count, also where tools answered
-between them; the same command goes on after a kill, to the same weights.
-`envserver_clients/finetuning/README.md` has the rest.
+What always holds: of both answers only tokens that the assistant wrote count, even if tools
+answered in between; after a kill the same command continues to the same weights. See
+`envserver_clients/finetuning/README.md`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def train(arguments: Sequence[str] | None, console: Console) -> None:
-    """Makes the model.
+    """Trains the model.
 
     Raises:
         EnvserverError: settings, rows or folders are wrong; the message says which.
@@ -60,7 +59,7 @@ def _examples(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; its exit status."""
+    """Runs the command; returns its exit status."""
     return run_command(train, arguments)
 
 

@@ -1,19 +1,18 @@
-"""A GRPO trainer to be read: groups from a server, plain torch, weights to the engine.
+"""A readable GRPO trainer in plain torch: groups from a server, weights to the engine.
 
     python -m envserver_clients.grpo --server http://127.0.0.1:8000 --engine http://127.0.0.1:9001
     \\
         --model FOLDER --output out/run
 
-A step: a batch of groups is leased; each trajectory's advantage is what it was better than its
-group; the policy's tokens are made more or less likely by it, within bounds that are relative to
-the logprobs that came with them (GRPO, arXiv 2402.03300; `envserver_clients.training.loss` has the
-formula). Then what was learned is written down, the batch is acknowledged, and the engine gets the
-weights.
+One step leases a batch of groups and computes each trajectory's advantage over its group. It makes
+the policy's tokens more or less likely accordingly, within bounds relative to the delivered
+logprobs (GRPO, arXiv 2402.03300; `envserver_clients.training.loss` has the formula). Then it saves
+a checkpoint, acknowledges the batch, and transfers the weights to the engine.
 
-What holds: `kill -9` at any moment, here, at the engine or the server, neither loses a batch nor
-learns twice from one. The order of writing is why: metrics, checkpoint, acknowledgement. Killed
-before the checkpoint is there, the step was never made: its line in the metrics is taken out, and
-its batch comes again. Killed after, the acknowledgement is sent again at the start.
+What always holds: `kill -9` of trainer, engine or server at any moment neither loses a batch nor
+learns from one twice, because of the order of writes: metrics, checkpoint, acknowledgement. Killed
+before the checkpoint, the step never happened: its line is removed from the metrics, and its batch
+comes again. Killed after it, the acknowledgement is repeated at the start.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ log = logging.getLogger(__name__)
 
 
 def train(settings: Settings, console: Console) -> None:
-    """Learns until a limit of `settings` is reached; goes on where `settings.output` ends.
+    """Trains until a limit of `settings` is reached; continues an existing `settings.output`.
 
     Raises:
-        EnvserverError: server or engine are not there, or refuse; the message says why.
+        EnvserverError: server or engine are unavailable or refuse; the message says why.
     """
     torch.manual_seed(settings.seed)
     if settings.threads is not None:
@@ -96,7 +95,7 @@ def train(settings: Settings, console: Console) -> None:
 
 
 def _line(before: Saved, learned: Learned, numbers: dict[str, float], timer: _Timer) -> Line:
-    """The step after `before`."""
+    """Returns the metrics of the step after `before`."""
     about = {"step": before.step + 1, "version": before.version, "group_ids": learned.group_ids}
     return {**about, **learned.numbers, **numbers, **timer.seconds}
 
@@ -142,14 +141,14 @@ def _examples(settings: Settings, batch: Batch, now: Saved) -> Learned:
 
 
 class _Timer:
-    """Where the seconds of a step went. Those after its line are in the next step's."""
+    """Measures the parts of a step. Time after its line counts in the next step."""
 
     def __init__(self) -> None:
         self._begun = self._last = time.monotonic()
         self.seconds: dict[str, float] = {}
 
     def took(self, name: str) -> None:
-        """All since the last was `name`."""
+        """Counts the time since the last call as `name`."""
         now = time.monotonic()
         self.seconds[f"seconds_{name}"] = round(now - self._last, 4)
         self.seconds["seconds"] = round(now - self._begun, 3)
@@ -159,10 +158,10 @@ class _Timer:
 def _until(
     settings: Settings, step: int, metrics: Metrics, source: Source
 ) -> Iterator[tuple[Batch, _Timer]]:
-    """Batches until the trainer has learned enough.
+    """Yields batches until a limit is reached.
 
     Raises:
-        EnvserverError: none came for `idle_minutes`.
+        EnvserverError: no batch arrived for `idle_minutes`.
     """
     timer = _Timer()
     begun = time.monotonic()
@@ -176,8 +175,8 @@ def _until(
         batch = next(batches, None)
         if batch is None:
             raise EnvserverError(
-                f"No batch came for {settings.idle_minutes:g} minutes.",
-                hint="GET /v1/status at the server says what it waits for.",
+                f"No batch arrived for {settings.idle_minutes:g} minutes.",
+                hint="The server's GET /v1/status shows what it waits for.",
             )
         timer.took("waiting")
         step += 1
@@ -204,7 +203,7 @@ def _draw(settings: Settings) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0 when a limit was reached, 1 with a message when it could not go on."""
+    """Runs the command. Exit status: 0 if a limit was reached, 1 after an error."""
     console = Console()
     signal.signal(signal.SIGTERM, _end)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
@@ -220,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _end(number: int, frame: object) -> NoReturn:
-    """SIGTERM closes everything on its way out, as Ctrl-C does."""
+    """Handles SIGTERM like Ctrl-C, so that everything is closed."""
     raise SystemExit(128 + number)
 
 

@@ -1,11 +1,11 @@
-"""`make learn`: a model learns before your eyes, on a laptop.
+"""`make learn`: watch a model learn, on a laptop.
 
     python -m envserver_clients.learn --output out/learn [--task tool] [--minutes 10]
 
 Makes the tiny model (once), starts the local engine, `envserver serve` and the trainer of
-`envserver_clients.grpo`, shows a line a step, and draws the curve. Everything ends with it: when it
-has learned enough, on Ctrl-C, and when something fails. What dies on the way is started again, and
-the trainer goes on from its checkpoint; the same command with the same --output goes on, too.
+`envserver_clients.grpo`, prints a line per step and draws the curve. All processes end with it:
+when the model has learned enough, on Ctrl-C, and on errors. Processes that die are restarted, and
+the trainer continues from its checkpoint; so does the same command with the same --output.
 """
 
 from __future__ import annotations
@@ -34,44 +34,44 @@ _PICTURE_WIDTH: Final = 60
 
 
 class Learn(BaseModel):
-    """Makes a tiny model, serves tasks to it, trains it, shows how it learns."""
+    """Makes a tiny model, trains it on tasks of a server, and shows how it learns."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     output: Path = Path("out/learn")
-    """Folder of everything; there is one: it goes on."""
+    """Folder for everything; an existing one is continued."""
     task: Literal["arithmetic", "tool"] = "arithmetic"
-    """arithmetic: one answer each; tool: with a calculator, several turns each."""
+    """arithmetic: one answer per task; tool: several turns with a calculator."""
     wire: Literal["native", "atropos"] = "native"
-    """How the trainer gets groups."""
+    """Protocol for groups."""
     model: Path | None = None
-    """Folder of a model to begin with; unset: the tiny model, made beside `output` once."""
+    """Folder of the initial model. Default: the tiny model, made once beside `output`."""
     seed: int = 0
-    """Of the order of tasks and of the trainer."""
+    """Seed of the task order and of the trainer."""
     minutes: float = Field(default=10.0, gt=0)
-    """The trainer's time."""
+    """Time limit of the trainer."""
     steps: int | None = Field(default=None, ge=1)
-    """Stop after so many; unset: no such limit."""
+    """Stop after this many steps. Default: no limit."""
     until_reward: float | None = 0.9
     """Stop when the mean reward of the last ten steps is at least this."""
     shuffle_rewards: bool = False
-    """Deal out rewards by chance: a control, which must learn nothing."""
+    """Shuffle the rewards within each group: a control run, which must not learn."""
     groups: int = Field(default=12, ge=1)
-    """Groups in a batch."""
+    """Groups per batch."""
     group_size: int = Field(default=8, ge=2)
-    """Rollouts in a group."""
+    """Rollouts per group."""
     learning_rate: float = Field(default=3e-4, gt=0)
-    """Of the trainer."""
+    """Learning rate."""
     lora_rank: int = Field(default=0, ge=0)
-    """A LoRA of this rank learns in place of all weights, for which --learning-rate should be
-    higher; 0: none."""
+    """Rank of a LoRA to train instead of all weights, with a higher --learning-rate; 0: train all
+    weights."""
 
 
 def learn(settings: Learn, console: Console) -> int:
-    """Runs until the trainer ends; its exit status, or 130 after Ctrl-C.
+    """Runs until the trainer ends; returns its exit status, or 130 after Ctrl-C.
 
     Raises:
-        EnvserverError: something did not start, or died too often.
+        EnvserverError: a process did not start, or died too often.
     """
     model = settings.model or _tiny_model(settings.output.parent / "tiny", console)
     engine, server = f"http://127.0.0.1:{_free_port()}", f"http://127.0.0.1:{_free_port()}"
@@ -87,7 +87,7 @@ def learn(settings: Learn, console: Console) -> int:
         try:
             status = children.wait_for("trainer")
         except KeyboardInterrupt:
-            console.print("Ending; the same command goes on from the last checkpoint.")
+            console.print("Stopping; the same command continues from the last checkpoint.")
             status = 130
     _show(settings, console)
     return status
@@ -103,8 +103,8 @@ def _tiny_model(folder: Path, console: Console) -> Path:
 
 
 def _engine(settings: Learn, model: Path, address: str) -> list[str]:
-    """The engine begins with the last weights that the trainer gave it, also after a crash;
-    adapters it is given anew."""
+    """Returns the engine's command, with the trainer's last weights (also after a crash); adapters
+    are transferred again."""
     words = [sys.executable, "-m", "envserver.models.local", "--port", _port(address)]
     words += ["--threads", "1"]
     if settings.lora_rank:
@@ -114,7 +114,7 @@ def _engine(settings: Learn, model: Path, address: str) -> list[str]:
 
 
 def _newest(folder: Path) -> Path | None:
-    """The weights of the highest version, written last where it was written again."""
+    """Returns the folder of the highest version, the last one if it was saved again."""
     found = []
     for path in folder.glob("version-*"):
         if match := re.fullmatch(r"version-(\d+)(?:\.(\d+))?", path.name):
@@ -156,7 +156,7 @@ def _trainer(settings: Learn, model: Path, engine: str, server: str) -> list[str
 
 
 def _free_port() -> int:
-    """The same for all restarts: what is started again is found where it was."""
+    """Returns a free port; a process keeps its port in all restarts."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
     return port
@@ -186,7 +186,7 @@ def _has_reward(line: Line) -> bool:
 
 
 def _picture(rewards: Sequence[float]) -> str:
-    """A bar for each part of the way."""
+    """Returns a bar for each part of the run."""
     width = min(_PICTURE_WIDTH, len(rewards))
     edges = [round(place * len(rewards) / width) for place in range(width + 1)]
     means = [sum(rewards[start:end]) / (end - start) for start, end in itertools.pairwise(edges)]
@@ -194,7 +194,7 @@ def _picture(rewards: Sequence[float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; the trainer's exit status, 1 when something could not be started."""
+    """Runs the command; returns the trainer's exit status, or 1 if a process did not start."""
     console = Console()
     signal.signal(signal.SIGTERM, _end)
     try:
@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _end(number: int, frame: object) -> NoReturn:
-    """SIGTERM ends everything on its way out, as Ctrl-C does."""
+    """Handles SIGTERM like Ctrl-C, so that all processes are ended."""
     raise SystemExit(128 + number)
 
 

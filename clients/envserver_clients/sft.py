@@ -1,13 +1,13 @@
-"""Supervised fine-tuning with TRL on what `envserver` wrote: a LoRA or all weights.
+"""Supervised fine-tuning with TRL on exported data: a LoRA or all weights.
 
     python -m envserver_clients.sft --model FOLDER --data data/sft --output out/sft --lora
     python -m envserver_clients.sft --model FOLDER --data data/messages.jsonl --output out/sft
 
-Of a folder of `envserver sft build` each tool gets a model of its own, in a folder below
-`--output`; `--tool NAME` makes only that one, into `--output` itself; `--whole` makes one of all.
-What holds: only tokens that the assistant wrote are trained, by any chat template
-(`finetuning/tokens.py`); the same command goes on after a kill, to the same weights.
-`envserver_clients/finetuning/README.md` has the rest.
+For a folder of `envserver sft build` each tool gets a separate model in a folder below `--output`;
+`--tool NAME` trains only that one, in `--output` itself; `--whole` trains one model for all tools.
+What always holds: only tokens that the assistant wrote are trained, with any chat template
+(`finetuning/tokens.py`); after a kill the same command continues to the same weights. See
+`envserver_clients/finetuning/README.md`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def train(arguments: Sequence[str] | None, console: Console) -> None:
-    """Makes the models, one after the other.
+    """Trains the models, one after the other.
 
     Raises:
         EnvserverError: settings, rows or folders are wrong; the message says which.
@@ -65,7 +65,7 @@ def _examples(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; its exit status."""
+    """Runs the command; returns its exit status."""
     return run_command(train, arguments)
 
 

@@ -1,7 +1,7 @@
-"""README.md of an adapter or a model, as the hub reads it: a YAML header, then facts.
+"""Writes the README.md of an adapter or a model for the hub: a YAML header, then facts.
 
-What holds: nothing of this machine is in it (folders, user names); the same training gives the same
-card.
+What always holds: it contains nothing of this machine (folders, user names); the same training
+gives the same card.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import yaml
 
 @dataclass(frozen=True)
 class About:
-    """What a card tells.
+    """The facts in a card.
 
     Args:
         method: sft or dpo.
-        name: of what was made.
-        base: hub id, or name, of the model that it began with.
-        tool: that it was trained for; None: no single one.
-        settings: of the training.
-        counts: what became of the rows.
-        results: numbers of the last lines of metrics.
+        name: the name of the result.
+        base: hub id or name of the base model.
+        tool: the tool that it was trained for; None: several.
+        settings: the training's settings.
+        counts: how many rows became examples, and why others were left out.
+        results: the last value of each metric.
         data: sha256 of the rows.
-        versions: of the libraries.
-        license: of what was made; None: not said.
+        versions: versions of the libraries.
+        license: the result's license; None: unspecified.
     """
 
     method: str
@@ -44,18 +44,18 @@ class About:
 
 
 _METHODS = {
-    "sft": "Supervised fine-tuning; the loss counts the assistant's tokens only.",
+    "sft": "Supervised fine-tuning; the loss counts only the assistant's tokens.",
     "dpo": "Direct preference optimization; only the assistant's tokens count.",
 }
 
 
 def card_of(about: About) -> str:
-    """The text of README.md."""
+    """Returns the text of README.md."""
     return f"---\n{_header(about)}---\n\n{_body(about)}"
 
 
 def base_name(model: str, given: str | None) -> str:
-    """How a card calls the model that a training began with: never by a path."""
+    """Returns the base model's name for the card, which is never a path."""
     return given or (Path(model).resolve().name if Path(model).exists() else model)
 
 
@@ -117,5 +117,5 @@ def _use(about: About) -> str:
             'model = AutoModelForCausalLM.from_pretrained("THIS FOLDER")',
         ]
     code = "\n".join(lines)
-    upload = "Upload it as it is: `hf upload NAME THIS_FOLDER`."
+    upload = "To upload: `hf upload NAME THIS_FOLDER`."
     return f"```python\n{code}\n```\n\n{upload}\n"

@@ -1,5 +1,5 @@
-"""The life of `python -m envserver_clients.sft` and `envserver_clients.dpo`: settings, one training
-after the other.
+"""What `python -m envserver_clients.sft` and `envserver_clients.dpo` share: settings, errors, exit
+status.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _NEEDED = ("torch", "transformers", "trl", "peft", "datasets")
 
 
 def check_libraries() -> None:
-    """What these commands need is there.
+    """Checks that the libraries of these commands are installed.
 
     Raises:
-        ConfigError: something is missing.
+        ConfigError: a library is missing.
     """
     missing = [name for name in _NEEDED if not importlib.util.find_spec(name)]
     if missing:
         raise ConfigError(
-            f"This trains with {', '.join(missing)}, which this Python has not.",
+            f"Training needs {', '.join(missing)}, which this Python does not have.",
             hint="pip install 'envserver-clients[train]'",
         )
 
@@ -34,8 +34,8 @@ def check_libraries() -> None:
 def run_command(
     train: Callable[[Sequence[str] | None, Console], None], arguments: Sequence[str] | None
 ) -> int:
-    """The command's exit status: 0 when all is done, 2 when settings or rows are wrong, 1 when it
-    failed otherwise, 130 after Ctrl-C. Whatever it was, the same command goes on."""
+    """Runs a command. Exit status: 0 done, 2 wrong settings or rows, 1 other errors, 130 after
+    Ctrl-C. In every case the same command continues."""
     console = Console(stderr=True)
     signal.signal(signal.SIGTERM, _end)
     _quiet()
@@ -48,7 +48,7 @@ def run_command(
         _tell(console, error)
         return 1
     except KeyboardInterrupt:
-        console.print("Stopped; the same command goes on from the last checkpoint.")
+        console.print("Stopped; the same command continues from the last checkpoint.")
         return 130
     return 0
 
@@ -58,7 +58,7 @@ def _tell(console: Console, error: EnvserverError) -> None:
 
 
 def _quiet() -> None:
-    """No bars for files that are read in no time, no hints at what we chose on purpose."""
+    """Hides progress bars of short reads, and hints about deliberate choices."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -66,5 +66,5 @@ def _quiet() -> None:
 
 
 def _end(number: int, frame: object) -> NoReturn:
-    """SIGTERM closes everything on its way out, as Ctrl-C does."""
+    """Handles SIGTERM like Ctrl-C, so that everything is closed."""
     raise SystemExit(128 + number)

@@ -1,9 +1,9 @@
-"""A row as it was written -> what is rendered: a conversation, or text that goes on.
+"""Reads a row as a conversation, or as plain text with a completion.
 
 In: rows of `envserver export --to messages` or `--to dpo`, of `envserver sft build`, or with a
-`prompt` and a `completion`. Out: `Conversation` (messages, the first of them only to be read) or
-`Plain`. What holds: arguments of tool calls are objects, as chat templates want them, also where
-the row has them as JSON text.
+`prompt` and a `completion`. Out: `Conversation` (messages, of which the first ones are not trained)
+or `Plain`. What always holds: arguments of tool calls are objects, as chat templates need them,
+even if the row has them as JSON text.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Tools = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages of a chat.
+    """The messages of a chat.
 
     Args:
-        messages: all of them.
-        given: so many at the beginning are never trained.
-        tools: that the model was offered; None: none.
+        messages: all messages.
+        given: number of messages at the beginning that are never trained.
+        tools: the tools offered to the model; None: none.
     """
 
     messages: list[Message]
@@ -38,7 +38,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Plain:
-    """Text, and text that goes on from it."""
+    """A text and its completion."""
 
     prompt: str
     completion: str
@@ -46,21 +46,21 @@ class Plain:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two ways to go on from one prompt."""
+    """Two answers to one prompt."""
 
     chosen: Conversation
     rejected: Conversation
 
 
 def read_row(row: Row, place: str, *, plain: Any = None) -> Conversation | Plain:
-    """A row for supervised training.
+    """Reads a row for supervised training.
 
     Args:
-        place: for errors.
-        plain: says of a text whether it goes on as it is; None: it never does.
+        place: the row's place, for errors.
+        plain: decides whether a text prompt is used as it is; None: never.
 
     Raises:
-        InputError: the row has none of the forms.
+        InputError: the row has none of the known forms.
     """
     if "messages" in row:
         return Conversation(_messages(row["messages"], "messages", place), 0, _tools(row, place))
@@ -70,8 +70,8 @@ def read_row(row: Row, place: str, *, plain: Any = None) -> Conversation | Plain
         prompt, completion = row["prompt"], row["completion"]
     else:
         raise InputError(
-            f"{place}: a row has messages, or prompt and completion, or instruction and output; "
-            f"this has {', '.join(map(str, row)) or 'nothing'}."
+            f"{place}: a row needs messages, or prompt and completion, or instruction and output; "
+            f"this one has {', '.join(map(str, row)) or 'nothing'}."
         )
     if isinstance(prompt, str) and isinstance(completion, str):
         if plain is not None and plain(prompt):
@@ -83,14 +83,14 @@ def read_row(row: Row, place: str, *, plain: Any = None) -> Conversation | Plain
 
 
 def read_pair(row: Row, place: str) -> Pair:
-    """A row for preference training: prompt, chosen and rejected, each messages or text. Without a
-    prompt, it is what chosen and rejected begin with alike.
+    """Reads a row for preference training: prompt, chosen and rejected, each messages or text.
+    Without a prompt, the common beginning of chosen and rejected is the prompt.
 
     Raises:
-        InputError: the row has another form, or nothing to prefer.
+        InputError: the row has another form, or its answers do not differ.
     """
     if missing := [name for name in ("chosen", "rejected") if name not in row]:
-        raise InputError(f"{place}: a pair has chosen and rejected; {missing[0]} is missing.")
+        raise InputError(f"{place}: a pair must have chosen and rejected; {missing[0]} is missing.")
     chosen = _answer(row["chosen"], "chosen", place)
     rejected = _answer(row["rejected"], "rejected", place)
     if "prompt" in row:
@@ -129,7 +129,7 @@ def _prompt(value: Any, place: str) -> list[Message]:
 
 
 def _alike(first: Sequence[Message], second: Sequence[Message]) -> int:
-    """Messages that both begin with."""
+    """Returns the number of messages that both begin with."""
     count = 0
     for one, other in zip(first, second, strict=False):
         if one != other:
@@ -146,7 +146,7 @@ def _messages(value: Any, name: str, place: str) -> list[Message]:
 
 def _message(value: Any, place: str) -> Message:
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
-        raise InputError(f"{place} has no role.")
+        raise InputError(f"{place} does not have a role.")
     message = {key: one for key, one in value.items() if one is not None or key == "content"}
     message.setdefault("content", None)
     if message["content"] is None and value["role"] != "assistant":
@@ -157,17 +157,19 @@ def _message(value: Any, place: str) -> Message:
 
 
 def _with_object(call: Any, place: str) -> dict[str, Any]:
-    """A tool call whose arguments are no text."""
+    """Returns a tool call with its arguments as an object."""
     try:
         function = call["function"]
         arguments = function["arguments"]
     except (TypeError, KeyError) as error:
-        raise InputError(f"{place}: a tool call has a function with name and arguments.") from error
+        raise InputError(
+            f"{place}: a tool call must have a function with name and arguments."
+        ) from error
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except ValueError:
-            return dict(call)  # what the model wrote, broken as it is
+            return dict(call)  # the model's own text, invalid as it is
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -177,7 +179,7 @@ def _tools(row: Row, place: str) -> Tools | None:
         try:
             tools = json.loads(tools)
         except ValueError as error:
-            raise InputError(f"{place}: tools are no JSON: {error}") from error
+            raise InputError(f"{place}: tools are not JSON: {error}") from error
     if not tools:
         return None
     if not isinstance(tools, list):

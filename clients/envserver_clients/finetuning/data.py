@@ -1,8 +1,8 @@
-"""Files of rows: which of them make one model, what is in them, and their digest.
+"""Reads files of rows, and decides which of them train one model.
 
-In: a file, or a folder that `envserver sft build`, a preparation of splits or `envserver export`
-wrote. Out: `Part`s, one for each model that is to be trained, and rows with their place. Rows come
-in the order of files by name and of lines, one at a time.
+In: a file, or a folder of `envserver sft build`, `envserver sft prepare` or `envserver export`.
+Out: `Part`s, one for each model to train, and rows with their places. Rows come one at a time,
+ordered by file name and line.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _BLOCK: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Part:
-    """What one model is trained on.
+    """The data of one model.
 
     Args:
-        tool: of `envserver sft build`; None: the rows are not one tool's.
-        train: files of rows to learn from.
-        validation: files of rows to look at; may be empty.
+        tool: the tool of `envserver sft build`; None: rows of no single tool.
+        train: files of training rows.
+        validation: files of validation rows; may be empty.
     """
 
     tool: str | None
@@ -41,14 +41,14 @@ class Part:
 
 
 def parts_of(data: Path, *, tool: str | None = None, whole: bool = False) -> list[Part]:
-    """The models that are made of `data`.
+    """Returns the parts of `data`, one for each model.
 
     Args:
-        tool: only this tool's.
+        tool: only this tool's rows.
         whole: one model of all tools' rows.
 
     Raises:
-        ConfigError: there are no rows there, or not of that tool.
+        ConfigError: there are no rows, or none of that tool.
     """
     by_tool = _parts_by_tool(data) if data.is_dir() else []
     if by_tool and tool is None:
@@ -85,8 +85,8 @@ def _part_of(data: Path) -> Part:
     shards = tuple(path for path in sorted(data.iterdir()) if path.name.endswith(_SUFFIXES))
     if not shards:
         raise ConfigError(
-            f"{data} holds no rows.",
-            hint=f"It should have files ending in {', '.join(_SUFFIXES)}, or folders with "
+            f"{data} does not contain rows.",
+            hint=f"It must have files ending in {', '.join(_SUFFIXES)}, or folders with "
             "train.jsonl.",
         )
     return Part(None, shards, ())
@@ -98,11 +98,11 @@ def _split(folder: Path, *names: str) -> tuple[Path, ...]:
 
 
 def rows_of(paths: Sequence[Path]) -> Iterator[tuple[str, Row]]:
-    """Rows with their place, such as `train.jsonl, line 7`.
+    """Yields rows with their places, such as `train.jsonl, line 7`.
 
     Raises:
-        InputError: a line is no JSON object, or a file cannot be read.
-        ConfigError: a Parquet file, and pyarrow is missing.
+        InputError: a line is not a JSON object, or a file cannot be read.
+        ConfigError: a Parquet file needs pyarrow, which is missing.
     """
     for path in paths:
         yield from _parquet(path) if path.suffix == ".parquet" else _lines(path)
@@ -124,9 +124,9 @@ def _object(line: str, place: str) -> Row:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise InputError(f"{place}: no JSON: {error}") from error
+        raise InputError(f"{place}: not JSON: {error}") from error
     if not isinstance(row, dict):
-        raise InputError(f"{place}: a row is a JSON object, this is {type(row).__name__}.")
+        raise InputError(f"{place}: a row must be a JSON object, not {type(row).__name__}.")
     return row
 
 
@@ -149,7 +149,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def digest_of(paths: Sequence[Path]) -> str:
-    """sha256 of the files' contents, in their order; their names do not matter."""
+    """Returns the sha256 of the files' contents, in order; their names do not matter."""
     digest = hashlib.sha256()
     for path in paths:
         one = hashlib.sha256()

@@ -1,8 +1,8 @@
-"""Rows -> what a trainer reads, on disk: no file has to fit into memory.
+"""Converts rows to a trainer's data set on disk, so that no file has to fit into memory.
 
 In: files of rows and an encoder. Out: a data set of `input_ids` and `labels`, or of pairs, and
-`Counts`. What holds: every row that was read is in the data set or in one of the counts; no example
-is longer than the limit, and each has something to train.
+`Counts`. What always holds: every row is in the data set or in one of the counts; no example is
+longer than the limit, and each has trained tokens.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ PAIR_COLUMNS: Final = ("chosen_ids", "chosen_labels", "rejected_ids", "rejected_
 
 @dataclass
 class Counts:
-    """What became of the rows."""
+    """How many rows became examples, and why others were left out."""
 
     rows: int = 0
-    """That were read."""
+    """Rows that were read."""
     examples: int = 0
-    """That are learned from. A conversation whose turns do not continue each other is several."""
+    """Examples. A conversation whose turns do not continue each other becomes several."""
     dropped_too_long: int = 0
-    """Left out: longer than the limit."""
+    """Rows left out because they are longer than the limit."""
     truncated: int = 0
-    """Cut off at the limit."""
+    """Rows cut off at the limit."""
     dropped_nothing_to_train: int = 0
-    """Left out: no word of the assistant, or none before the limit."""
+    """Rows left out because the assistant wrote nothing, or nothing before the limit."""
     dropped_not_continued: int = 0
-    """Pairs left out: the chat template makes several rows of one of their conversations."""
+    """Pairs left out because the chat template splits one of their conversations."""
     rendered_otherwise: int = 0
-    """Turns that the chat template shows with another prompt than the one they answer."""
+    """Turns whose prompt the chat template renders differently once they are answered."""
     tokens: int = 0
-    """Of the examples."""
+    """Tokens of the examples."""
     tokens_trained: int = 0
-    """Those that the loss counts."""
+    """Tokens that the loss counts."""
 
     def as_dict(self) -> dict[str, int]:
-        """By name."""
+        """Returns the counts by name."""
         return asdict(self)
 
 
@@ -62,7 +62,7 @@ def sft_examples(
     too_long: TooLong,
     prompts: Literal["auto", "chat", "plain"] = "auto",
 ) -> Iterator[Example]:
-    """Examples for supervised training; fills `counts` on the way.
+    """Yields examples for supervised training; fills `counts`.
 
     Raises:
         InputError: a row is wrong; the message has its place.
@@ -96,7 +96,7 @@ def pair_examples(
     max_length: int,
     too_long: TooLong,
 ) -> Iterator[Example]:
-    """Examples for preference training; fills `counts` on the way.
+    """Yields examples for preference training; fills `counts`.
 
     Raises:
         InputError: a row is wrong; the message has its place.
@@ -123,7 +123,7 @@ def pair_examples(
 
 
 def _fit(one: Encoded, *, counts: Counts, max_length: int, too_long: TooLong) -> Encoded | None:
-    """The example within the limit; None: it is left out, and counted."""
+    """Returns the example within the limit; None if it is left out (and counted)."""
     if len(one.ids) > max_length:
         if too_long == "drop":
             counts.dropped_too_long += 1
@@ -139,7 +139,7 @@ def _fit(one: Encoded, *, counts: Counts, max_length: int, too_long: TooLong) ->
 def _fitting(
     chosen: Encoded, rejected: Encoded, counts: Counts, max_length: int, too_long: TooLong
 ) -> tuple[Encoded, Encoded] | None:
-    """Both within the limit, or None; a pair is counted once."""
+    """Returns both within the limit, or None; a pair is counted once."""
     if max(len(chosen.ids), len(rejected.ids)) > max_length:
         if too_long == "drop":
             counts.dropped_too_long += 1
@@ -159,10 +159,10 @@ def _count(counts: Counts, *encoded: Encoded) -> None:
 
 
 def written(examples: Iterable[Example], columns: Sequence[str], path: Path) -> Any:
-    """The examples as a `datasets.Dataset` that lies in a file; None where there are none.
+    """Writes the examples to a file; returns them as a `datasets.Dataset`, None if there are none.
 
     Args:
-        path: of the file, made anew.
+        path: the file, which is replaced.
     """
     import pyarrow as pa
     from datasets import Dataset

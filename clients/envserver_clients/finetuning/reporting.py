@@ -1,7 +1,6 @@
-"""What a training says of itself: a line a step in metrics.jsonl, and a bar on the console.
+"""Reports a training's progress: a line per step in metrics.jsonl, and a bar on the console.
 
-What holds: metrics.jsonl has the lines of the steps that the checkpoint knows, and of those after
-it, each once, also after a kill.
+What always holds: metrics.jsonl has one line for each step, even after a kill.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ _SHOWN = ("loss", "mean_token_accuracy", "rewards/accuracies", "eval_loss")
 
 
 class Reporting(TrainerCallback):  # type: ignore[misc]  # a class of a library without types
-    """Lines and bar.
+    """Writes lines and shows the bar.
 
     Args:
-        path: of metrics.jsonl.
-        step: of the checkpoint that the training goes on from.
-        name: of the training, before the bar.
+        path: metrics.jsonl.
+        step: step of the checkpoint that the training continues from.
+        name: the training's name, shown before the bar.
     """
 
     def __init__(self, path: Path, step: int, name: str, console: Console) -> None:
@@ -57,7 +56,7 @@ class Reporting(TrainerCallback):  # type: ignore[misc]  # a class of a library 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
         numbers = {name: one for name, one in (logs or {}).items() if name not in _LEFT_OUT}
         if "train_loss" in numbers:
-            return  # the last words of a training: of this start only
+            return  # the summary at the end, which covers this start only
         if "eval_loss" in numbers and state.global_step in self._evaluated:
             return  # killed between this line and the end
         line = {"step": state.global_step, **numbers}
@@ -68,6 +67,6 @@ class Reporting(TrainerCallback):  # type: ignore[misc]  # a class of a library 
             self._bar.update(self._task, note=note)
 
     def close(self) -> None:
-        """The bar stays as it is."""
+        """Stops the bar and leaves it visible."""
         self._bar.stop()
         self._lines.close()

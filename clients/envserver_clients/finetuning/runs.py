@@ -1,10 +1,10 @@
-"""One training: from rows to a folder that can go to the hub as it is.
+"""Runs one training: from rows to a folder that is ready for the hub.
 
     OUTPUT/README.md, metrics.jsonl, training.json, and the adapter or the model
-    OUTPUT/.work     rows as tokens, and checkpoints; gone when all is done
+    OUTPUT/.work     rows as tokens, and checkpoints; removed at the end
 
-What holds: `kill -9` at any moment loses at most the steps since the last checkpoint, and the same
-command goes on to the same weights. `training.json` is there only when everything else is.
+What always holds: `kill -9` at any moment loses at most the steps since the last checkpoint, and
+the same command continues to the same weights. `training.json` appears last.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ _NOT_OF_THE_RESULT: Final = frozenset(
 
 @dataclass(frozen=True)
 class Method(Generic[S]):
-    """What supervised and preference training do differently.
+    """The differences between supervised and preference training.
 
     Args:
         name: sft or dpo.
-        columns: of the data set.
-        examples: rows of these files as examples; fills the counts.
-        trainer: makes TRL's trainer.
+        columns: the data set's columns.
+        examples: converts rows of files to examples; fills the counts.
+        trainer: creates TRL's trainer.
         last_only: train only the last turn.
     """
 
@@ -68,22 +68,22 @@ class Method(Generic[S]):
 
 
 def prepare(settings: Settings) -> None:
-    """Torch as the settings want it."""
+    """Configures torch and transformers."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # one a file, for files that are read in no time
+    disable_progress_bar()  # it would show one per file for short reads
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
 
 
 class Training(Generic[S]):
-    """One model that is made of one part of the data.
+    """Trains one model on one part of the data.
 
     Args:
-        settings: all of them.
+        settings: the command's settings.
         part: the rows.
-        output: the folder of this model.
+        output: the model's folder.
     """
 
     def __init__(
@@ -100,17 +100,17 @@ class Training(Generic[S]):
         )
 
     def run(self) -> None:
-        """Trains, or goes on, or sees that all is done.
+        """Starts or continues the training, unless it is already done.
 
         Raises:
-            ConflictError: `output` holds another training, or other things.
-            InputError: a row is wrong, or none is left.
-            ConfigError: model and settings do not go together.
+            ConflictError: `output` contains another training or other files.
+            InputError: a row is wrong, or no row is left.
+            ConfigError: model and settings do not fit together.
         """
         facts = self._facts()
         if self._is_done(facts):
             shutil.rmtree(self._work, ignore_errors=True)
-            self._console.print(f"{self._output}: done already.", soft_wrap=True, highlight=False)
+            self._console.print(f"{self._output}: already done.", soft_wrap=True, highlight=False)
             return
         self._work.mkdir(parents=True, exist_ok=True)
         _write(self._work / _STARTED, facts)
@@ -119,9 +119,9 @@ class Training(Generic[S]):
         train = self._data(self._part.train, encoder, counts, "train")
         if train is None:
             raise InputError(
-                f"There is nothing to learn from: of {counts.rows} rows none is left.",
-                hint=f"Longer than --max-length: {counts.dropped_too_long}; with nothing of the "
-                f"assistant: {counts.dropped_nothing_to_train}.",
+                f"There is nothing to learn from: none of {counts.rows} rows is left.",
+                hint=f"Longer than --max-length: {counts.dropped_too_long}; without an answer of "
+                f"the assistant: {counts.dropped_nothing_to_train}.",
             )
         validation = None
         if self._part.validation:
@@ -130,7 +130,7 @@ class Training(Generic[S]):
         self._finish(trainer, tokenizer, facts, counts)
 
     def _facts(self) -> dict[str, Any]:
-        """What decides the result."""
+        """Returns the facts that determine the result."""
         settings = self._settings
         chosen = settings.model_dump(mode="json", exclude=set(_NOT_OF_THE_RESULT))
         chosen["learning_rate"] = settings.rate
@@ -145,7 +145,7 @@ class Training(Generic[S]):
         }
 
     def _is_done(self, facts: dict[str, Any]) -> bool:
-        """Looks at what is in the folder; empties it where that was asked for."""
+        """Returns whether the folder contains the result; empties it with --overwrite."""
         names = {path.name for path in self._output.iterdir()} if self._output.exists() else set()
         if names <= {_WORK} and not (self._work / _STARTED).exists():
             return False
@@ -153,19 +153,19 @@ class Training(Generic[S]):
         ours = next((path for path in (done, started) if path.is_file()), None)
         if ours is None:
             raise ConflictError(
-                f"{self._output} holds something else.", hint="Name another --output."
+                f"{self._output} contains other files.", hint="Use another --output."
             )
         earlier = json.loads(ours.read_text(encoding="utf-8"))
         if all(earlier.get(name) == value for name, value in facts.items()):
             return ours is done
         if ours is started and _last_whole(self._work / "checkpoints") is None:
-            shutil.rmtree(self._work)  # nothing would be lost
+            shutil.rmtree(self._work)  # nothing is lost
             return False
         if not self._settings.overwrite:
             other = ", ".join(_differences(earlier, facts))
             raise ConflictError(
-                f"{self._output} holds another training: {other} differ.",
-                hint="Name another --output, or begin anew with --overwrite.",
+                f"{self._output} contains another training: {other} differ.",
+                hint="Use another --output, or start again with --overwrite.",
             )
         shutil.rmtree(self._output)
         return False
@@ -180,7 +180,7 @@ class Training(Generic[S]):
         try:
             ends = GenerationConfig.from_pretrained(self._settings.model).eos_token_id
         except OSError:
-            ends = None  # a model without that file
+            ends = None  # the model does not have that file
         known = [] if ends is None else [ends] if isinstance(ends, int) else ends
         last_only = self._method.last_only(self._settings)
         return tokenizer, Encoder(tokenizer, ends=frozenset(known), last_only=last_only)
@@ -236,7 +236,7 @@ class Training(Generic[S]):
         shutil.rmtree(self._work)
 
     def _results(self) -> dict[str, float]:
-        """The last value of each number in metrics.jsonl."""
+        """Returns the last value of each number in metrics.jsonl."""
         found: dict[str, float] = {}
         for line in read_lines(self._output / _METRICS):
             found.update(line)
@@ -251,15 +251,15 @@ def _is_time(name: str) -> bool:
 
 
 def _differences(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Names of what is not the same."""
+    """Returns the names of facts and settings that differ."""
     names = [name for name in now if name != "settings" and earlier.get(name) != now[name]]
     before, after = earlier.get("settings", {}), now["settings"]
     return names + [name for name in after if before.get(name) != after[name]]
 
 
 def _last_whole(checkpoints: Path) -> Path | None:
-    """The newest checkpoint; one that was torn by a kill is removed. The trainer's state is what
-    TRL writes last."""
+    """Returns the newest complete checkpoint; removes one that a kill left incomplete. TRL writes
+    the trainer's state last."""
     found = sorted(checkpoints.glob("checkpoint-*"), key=lambda one: int(one.name[11:]))
     while found:
         try:
@@ -272,7 +272,7 @@ def _last_whole(checkpoints: Path) -> Path | None:
 
 
 def _save(model: Any, tokenizer: Any, folder: Path, settings: Settings, base: str) -> None:
-    """What engines and transformers load: the model, or the adapter alone (PEFT)."""
+    """Saves what engines and transformers load: the model, or only the adapter (PEFT)."""
     import torch
     from transformers import AutoConfig
 
@@ -286,7 +286,7 @@ def _save(model: Any, tokenizer: Any, folder: Path, settings: Settings, base: st
         model, folder = model.merge_and_unload(), folder / "merged"
     was = AutoConfig.from_pretrained(settings.model).dtype
     if isinstance(was, torch.dtype):
-        model = model.to(was)  # as it came, though it was trained in float32
+        model = model.to(was)  # its original type, though it was trained in float32
     model.config.use_cache = True
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

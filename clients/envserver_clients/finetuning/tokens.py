@@ -1,12 +1,11 @@
-"""A conversation -> token ids, and which of them the model is to learn, by any chat template.
+"""Encodes a conversation with any chat template: token ids, and which of them to train.
 
-What holds: a trained token stands behind exactly the ids that an engine would have had before it
-when it sampled that turn, which is the template's rendering of the messages so far with its
-generation prompt. For that, every turn of the assistant is rendered by itself, as prompt and as
-prompt with answer; turns whose prompt goes on from the turn before token by token share one row,
-the others (templates that drop earlier thoughts) begin a new one. No marks in the template are
-needed. Trained are the answer's tokens up to the one that ends the turn, nothing before, between
-and behind them.
+What always holds: the tokens before a trained token are exactly those that an engine would have
+when it samples that turn: the template's rendering of the messages so far with its generation
+prompt. So every turn of the assistant is rendered twice, as prompt and as prompt with answer. Turns
+whose prompt continues the turn before token by token share one row; others (with templates that
+drop earlier thoughts) begin a new one. Templates need no marks. Trained are only the answer's
+tokens up to the one that ends the turn.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from jinja2 import TemplateError
 from .conversation import Conversation, Message, Plain
 
 NOT_TRAINED = -100
-"""The label of what is only context."""
+"""The label of context tokens."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Encoded:
 
     Args:
         ids: T token ids.
-        trained: T times whether the loss counts the token.
+        trained: T flags: whether the loss counts the token.
     """
 
     ids: list[int]
@@ -37,23 +36,23 @@ class Encoded:
 
     @property
     def labels(self) -> list[int]:
-        """The ids that are trained, `NOT_TRAINED` elsewhere."""
+        """The trained ids, `NOT_TRAINED` elsewhere."""
         return [
             token if kept else NOT_TRAINED
             for token, kept in zip(self.ids, self.trained, strict=True)
         ]
 
     def cut(self, length: int) -> Encoded:
-        """Its first tokens."""
+        """Returns the first `length` tokens."""
         return Encoded(self.ids[:length], self.trained[:length])
 
 
 class Encoder:
-    """Renders by the chat template of a tokenizer.
+    """Renders with the chat template of a tokenizer.
 
     Args:
-        tokenizer: of transformers, as it was loaded with the model.
-        ends: ids of tokens that end a turn, beside the tokenizer's own.
+        tokenizer: the model's tokenizer, from transformers.
+        ends: ids of tokens that end a turn, in addition to the tokenizer's.
         last_only: train only the last turn of the assistant.
     """
 
@@ -65,23 +64,23 @@ class Encoder:
         self._ends = ends if own is None else ends | {own}
         self._last_only = last_only
         self.rendered_otherwise = 0
-        """Turns whose prompt the template renders in another way once it is answered."""
+        """Turns whose prompt the template renders differently once they are answered."""
 
     @property
     def has_template(self) -> bool:
-        """The model knows how a chat looks."""
+        """Whether the model has a chat template."""
         return bool(self._tokenizer.chat_template)
 
     def is_rendered(self, prompt: str) -> bool:
-        """A text is no user's turn: it has special tokens, or there is no template to put it in."""
+        """Returns whether a text is already rendered: it has special tokens, or no template."""
         special = self._tokenizer.all_special_tokens
         return not self.has_template or any(token in prompt for token in special)
 
     def conversation(self, conversation: Conversation, place: str) -> list[Encoded]:
-        """Its rows, in order; none where there is nothing to train.
+        """Encodes a conversation; returns its rows in order, none if there is nothing to train.
 
         Raises:
-            InputError: the model has no chat template, or it refuses these messages.
+            InputError: the model has no chat template, or the template rejects the messages.
         """
         messages = conversation.messages
         turns = [
@@ -99,8 +98,8 @@ class Encoder:
         return rows
 
     def plain(self, text: Plain) -> Encoded:
-        """Text that goes on: one token that begins a text, where the tokenizer has that habit and
-        the text has not; one that ends it."""
+        """Encodes plain text: adds the tokenizer's begin token if the text does not have it, and an
+        end token."""
         start = self._beginning(text.prompt)
         prompt = start + self._ids(text.prompt)
         both = start + self._ids(text.prompt + text.completion)
@@ -115,7 +114,7 @@ class Encoder:
         if after.startswith(before):
             prompt, full = self._ids(before), self._ids(after)
             if full[: len(prompt)] != prompt:
-                # A token across the border: an engine has the prompt's own tokens.
+                # A token across the boundary: an engine would have the prompt's own tokens.
                 full = prompt + self._ids(after[len(before) :])
             return self._answered(prompt, full)
         self.rendered_otherwise += 1
@@ -127,7 +126,7 @@ class Encoder:
     ) -> str:
         if not self.has_template:
             raise InputError(
-                f"{place}: the model has no chat template, the row is a conversation.",
+                f"{place}: the row is a conversation, but the model has no chat template.",
                 hint="Use a chat model, or rows with prompt and completion and --prompts plain.",
             )
         try:
@@ -138,7 +137,7 @@ class Encoder:
                 add_generation_prompt=generation,
             )
         except (TemplateError, TypeError, ValueError) as error:
-            raise InputError(f"{place}: the chat template refuses it: {error}") from error
+            raise InputError(f"{place}: the chat template rejects it: {error}") from error
         return text
 
     def _ids(self, text: str) -> list[int]:
@@ -153,7 +152,7 @@ class Encoder:
         return [number] if habit == [number] else []
 
     def _answered(self, prompt: list[int], full: list[int]) -> Encoded:
-        """`full` begins with `prompt`; trained is what follows, to the end of the turn."""
+        """Encodes `full`, which begins with `prompt`; trains the rest, to the end of the turn."""
         last = max(
             (place for place in range(len(prompt), len(full)) if full[place] in self._ends),
             default=None,
@@ -171,7 +170,7 @@ def _mask(start: int, end: int, length: int) -> list[bool]:
 
 
 def _joined(row: Encoded, turn: Encoded) -> Encoded | None:
-    """Both in one row, where the turn's prompt begins with all of the row that was sampled."""
+    """Joins both into one row if the turn's prompt begins with all sampled tokens of the row."""
     sampled = len(row.ids) - row.trained[::-1].index(True)
     if turn.ids[:sampled] != row.ids[:sampled] or any(turn.trained[:sampled]):
         return None
@@ -179,7 +178,7 @@ def _joined(row: Encoded, turn: Encoded) -> Encoded | None:
 
 
 def _common(first: list[int], second: list[int]) -> int:
-    """Length of what both begin with."""
+    """Returns the length of the common beginning."""
     for place, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             return place

@@ -1,7 +1,8 @@
-"""Settings -> TRL's trainers, on examples that are tokens already.
+"""Creates TRL's trainers for examples that are already tokenised.
 
-What holds: what was counted as trained is what the loss counts. TRL's own preparation, which would
-render conversations again and count all that follows the prompt, is not used.
+What always holds: the loss counts exactly the tokens that were counted as trained. TRL's own
+preparation, which would render conversations again and train everything after the prompt, is not
+used.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ def sft_trainer(
     folder: Path,
     callbacks: Sequence[TrainerCallback],
 ) -> Any:
-    """TRL's SFTTrainer.
+    """Creates TRL's SFTTrainer.
 
     Args:
         train: data set of `input_ids` and `labels`.
         validation: the same, or None.
-        folder: of checkpoints.
+        folder: for checkpoints.
 
     Raises:
-        ConfigError: model or LoRA settings do not go together.
+        ConfigError: the model and the LoRA settings do not fit together.
     """
     arguments = SFTConfig(**_arguments(settings, folder), max_length=None)
     return _made(
@@ -57,7 +58,7 @@ def dpo_trainer(
     folder: Path,
     callbacks: Sequence[TrainerCallback],
 ) -> Any:
-    """TRL's DPOTrainer; arguments as of `sft_trainer`, of pairs."""
+    """Creates TRL's DPOTrainer; arguments as for `sft_trainer`, with pairs."""
     arguments = DPOConfig(
         **_arguments(settings, folder),
         beta=settings.beta,
@@ -80,24 +81,24 @@ def dpo_trainer(
 
 
 class _PairsTrainer(DPOTrainer):  # type: ignore[misc]  # a class of a library without types
-    """Takes pairs that are tokens already, as SFTTrainer does by itself."""
+    """Accepts tokenised pairs, as SFTTrainer does by default."""
 
     def _prepare_dataset(self, dataset: Any, *more: Any) -> Any:
         return dataset
 
 
 class PairCollator:
-    """Pairs -> the batch that DPOTrainer computes with: all chosen, then all rejected.
+    """Makes DPOTrainer's batches from pairs: all chosen, then all rejected.
 
     Args:
-        padding: token id behind shorter rows.
+        padding: token id for padding.
     """
 
     def __init__(self, padding: int) -> None:
         self._padding = padding
 
     def __call__(self, pairs: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        """`input_ids`, `attention_mask`, `completion_mask` (what counts), each [2 x pairs, T]."""
+        """Returns `input_ids`, `attention_mask` and `completion_mask`, each [2 x pairs, T]."""
         rows = [
             (pair[f"{side}_ids"], pair[f"{side}_labels"])
             for side in ("chosen", "rejected")
@@ -121,12 +122,12 @@ class PairCollator:
 def _made(trainer: Any, settings: Settings, **given: Any) -> Any:
     try:
         return trainer(model=settings.model, peft_config=_lora(settings), **given)
-    except (OSError, ValueError) as error:  # what transformers, PEFT and TRL refuse
+    except (OSError, ValueError) as error:  # errors of transformers, PEFT and TRL
         raise ConfigError(f"{settings.model} cannot be trained like this: {error}") from error
 
 
 def _lora(settings: Settings) -> Any:
-    """LoRA (arXiv 2106.09685), None where all weights are trained."""
+    """Returns the LoRA configuration (arXiv 2106.09685), None without LoRA."""
     if not settings.lora:
         return None
     from peft import LoraConfig
@@ -142,14 +143,14 @@ def _lora(settings: Settings) -> Any:
 
 
 def _arguments(settings: Settings, folder: Path) -> dict[str, Any]:
-    """What both configurations have."""
+    """Returns the arguments of both configurations."""
     cuda = settings.device == "auto" and torch.cuda.is_available()
     half = settings.dtype == "bfloat16" or (
         settings.dtype == "auto" and cuda and torch.cuda.is_bf16_supported()
     )
     return {
         "output_dir": str(folder),
-        # Frozen weights may be halves; those that are trained would lose small updates.
+        # Frozen weights may be 16-bit; trained ones would lose small updates.
         "model_init_kwargs": {"dtype": "bfloat16" if half and settings.lora else "float32"},
         "bf16": half,
         "use_cpu": not cuda,

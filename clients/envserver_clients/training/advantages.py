@@ -1,7 +1,7 @@
-"""How much better a trajectory was than the others of its group.
+"""Computes how much better a trajectory was than the others of its group.
 
-In: rewards. Out: advantages, float32, one per reward. What holds: they add up to 0, and are all 0
-where the rewards are all equal: such a group teaches nothing, and no rounding error is blown up.
+In: rewards. Out: advantages, float32, one per reward. What always holds: they add up to 0, and are
+all 0 if the rewards are equal: such a group teaches nothing, and rounding errors are not amplified.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 Scaling = Literal["std", "mean"]
-"""std: `(r - mean) / std`, as GRPO has it (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
-mean: `r - mean`, without the division, which gives very easy and very hard tasks more weight than
-others (Dr. GRPO, arXiv 2503.20783, section 3.1)."""
+"""std: `(r - mean) / std`, as in GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
+mean: `r - mean`, without the division, because the division gives very easy and very hard tasks
+more weight (Dr. GRPO, arXiv 2503.20783, section 3.1)."""
 
 _LEAST_STD: Final = 1e-4
 """Added to the standard deviation."""
 
 
 def advantages(rewards: Sequence[float], scaling: Scaling = "std") -> NDArray[np.float32]:
-    """The advantages of one group's trajectories.
+    """Returns the advantages of one group's trajectories.
 
     Args:
         rewards: one per trajectory of the group; not empty.
@@ -39,8 +39,8 @@ def advantages(rewards: Sequence[float], scaling: Scaling = "std") -> NDArray[np
 
 
 def shuffled(rewards: Sequence[float], rng: np.random.Generator) -> list[float]:
-    """The same rewards, dealt out by chance: what is learned from them is nothing.
+    """Returns the same rewards in random order, from which nothing can be learned.
 
-    The control of an experiment: all stays as it was (spread, mean) but what was good about what.
+    For control experiments: mean and spread stay, but rewards no longer belong to trajectories.
     """
     return [float(reward) for reward in rng.permutation(np.asarray(rewards, np.float64))]

@@ -1,8 +1,8 @@
-"""Checkpoints: a folder `step-N` that is there whole or not at all.
+"""Saves checkpoints in folders `step-N`, which are always complete.
 
-In: the learner's state and what the server has to be told after a restart. Out: `Saved`. What
-holds: a folder named `step-N` is complete and on disk: it was written under another name, synced,
-and renamed. `kill -9` at any moment leaves the last one as it was.
+In: the learner's state, and what the server must learn after a restart. Out: `Saved`. What always
+holds: a folder named `step-N` is complete and on disk, because it was written under another name,
+synced and renamed. `kill -9` at any moment leaves the last checkpoint intact.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _NAME = re.compile(r"step-(\d+)")
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint says of itself, in its `about.json`.
+    """A checkpoint's description, stored in its `about.json`.
 
     Args:
-        step: batches that it has learned from.
-        version: of the policy, as the server knows it.
-        lease_id: of the last of them: its acknowledgement may have been lost. "": there is none.
-        group_ids: of the last of them.
+        step: number of batches that it learned from.
+        version: the policy version at the server.
+        lease_id: the last batch's lease, whose acknowledgement may have been lost. "": none.
+        group_ids: groups of the last batch.
     """
 
     step: int
@@ -38,16 +38,16 @@ class Saved:
 
     @property
     def name(self) -> str:
-        """As the server knows it."""
+        """Its name at the server."""
         return f"step-{self.step}"
 
 
 class Checkpoints:
-    """The checkpoints below a folder.
+    """Manages the checkpoints below a folder.
 
     Args:
         folder: made when needed.
-        keep: so many of the last ones stay.
+        keep: number of last checkpoints to keep.
     """
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
@@ -69,13 +69,13 @@ class Checkpoints:
             self._remove(self._folder / f"step-{step}")
 
     def _remove(self, folder: Path) -> None:
-        """Half a checkpoint must not bear a checkpoint's name."""
+        """Renames before removing, so that no partial checkpoint is visible."""
         going = folder.with_name(f".{folder.name}")
         folder.rename(going)
         shutil.rmtree(going)
 
     def latest(self) -> Saved | None:
-        """What the last checkpoint says of itself, None where there is none."""
+        """Returns the last checkpoint's description, None if there is none."""
         steps = self._steps()
         if not steps:
             return None
@@ -83,13 +83,13 @@ class Checkpoints:
         return Saved(**{**about, "group_ids": tuple(about["group_ids"])})
 
     def load(self, saved: Saved) -> dict[str, Any]:
-        """The state that it was saved with."""
+        """Returns the state of a checkpoint."""
         path = self._folder / saved.name / "state.pt"
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         return state
 
     def _steps(self) -> list[int]:
-        """Of all checkpoints, ascending."""
+        """Returns the steps of all checkpoints, ascending."""
         if not self._folder.is_dir():
             return []
         found = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())

@@ -1,7 +1,8 @@
-"""Processes that belong together: started in order, started again when they die, ended in order.
+"""Runs processes that belong together: starts them in order, restarts them when they die.
 
-In: commands. Out: processes that run as long as their owner does. What holds: each is ended by its
-own id, also when its owner fails or is interrupted, and by the kernel when its owner is killed.
+In: commands. Out: processes that run as long as their owner. What always holds: each is ended by
+its id in reverse order, even if the owner fails or is interrupted, and by the kernel if the owner
+is killed.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ _TICK_SECONDS: Final = 0.2
 _SECONDS_TO_END: Final = 20.0
 
 Command = Callable[[], Sequence[str]]
-"""Gives the words of a command, anew for each start."""
+"""Returns the arguments of a command; called for each start."""
 
 
 class Children:
-    """A context manager; on the way out the last that was started ends first.
+    """A context manager that ends its processes at exit, the last started one first.
 
     Args:
-        folder: of their logs, and of `processes.json`, which has the id of each.
-        restarts: of each, when it dies.
-        environment: variables beside those of this process.
+        folder: for their logs and `processes.json`, which has their ids.
+        restarts: maximum number of restarts per process.
+        environment: additional environment variables.
     """
 
     def __init__(
@@ -67,10 +68,10 @@ class Children:
     def start(
         self, name: str, command: Command, *, ready: str = "", ready_seconds: float = 120.0
     ) -> None:
-        """Starts one; its output goes to `NAME.log`, or to ours when nothing tells its readiness.
+        """Starts a process; its output goes to `NAME.log`, or to ours without `ready`.
 
         Args:
-            ready: address that answers 200 when it is; "": it need not be waited for.
+            ready: address that answers 200 when the process is ready; "": do not wait.
 
         Raises:
             EnvserverError: it died before, or took longer than `ready_seconds`.
@@ -84,10 +85,11 @@ class Children:
             time.sleep(_TICK_SECONDS)
 
     def wait_for(self, name: str) -> int:
-        """The exit status of one, when it ends by itself; whatever dies meanwhile begins again.
+        """Waits until a process ends by itself; returns its exit status. Others that die meanwhile
+        are restarted.
 
         Raises:
-            EnvserverError: one died too often.
+            EnvserverError: a process died too often.
         """
         while True:
             for other, process in list(self._running.items()):
@@ -117,7 +119,7 @@ class Children:
                 stdout=log,
                 stderr=log and subprocess.STDOUT,
                 env=self._variables,
-                start_new_session=True,  # Ctrl-C comes to us alone, who end them in order
+                start_new_session=True,  # Ctrl-C reaches only us, who end them in order
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
         ids = {one: process.pid for one, process in self._running.items()}
@@ -132,7 +134,7 @@ class Children:
 
 
 def _end_with_parent() -> None:
-    """In the child, before its program begins."""
+    """Runs in the child before its program starts."""
     ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGTERM)
 
 

@@ -1,8 +1,7 @@
-"""metrics.jsonl as a picture: `python -m envserver_clients.training.curves metrics.jsonl ... [-o
-PNG]`.
+"""Draws metrics.jsonl: `python -m envserver_clients.training.curves metrics.jsonl ... [-o PNG]`.
 
-In: one or several files of metrics; several are drawn over each other, each with its folder's name.
-Out: a PNG: reward, distance from the sampling policy, staleness, length.
+In: one or more files of metrics; several are drawn into the same axes, with their folders' names.
+Out: a PNG with reward, distance from the sampling policy, staleness and length.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _SMOOTH = 10
 
 
 def draw(files: Sequence[Path], picture: Path, *, title: str = "") -> None:
-    """Draws the curves of `files` into `picture`, over what was there."""
+    """Draws the curves of `files`; replaces `picture`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -70,7 +69,7 @@ def _value(line: Line, key: str) -> float | None:
 
 
 def _smoothed(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The mean of each value and up to `_SMOOTH - 1` before it."""
+    """Returns the mean of each value and up to `_SMOOTH - 1` before it."""
     sums = np.cumsum(np.concatenate([[0.0], values]))
     ends = np.arange(1, len(values) + 1)
     begins = np.maximum(0, ends - _SMOOTH)
@@ -79,11 +78,11 @@ def _smoothed(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(
         prog="python -m envserver_clients.training.curves", description=__doc__
     )
-    parser.add_argument("files", nargs="+", type=Path, help="metrics.jsonl, one or several")
+    parser.add_argument("files", nargs="+", type=Path, help="one or more metrics.jsonl")
     parser.add_argument("-o", "--output", type=Path, default=Path("curves.png"), help="picture")
     parser.add_argument("--title", default="", help="above it")
     given = parser.parse_args(arguments)

@@ -1,8 +1,8 @@
-"""What is learned from a batch.
+"""Selects what to learn from a batch.
 
-In: the groups of a batch, and the version of the policy that learns. Out: examples, and numbers
-about all of the batch. What holds: the weights of all trained tokens of a batch are fixed before
-anything is computed, from the whole batch; so sums over any parts of it add up to the same loss.
+In: the groups of a batch, and the version of the learning policy. Out: examples, and statistics of
+the whole batch. What always holds: the weights of all trained tokens are computed from the whole
+batch in advance, so the sums over any parts of it add up to the same loss.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from envserver_clients.records import ClientGroup, Row
 from .advantages import Scaling, advantages, shuffled
 
 Denominator = Literal["trajectory", "token", "constant"]
-"""What the sum over tokens is divided by.
+"""The denominator of the sum over tokens.
 
 trajectory: each trajectory weighs the same, however long (GRPO, arXiv 2402.03300, equation 3).
-token: each token weighs the same (DAPO, arXiv 2503.14476, equation 8).
-constant: trajectories times a constant, so that a long wrong answer is not punished less per token
+token: each token has the same weight (DAPO, arXiv 2503.14476, equation 8).
+constant: trajectories times a constant, so that tokens of long wrong answers count as much
 (Dr. GRPO, arXiv 2503.20783, section 3.2).
 
-Trajectories and tokens of the whole batch count, also of groups whose rewards are all equal. Tokens
-of a trajectory are those of all its rows. Only trained tokens count."""
+Trajectories and tokens of the whole batch count, including groups whose rewards are all equal. A
+trajectory has the tokens of all its rows. Only trained tokens count."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One row that is learned from; arrays have length T.
+    """One row to learn from; arrays have length T.
 
     Args:
         tokens: int32[T].
-        mask: uint8[T], 1 where the token is trained; never at 0, which nothing precedes.
-        logprobs: float32[T], of the policy that sampled, where mask is 1.
-        advantage: of its trajectory.
-        weight: of each of its trained tokens in the loss.
+        mask: uint8[T], 1 where the token is trained; 0 for the first token, which has no context.
+        logprobs: float32[T], those of the sampling policy where mask is 1.
+        advantage: its trajectory's.
+        weight: weight of each of its trained tokens in the loss.
     """
 
     tokens: NDArray[np.int32]
@@ -52,7 +52,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Rules:
-    """How rows become examples; see `Settings`."""
+    """How rows become examples; see the settings."""
 
     scaling: Scaling = "std"
     denominator: Denominator = "trajectory"
@@ -63,11 +63,11 @@ class Rules:
 
 @dataclass(frozen=True)
 class Learned:
-    """The examples of a batch, and what there is to say about the batch.
+    """The examples of a batch, with statistics of the batch.
 
     Args:
-        numbers: rewards, sizes, staleness: what goes into the metrics.
-        group_ids: of all groups, in their order.
+        numbers: rewards, sizes and staleness for the metrics.
+        group_ids: ids of all groups, in order.
     """
 
     examples: list[Example]
@@ -82,17 +82,17 @@ def examples_of(
     *,
     shuffle: np.random.Generator | None = None,
 ) -> Learned:
-    """The examples of a batch.
+    """Returns the examples of a batch.
 
-    Rows of advantage 0 add nothing to the gradient and are left out; their trajectories and tokens
-    count in the denominators. Groups older than `max_staleness` are left out altogether, counted.
+    Rows with advantage 0 do not change the gradient and are left out; their trajectories and tokens
+    count in the denominators. Groups older than `max_staleness` are left out and counted.
 
     Args:
-        version: of the policy that learns.
-        shuffle: deals out the rewards within each group by chance (a control).
+        version: version of the learning policy.
+        shuffle: shuffles the rewards within each group (for control experiments).
 
     Raises:
-        InputError: a trained row came without logprobs.
+        InputError: a trained row has no logprobs.
     """
     fresh = [group for group in groups if not _is_stale(group.rows, version, rules.max_staleness)]
     rows: list[tuple[Row, float]] = []
@@ -123,7 +123,7 @@ def examples_of(
 
 
 def _is_stale(rows: Sequence[Row], version: int, most: int | None) -> bool:
-    """Whether any trained token is more than `most` versions behind (-1: unknown, is never)."""
+    """Returns whether a trained token is more than `most` versions behind (-1: unknown, no)."""
     if most is None:
         return False
     known = (row.versions[(row.mask == 1) & (row.versions >= 0)] for row in rows)
@@ -131,7 +131,7 @@ def _is_stale(rows: Sequence[Row], version: int, most: int | None) -> bool:
 
 
 def _rewards(rows: Sequence[Row]) -> dict[int, float]:
-    """The reward of each trajectory of a group; one that gave several rows counts once."""
+    """Returns the reward of each trajectory of a group, by its number."""
     return {row.trajectory: row.reward for row in rows}
 
 
@@ -148,8 +148,8 @@ def _weighed(rows: list[tuple[Row, float]], trajectories: int, rules: Rules) -> 
             continue
         if row.logprobs is None:
             raise InputError(
-                f"Group {row.group_id} has no logprobs: nothing says how likely its tokens were.",
-                hint="Use an engine that gives token logprobs (envserver models probe URL).",
+                f"Group {row.group_id} has no logprobs, which the importance weights need.",
+                hint="Use an engine that returns token logprobs (envserver models probe URL).",
                 place=row.group_id,
             )
         match rules.denominator:
@@ -160,7 +160,7 @@ def _weighed(rows: list[tuple[Row, float]], trajectories: int, rules: Rules) -> 
             case "constant":
                 weight = 1 / (trajectories * rules.constant_tokens)
         mask = row.mask.copy()
-        mask[0] = 0  # nothing was before it that could have made it more or less likely
+        mask[0] = 0  # the first token has no context to be predicted from
         examples.append(Example(row.tokens, mask, row.logprobs, advantage, weight))
     return examples
 
@@ -176,7 +176,7 @@ def _share(values: Sequence[bool]) -> float:
 
 
 def _staleness(rows: Sequence[Row], version: int) -> dict[str, float]:
-    """How many versions behind trained tokens are, where that is known."""
+    """Returns how many versions behind trained tokens are, where that is known."""
     parts = [version - row.versions[(row.mask == 1) & (row.versions >= 0)] for row in rows]
     behind = np.concatenate(parts) if parts else np.zeros(0)
     if not behind.size:

@@ -1,8 +1,8 @@
-"""One optimizer step from one batch.
+"""Makes one optimizer step from one batch.
 
-In: examples. Out: a policy that has learned from them, and numbers about the step. What holds: the
-gradient is that of the whole batch, however it was cut into micro-batches; the state that
-`state()` gives is all that later steps depend on.
+In: examples. Out: a policy that learned from them, and statistics of the step. What always holds:
+the gradient is that of the whole batch, whatever the micro-batches; `state()` returns everything
+that later steps depend on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .policy import Policy, tensors
 
 @dataclass(frozen=True)
 class StepRules:
-    """How a step is made; see `Settings`."""
+    """Settings of a step; see the trainer's settings."""
 
     learning_rate: float = 1e-5
     warmup_steps: int = 0
@@ -49,11 +49,11 @@ class Learner:
         self._updates = 0
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
-        """Learns from `examples`; from none nothing, and the optimizer stays as it is.
+        """Learns from `examples`; without examples the optimizer stays unchanged.
 
         Returns:
             loss, clip_fraction, ratio_mean, ratio_max, kl_sampling, kl (with a reference),
-            gradient_norm (before it is cut), learning_rate; nothing when there are no examples.
+            gradient_norm (before clipping), learning_rate; empty without examples.
         """
         if not examples:
             return {}
@@ -64,7 +64,7 @@ class Learner:
         return numbers
 
     def _before(self, part: Padded) -> torch.Tensor | None:
-        """The policy as it is before the step, where bounds are relative to it."""
+        """Returns the logprobs of the policy before the step, if bounds are relative to it."""
         if not self._rules.decoupled:
             return None
         with torch.no_grad():
@@ -112,12 +112,12 @@ class Learner:
         )
 
     def _rate(self) -> float:
-        """Linear warm-up, then constant."""
+        """Returns the learning rate: linear warm-up, then constant."""
         risen = (self._updates + 1) / max(1, self._rules.warmup_steps)
         return self._rules.learning_rate * min(1.0, risen)
 
     def state(self) -> dict[str, Any]:
-        """Weights, optimizer, random numbers, updates made."""
+        """Returns weights, optimizer state, random number state and the number of updates."""
         return {
             "weights": self.policy.state(),
             "optimizer": self._optimizer.state_dict(),
@@ -126,7 +126,7 @@ class Learner:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken."""
+        """Restores a state of `state()`."""
         self.policy.load_state(state["weights"])
         self._optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
@@ -134,7 +134,7 @@ class Learner:
 
 
 def _means(sums: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Per trained token, over all micro-batches."""
+    """Returns means per trained token over all micro-batches."""
     tokens = max(1.0, math.fsum(part["tokens"] for part in sums))
 
     def mean(name: str) -> float:

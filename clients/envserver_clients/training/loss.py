@@ -1,8 +1,8 @@
 """The loss: policy gradient with clipped importance weights, token by token.
 
-In: logprobs of the learning policy (with gradient), of the policy that sampled (as delivered with
-each token, whatever version that was), advantages and weights. Out: the loss, a sum that adds up
-over micro-batches, and what is measured beside it.
+In: logprobs of the learning policy (with gradient) and of the sampling policy (as delivered with
+each token, whatever its version), advantages and weights. Out: the loss, which adds up over
+micro-batches, and statistics.
 
 With r = exp(logprob - delivered logprob) of a token and A its trajectory's advantage, the loss is
 
@@ -10,16 +10,16 @@ With r = exp(logprob - delivered logprob) of a token and A its trajectory's adva
 
 (PPO, arXiv 1707.06347, equation 7; GRPO, arXiv 2402.03300, equation 3; two different bounds: DAPO's
 "clip-higher", arXiv 2503.14476, equation 10). The gradient of a token is 0 where r has left the
-bounds in the direction that A wants.
+bounds in the direction of A.
 
-Where the sampling policy is versions behind, or the engine computes a little differently, the two
-things that r does can be parted ("decoupled", arXiv 2110.00641): how far this update may go is
-bounded relative to the policy as it was before the update (`proximal`), and that the tokens came
-from another one is made good by a weight, exp(proximal - delivered), cut off at `most_correction`
-(truncated importance sampling).
+If the sampling policy is some versions behind, or the engine computes slightly different numbers,
+the two purposes of r can be separated ("decoupled", arXiv 2110.00641): the size of the update is
+bounded relative to the policy before the update (`proximal`), and the different origin of the
+tokens is corrected by a weight, exp(proximal - delivered), limited to `most_correction` (truncated
+importance sampling).
 
-The distance to a reference policy is `exp(d) - d - 1` with d = reference - logprob: never negative,
-and its mean is the KL divergence (arXiv 2402.03300, equation 4).
+The distance to a reference policy is `exp(d) - d - 1` with d = reference - logprob: it is never
+negative, and its mean is the KL divergence (arXiv 2402.03300, equation 4).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossRules:
-    """What bounds an update; see `Settings`."""
+    """The bounds of an update; see the trainer's settings."""
 
     clip_low: float = 0.2
     clip_high: float = 0.28
@@ -41,10 +41,10 @@ class LossRules:
 
 
 def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """The logprob of each target.
+    """Returns the logprob of each target.
 
     Args:
-        logits: [B, N, V], of the step before the target.
+        logits: [B, N, V], those of the position before the target.
         targets: int64[B, N].
 
     Returns:
@@ -66,24 +66,24 @@ def policy_loss(
     proximal: Tensor | None = None,
     reference: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss of one micro-batch.
+    """Returns the loss of one micro-batch.
 
     Args:
-        logprobs: [B, N], of the learning policy.
-        delivered: [B, N], of the policy that sampled; anything where mask is 0.
+        logprobs: [B, N], those of the learning policy.
+        delivered: [B, N], those of the sampling policy; any value where mask is 0.
         mask: [B, N], 1 where the token is trained.
-        advantages, weights: [B], of each row and of each of its tokens.
-        proximal: [B, N], of the policy before this update: see above; None: not decoupled.
-        reference: [B, N], of the policy that should not be left far behind; None: no such term.
+        advantages, weights: [B], a row's advantage, and the weight of each of its tokens.
+        proximal: [B, N], those of the policy before this update; None: not decoupled.
+        reference: [B, N], those of the reference policy; None: no such term.
 
     Returns:
         The loss, and sums over its tokens: `tokens`, `clipped`, `ratio`, `kl_sampling` (from the
-        policy that sampled to the one that learns), `kl` (from that one to the reference), and
+        sampling to the learning policy), `kl` (from the learning policy to the reference), and
         `ratio_max`.
     """
     trained = mask.bool()
     base = delivered if proximal is None else proximal
-    # 0 where nothing is trained: a large difference there would overflow, and inf * 0 is nan.
+    # 0 at untrained tokens: a large difference there would overflow, and inf * 0 is nan.
     ratio = torch.where(trained, logprobs - base, 0.0).exp()
     advantage = advantages.unsqueeze(-1)
     bounded = ratio.clamp(1 - rules.clip_low, 1 + rules.clip_high)
@@ -112,5 +112,5 @@ def policy_loss(
 
 
 def _distance(difference: Tensor) -> Tensor:
-    """`exp(d) - d - 1`."""
+    """Returns `exp(d) - d - 1`."""
     return difference.exp() - difference - 1

@@ -1,8 +1,8 @@
-"""What a step was like: one line in metrics.jsonl, one on the console, and to trackers.
+"""Writes the metrics of each step to metrics.jsonl, the console and trackers.
 
-In: a dict of numbers and names per step. What holds: metrics.jsonl has one line per step that the
-last checkpoint knows, also after a trainer was killed and began again: what it had written beyond
-its checkpoint is taken out, because those steps are made again.
+In: a dict of numbers and names per step. What always holds: metrics.jsonl has one line for each
+step of the last checkpoint, even after a killed trainer restarts: lines of later steps are removed,
+because these steps are repeated.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from envserver_records.files import replace_file
 from rich.console import Console
 
 Line = dict[str, Any]
-"""`step`, `version`, `group_ids`, and numbers: the README has what each means."""
+"""`step`, `version`, `group_ids` and numbers, which the README explains."""
 
 
 class Writer(Protocol):
-    """A place for metrics."""
+    """A destination of metrics."""
 
     def write(self, line: Line) -> None:
-        """One step."""
+        """Writes the metrics of one step."""
 
     def close(self) -> None:
-        """No more comes."""
+        """Closes the destination."""
 
 
 class Metrics:
-    """All writers together; a context manager.
+    """Writes to several destinations; a context manager.
 
     Args:
-        writers: in the order in which they are told.
+        writers: the destinations, in order.
         window: steps over which `reward_recent` is the mean.
         earlier: rewards of steps before a restart.
     """
@@ -57,7 +57,7 @@ class Metrics:
             writer.close()
 
     def write(self, line: Line) -> None:
-        """One step; adds `reward_recent`."""
+        """Writes one step; adds `reward_recent`."""
         if "reward_mean" in line:
             self._recent.append(line["reward_mean"])
         line["reward_recent"] = self.recent
@@ -66,14 +66,14 @@ class Metrics:
 
     @property
     def recent(self) -> float | None:
-        """Mean reward of the last steps, None before the window is full."""
+        """Mean reward of the last steps; None before the window is full."""
         if len(self._recent) < (self._recent.maxlen or 1):
             return None
         return sum(self._recent) / len(self._recent)
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of a metrics.jsonl; one that was torn by a kill is left out."""
+    """Yields the lines of a metrics.jsonl, without a last line that a kill left incomplete."""
     if not path.exists():
         return
     with path.open(encoding="utf-8") as file:
@@ -83,10 +83,10 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 class JsonLines:
-    """metrics.jsonl.
+    """Appends to metrics.jsonl.
 
     Args:
-        path: of the file; made anew with those of its lines that are of steps up to `step`.
+        path: the file; lines of steps after `step` are removed.
     """
 
     def __init__(self, path: Path, step: int) -> None:
@@ -109,7 +109,7 @@ def _text(line: Line) -> str:
 
 
 class ConsoleLines:
-    """One short line per step, the names of the columns again every 20."""
+    """Prints a short line per step, and the column names every 20 steps."""
 
     _COLUMNS = (
         ("step", "step", "{:.0f}"),
@@ -149,7 +149,7 @@ def _cell(value: float | None, form: str) -> str:
 
 
 class TensorBoard:
-    """Event files; steps beyond `step` that an earlier trainer wrote are hidden."""
+    """Writes event files; hides steps after `step` of an earlier trainer."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -165,7 +165,7 @@ class TensorBoard:
 
 
 class Tracker:
-    """trackio or Weights & Biases, which have the same form.
+    """Logs to trackio or Weights & Biases, which have the same interface.
 
     Args:
         module: "trackio" or "wandb".
@@ -185,7 +185,7 @@ class Tracker:
 
 
 def _numbers(line: Line) -> dict[str, float]:
-    """All but the step, which trackers take by itself."""
+    """Returns all numbers except the step, which trackers take separately."""
     return {
         name: value
         for name, value in line.items()

@@ -1,7 +1,7 @@
-"""Examples as padded arrays, a few rows at a time.
+"""Puts examples into padded arrays, a few rows at a time.
 
-In: examples of any lengths. Out: micro-batches of rows of about the same length. What holds: every
-example is in one micro-batch exactly, and what stands in the padding is trained nowhere.
+In: examples of any lengths. Out: micro-batches of rows of similar length. What always holds: every
+example is in exactly one micro-batch, and padding is never trained.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Padded:
         tokens: int64[B, T].
         attention: int64[B, T], 0 in the padding.
         mask: float32[B, T-1], 1 where the target is trained.
-        logprobs: float32[B, T-1], of the targets where mask is 1, else 0.
+        logprobs: float32[B, T-1], those of the targets where mask is 1, else 0.
         advantages, weights: float32[B].
-        first: the least target that is trained in any row: what is before needs no logits.
+        first: index of the first trained target in any row; earlier ones need no logits.
     """
 
     tokens: NDArray[np.int64]
@@ -38,9 +38,9 @@ class Padded:
 
 
 def micro_batches(examples: Sequence[Example], most_tokens: int) -> Iterator[Padded]:
-    """The examples, longest first, in parts of at most `most_tokens` tokens with their padding.
+    """Yields the examples, longest first, in parts of at most `most_tokens` tokens with padding.
 
-    An example that is longer is alone. Longest first: what does not fit into memory fails at once.
+    A longer example is alone. With the longest first, a lack of memory shows at once.
     """
     part: list[Example] = []
     for example in sorted(examples, key=lambda one: -len(one.tokens)):
@@ -53,7 +53,7 @@ def micro_batches(examples: Sequence[Example], most_tokens: int) -> Iterator[Pad
 
 
 def padded(examples: Sequence[Example]) -> Padded:
-    """These examples (at least one) as one micro-batch."""
+    """Returns these examples (at least one) as one micro-batch."""
     shape = (len(examples), max(len(example.tokens) for example in examples))
     tokens, attention = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     mask, logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)

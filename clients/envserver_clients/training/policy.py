@@ -1,8 +1,8 @@
-"""The model that learns: loaded, perhaps with LoRA, and written for an engine.
+"""The learning model: loads it, optionally with LoRA, and saves it for an engine.
 
-In: a folder or a hub's id. Out: a `Policy`: logprobs with gradient, the parameters that are
-trained, and files that engines and transformers read. What holds: dropout is off, so that the
-logprobs of the learning policy and those of the engine are of the same function.
+In: a folder or a hub id. Out: a `Policy` with logprobs (with gradient), trained parameters, and
+files that engines and transformers read. What always holds: dropout is off, so the learning policy
+and the engine compute the same function.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Policy:
 
     Args:
         model: folder or hub id.
-        lora_rank: rank of the LoRA that is trained in place of all weights; 0: all weights are.
-        device: where it computes.
-        dtype: of its weights.
-        keep_reference: keep what is needed to compute the logprobs of the model as it was loaded.
+        lora_rank: rank of a LoRA to train instead of all weights; 0: train all weights.
+        device: torch device.
+        dtype: type of the weights.
+        keep_reference: keep what `reference_logprobs` needs.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Policy:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils.logging import disable_progress_bar
 
-        disable_progress_bar()  # one a step, for files that are written in no time
+        disable_progress_bar()  # it would show one per step for short writes
         self._source = model
         self.device = torch.device(device)
         self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(self.device)
@@ -62,11 +62,11 @@ class Policy:
         return {name: value for name, value in named if value.requires_grad}
 
     def logprobs(self, batch: Padded) -> Tensor:
-        """float32[B, N] of the targets from `batch.first` on, with gradient."""
+        """Returns float32[B, N] for the targets from `batch.first` on, with gradient."""
         return self._logprobs(self.model, batch)
 
     def reference_logprobs(self, batch: Padded) -> Tensor:
-        """The same of the model as it was loaded, without gradient."""
+        """Returns the same for the model as it was loaded, without gradient."""
         with torch.no_grad():
             if self.is_lora:
                 with self.model.disable_adapter():
@@ -77,13 +77,13 @@ class Policy:
         tokens = torch.from_numpy(batch.tokens).to(self.device)
         attention = torch.from_numpy(batch.attention).to(self.device)
         targets = tokens[:, batch.first + 1 :]
-        # Logits of what is not trained (a long prompt) would be most of the work and the memory.
+        # Logits of untrained tokens (a long prompt) would take most of the time and memory.
         keep = targets.shape[1] + 1
         logits = model(tokens, attention_mask=attention, logits_to_keep=keep, use_cache=False)
         return token_logprobs(logits.logits[:, :-1], targets)
 
     def prompt_logprobs(self, tokens: list[int]) -> list[float]:
-        """The logprob of each token but the first, given those before it."""
+        """Returns the logprob of each token except the first, given those before it."""
         ids = torch.tensor([tokens], device=self.device)
         with torch.no_grad():
             logits = self.model(ids, use_cache=False).logits
@@ -91,28 +91,28 @@ class Policy:
         return found
 
     def state(self) -> dict[str, Tensor]:
-        """What is trained, for a checkpoint."""
+        """Returns the trained parameters, for a checkpoint."""
         return {name: value.detach() for name, value in self.trained.items()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Puts a checkpoint's weights in place.
+        """Loads a checkpoint's weights.
 
         Raises:
-            KeyError: it is of another model, or of other LoRA settings.
+            KeyError: it belongs to another model or other LoRA settings.
         """
         with torch.no_grad():
             for name, value in self.trained.items():
                 value.copy_(state[name])
 
     def save(self, folder: Path) -> None:
-        """Writes what an engine loads: the model with its tokenizer, or the LoRA alone (PEFT)."""
+        """Saves what an engine loads: the model with its tokenizer, or only the LoRA (PEFT)."""
         self.model.save_pretrained(folder)
         if not self.is_lora:
             self.tokenizer.save_pretrained(folder)
 
 
 def _with_lora(model: Any, rank: int) -> Any:
-    """LoRA (arXiv 2106.09685) on every linear layer but the last; scale 2, no dropout."""
+    """Adds LoRA (arXiv 2106.09685) to every linear layer except the last; scale 2, no dropout."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
@@ -122,8 +122,8 @@ def _with_lora(model: Any, rank: int) -> Any:
 
 
 def tensors(batch: Padded, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Delivered logprobs and mask [B, N] of the targets from `batch.first` on, advantages and
-    weights [B].
+    """Returns delivered logprobs and mask [B, N] of the targets from `batch.first` on, advantages
+    and weights [B].
     """
     arrays: tuple[np.ndarray[Any, Any], ...] = (
         batch.logprobs[:, batch.first :],

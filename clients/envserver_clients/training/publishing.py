@@ -1,8 +1,7 @@
-"""New weights to the engine, and their version to the server.
+"""Transfers new weights to the engine and publishes their version at the server.
 
-In: the policy after a step. Out: an engine that samples with it, checked against the policy's own
-logprobs, and a server that knows which version that is. An engine that is just being started again
-is waited for: the trainer has what it needs.
+In: the policy after a step. Out: an engine that samples with it, checked against the policy's
+logprobs, and a server that knows the version. Waits for an engine that is restarting.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ _PASSING: Final = ("engine_unavailable", "engine_timeout")
 
 
 class Publisher:
-    """Gives the engine of `settings` the weights of `policy`.
+    """Transfers the weights of `policy` to the engine of `settings`.
 
-    A context manager: while it is open, an engine that was started again gets them anew.
+    A context manager: while it is open, a restarted engine gets the weights again.
 
     Args:
-        client: tells the server, and has it hold model calls meanwhile; None: nobody does.
+        client: publishes versions and pauses model calls; None: without a server.
     """
 
     def __init__(self, settings: Settings, policy: Policy, client: SyncEnvClient | None) -> None:
@@ -61,22 +60,22 @@ class Publisher:
         self._stack.__exit__(kind, error, trace)
 
     def first_version(self, saved: int) -> int:
-        """Under which version the weights of a checkpoint can be published.
+        """Returns the version under which to publish the weights of a checkpoint.
 
-        Versions never go down. Where a trainer had published steps that its checkpoint does not
-        have, its weights get a new number.
+        Versions never decrease: if later steps than the checkpoint's were published, its weights
+        get a new version.
         """
         there = -1 if self._client is None else int(self._client.status()["policy_version"])
         return saved if there <= saved else there + 1
 
     def publish(self, version: int, examples: Sequence[Example] = ()) -> None:
-        """The engine samples with the weights as they are now, which are `version`.
+        """Transfers the current weights and publishes them as `version`.
 
         Args:
-            examples: one of them is what engine and policy are compared by; none: no check.
+            examples: one of them is used to compare engine and policy; empty: no check.
 
         Raises:
-            EngineError: the engine refused, was away for minutes, or computes something else.
+            EngineError: the engine refused, was away for minutes, or computes different logprobs.
         """
         check = _check(self._policy, examples[0], self._tolerance) if examples else None
         give_up = time.monotonic() + _PATIENCE_SECONDS
@@ -101,7 +100,7 @@ def _push(settings: Settings, client: SyncEnvClient | None) -> LocalFull | VllmF
 
 
 def _check(policy: Policy, example: Example, tolerance: float) -> PromptCheck:
-    """What the policy itself says of the example's first answer."""
+    """Returns the policy's logprobs of the example's first answer."""
     tokens = example.tokens.tolist()
     first = int(np.flatnonzero(example.mask)[0])
     logprobs = policy.prompt_logprobs(tokens)[first - 1 :]

@@ -1,7 +1,7 @@
-"""What may be set at the trainer, as flags or in a YAML file; a flag is stronger than the file.
+"""The trainer's settings, as flags or in a YAML file; flags take precedence.
 
-Each field is a flag: `micro_batch_tokens` is `--micro-batch-tokens`. Names in the file are those of
-the fields.
+Each field is a flag: `micro_batch_tokens` is `--micro-batch-tokens`. The file uses the fields'
+names.
 """
 
 from __future__ import annotations
@@ -20,113 +20,113 @@ from .examples import Denominator
 
 S = TypeVar("S", bound=BaseModel)
 Values = dict[str, Any]
-"""By name of the setting."""
+"""Values by the names of settings."""
 
 
 class Settings(BaseModel):
-    """A GRPO trainer: groups from a server, plain torch, weights to the engine."""
+    """Trains with GRPO: gets groups from a server and transfers weights to the engine."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     server: str = "http://127.0.0.1:8000"
     """Address of `envserver serve`."""
     engine: str = "http://127.0.0.1:9001"
-    """Address of the engine that gets the weights."""
+    """Address of the engine."""
     engine_kind: Literal["local", "vllm"] = "local"
-    """What the engine is."""
+    """Kind of engine."""
     model: str
-    """Folder or hub id of the model to begin with: the one that the engine serves."""
+    """Folder or hub id of the initial model, which the engine serves."""
     output: Path
-    """Folder of checkpoints, weights, metrics.jsonl, curves.png. There is one: it goes on."""
+    """Folder for checkpoints, weights, metrics.jsonl, curves.png. An existing one is continued."""
     wire: Literal["native", "atropos"] = "native"
-    """How groups are got; over Atropos's wire nothing says how old they are."""
+    """Protocol for groups; the Atropos wire does not report policy versions."""
     run: str = "grpo"
     """Name of this trainer's run at the server."""
     token: str = ""
-    """Access token of the server; unset: the variable ENVSERVER_TOKEN."""
+    """Access token of the server. Default: the variable ENVSERVER_TOKEN."""
 
     steps: int | None = Field(default=None, ge=1)
-    """Batches to learn from, those before a restart included; unset: no such limit."""
+    """Number of batches to learn from, including those before a restart. Default: no limit."""
     minutes: float | None = Field(default=None, gt=0)
-    """Stop after so long, counted from this start."""
+    """Stop after this time, counted from this start."""
     until_reward: float | None = None
     """Stop when the mean reward of the last `window` steps is at least this."""
     window: int = Field(default=10, ge=1)
-    """Steps over which the reward is averaged, there and in the console."""
+    """Number of steps for the mean reward of `until_reward` and the console."""
     idle_minutes: float = Field(default=10.0, gt=0)
-    """Stop with an error when no batch came for so long."""
+    """Stop with an error after this time without a batch."""
     seed: int = 0
-    """Of what is random here: LoRA's first weights, shuffled rewards."""
+    """Seed of LoRA's initial weights and of shuffled rewards."""
 
     groups: int = Field(default=8, ge=1)
-    """Groups in a batch: one optimizer step."""
+    """Groups per batch, which is one optimizer step."""
     group_size: int = Field(default=8, ge=1)
-    """Trajectories in a group: only Atropos's wire, which counts those, has to be told."""
+    """Trajectories per group; only used by the Atropos wire."""
     max_tokens: int = Field(default=8192, ge=1)
-    """Longest row: only told to Atropos's wire."""
+    """Maximum tokens of a row; only used by the Atropos wire."""
     max_staleness: int | None = Field(default=4, ge=0)
-    """Groups with a token that is more versions behind are not learned from, but counted."""
+    """Groups with a token that is more versions behind are left out and counted."""
 
     advantage: Scaling = "std"
-    """std: divided by the group's standard deviation (GRPO); mean: not (Dr. GRPO)."""
+    """std: divide by the group's standard deviation (GRPO); mean: do not (Dr. GRPO)."""
     denominator: Denominator = "trajectory"
     """Equal weight per trajectory (GRPO) or token (DAPO), or a constant (Dr. GRPO)."""
     constant_tokens: int = Field(default=512, ge=1)
-    """The constant: tokens per trajectory."""
+    """Tokens per trajectory for the constant denominator."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """How far a token's importance weight may fall below 1."""
+    """Maximum decrease of a token's importance weight below 1."""
     clip_high: float = Field(default=0.28, ge=0)
-    """How far it may rise above 1."""
+    """Maximum increase of it above 1."""
     decoupled: bool = False
-    """Bound each update relative to the policy before it, and weigh tokens by how much likelier
-    that one made them than the policy that sampled them."""
+    """Bound each update relative to the policy before it, and correct by a weight for tokens that
+    an older policy sampled."""
     most_correction: float = Field(default=2.0, gt=0)
-    """With `decoupled`: the highest such weight (truncated importance sampling)."""
+    """With `decoupled`: maximum of that weight (truncated importance sampling)."""
     kl_weight: float = Field(default=0.0, ge=0)
-    """Of the distance to the model as it was at the beginning; 0: no reference is kept."""
+    """Weight of the distance to the initial model; 0: keep no reference."""
     learn_truncated: bool = False
-    """Take a gradient from trajectories that were cut off, too."""
+    """Also take a gradient from trajectories that were cut off."""
     shuffle_rewards: bool = False
-    """Deal out the rewards within each group by chance: a control, which must learn nothing."""
+    """Shuffle the rewards within each group: a control run, which must not learn."""
 
     learning_rate: float = Field(default=1e-5, gt=0)
-    """Of AdamW, after the warm-up."""
+    """AdamW's learning rate after the warm-up."""
     warmup_steps: int = Field(default=5, ge=0)
-    """Updates over which it rises."""
+    """Updates over which the learning rate rises."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Of AdamW."""
+    """AdamW's weight decay."""
     most_gradient: float = Field(default=1.0, gt=0)
-    """A gradient with a larger norm is cut down to this."""
+    """Maximum gradient norm; larger gradients are clipped."""
     updates: int = Field(default=1, ge=1)
-    """Optimizer updates from each batch."""
+    """Optimizer updates per batch."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Tokens, padding included, that go through the model at a time."""
+    """Tokens per forward pass, including padding."""
     lora_rank: int = Field(default=0, ge=0)
-    """Rank of a LoRA that is trained in place of all weights; 0: all weights are."""
+    """Rank of a LoRA to train instead of all weights; 0: train all weights."""
     device: str = "cpu"
-    """Where it computes: cpu, cuda, cuda:1, ..."""
+    """Device: cpu, cuda, cuda:1, ..."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights here."""
+    """Type of the trainer's weights."""
     threads: int | None = Field(default=None, ge=1)
-    """Of torch on the CPU; unset: as torch has it."""
+    """CPU threads of torch. Default: torch's own."""
 
     checkpoint_every: int = Field(default=1, ge=1)
-    """Steps from one checkpoint to the next. What came after the last one is learned again."""
+    """Steps between checkpoints. After a restart later steps are repeated."""
     keep_checkpoints: int = Field(default=3, ge=1)
-    """The last ones that stay."""
+    """Number of last checkpoints to keep."""
     publish_every: int = Field(default=1, ge=1)
-    """Steps from one set of weights for the engine to the next."""
+    """Steps between transfers of weights to the engine."""
     in_flight: Literal["drain", "keep", "abort"] = "keep"
-    """What becomes of model calls while weights change: they end first, go on with the new ones
-    (each token knows its version), or are asked again."""
+    """What happens to running model calls while weights change: they end first (drain), continue
+    with the new weights (keep; each token has its version), or are repeated (abort)."""
     check_tolerance: float = Field(default=0.02, gt=0)
-    """Largest difference of a logprob between engine and trainer after new weights."""
+    """Maximum difference of a logprob between engine and trainer after a transfer."""
     tensorboard: bool = False
-    """Write metrics for TensorBoard, too, below `output`."""
+    """Also write metrics for TensorBoard, below `output`."""
     tracker: Literal["none", "trackio", "wandb"] = "none"
-    """Give the metrics to trackio or Weights & Biases, too."""
+    """Also log metrics to trackio or Weights & Biases."""
     project: str = "envserver"
-    """Name of the project there."""
+    """Project name at the tracker."""
 
 
 def from_flags(
@@ -136,11 +136,12 @@ def from_flags(
     program: str,
     chosen: Callable[[Values, Values], Values] | None = None,
 ) -> S:
-    """Settings from a command line, which may name a YAML file with `--config`.
+    """Reads settings from a command line, which may name a YAML file with `--config`.
 
     Args:
-        arguments: words of the command line; None: this process's.
-        chosen: of a file with several sections: what holds, given its content and the flags.
+        arguments: the command line; None: this process's.
+        chosen: selects the values of a file with several sections, given its content and the
+            flags.
 
     Raises:
         ConfigError: the file or a value is wrong. A wrong flag ends the program with its usage.

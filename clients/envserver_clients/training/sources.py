@@ -1,7 +1,7 @@
-"""Where batches come from: a server's native wire, or Atropos's.
+"""Gets batches from a server over its native wire or the Atropos wire.
 
-In: a server's address. Out: batches of groups, alike on both wires, each acknowledged when a
-checkpoint has what was learned from it.
+In: a server's address. Out: batches of groups in the same form on both wires, each acknowledged
+when a checkpoint contains what was learned from it.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ log = logging.getLogger(__name__)
 _LEASE_SECONDS: Final = 600.0
 _WAIT_SECONDS: Final = 5.0
 _PATIENT: Final = Retries(tries=40, longest_pause_seconds=5.0)
-"""A server that is started again has three minutes."""
+"""Allows three minutes for a restart of the server."""
 
 
 class Source(Protocol):
-    """Batches for one trainer."""
+    """Provides batches for one trainer."""
 
     def resume(self, saved: Saved) -> None:
-        """Goes back to a checkpoint; step 0 is the very beginning. To be called first, once."""
+        """Goes back to a checkpoint; step 0 is the beginning. Call this first, once."""
 
     def batches(self) -> Iterator[Batch]:
-        """Batches as they come; ends when none came for a long time."""
+        """Yields batches; ends after a long time without one."""
 
     def done(self, batch: Batch, checkpoint: str | None) -> None:
-        """The batch is learned; by now `checkpoint`, where it is named, has it."""
+        """Acknowledges a batch; `checkpoint` contains what was learned from it."""
 
 
 class NativeSource:
-    """Leases of a run: see `envserver_clients.http`.
+    """Leases batches of a run: see `envserver_clients.http`.
 
     Args:
-        client: open.
-        idle_seconds: batches end when none came for so long.
+        client: an open client.
+        idle_seconds: end after this time without a batch.
     """
 
     def __init__(self, client: SyncEnvClient, *, idle_seconds: float) -> None:
@@ -64,12 +64,12 @@ class NativeSource:
         except NotFoundError as error:
             raise NotFoundError(
                 f"The server does not know the checkpoint {saved.name}: {error.message}",
-                hint="Its store is another one, or others got the last batch while this trainer "
-                "was away. Begin anew with another --output and --run.",
+                hint="It has another store, or others got the last batch while this trainer "
+                "was away. Start again with another --output and --run.",
             ) from error
 
     def _acknowledge_again(self, saved: Saved) -> None:
-        """The checkpoint was saved; that the server heard of it is not certain."""
+        """Repeats the last acknowledgement, which the server may not have received."""
         if not saved.lease_id:
             return
         try:
@@ -80,7 +80,7 @@ class NativeSource:
     def batches(self) -> Iterator[Batch]:
         last = time.monotonic()
         while time.monotonic() - last < self._idle_seconds:
-            # Short questions: a trainer that is told to end has not long to wait for the answer.
+            # Short waits: a trainer that must stop should not wait long for the answer.
             if batch := self._client.lease(wait_seconds=_WAIT_SECONDS):
                 yield batch
                 last = time.monotonic()
@@ -90,10 +90,10 @@ class NativeSource:
 
 
 class AtroposSource:
-    """Batches of Atropos's wire.
+    """Fetches batches over the Atropos wire.
 
-    The server remembers what was fetched, not what a checkpoint has: after a restart the batch that
-    was not acknowledged comes again, and what was is gone with the steps since the checkpoint.
+    The server remembers what was fetched, not what a checkpoint contains: after a restart the
+    unacknowledged batch comes again; acknowledged batches since the checkpoint are lost.
     """
 
     def __init__(self, client: AtroposTrainerClient, *, idle_seconds: float) -> None:
@@ -115,8 +115,8 @@ class AtroposSource:
 
 
 def open_source(settings: Settings, stack: ExitStack) -> tuple[Source, SyncEnvClient | None]:
-    """The source that `settings` name, and the client that tells the server of new weights (none
-    over Atropos's wire, which knows no versions).
+    """Returns the source of `settings`, and the client that publishes versions (None for the
+    Atropos wire, which has no versions).
     """
     idle_seconds = settings.idle_minutes * 60
     if settings.wire == "atropos":

@@ -192,7 +192,7 @@ def test_all_weights_learn_and_a_whole_model_is_left(
 
     data, output = write(tmp_path / "rows.jsonl", sums(8)), tmp_path / "out"
     assert command(sft, model, data, output, "--steps", "8", "--max-length", "8") == 2
-    assert "of 8 rows none is left" in capfd.readouterr().err
+    assert "none of 8 rows is left" in capfd.readouterr().err
     assert command(sft, model, data, output, "--steps", "8", "--keep-checkpoints") == 0
     losses = [line["loss"] for line in lines(output)]
     assert losses[-1] < losses[0] / 2

@@ -205,11 +205,11 @@ def test_rows_over_the_limit_are_left_out_or_cut_off_and_counted(
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("{", "no JSON"),
-        ("[]", "a row is a JSON object"),
-        ('{"text": "a"}', "this has text"),
+        ("{", "not JSON"),
+        ("[]", "a row must be a JSON object"),
+        ('{"text": "a"}', "this one has text"),
         ('{"messages": "a"}', "must be a list of messages"),
-        ('{"messages": [{"content": "a"}]}', "has no role"),
+        ('{"messages": [{"content": "a"}]}', "does not have a role"),
     ],
 )
 def test_a_wrong_row_is_told_with_its_place(tmp_path: Path, line: str, why: str) -> None:

@@ -46,7 +46,7 @@ def test_a_folder_says_by_its_files_what_is_made_of_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no rows of the tool none: it has bash, reason"):
         parts_of(tmp_path / "sft", tool="none")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="holds no rows"):
+    with pytest.raises(ConfigError, match="does not contain rows"):
         parts_of(tmp_path / "empty")
     with pytest.raises(ConfigError, match="neither a file nor a folder"):
         parts_of(tmp_path / "nowhere")
@@ -79,7 +79,7 @@ def test_rows_come_out_of_every_kind_of_file(tmp_path: Path) -> None:
     [
         ("--data nowhere.jsonl", "neither a file nor a folder"),
         ("--data rows.jsonl --lora-rank 0", "lora_rank"),
-        ("--data rows.jsonl --preset tools", "no preset tools"),
+        ("--data rows.jsonl --preset tools", "Preset tools does not exist"),
         ("--data rows.jsonl --config wrong.yaml", "rank"),
         ("--data rows.jsonl --config unknown.yaml", "has trainer"),
     ],

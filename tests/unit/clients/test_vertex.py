@@ -157,7 +157,7 @@ def test_ctrl_c_leaves_the_job_and_the_same_command_goes_on(
     monkeypatch.setattr(command.time, "sleep", stop)
     assert main(words(tmp_path, address=service.address)) == 130
     (name,) = service.jobs
-    assert f"The job runs on: {name}" in capsys.readouterr().err
+    assert f"The job continues: {name}" in capsys.readouterr().err
     monkeypatch.undo()
     monkeypatch.setenv("VERTEX_ACCESS_TOKEN", service.token)
     assert main(words(tmp_path, address=service.address)) == 0
@@ -218,10 +218,10 @@ def test_a_service_that_does_not_answer(
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (["--adapter-size", "3"], "adapter_size is one of 1, 2, 4"),
-        (["--bucket", "here"], "bucket is a URL"),
-        (["--bucket", "nowhere://b"], "no place that can be reached"),
-        (["--base-model", GEMINI, "--tuning-mode", "full"], "are for open models"),
+        (["--adapter-size", "3"], "adapter_size must be one of 1, 2, 4"),
+        (["--bucket", "here"], "bucket must be a URL"),
+        (["--bucket", "nowhere://b"], "cannot be used from here"),
+        (["--base-model", GEMINI, "--tuning-mode", "full"], "are only for open models"),
         (["--data", "missing.jsonl"], "neither a file nor a folder"),
     ],
 )
