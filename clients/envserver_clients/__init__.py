@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from envserver_records.wire import GroupSummary
 
-from .http import EnvClient, NotAllowed, Retries, ServerUnreachable, SyncEnvClient, Wanted
+from .http import BatchLimits, EnvClient, NotAllowed, Retries, ServerUnreachable, SyncEnvClient
 from .records import Batch, ClientGroup, Row
 
 __all__ = [
@@ -21,5 +21,5 @@ __all__ = [
     "Row",
     "ServerUnreachable",
     "SyncEnvClient",
-    "Wanted",
+    "BatchLimits",
 ]

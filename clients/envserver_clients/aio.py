@@ -21,12 +21,12 @@ from .on_demand import OnDemand
 from .protocol import (
     LONGEST_WAIT_SECONDS,
     Answer,
+    BatchLimits,
     Call,
     Calls,
     Delivery,
     InFlight,
     Retries,
-    Wanted,
     authorization,
     batch_of,
     checked,
@@ -168,13 +168,13 @@ class EnvClient(OnDemand):
     # Groups
 
     async def lease(
-        self, *, whole: bool = True, wait_seconds: float = 0.0, **wanted: Unpack[Wanted]
+        self, *, whole: bool = True, wait_seconds: float = 0.0, **wanted: Unpack[BatchLimits]
     ) -> Batch | None:
         """Leases the oldest groups; None if too few arrive within `wait_seconds` (at most 60).
 
         Args:
             whole: lease only a full batch (of `max_groups`, or `batch_size` groups).
-            wanted: see `Wanted`.
+            wanted: see `BatchLimits`.
         """
         call = self._calls.lease(whole=whole, wait_seconds=wait_seconds, wanted=wanted)
         batch = batch_of(await self._send(call))
@@ -187,7 +187,7 @@ class EnvClient(OnDemand):
         *,
         whole: bool = True,
         idle_seconds: float | None = None,
-        **wanted: Unpack[Wanted],
+        **wanted: Unpack[BatchLimits],
     ) -> AsyncGenerator[Batch, None]:
         """Yields batches without end; requests each one when the one before is done.
 
@@ -212,7 +212,7 @@ class EnvClient(OnDemand):
         whole: bool = True,
         give_back: bool = False,
         idle_seconds: float | None = None,
-        **wanted: Unpack[Wanted],
+        **wanted: Unpack[BatchLimits],
     ) -> AsyncGenerator[Batch, None]:
         """Yields batches that the server pushes: the next ones arrive while one is trained on.
 

@@ -21,7 +21,7 @@ from envserver_clients.finetuning.data import parts_of
 from envserver_clients.finetuning.settings import DpoSettings, read_settings
 
 if TYPE_CHECKING:
-    from envserver_clients.finetuning.examples import Counts, Example
+    from envserver_clients.finetuning.examples import Example, ExampleCounts
     from envserver_clients.finetuning.tokens import Encoder
 
 
@@ -45,7 +45,7 @@ def train(arguments: Sequence[str] | None, console: Console) -> None:
 
 
 def _examples(
-    settings: DpoSettings, paths: Sequence[Path], encoder: Encoder, counts: Counts
+    settings: DpoSettings, paths: Sequence[Path], encoder: Encoder, counts: ExampleCounts
 ) -> Iterator[Example]:
     from envserver_clients.finetuning.examples import pair_examples
 

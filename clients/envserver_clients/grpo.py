@@ -32,11 +32,11 @@ from envserver_records import EnvserverError
 from rich.console import Console
 
 from envserver_clients.records import Batch
-from envserver_clients.training.checkpoints import Checkpoints, Saved
+from envserver_clients.training.checkpoints import CheckpointInfo, Checkpoints
 from envserver_clients.training.curves import draw
-from envserver_clients.training.examples import Learned, Rules, examples_of
-from envserver_clients.training.learner import Learner, StepRules
-from envserver_clients.training.loss import LossRules
+from envserver_clients.training.examples import BatchExamples, ExampleSettings, examples_of
+from envserver_clients.training.learner import Learner, StepSettings
+from envserver_clients.training.loss import LossSettings
 from envserver_clients.training.metrics import (
     ConsoleLines,
     JsonLines,
@@ -48,13 +48,13 @@ from envserver_clients.training.metrics import (
 )
 from envserver_clients.training.policy import Policy
 from envserver_clients.training.publishing import Publisher
-from envserver_clients.training.settings import Settings, from_flags
+from envserver_clients.training.settings import TrainerSettings, from_flags
 from envserver_clients.training.sources import Source, open_source
 
 log = logging.getLogger(__name__)
 
 
-def train(settings: Settings, console: Console) -> None:
+def train(settings: TrainerSettings, console: Console) -> None:
     """Trains until a limit of `settings` is reached; continues an existing `settings.output`.
 
     Raises:
@@ -68,7 +68,7 @@ def train(settings: Settings, console: Console) -> None:
     learner = _learner(settings)
     if saved is not None:
         learner.load_state(checkpoints.load(saved))
-    saved = saved or Saved(step=0, version=0)
+    saved = saved or CheckpointInfo(step=0, version=0)
     with ExitStack() as stack:
         source, client = open_source(settings, stack)
         metrics = stack.enter_context(_metrics(settings, saved.step, console))
@@ -82,7 +82,9 @@ def train(settings: Settings, console: Console) -> None:
             numbers = learner.step(learned.examples)
             timer.took("learning")
             metrics.write(_line(now, learned, numbers, timer))
-            now = Saved(now.step + 1, now.version + 1, batch.lease_id, tuple(learned.group_ids))
+            now = CheckpointInfo(
+                now.step + 1, now.version + 1, batch.lease_id, tuple(learned.group_ids)
+            )
             kept = now.step % settings.checkpoint_every == 0
             if kept:
                 checkpoints.save(now, learner.state())
@@ -94,13 +96,15 @@ def train(settings: Settings, console: Console) -> None:
     learner.policy.save(settings.output / "model")
 
 
-def _line(before: Saved, learned: Learned, numbers: dict[str, float], timer: _Timer) -> Line:
+def _line(
+    before: CheckpointInfo, learned: BatchExamples, numbers: dict[str, float], timer: _Timer
+) -> Line:
     """Returns the metrics of the step after `before`."""
     about = {"step": before.step + 1, "version": before.version, "group_ids": learned.group_ids}
     return {**about, **learned.numbers, **numbers, **timer.seconds}
 
 
-def _learner(settings: Settings) -> Learner:
+def _learner(settings: TrainerSettings) -> Learner:
     policy = Policy(
         settings.model,
         lora_rank=settings.lora_rank,
@@ -108,13 +112,13 @@ def _learner(settings: Settings) -> Learner:
         dtype=getattr(torch, settings.dtype),
         keep_reference=settings.kl_weight > 0,
     )
-    bounds = LossRules(
+    bounds = LossSettings(
         clip_low=settings.clip_low,
         clip_high=settings.clip_high,
         kl_weight=settings.kl_weight,
         most_correction=settings.most_correction,
     )
-    rules = StepRules(
+    rules = StepSettings(
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
         weight_decay=settings.weight_decay,
@@ -127,8 +131,8 @@ def _learner(settings: Settings) -> Learner:
     return Learner(policy, rules)
 
 
-def _examples(settings: Settings, batch: Batch, now: Saved) -> Learned:
-    rules = Rules(
+def _examples(settings: TrainerSettings, batch: Batch, now: CheckpointInfo) -> BatchExamples:
+    rules = ExampleSettings(
         scaling=settings.advantage,
         denominator=settings.denominator,
         constant_tokens=settings.constant_tokens,
@@ -156,7 +160,7 @@ class _Timer:
 
 
 def _until(
-    settings: Settings, step: int, metrics: Metrics, source: Source
+    settings: TrainerSettings, step: int, metrics: Metrics, source: Source
 ) -> Iterator[tuple[Batch, _Timer]]:
     """Yields batches until a limit is reached.
 
@@ -183,7 +187,7 @@ def _until(
         yield batch, timer
 
 
-def _metrics(settings: Settings, step: int, console: Console) -> Metrics:
+def _metrics(settings: TrainerSettings, step: int, console: Console) -> Metrics:
     lines = JsonLines(settings.output / "metrics.jsonl", step)
     writers: list[Writer] = [lines, ConsoleLines(console)]
     if settings.tensorboard:
@@ -198,7 +202,7 @@ def _metrics(settings: Settings, step: int, console: Console) -> Metrics:
     return Metrics(writers, window=settings.window, earlier=earlier)
 
 
-def _draw(settings: Settings) -> None:
+def _draw(settings: TrainerSettings) -> None:
     draw([settings.output / "metrics.jsonl"], settings.output / "curves.png")
 
 
@@ -208,7 +212,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _end)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
-        settings = from_flags(Settings, arguments, program="python -m envserver_clients.grpo")
+        settings = from_flags(
+            TrainerSettings, arguments, program="python -m envserver_clients.grpo"
+        )
         train(settings, console)
     except EnvserverError as error:
         console.print(f"[red]{error.message}[/] {error.hint}", highlight=False)

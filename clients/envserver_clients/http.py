@@ -33,7 +33,14 @@ server counts repetitions once.
 from __future__ import annotations
 
 from .aio import EnvClient
-from .protocol import NotAllowed, Retries, ServerUnreachable, Wanted
+from .protocol import BatchLimits, NotAllowed, Retries, ServerUnreachable
 from .sync import SyncEnvClient
 
-__all__ = ["EnvClient", "NotAllowed", "Retries", "ServerUnreachable", "SyncEnvClient", "Wanted"]
+__all__ = [
+    "EnvClient",
+    "NotAllowed",
+    "Retries",
+    "ServerUnreachable",
+    "SyncEnvClient",
+    "BatchLimits",
+]

@@ -33,7 +33,7 @@ _BARS: Final = "▁▂▃▄▅▆▇█"
 _PICTURE_WIDTH: Final = 60
 
 
-class Learn(BaseModel):
+class LearnSettings(BaseModel):
     """Makes a tiny model, trains it on tasks of a server, and shows how it learns."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
@@ -67,7 +67,7 @@ class Learn(BaseModel):
     weights."""
 
 
-def learn(settings: Learn, console: Console) -> int:
+def learn(settings: LearnSettings, console: Console) -> int:
     """Runs until the trainer ends; returns its exit status, or 130 after Ctrl-C.
 
     Raises:
@@ -102,7 +102,7 @@ def _tiny_model(folder: Path, console: Console) -> Path:
     return folder
 
 
-def _engine(settings: Learn, model: Path, address: str) -> list[str]:
+def _engine(settings: LearnSettings, model: Path, address: str) -> list[str]:
     """Returns the engine's command, with the trainer's last weights (also after a crash); adapters
     are transferred again."""
     words = [sys.executable, "-m", "envserver.models.local", "--port", _port(address)]
@@ -122,7 +122,7 @@ def _newest(folder: Path) -> Path | None:
     return max(found)[2] if found else None
 
 
-def _server(settings: Learn, model: Path, engine: str, address: str) -> list[str]:
+def _server(settings: LearnSettings, model: Path, engine: str, address: str) -> list[str]:
     words = [sys.executable, "-m", "envserver", "serve"]
     words += ["--config", str(_CONFIGS / f"serve_{settings.task}.yaml")]
     words += ["--env.seed", str(settings.seed), "--env.group_size", str(settings.group_size)]
@@ -132,7 +132,7 @@ def _server(settings: Learn, model: Path, engine: str, address: str) -> list[str
     return [*words, "--store", str(settings.output / "store.db")]
 
 
-def _trainer(settings: Learn, model: Path, engine: str, server: str) -> list[str]:
+def _trainer(settings: LearnSettings, model: Path, engine: str, server: str) -> list[str]:
     given = {
         "server": server,
         "engine": engine,
@@ -166,7 +166,7 @@ def _port(address: str) -> str:
     return address.rpartition(":")[2]
 
 
-def _show(settings: Learn, console: Console) -> None:
+def _show(settings: LearnSettings, console: Console) -> None:
     lines = [line for line in read_lines(settings.output / "metrics.jsonl") if _has_reward(line)]
     if not lines:
         return
@@ -199,7 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _end)
     try:
         return learn(
-            from_flags(Learn, arguments, program="python -m envserver_clients.learn"), console
+            from_flags(LearnSettings, arguments, program="python -m envserver_clients.learn"),
+            console,
         )
     except EnvserverError as error:
         console.print(f"[red]{error.message}[/]\n{error.hint}", highlight=False)

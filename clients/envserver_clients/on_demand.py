@@ -102,7 +102,7 @@ class OnDemand(ABC):
 
 
 @dataclass(frozen=True)
-class Order:
+class RolloutOrder:
     """An order of rollouts, with its time limit."""
 
     environment: str
@@ -138,12 +138,14 @@ def order_of(
     split: Split | None,
     key: str | None,
     timeout_seconds: float,
-) -> Order:
+) -> RolloutOrder:
     """Returns an order that begins now; without a `key` it gets a new one."""
-    return Order(environment, task_ids, group_size, split, timeout_seconds, key or uuid.uuid4().hex)
+    return RolloutOrder(
+        environment, task_ids, group_size, split, timeout_seconds, key or uuid.uuid4().hex
+    )
 
 
-def rollouts_in(answer: Answer, order: Order) -> list[list[Trajectory | None]] | None:
+def rollouts_in(answer: Answer, order: RolloutOrder) -> list[list[Trajectory | None]] | None:
     """Returns all rollouts in the order of the tasks; None if they are not finished.
 
     Raises:

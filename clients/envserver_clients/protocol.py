@@ -61,7 +61,7 @@ class Retries:
         return backoff.seconds(tried, random.random())
 
 
-class Wanted(TypedDict, total=False):
+class BatchLimits(TypedDict, total=False):
     """Limits and filters of a batch; all are optional.
 
     A batch stays within every limit but holds at least one group. Groups that a filter excludes
@@ -143,19 +143,19 @@ class Calls:
     def close_run(self) -> Call:
         return Call("POST", f"{self._path}/close")
 
-    def lease(self, *, whole: bool, wait_seconds: float, wanted: Wanted) -> Call:
+    def lease(self, *, whole: bool, wait_seconds: float, wanted: BatchLimits) -> Call:
         body = self._limits(whole, wanted) | {"wait_seconds": wait_seconds}
         return Call("POST", f"{self._path}/lease", body, GROUPS_MSGPACK, wait_seconds, _key())
 
     def stream(
-        self, *, stream_id: str, whole: bool, window: int, give_back: bool, wanted: Wanted
+        self, *, stream_id: str, whole: bool, window: int, give_back: bool, wanted: BatchLimits
     ) -> Call:
         query = self._limits(whole, wanted) | {"stream": stream_id, "window": window}
         query["on_hangup"] = "give_back" if give_back else "keep"
         path = f"{self._path}/stream?{urlencode(query, doseq=True)}"
         return Call("GET", path, accept=LEASE_STREAM)
 
-    def _limits(self, whole: bool, wanted: Wanted) -> dict[str, Any]:
+    def _limits(self, whole: bool, wanted: BatchLimits) -> dict[str, Any]:
         limits: dict[str, Any] = dict(wanted)
         if not {"max_groups", "max_sequences", "max_tokens"} & limits.keys():
             limits["max_groups"] = self.batch_size

@@ -24,7 +24,7 @@ from envserver_clients.finetuning.data import parts_of
 from envserver_clients.finetuning.settings import SftSettings, read_settings
 
 if TYPE_CHECKING:
-    from envserver_clients.finetuning.examples import Counts, Example
+    from envserver_clients.finetuning.examples import Example, ExampleCounts
     from envserver_clients.finetuning.tokens import Encoder
 
 
@@ -50,7 +50,7 @@ def train(arguments: Sequence[str] | None, console: Console) -> None:
 
 
 def _examples(
-    settings: SftSettings, paths: Sequence[Path], encoder: Encoder, counts: Counts
+    settings: SftSettings, paths: Sequence[Path], encoder: Encoder, counts: ExampleCounts
 ) -> Iterator[Example]:
     from envserver_clients.finetuning.examples import sft_examples
 

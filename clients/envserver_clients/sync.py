@@ -15,7 +15,7 @@ from envserver_records.wire import GroupSummary
 from .aio import EnvClient
 from .estimates import TaskEstimate
 from .on_demand import TaskSummary
-from .protocol import InFlight, Wanted
+from .protocol import BatchLimits, InFlight
 from .records import Batch, ClientGroup
 
 
@@ -65,14 +65,18 @@ class SyncEnvClient:
     # Groups
 
     def lease(
-        self, *, whole: bool = True, wait_seconds: float = 0.0, **wanted: Unpack[Wanted]
+        self, *, whole: bool = True, wait_seconds: float = 0.0, **wanted: Unpack[BatchLimits]
     ) -> Batch | None:
         """As `EnvClient.lease`."""
         lease = partial(self._client.lease, whole=whole, wait_seconds=wait_seconds, **wanted)
         return self._portal.call(lease)
 
     def batches(
-        self, *, whole: bool = True, idle_seconds: float | None = None, **wanted: Unpack[Wanted]
+        self,
+        *,
+        whole: bool = True,
+        idle_seconds: float | None = None,
+        **wanted: Unpack[BatchLimits],
     ) -> Iterator[Batch]:
         """As `EnvClient.batches`."""
         return self._each(self._client.batches(whole=whole, idle_seconds=idle_seconds, **wanted))
@@ -84,7 +88,7 @@ class SyncEnvClient:
         whole: bool = True,
         give_back: bool = False,
         idle_seconds: float | None = None,
-        **wanted: Unpack[Wanted],
+        **wanted: Unpack[BatchLimits],
     ) -> Iterator[Batch]:
         """As `EnvClient.stream`."""
         return self._each(

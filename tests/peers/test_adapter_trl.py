@@ -12,7 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
-from envserver_clients.adapters.trl_environments import Seat, math_seats, seat_rows
+from envserver_clients.adapters.trl_environments import (
+    TrlEnvironment,
+    dataset_rows,
+    math_environment,
+)
 from envserver_clients.adapters.trl_prompts import TaskName, task_of
 from envserver_clients.adapters.trl_rollouts import RolloutsLost, grouped, rows_of
 from envserver_clients.adapters.trl_weights import Versions
@@ -189,10 +193,10 @@ def test_a_trainer_that_begins_again_counts_on() -> None:
 
 
 def test_a_seat_plays_a_task_with_tools_and_is_scored() -> None:
-    seats = math_seats(data_set="arithmetic", limit=3)
-    row = seat_rows(seats)[0]
+    seats = math_environment(data_set="arithmetic", limit=3)
+    row = dataset_rows(seats)[0]
     seat: Any = seats()
-    assert isinstance(seat, Seat)
+    assert isinstance(seat, TrlEnvironment)
     question = seat.reset(**row)
     assert question.startswith("What is")
     assert seat.calculate(expression="2*3") == "6"

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from envserver_clients.adapters.trl_environments import math_seats, seat_rows
+from envserver_clients.adapters.trl_environments import dataset_rows, math_environment
 from envserver_clients.adapters.trl_prompts import task_prompts
 from envserver_clients.adapters.trl_rollouts import EnvserverRollouts, environment_reward
 from envserver_clients.http import SyncEnvClient
@@ -217,7 +217,7 @@ def seats(asked: argparse.Namespace, output: Path) -> None:
     words = AutoTokenizer.from_pretrained(asked.model)
     # TRL reads calls of templates that it knows.
     words.chat_template = (Path(trl.__file__).parent / "chat_templates/qwen2_5.jinja").read_text()
-    chairs = math_seats(data_set="arithmetic", limit=8)
+    chairs = math_environment(data_set="arithmetic", limit=8)
     GRPOTrainer(
         model=asked.model,
         processing_class=words,
@@ -231,7 +231,7 @@ def seats(asked: argparse.Namespace, output: Path) -> None:
             model_init_kwargs={"dtype": "float32"},
             **ON_A_CPU,
         ),
-        train_dataset=Dataset.from_list(seat_rows(chairs)),
+        train_dataset=Dataset.from_list(dataset_rows(chairs)),
         environment_factory=chairs,
     ).train()
 

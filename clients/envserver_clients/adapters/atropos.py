@@ -142,7 +142,7 @@ class AtroposTrainerClient:
 
     def _batch(self, answer: Answer) -> Batch | None:
         try:
-            told = msgspec.json.decode(answer.content, type=_Told)
+            told = msgspec.json.decode(answer.content, type=_BatchAnswer)
         except msgspec.DecodeError as error:
             raise InputError(
                 f"The server's answer is not a batch: {error}.", place="body"
@@ -188,7 +188,7 @@ class AtroposTrainerClient:
             time.sleep(pause)
 
 
-class _Told(msgspec.Struct):
+class _BatchAnswer(msgspec.Struct):
     """The answer to `GET /batch`."""
 
     batch: list[msgspec.Raw] | None = None

@@ -27,7 +27,7 @@ from envserver_clients.http import EnvClient
 
 from .completions import completions_of
 from .whole_groups import (
-    Wish,
+    GroupOrder,
     complete_groups,
     loss_mask,
     main_completion,
@@ -52,14 +52,14 @@ class Output(TypedDict):
 
 
 @dataclass(frozen=True)
-class Asked:
+class TaskGroup:
     """Tasks that need the same number of rollouts.
 
     Args:
         places: for each task, the input rows that its rollouts are for.
     """
 
-    wish: Wish
+    wish: GroupOrder
     places: list[list[int]]
 
 
@@ -101,7 +101,7 @@ class EnvserverGenerator:
         """
         about = input_batch.get("batch_metadata")
         split = self._splits[about.training_phase if about else "train"]
-        wanted = asked_of(input_batch, split)
+        wanted = task_groups_of(input_batch, split)
         async with EnvClient(self._url, run=None, token=self._token) as client:
             came = await asyncio.gather(
                 *(
@@ -120,7 +120,7 @@ class EnvserverGenerator:
         return output_of(ordered, identities, step_wise=self._step_wise)
 
 
-def asked_of(input_batch: Mapping[str, Any], split: Split | None) -> list[Asked]:
+def task_groups_of(input_batch: Mapping[str, Any], split: Split | None) -> list[TaskGroup]:
     """Groups the input's rows, one rollout each: rows of the same task and the same instance
     (SkyRL's repetitions) are a group.
     """
@@ -135,8 +135,9 @@ def asked_of(input_batch: Mapping[str, Any], split: Split | None) -> list[Asked]
     for (environment, task_id, _), places in groups.items():
         alike[environment, len(places)].append((task_id, places))
     return [
-        Asked(
-            Wish(environment, [task_id for task_id, _ in tasks], size, split), [p for _, p in tasks]
+        TaskGroup(
+            GroupOrder(environment, [task_id for task_id, _ in tasks], size, split),
+            [p for _, p in tasks],
         )
         for (environment, size), tasks in alike.items()
     ]

@@ -24,7 +24,7 @@ from envserver_records import ConfigError, Trajectory
 from envserver_clients.http import EnvClient
 
 from .completions import Completion, completions_of
-from .whole_groups import Wish, complete_groups, masked_logprobs, named, reward_of
+from .whole_groups import GroupOrder, complete_groups, masked_logprobs, named, reward_of
 
 URL_VARIABLE: Final = "ENVSERVER_URL"
 
@@ -46,7 +46,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
     default = getattr(args, "envserver_environment", None)
     environment, task_id = named(sample.metadata or {}, default, "metadata")
     async with EnvClient(url, run=None) as client:
-        ((trajectory,),) = await complete_groups(client, Wish(environment, [task_id]))
+        ((trajectory,),) = await complete_groups(client, GroupOrder(environment, [task_id]))
     samples = samples_of(trajectory, sample)
     return samples if len(samples) > 1 else samples[0]
 

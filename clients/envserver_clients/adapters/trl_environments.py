@@ -1,9 +1,9 @@
 """Environments for TRL's `environment_factory`: TRL's loop with our tasks, tools and scores.
 
-    seats = math_seats(data_set="gsm8k", data_path="rows.jsonl")
+    environment = math_environment(data_set="gsm8k", data_path="rows.jsonl")
     trainer = GRPOTrainer(
-        model=..., args=..., environment_factory=seats,
-        train_dataset=Dataset.from_list(seat_rows(seats)),
+        model=..., args=..., environment_factory=environment,
+        train_dataset=Dataset.from_list(dataset_rows(environment)),
     )
 
 TRL generates and parses the calls, so this works for environments whose tools run in the trainer's
@@ -41,7 +41,7 @@ _MOST_TASKS: Final = 100_000
 
 
 @dataclass(frozen=True)
-class Use:
+class ToolUse:
     """One valid call of a tool."""
 
     tool: str
@@ -49,18 +49,18 @@ class Use:
     text: str
 
 
-class Seat:
-    """Runs one rollout at a time: what TRL calls an environment. See `seats_for`."""
+class TrlEnvironment:
+    """Runs one rollout at a time: what TRL calls an environment. See `trl_environment`."""
 
     environment: ClassVar[Environment]
     tasks: ClassVar[Mapping[str, Task]]
     # TRL makes a tool of every public function that it finds here.
     _question: ClassVar[Callable[[dict[str, Any]], str]]
-    _output: ClassVar[Callable[[list[Use]], Any]]
+    _output: ClassVar[Callable[[list[ToolUse]], Any]]
 
     def __init__(self) -> None:
         self._task: Task | None = None
-        self._uses: list[Use] = []
+        self._uses: list[ToolUse] = []
         self._errors = 0
 
     def reset(self, *, task_id: str, **columns: Any) -> str:
@@ -102,19 +102,19 @@ class Seat:
             raise
         if not isinstance(text, str):
             raise TypeError(f"{name} is asynchronous; TRL needs plain functions.")
-        self._uses.append(Use(name, valid, text))
+        self._uses.append(ToolUse(name, valid, text))
         return cut(text, tool.max_characters)
 
 
-def seats_for(
+def trl_environment(
     environment: Environment,
     tools: Tools,
     *,
     question: Callable[[dict[str, Any]], str],
-    output: Callable[[list[Use]], Any],
+    output: Callable[[list[ToolUse]], Any],
     split: Split = "train",
     limit: int = _MOST_TASKS,
-) -> type[Seat]:
+) -> type[TrlEnvironment]:
     """Returns the factory: a class whose instances TRL creates and reuses.
 
     Args:
@@ -141,29 +141,33 @@ def seats_for(
         "_output": staticmethod(output),
         **{name: _method(tools, tool) for name, tool in tools.items()},
     }
-    return type(f"{environment.name.capitalize()}Seat", (Seat,), members)
+    return type(f"{environment.name.capitalize()}TrlEnvironment", (TrlEnvironment,), members)
 
 
-def seat_rows(seats: type[Seat], prompt: str = "") -> list[dict[str, Any]]:
+def dataset_rows(environment: type[TrlEnvironment], prompt: str = "") -> list[dict[str, Any]]:
     """Returns a data set's rows, one for each task, with `prompt` before the question."""
     return [
         {"prompt": [{"role": "user", "content": prompt}], "task_id": task_id}
-        for task_id in seats.tasks
+        for task_id in environment.tasks
     ]
 
 
-def math_seats(split: Split = "train", limit: int = 1000, **settings: Any) -> type[Seat]:
-    """Returns `seats_for` math problems with a calculator; `settings` are those of `--env.*`."""
+def math_environment(
+    split: Split = "train", limit: int = 1000, **settings: Any
+) -> type[TrlEnvironment]:
+    """Returns `trl_environment` of math problems and a calculator; `settings` as for `--env.*`."""
     from envserver_environments.math.agent import TOOLS
     from envserver_environments.math.env import Math
     from envserver_environments.math.prompts import question
 
-    def output(uses: list[Use]) -> dict[str, Any]:
+    def output(uses: list[ToolUse]) -> dict[str, Any]:
         answers = (use.text for use in uses if use.tool == "finish")
         return {"answer": next(answers, None), "text": ""}
 
     environment = Math(Math.Config(**settings))
-    return seats_for(environment, TOOLS, question=question, output=output, split=split, limit=limit)
+    return trl_environment(
+        environment, TOOLS, question=question, output=output, split=split, limit=limit
+    )
 
 
 def _method(tools: Tools, tool: Tool) -> Callable[..., str]:
@@ -172,7 +176,7 @@ def _method(tools: Tools, tool: Tool) -> Callable[..., str]:
     properties: dict[str, Any] = function["parameters"].get("properties", {})
     required = set(function["parameters"].get("required", ()))
 
-    def method(self: Seat, **arguments: Any) -> str:
+    def method(self: TrlEnvironment, **arguments: Any) -> str:
         return self._use(tools, tool.name, arguments)
 
     types = {name: _type(schema, name in required) for name, schema in properties.items()}

@@ -69,7 +69,7 @@ class EnvserverRollouts:
         self._client: SyncEnvClient | None = None
         self._versions: Versions | None = None
         self._step: int | None = None
-        self._seen: Row | None = None
+        self._seen: TrlRow | None = None
 
     def __enter__(self) -> EnvserverRollouts:
         return self
@@ -134,7 +134,9 @@ class EnvserverRollouts:
             self._client = SyncEnvClient(url, run=None, token=token).__enter__()
         return self._client
 
-    def _all_rows(self, tasks: Sequence[TaskName], group_size: int) -> list[Row] | EnvserverError:
+    def _all_rows(
+        self, tasks: Sequence[TaskName], group_size: int
+    ) -> list[TrlRow] | EnvserverError:
         """Returns the rows of all ranks, or an error for all: else the other ranks would wait."""
         try:
             rows = rows_of(self._trajectories(tasks, group_size))
@@ -178,7 +180,7 @@ def grouped(tasks: Sequence[TaskName], group_size: int) -> list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Row:
+class TrlRow:
     """One sequence with TRL's names."""
 
     prompt_ids: list[int]
@@ -190,7 +192,7 @@ class Row:
     env_version: int
 
 
-def rows_of(trajectories: Sequence[Trajectory | None]) -> list[Row]:
+def rows_of(trajectories: Sequence[Trajectory | None]) -> list[TrlRow]:
     """Returns a row for each trajectory, in order.
 
     Raises:
@@ -203,17 +205,17 @@ def rows_of(trajectories: Sequence[Trajectory | None]) -> list[Row]:
             f"All {len(trajectories)} rollouts failed, none by the model's fault.",
             hint="The server's GET /v1/status shows what failed.",
         )
-    empty = Row(made.prompt_ids, made.completion_ids[-1:], [0.0], [0], None, False, -1)
+    empty = TrlRow(made.prompt_ids, made.completion_ids[-1:], [0.0], [0], None, False, -1)
     return [row or empty for row in found]
 
 
-def _row(trajectory: Trajectory) -> Row | None:
+def _row(trajectory: Trajectory) -> TrlRow | None:
     if not is_trainable(trajectory):
         return None
     # TRL takes one sequence, even of an agent that forked its history.
     chosen = main_completion(trajectory)
     mask = loss_mask(trajectory, chosen)
-    return Row(
+    return TrlRow(
         prompt_ids=chosen.prompt_ids,
         completion_ids=chosen.completion_ids,
         logprobs=masked_logprobs(chosen, mask),
@@ -229,8 +231,8 @@ def _oldest(completion: Completion) -> int:
     return min(version for version, trained in pairs if trained)
 
 
-def _columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    columns: dict[str, list[Any]] = {name: [] for name in Row.__dataclass_fields__}
+def _columns(rows: Sequence[TrlRow]) -> dict[str, list[Any]]:
+    columns: dict[str, list[Any]] = {name: [] for name in TrlRow.__dataclass_fields__}
     for row in rows:
         for name, value in asdict(row).items():
             columns[name].append(value)

@@ -26,7 +26,7 @@ from envserver_clients.http import EnvClient
 
 from .completions import Completion, completions_of
 from .whole_groups import (
-    Wish,
+    GroupOrder,
     complete_groups,
     loss_mask,
     main_completion,
@@ -86,7 +86,7 @@ class EnvserverLoop:
         """
         columns = dict(fields.get("extra_info") or {}) | fields
         environment, task_id = named(columns, self._environment, "extra_info")
-        wish = Wish(environment, [task_id], split=self._split)
+        wish = GroupOrder(environment, [task_id], split=self._split)
         async with EnvClient(self._url, run=None, token=self._token) as client:
             ((trajectory,),) = await complete_groups(
                 client, wish, tries=self._tries, timeout_seconds=self._timeout_seconds

@@ -41,7 +41,7 @@ class Rollouts(Protocol):
 
 
 @dataclass(frozen=True)
-class Wish:
+class GroupOrder:
     """An order of complete groups.
 
     Args:
@@ -56,7 +56,7 @@ class Wish:
 
 
 async def complete_groups(
-    client: Rollouts, wish: Wish, *, tries: int = 3, timeout_seconds: float = 3600.0
+    client: Rollouts, wish: GroupOrder, *, tries: int = 3, timeout_seconds: float = 3600.0
 ) -> list[list[Trajectory]]:
     """Returns a complete group for each task, in the order of the tasks.
 

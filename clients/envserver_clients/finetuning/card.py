@@ -15,7 +15,7 @@ import yaml
 
 
 @dataclass(frozen=True)
-class About:
+class CardFacts:
     """The facts in a card.
 
     Args:
@@ -49,7 +49,7 @@ _METHODS = {
 }
 
 
-def card_of(about: About) -> str:
+def card_of(about: CardFacts) -> str:
     """Returns the text of README.md."""
     return f"---\n{_header(about)}---\n\n{_body(about)}"
 
@@ -59,7 +59,7 @@ def base_name(model: str, given: str | None) -> str:
     return given or (Path(model).resolve().name if Path(model).exists() else model)
 
 
-def _header(about: About) -> str:
+def _header(about: CardFacts) -> str:
     lora = bool(about.settings["lora"])
     header: dict[str, Any] = {
         "base_model": about.base,
@@ -74,7 +74,7 @@ def _header(about: About) -> str:
     return yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
 
 
-def _body(about: About) -> str:
+def _body(about: CardFacts) -> str:
     what = "LoRA adapter for" if about.settings["lora"] else "fine-tuned from"
     tool = f" It was trained for the tool `{about.tool}`." if about.tool else ""
     parts = [
@@ -101,7 +101,7 @@ def _cell(value: Any) -> str:
     return str(value).replace("|", "\\|")
 
 
-def _use(about: About) -> str:
+def _use(about: CardFacts) -> str:
     if about.settings["lora"]:
         lines = [
             "from peft import PeftModel",

@@ -1,8 +1,8 @@
 """Converts rows to a trainer's data set on disk, so that no file has to fit into memory.
 
 In: files of rows and an encoder. Out: a data set of `input_ids` and `labels`, or of pairs, and
-`Counts`. What always holds: every row is in the data set or in one of the counts; no example is
-longer than the limit, and each has trained tokens.
+`ExampleCounts`. What always holds: every row is in the data set or in one of the counts; no example
+is longer than the limit, and each has trained tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAIR_COLUMNS: Final = ("chosen_ids", "chosen_labels", "rejected_ids", "rejected_
 
 
 @dataclass
-class Counts:
+class ExampleCounts:
     """How many rows became examples, and why others were left out."""
 
     rows: int = 0
@@ -56,7 +56,7 @@ class Counts:
 def sft_examples(
     paths: Sequence[Path],
     encoder: Encoder,
-    counts: Counts,
+    counts: ExampleCounts,
     *,
     max_length: int,
     too_long: TooLong,
@@ -91,7 +91,7 @@ def sft_examples(
 def pair_examples(
     paths: Sequence[Path],
     encoder: Encoder,
-    counts: Counts,
+    counts: ExampleCounts,
     *,
     max_length: int,
     too_long: TooLong,
@@ -122,7 +122,9 @@ def pair_examples(
     counts.rendered_otherwise = encoder.rendered_otherwise
 
 
-def _fit(one: Encoded, *, counts: Counts, max_length: int, too_long: TooLong) -> Encoded | None:
+def _fit(
+    one: Encoded, *, counts: ExampleCounts, max_length: int, too_long: TooLong
+) -> Encoded | None:
     """Returns the example within the limit; None if it is left out (and counted)."""
     if len(one.ids) > max_length:
         if too_long == "drop":
@@ -137,7 +139,7 @@ def _fit(one: Encoded, *, counts: Counts, max_length: int, too_long: TooLong) ->
 
 
 def _fitting(
-    chosen: Encoded, rejected: Encoded, counts: Counts, max_length: int, too_long: TooLong
+    chosen: Encoded, rejected: Encoded, counts: ExampleCounts, max_length: int, too_long: TooLong
 ) -> tuple[Encoded, Encoded] | None:
     """Returns both within the limit, or None; a pair is counted once."""
     if max(len(chosen.ids), len(rejected.ids)) > max_length:
@@ -152,7 +154,7 @@ def _fitting(
     return chosen, rejected
 
 
-def _count(counts: Counts, *encoded: Encoded) -> None:
+def _count(counts: ExampleCounts, *encoded: Encoded) -> None:
     for one in encoded:
         counts.tokens += len(one.ids)
         counts.tokens_trained += sum(one.trained)

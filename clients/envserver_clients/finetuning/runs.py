@@ -23,14 +23,14 @@ from rich.console import Console
 
 from envserver_clients.training.metrics import read_lines
 
-from .card import About, base_name, card_of
+from .card import CardFacts, base_name, card_of
 from .data import Part, digest_of
-from .examples import Counts, Example, written
+from .examples import Example, ExampleCounts, written
 from .reporting import Reporting
-from .settings import Settings
+from .settings import FinetuneSettings
 from .tokens import Encoder
 
-S = TypeVar("S", bound=Settings)
+S = TypeVar("S", bound=FinetuneSettings)
 
 DONE: Final = "training.json"
 _WORK: Final = ".work"
@@ -62,12 +62,12 @@ class Method(Generic[S]):
 
     name: str
     columns: Sequence[str]
-    examples: Callable[[S, Sequence[Path], Encoder, Counts], Iterator[Example]]
+    examples: Callable[[S, Sequence[Path], Encoder, ExampleCounts], Iterator[Example]]
     trainer: Callable[..., Any]
     last_only: Callable[[S], bool] = lambda settings: False
 
 
-def prepare(settings: Settings) -> None:
+def prepare(settings: FinetuneSettings) -> None:
     """Configures torch and transformers."""
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -115,7 +115,7 @@ class Training(Generic[S]):
         self._work.mkdir(parents=True, exist_ok=True)
         _write(self._work / _STARTED, facts)
         tokenizer, encoder = self._encoder()
-        counts = Counts()
+        counts = ExampleCounts()
         train = self._data(self._part.train, encoder, counts, "train")
         if train is None:
             raise InputError(
@@ -125,7 +125,7 @@ class Training(Generic[S]):
             )
         validation = None
         if self._part.validation:
-            validation = self._data(self._part.validation, encoder, Counts(), "validation")
+            validation = self._data(self._part.validation, encoder, ExampleCounts(), "validation")
         trainer = self._trained(tokenizer, train, validation)
         self._finish(trainer, tokenizer, facts, counts)
 
@@ -185,7 +185,9 @@ class Training(Generic[S]):
         last_only = self._method.last_only(self._settings)
         return tokenizer, Encoder(tokenizer, ends=frozenset(known), last_only=last_only)
 
-    def _data(self, paths: Sequence[Path], encoder: Encoder, counts: Counts, name: str) -> Any:
+    def _data(
+        self, paths: Sequence[Path], encoder: Encoder, counts: ExampleCounts, name: str
+    ) -> Any:
         examples = self._method.examples(self._settings, paths, encoder, counts)
         return written(examples, self._method.columns, self._work / f"{name}.arrow")
 
@@ -208,7 +210,9 @@ class Training(Generic[S]):
             reporting.close()
         return trainer
 
-    def _finish(self, trainer: Any, tokenizer: Any, facts: dict[str, Any], counts: Counts) -> None:
+    def _finish(
+        self, trainer: Any, tokenizer: Any, facts: dict[str, Any], counts: ExampleCounts
+    ) -> None:
         made = self._work / "made"
         shutil.rmtree(made, ignore_errors=True)
         model = trainer.accelerator.unwrap_model(trainer.model)
@@ -219,7 +223,7 @@ class Training(Generic[S]):
             "results": self._results(),
             "versions": {name: version(name) for name in _LIBRARIES},
         }
-        about = About(
+        about = CardFacts(
             name=self._name,
             license=self._settings.license,
             **{key: done[key] for key in _TOLD},
@@ -271,7 +275,7 @@ def _last_whole(checkpoints: Path) -> Path | None:
     return None
 
 
-def _save(model: Any, tokenizer: Any, folder: Path, settings: Settings, base: str) -> None:
+def _save(model: Any, tokenizer: Any, folder: Path, settings: FinetuneSettings, base: str) -> None:
     """Saves what engines and transformers load: the model, or only the adapter (PEFT)."""
     import torch
     from transformers import AutoConfig

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from envserver_clients.training.settings import from_flags
 
-S = TypeVar("S", bound="Settings")
+S = TypeVar("S", bound="FinetuneSettings")
 
 ATTENTION_AND_MLP = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -25,7 +25,7 @@ def _names(value: Any) -> Any:
     return [one.strip() for one in value.split(",")] if isinstance(value, str) else value
 
 
-class Settings(BaseModel):
+class FinetuneSettings(BaseModel):
     """Settings of both commands."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
@@ -111,7 +111,7 @@ class Settings(BaseModel):
         raise NotImplementedError
 
 
-class SftSettings(Settings):
+class SftSettings(FinetuneSettings):
     """Trains with TRL's SFTTrainer on rows of `envserver export --to messages`, of `envserver sft
     build`, or with a prompt and a completion. Trains only what the assistant wrote."""
 
@@ -130,7 +130,7 @@ class SftSettings(Settings):
         return self.learning_rate or (2e-4 if self.lora else 2e-5)
 
 
-class DpoSettings(Settings):
+class DpoSettings(FinetuneSettings):
     """Trains with TRL's DPOTrainer on pairs of `envserver export --to dpo`: prompt, chosen,
     rejected. Only what the assistant wrote counts."""
 

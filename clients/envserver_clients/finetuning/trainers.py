@@ -16,7 +16,7 @@ from envserver_records import ConfigError
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from .settings import DpoSettings, Settings, SftSettings
+from .settings import DpoSettings, FinetuneSettings, SftSettings
 from .tokens import NOT_TRAINED
 
 
@@ -119,14 +119,14 @@ class PairCollator:
         }
 
 
-def _made(trainer: Any, settings: Settings, **given: Any) -> Any:
+def _made(trainer: Any, settings: FinetuneSettings, **given: Any) -> Any:
     try:
         return trainer(model=settings.model, peft_config=_lora(settings), **given)
     except (OSError, ValueError) as error:  # errors of transformers, PEFT and TRL
         raise ConfigError(f"{settings.model} cannot be trained like this: {error}") from error
 
 
-def _lora(settings: Settings) -> Any:
+def _lora(settings: FinetuneSettings) -> Any:
     """Returns the LoRA configuration (arXiv 2106.09685), None without LoRA."""
     if not settings.lora:
         return None
@@ -142,7 +142,7 @@ def _lora(settings: Settings) -> Any:
     )
 
 
-def _arguments(settings: Settings, folder: Path) -> dict[str, Any]:
+def _arguments(settings: FinetuneSettings, folder: Path) -> dict[str, Any]:
     """Returns the arguments of both configurations."""
     cuda = settings.device == "auto" and torch.cuda.is_available()
     half = settings.dtype == "bfloat16" or (

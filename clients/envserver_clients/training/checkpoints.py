@@ -1,8 +1,8 @@
 """Saves checkpoints in folders `step-N`, which are always complete.
 
-In: the learner's state, and what the server must learn after a restart. Out: `Saved`. What always
-holds: a folder named `step-N` is complete and on disk, because it was written under another name,
-synced and renamed. `kill -9` at any moment leaves the last checkpoint intact.
+In: the learner's state, and what the server must learn after a restart. Out: `CheckpointInfo`. What
+always holds: a folder named `step-N` is complete and on disk, because it was written under another
+name, synced and renamed. `kill -9` at any moment leaves the last checkpoint intact.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAME = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointInfo:
     """A checkpoint's description, stored in its `about.json`.
 
     Args:
@@ -54,7 +54,7 @@ class Checkpoints:
         self._folder = folder
         self._keep = keep
 
-    def save(self, saved: Saved, state: dict[str, Any]) -> None:
+    def save(self, saved: CheckpointInfo, state: dict[str, Any]) -> None:
         """Writes a checkpoint, then removes old ones."""
         self._folder.mkdir(parents=True, exist_ok=True)
         unfinished = self._folder / f".{saved.name}"
@@ -74,15 +74,15 @@ class Checkpoints:
         folder.rename(going)
         shutil.rmtree(going)
 
-    def latest(self) -> Saved | None:
+    def latest(self) -> CheckpointInfo | None:
         """Returns the last checkpoint's description, None if there is none."""
         steps = self._steps()
         if not steps:
             return None
         about = json.loads((self._folder / f"step-{steps[-1]}" / "about.json").read_text())
-        return Saved(**{**about, "group_ids": tuple(about["group_ids"])})
+        return CheckpointInfo(**{**about, "group_ids": tuple(about["group_ids"])})
 
-    def load(self, saved: Saved) -> dict[str, Any]:
+    def load(self, saved: CheckpointInfo) -> dict[str, Any]:
         """Returns the state of a checkpoint."""
         path = self._folder / saved.name / "state.pt"
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)

@@ -51,7 +51,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Rules:
+class ExampleSettings:
     """How rows become examples; see the settings."""
 
     scaling: Scaling = "std"
@@ -62,7 +62,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Learned:
+class BatchExamples:
     """The examples of a batch, with statistics of the batch.
 
     Args:
@@ -78,10 +78,10 @@ class Learned:
 def examples_of(
     groups: Sequence[ClientGroup],
     version: int,
-    rules: Rules,
+    rules: ExampleSettings,
     *,
     shuffle: np.random.Generator | None = None,
-) -> Learned:
+) -> BatchExamples:
     """Returns the examples of a batch.
 
     Rows with advantage 0 do not change the gradient and are left out; their trajectories and tokens
@@ -119,7 +119,7 @@ def examples_of(
         "truncated": _share([not row.learn for row, _ in rows]),
         **_staleness([row for row, _ in rows], version),
     }
-    return Learned(examples, numbers, [group.group_id for group in groups])
+    return BatchExamples(examples, numbers, [group.group_id for group in groups])
 
 
 def _is_stale(rows: Sequence[Row], version: int, most: int | None) -> bool:
@@ -135,7 +135,9 @@ def _rewards(rows: Sequence[Row]) -> dict[int, float]:
     return {row.trajectory: row.reward for row in rows}
 
 
-def _weighed(rows: list[tuple[Row, float]], trajectories: int, rules: Rules) -> list[Example]:
+def _weighed(
+    rows: list[tuple[Row, float]], trajectories: int, rules: ExampleSettings
+) -> list[Example]:
     sizes: dict[tuple[str, int], int] = {}
     for row, _ in rows:
         key = (row.group_id, row.trajectory)

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from .examples import Example
-from .loss import LossRules, policy_loss
+from .loss import LossSettings, policy_loss
 from .padding import Padded, micro_batches
 from .policy import Policy, tensors
 
 
 @dataclass(frozen=True)
-class StepRules:
+class StepSettings:
     """Settings of a step; see the trainer's settings."""
 
     learning_rate: float = 1e-5
@@ -31,13 +31,13 @@ class StepRules:
     micro_batch_tokens: int = 16384
     updates: int = 1
     decoupled: bool = False
-    loss: LossRules = field(default_factory=LossRules)
+    loss: LossSettings = field(default_factory=LossSettings)
 
 
 class Learner:
     """A policy and its optimizer (AdamW, arXiv 1711.05101)."""
 
-    def __init__(self, policy: Policy, rules: StepRules) -> None:
+    def __init__(self, policy: Policy, rules: StepSettings) -> None:
         self.policy = policy
         self._rules = rules
         self._optimizer = torch.optim.AdamW(

@@ -31,7 +31,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class LossRules:
+class LossSettings:
     """The bounds of an update; see the trainer's settings."""
 
     clip_low: float = 0.2
@@ -61,7 +61,7 @@ def policy_loss(
     mask: Tensor,
     advantages: Tensor,
     weights: Tensor,
-    rules: LossRules,
+    rules: LossSettings,
     *,
     proximal: Tensor | None = None,
     reference: Tensor | None = None,

@@ -21,7 +21,7 @@ from envserver_clients.weights import LocalFull, Lora, PromptCheck, VllmFull
 
 from .examples import Example
 from .policy import Policy
-from .settings import Settings
+from .settings import TrainerSettings
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,9 @@ class Publisher:
         client: publishes versions and pauses model calls; None: without a server.
     """
 
-    def __init__(self, settings: Settings, policy: Policy, client: SyncEnvClient | None) -> None:
+    def __init__(
+        self, settings: TrainerSettings, policy: Policy, client: SyncEnvClient | None
+    ) -> None:
         self._policy = policy
         self._tolerance = settings.check_tolerance
         self._client = client
@@ -90,7 +92,7 @@ class Publisher:
             time.sleep(_PAUSE_SECONDS)
 
 
-def _push(settings: Settings, client: SyncEnvClient | None) -> LocalFull | VllmFull | Lora:
+def _push(settings: TrainerSettings, client: SyncEnvClient | None) -> LocalFull | VllmFull | Lora:
     folder = settings.output / "weights"
     if settings.lora_rank:
         return Lora(settings.engine, folder, server=client)

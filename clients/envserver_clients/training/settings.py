@@ -23,7 +23,7 @@ Values = dict[str, Any]
 """Values by the names of settings."""
 
 
-class Settings(BaseModel):
+class TrainerSettings(BaseModel):
     """Trains with GRPO: gets groups from a server and transfers weights to the engine."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)

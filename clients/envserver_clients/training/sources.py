@@ -18,8 +18,8 @@ from envserver_clients.adapters.atropos import AtroposTrainerClient
 from envserver_clients.http import Retries, SyncEnvClient
 from envserver_clients.records import Batch
 
-from .checkpoints import Saved
-from .settings import Settings
+from .checkpoints import CheckpointInfo
+from .settings import TrainerSettings
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _PATIENT: Final = Retries(tries=40, longest_pause_seconds=5.0)
 class Source(Protocol):
     """Provides batches for one trainer."""
 
-    def resume(self, saved: Saved) -> None:
+    def resume(self, saved: CheckpointInfo) -> None:
         """Goes back to a checkpoint; step 0 is the beginning. Call this first, once."""
 
     def batches(self) -> Iterator[Batch]:
@@ -54,7 +54,7 @@ class NativeSource:
         self._client = client
         self._idle_seconds = idle_seconds
 
-    def resume(self, saved: Saved) -> None:
+    def resume(self, saved: CheckpointInfo) -> None:
         if saved.step == 0:
             self._client.resume(None)
             return
@@ -68,7 +68,7 @@ class NativeSource:
                 "was away. Start again with another --output and --run.",
             ) from error
 
-    def _acknowledge_again(self, saved: Saved) -> None:
+    def _acknowledge_again(self, saved: CheckpointInfo) -> None:
         """Repeats the last acknowledgement, which the server may not have received."""
         if not saved.lease_id:
             return
@@ -100,7 +100,7 @@ class AtroposSource:
         self._client = client
         self._idle_seconds = idle_seconds
 
-    def resume(self, saved: Saved) -> None:
+    def resume(self, saved: CheckpointInfo) -> None:
         if saved.lease_id:
             try:
                 self._client.ack(saved.lease_id)
@@ -114,7 +114,7 @@ class AtroposSource:
         self._client.ack(batch)
 
 
-def open_source(settings: Settings, stack: ExitStack) -> tuple[Source, SyncEnvClient | None]:
+def open_source(settings: TrainerSettings, stack: ExitStack) -> tuple[Source, SyncEnvClient | None]:
     """Returns the source of `settings`, and the client that publishes versions (None for the
     Atropos wire, which has no versions).
     """

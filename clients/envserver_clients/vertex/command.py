@@ -29,8 +29,8 @@ from envserver_clients.training.settings import from_flags
 from .api import RUN, Job, Patience, Tokens, TuningJobs
 from .bucket import download, upload
 from .examples import Prepared, prepare
-from .settings import ADAPTER_SIZES, Settings
-from .state import State, open_state, save, write_json
+from .settings import ADAPTER_SIZES, VertexSettings
+from .state import TuningState, open_state, save, write_json
 
 _ENDED: Final = ("SUCCEEDED", "FAILED", "CANCELLED", "EXPIRED", "PARTIALLY_SUCCEEDED")
 _ABOUT_RUNNING: Final = frozenset(
@@ -45,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     signal.signal(signal.SIGTERM, _end)
     try:
-        settings = from_flags(Settings, arguments, program="python -m envserver_clients.vertex")
+        settings = from_flags(
+            VertexSettings, arguments, program="python -m envserver_clients.vertex"
+        )
         tune(settings, console)
     except (ConfigError, ConflictError, InputError, NotFoundError) as error:
         _tell(console, error)
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def tune(settings: Settings, console: Console) -> None:
+def tune(settings: VertexSettings, console: Console) -> None:
     """Runs the remaining steps.
 
     Raises:
@@ -92,7 +94,7 @@ def tune(settings: Settings, console: Console) -> None:
     _finish(settings, state, job, console)
 
 
-def body_of(settings: Settings, state: State) -> dict[str, Any]:
+def body_of(settings: VertexSettings, state: TuningState) -> dict[str, Any]:
     """Returns the request body of tuningJobs.create."""
     urls = _urls(settings, state)
     hyper: dict[str, Any] = {"epochCount": settings.epochs}
@@ -119,8 +121,8 @@ def body_of(settings: Settings, state: State) -> dict[str, Any]:
 
 
 def _prepare(
-    settings: Settings,
-    state: State,
+    settings: VertexSettings,
+    state: TuningState,
     train: Sequence[Path],
     validation: Sequence[Path],
     console: Console,
@@ -143,7 +145,7 @@ def _prepare(
         console.print(f"  left out: {count:,} ({reason})", highlight=False)
 
 
-def _upload(settings: Settings, state: State, console: Console) -> None:
+def _upload(settings: VertexSettings, state: TuningState, console: Console) -> None:
     for name, url in _urls(settings, state).items():
         path = settings.output / f"{name}.jsonl"
         if state.uploaded.get(name) == url:
@@ -173,7 +175,7 @@ def _watch(jobs: TuningJobs, name: str, seconds: float, console: Console) -> Job
         time.sleep(seconds)
 
 
-def _finish(settings: Settings, state: State, job: Job, console: Console) -> None:
+def _finish(settings: VertexSettings, state: TuningState, job: Job, console: Console) -> None:
     """Writes result.json, and fetches the adapter.
 
     Raises:
@@ -202,7 +204,7 @@ def _finish(settings: Settings, state: State, job: Job, console: Console) -> Non
     console.print(f"{len(files)} files in {folder}", highlight=False, soft_wrap=True)
 
 
-def _print_requests(settings: Settings, state: State) -> None:
+def _print_requests(settings: VertexSettings, state: TuningState) -> None:
     """Prints all requests that would be sent, as JSON."""
     base = f"{settings.address.rstrip('/')}/{settings.version}"
     parent = _parent(settings)
@@ -231,14 +233,14 @@ def _print_requests(settings: Settings, state: State) -> None:
 
 
 def _lasting(
-    settings: Settings, train: Sequence[Path], validation: Sequence[Path]
+    settings: VertexSettings, train: Sequence[Path], validation: Sequence[Path]
 ) -> dict[str, Any]:
     """Returns the settings that define the training, with digests of its rows."""
     said = settings.model_dump(mode="json", exclude=set(_ABOUT_RUNNING) | {"output"})
     return {**said, "rows": digest_of([*train, *validation])}
 
 
-def _rows(settings: Settings) -> tuple[Sequence[Path], Sequence[Path]]:
+def _rows(settings: VertexSettings) -> tuple[Sequence[Path], Sequence[Path]]:
     """Returns the training files and the validation files."""
     part = parts_of(settings.data, tool=settings.tool or None, whole=not settings.tool)[0]
     return part.train, (settings.validation,) if settings.validation else part.validation
@@ -249,20 +251,20 @@ def _files(prepared: Prepared) -> dict[str, Path]:
     return {**files, "validation": prepared.validation} if prepared.validation else files
 
 
-def _urls(settings: Settings, state: State) -> dict[str, str]:
+def _urls(settings: VertexSettings, state: TuningState) -> dict[str, str]:
     place = f"{settings.bucket.rstrip('/')}/{state.run_id}"
     return {name: f"{place}/{name}.jsonl" for name in state.files}
 
 
-def _tuned(settings: Settings, state: State) -> str:
+def _tuned(settings: VertexSettings, state: TuningState) -> str:
     return settings.keep_uri or f"{settings.bucket.rstrip('/')}/{state.run_id}/tuned"
 
 
-def _parent(settings: Settings) -> str:
+def _parent(settings: VertexSettings) -> str:
     return f"projects/{settings.project}/locations/{settings.location}"
 
 
-def _jobs(settings: Settings, console: Console) -> TuningJobs:
+def _jobs(settings: VertexSettings, console: Console) -> TuningJobs:
     return TuningJobs(
         settings.address,
         settings.version,
@@ -273,7 +275,7 @@ def _jobs(settings: Settings, console: Console) -> TuningJobs:
     )
 
 
-def _tell_how_to_go_on(state: State, settings: Settings, console: Console) -> None:
+def _tell_how_to_go_on(state: TuningState, settings: VertexSettings, console: Console) -> None:
     console.print(
         f"The job continues: {state.job}\nThe same command watches it again "
         f"(its state is in {settings.output}). To cancel it: POST {settings.address}/"

@@ -39,7 +39,7 @@ _SYSTEM: Final = ("system", "developer")
 
 
 @dataclass
-class Counts:
+class RowCounts:
     """How many rows became examples, and why others were left out."""
 
     train: int = 0
@@ -53,7 +53,7 @@ class Prepared:
 
     train: Path
     validation: Path | None
-    counts: Counts
+    counts: RowCounts
 
 
 def prepare(
@@ -77,7 +77,7 @@ def prepare(
     Raises:
         InputError: a row has an unknown form, no row is left, or a limit is exceeded.
     """
-    counts = Counts()
+    counts = RowCounts()
     files = {name: folder / f"{name}.jsonl" for name in ("train", "validation")}
     with ExitStack() as stack:
         partial = {
@@ -150,7 +150,7 @@ def _formed(turns: list[tuple[str, str]], form: Form) -> dict[str, Any] | str:
     return line
 
 
-def _lines(paths: Sequence[Path], form: Form, most_tokens: int, counts: Counts) -> Iterator[str]:
+def _lines(paths: Sequence[Path], form: Form, most_tokens: int, counts: RowCounts) -> Iterator[str]:
     for place, row in rows_of(paths):
         line = line_of(row, place, form, most_tokens)
         if isinstance(line, str):
@@ -168,7 +168,7 @@ def _write(line: str, file: TextIO) -> None:
     file.write(line + "\n")
 
 
-def _check(counts: Counts, files: dict[str, Path]) -> None:
+def _check(counts: RowCounts, files: dict[str, Path]) -> None:
     dropped = ", ".join(f"{count} {reason}" for reason, count in counts.dropped.most_common())
     if not counts.train:
         raise InputError("No row is left to train on.", hint=f"Left out: {dropped or 'nothing'}.")

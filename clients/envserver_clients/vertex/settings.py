@@ -19,7 +19,7 @@ ADAPTER_SIZES: Final = {
 _LABEL: Final = re.compile(r"[a-z0-9_-]{1,63}")
 
 
-class Settings(BaseModel):
+class VertexSettings(BaseModel):
     """Tunes a model with Vertex AI: prepares and uploads data, launches a job, watches it, fetches
     the adapter.
 

@@ -19,7 +19,7 @@ _NAME: Final = "state.json"
 
 
 @dataclass
-class State:
+class TuningState:
     """The progress of a training.
 
     Args:
@@ -38,7 +38,7 @@ class State:
     job: str = ""
 
 
-def open_state(folder: Path, settings: dict[str, Any]) -> State:
+def open_state(folder: Path, settings: dict[str, Any]) -> TuningState:
     """Returns the folder's state, or a new one.
 
     Raises:
@@ -47,9 +47,9 @@ def open_state(folder: Path, settings: dict[str, Any]) -> State:
     """
     path = folder / _NAME
     if not path.is_file():
-        return State(uuid.uuid4().hex[:16], settings)
+        return TuningState(uuid.uuid4().hex[:16], settings)
     try:
-        state = State(**json.loads(path.read_text(encoding="utf-8")))
+        state = TuningState(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{path} cannot be read: {error}.") from error
     changed = sorted(
@@ -65,7 +65,7 @@ def open_state(folder: Path, settings: dict[str, Any]) -> State:
     return state
 
 
-def save(folder: Path, state: State) -> None:
+def save(folder: Path, state: TuningState) -> None:
     write_json(folder / _NAME, asdict(state))
 
 

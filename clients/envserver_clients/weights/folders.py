@@ -31,7 +31,7 @@ _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 _FULL_WORDS: Final = ("No space left", "os error 28", "Disk quota exceeded")
 
 
-class Folders:
+class WeightFolders:
     """Manages the versions below `folder`, which is made when needed."""
 
     def __init__(self, folder: Path) -> None:

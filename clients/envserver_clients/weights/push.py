@@ -17,7 +17,7 @@ from envserver_clients.http import SyncEnvClient
 
 from .check import PromptCheck
 from .engines import EngineControl, Timeouts, controls
-from .folders import Folders, Save
+from .folders import Save, WeightFolders
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class PushBase:
         api_key: str = "",
     ) -> None:
         self._engines = controls(engine_url, timeouts, api_key)
-        self._folders = Folders(folder)
+        self._folders = WeightFolders(folder)
         self._folder = folder.absolute()
         self._server = server
         self._keep = max(1, keep)

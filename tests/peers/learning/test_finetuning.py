@@ -76,13 +76,15 @@ def lines(output: Path) -> list[dict[str, Any]]:
 def test_the_loss_is_of_the_assistants_tokens_alone(model: Path, tmp_path: Path) -> None:
     """By hand, from the model's own logits; and only those tokens have a label at all."""
     from datasets import Dataset
-    from envserver_clients.finetuning.examples import Counts, sft_examples
+    from envserver_clients.finetuning.examples import ExampleCounts, sft_examples
     from envserver_clients.finetuning.tokens import Encoder
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     path = write(tmp_path / "rows.jsonl", sums(3))
-    rows = list(sft_examples([path], Encoder(tokenizer), Counts(), max_length=99, too_long="drop"))
+    rows = list(
+        sft_examples([path], Encoder(tokenizer), ExampleCounts(), max_length=99, too_long="drop")
+    )
     words = ["--model", str(model), "--data", str(path), "--output", "out", "--batch-size", "3"]
     given = read_settings(SftSettings, "sft", words)
     trainer = sft_trainer(given, tokenizer, Dataset.from_list(rows), None, tmp_path / "w", [])
@@ -231,13 +233,15 @@ def test_preferences_are_learned(model: Path, tmp_path: Path) -> None:
 def test_of_a_pair_what_tools_answered_does_not_count(model: Path, tmp_path: Path) -> None:
     """DPO's loss by hand, from the logprobs of the assistant's tokens under a changed model."""
     from datasets import Dataset
-    from envserver_clients.finetuning.examples import Counts, pair_examples
+    from envserver_clients.finetuning.examples import ExampleCounts, pair_examples
     from envserver_clients.finetuning.tokens import Encoder
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     path = write(tmp_path / "pairs.jsonl", pairs(2))
-    rows = list(pair_examples([path], Encoder(tokenizer), Counts(), max_length=99, too_long="drop"))
+    rows = list(
+        pair_examples([path], Encoder(tokenizer), ExampleCounts(), max_length=99, too_long="drop")
+    )
     words = ["--model", str(model), "--data", str(path), "--output", "out", "--batch-size", "2"]
     given = read_settings(DpoSettings, "dpo", words)
     trainer = dpo_trainer(given, tokenizer, Dataset.from_list(rows), None, tmp_path / "w", [])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from envserver_clients.finetuning.conversation import Conversation, Plain, read_pair, read_row
-from envserver_clients.finetuning.examples import Counts, pair_examples, sft_examples
+from envserver_clients.finetuning.examples import ExampleCounts, pair_examples, sft_examples
 from envserver_clients.finetuning.tokens import NOT_TRAINED, Encoded, Encoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -155,10 +155,10 @@ def test_plain_text_begins_once_and_ends(prompt: str) -> None:
     assert [made.decode(answer) for _, answer in runs(row)] == [" upon a time<|im_end|>"]
 
 
-def examples(folder: Path, *rows: dict[str, Any], **how: Any) -> tuple[list[Any], Counts]:
+def examples(folder: Path, *rows: dict[str, Any], **how: Any) -> tuple[list[Any], ExampleCounts]:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    counts = Counts()
+    counts = ExampleCounts()
     limits = {"max_length": 64, "too_long": "drop", **how}
     return list(sft_examples([path], Encoder(tokenizer()), counts, **limits)), counts
 
@@ -216,7 +216,11 @@ def test_a_wrong_row_is_told_with_its_place(tmp_path: Path, line: str, why: str)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n' + line + "\n")
     with pytest.raises(InputError, match=rf"rows.jsonl, line 2.*{why}"):
-        list(sft_examples([path], Encoder(tokenizer()), Counts(), max_length=64, too_long="drop"))
+        list(
+            sft_examples(
+                [path], Encoder(tokenizer()), ExampleCounts(), max_length=64, too_long="drop"
+            )
+        )
 
 
 def test_a_conversation_needs_a_template() -> None:
@@ -236,7 +240,7 @@ def test_of_a_pair_only_the_answers_count(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(split) + "\n")
     made = tokenizer()
-    (one,) = pair_examples([path], Encoder(made), Counts(), max_length=99, too_long="drop")
+    (one,) = pair_examples([path], Encoder(made), ExampleCounts(), max_length=99, too_long="drop")
     kept = [
         made.decode([label for label in one[f"{side}_labels"] if label != NOT_TRAINED])
         for side in ("chosen", "rejected")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from envserver_clients.records import ClientGroup, Row
 from envserver_clients.training.advantages import advantages, shuffled
-from envserver_clients.training.examples import Example, Rules, examples_of
-from envserver_clients.training.loss import LossRules, policy_loss, token_logprobs
+from envserver_clients.training.examples import Example, ExampleSettings, examples_of
+from envserver_clients.training.loss import LossSettings, policy_loss, token_logprobs
 from envserver_clients.training.padding import micro_batches, padded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,7 +44,7 @@ def group(*rows: Row, group_id: str = "g") -> ClientGroup:
 
 def one_token(logprob: float, delivered: float, advantage: float, **more: float) -> float:
     """The loss of a single token of weight 1."""
-    rules = LossRules(clip_low=0.2, clip_high=0.3)
+    rules = LossSettings(clip_low=0.2, clip_high=0.3)
     named = {name: torch.tensor([[value]]) for name, value in more.items()}
     loss, _ = policy_loss(
         torch.tensor([[logprob]]),
@@ -104,7 +104,7 @@ def test_the_distance_to_the_reference_costs() -> None:
         torch.ones(1, 1),
         torch.zeros(1),
         torch.ones(1),
-        LossRules(kl_weight=0.1),
+        LossSettings(kl_weight=0.1),
         reference=torch.tensor([[-1.5]]),
     )
     assert numbers["kl"] == pytest.approx(math.exp(-0.5) + 0.5 - 1)
@@ -122,7 +122,7 @@ def test_good_tokens_become_likelier_and_bad_ones_less() -> None:
             torch.ones(1, 1),
             torch.tensor([advantage]),
             torch.ones(1),
-            LossRules(),
+            LossSettings(),
         )
         loss.backward()
         assert logits.grad is not None
@@ -135,7 +135,7 @@ def test_each_token_is_weighed_by_the_version_that_sampled_it() -> None:
     logprobs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
     delivered = torch.tensor([[-1.0, -1.1]])  # of this version, and of an earlier one
     loss, numbers = policy_loss(
-        logprobs, delivered, torch.ones(1, 2), torch.ones(1), torch.ones(1), LossRules()
+        logprobs, delivered, torch.ones(1, 2), torch.ones(1), torch.ones(1), LossSettings()
     )
     loss.backward()
     assert logprobs.grad is not None
@@ -154,7 +154,7 @@ def test_each_token_is_weighed_by_the_version_that_sampled_it() -> None:
 def test_denominators(denominator: str, weights: list[float]) -> None:
     """A trajectory of two rows (2 and 4 trained tokens) and one of a single row (3)."""
     batch = [group(row(0, 1.0, 4), row(0, 1.0, 6), row(1, 0.0, 5))]
-    rules = Rules(denominator=denominator, constant_tokens=100, scaling="mean")  # type: ignore[arg-type]
+    rules = ExampleSettings(denominator=denominator, constant_tokens=100, scaling="mean")  # type: ignore[arg-type]
     learned = examples_of(batch, 3, rules)
     assert [one.weight for one in learned.examples] == pytest.approx(weights)
     assert [one.advantage for one in learned.examples] == [0.5, 0.5, -0.5]
@@ -169,21 +169,21 @@ def test_what_teaches_nothing_is_counted_and_left_out() -> None:
         group(row(0, 1.0, group="b"), cut_off, group_id="b"),
         group(row(0, 1.0, version=0), row(1, 0.0), group_id="c"),
     ]
-    learned = examples_of(batch, 3, Rules(max_staleness=2))
+    learned = examples_of(batch, 3, ExampleSettings(max_staleness=2))
     numbers = learned.numbers
     assert learned.group_ids == ["a", "b", "c"]
     assert (numbers["groups"], numbers["groups_equal"], numbers["groups_stale"]) == (3, 1, 1)
     assert (numbers["trajectories"], numbers["reward_mean"]) == (4, 0.75)
     assert len(learned.examples) == 1
     assert learned.examples[0].weight == pytest.approx(1 / (4 * 2))
-    assert len(examples_of(batch, 3, Rules(learn_truncated=True)).examples) == 4
+    assert len(examples_of(batch, 3, ExampleSettings(learn_truncated=True)).examples) == 4
 
 
 def test_rows_without_logprobs_are_refused() -> None:
     bare = row(0, 1.0)
     object.__setattr__(bare, "logprobs", None)
     with pytest.raises(InputError, match="no logprobs"):
-        examples_of([group(bare, row(1, 0.0))], 3, Rules())
+        examples_of([group(bare, row(1, 0.0))], 3, ExampleSettings())
 
 
 examples = st.lists(
@@ -223,7 +223,7 @@ def test_the_loss_is_the_same_however_rows_are_padded_and_parted(
                 torch.from_numpy(part.mask[:, part.first :]),
                 torch.from_numpy(part.advantages),
                 torch.from_numpy(part.weights),
-                LossRules(),
+                LossSettings(),
             )
             whole += float(loss)
         return whole

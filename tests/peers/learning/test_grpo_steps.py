@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from envserver_clients.training.checkpoints import Checkpoints, Saved
+from envserver_clients.training.checkpoints import CheckpointInfo, Checkpoints
 from envserver_clients.training.curves import draw
 from envserver_clients.training.examples import Example
-from envserver_clients.training.learner import Learner, StepRules
-from envserver_clients.training.loss import LossRules
+from envserver_clients.training.learner import Learner, StepSettings
+from envserver_clients.training.loss import LossSettings
 from envserver_clients.training.metrics import JsonLines, Metrics, TensorBoard, Tracker, read_lines
 from envserver_clients.training.padding import padded
 from envserver_clients.training.policy import Policy
@@ -45,7 +45,7 @@ def batch(policy: Policy, seed: int) -> list[Example]:
 
 def learner(model: Path, **more: int) -> Learner:
     torch.manual_seed(0)
-    rules = StepRules(learning_rate=1e-3, warmup_steps=2, micro_batch_tokens=24)
+    rules = StepSettings(learning_rate=1e-3, warmup_steps=2, micro_batch_tokens=24)
     return Learner(Policy(str(model), **more), rules)
 
 
@@ -85,17 +85,17 @@ def test_a_restart_from_a_checkpoint_leads_to_the_same_weights(
     for step, rows in enumerate(batches, start=1):
         through.step(rows)
         if step <= 2:
-            kept.save(Saved(step, step, f"lease-{step}", (f"g{step}",)), through.state())
+            kept.save(CheckpointInfo(step, step, f"lease-{step}", (f"g{step}",)), through.state())
     (tmp_path / "checkpoints" / ".step-3").mkdir()  # killed while it wrote the third
     saved = kept.latest()
-    assert saved == Saved(2, 2, "lease-2", ("g2",))
+    assert saved == CheckpointInfo(2, 2, "lease-2", ("g2",))
     again = learner(model, lora_rank=lora_rank)
     again.load_state(kept.load(saved))
     for rows in batches[2:]:
         again.step(rows)
     expected = through.policy.state()
     assert all(torch.equal(value, expected[name]) for name, value in again.policy.state().items())
-    kept.save(Saved(3, 3), again.state())
+    kept.save(CheckpointInfo(3, 3), again.state())
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         "step-2",
         "step-3",
@@ -105,7 +105,7 @@ def test_a_restart_from_a_checkpoint_leads_to_the_same_weights(
 def test_lora_leaves_the_model_and_is_its_own_reference(model: Path, tmp_path: Path) -> None:
     policy = Policy(str(model), lora_rank=4)
     rows = padded(batch(policy, 2))
-    one = Learner(policy, StepRules(learning_rate=1e-2, loss=LossRules(kl_weight=0.1)))
+    one = Learner(policy, StepSettings(learning_rate=1e-2, loss=LossSettings(kl_weight=0.1)))
     before = policy.logprobs(rows).detach()
     one.step(batch(policy, 3))
     assert torch.equal(policy.reference_logprobs(rows), before)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from envserver_clients.adapters.completions import completions_of
-from envserver_clients.adapters.skyrl import asked_of, output_of
+from envserver_clients.adapters.skyrl import output_of, task_groups_of
 from envserver_records.records import Score, Trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,7 +87,7 @@ def test_each_row_is_asked_for_once(rows: list[tuple[str, str, int]]) -> None:
         ],
     }
     places = []
-    for asked in asked_of(batch, "train"):
+    for asked in task_groups_of(batch, "train"):
         for task_id, found in zip(asked.wish.task_ids, asked.places, strict=True):
             assert len(found) == asked.wish.group_size
             assert {rows[place][:2] for place in found} == {(asked.wish.environment, task_id)}
@@ -99,7 +99,7 @@ def test_each_row_is_asked_for_once(rows: list[tuple[str, str, int]]) -> None:
 def test_rows_without_a_task_and_rollouts_without_a_reward_are_refused() -> None:
     batch = {"prompts": [[]], "env_classes": ["math"], "env_extras": [{}], "trajectory_ids": None}
     with pytest.raises(InputError, match="no task_id in env_extras"):
-        asked_of(batch, None)
+        task_groups_of(batch, None)
     unscored = trajectory("r", sequence([1, 2], [0, 1]), score=Score(reward=None))
     with pytest.raises(InputError, match="has no reward"):
         output_of([unscored], None, step_wise=False)

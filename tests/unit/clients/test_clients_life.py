@@ -50,7 +50,7 @@ class Trainer:
 
     def __init__(self, url: str) -> None:
         _, _, behind = str(envserver_clients.http.__doc__).partition("started again:\n\n")
-        code, _, _ = behind.partition("\n\nWhat is not")
+        code, _, _ = behind.partition("\n\nGroups that are not")
         self._code = compile(textwrap.dedent(code), "example", "exec")
         self._url = url
         self.saved: Saved | None = None

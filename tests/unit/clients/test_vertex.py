@@ -119,7 +119,7 @@ def test_geminis_lines(service: VertexStandIn, tmp_path: Path) -> None:
     ]  # fmt: skip
     state = json.loads((tmp_path / "out" / "state.json").read_text())
     assert state["counts"]["dropped"] == {
-        "does not go from a user to the model": 1,
+        "does not begin with a user and end with the model": 1,
         "tools": 1,
         "an empty message": 1,
         "too long": 1,

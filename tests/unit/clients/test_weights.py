@@ -126,7 +126,7 @@ def test_a_version_below_the_servers_is_refused_before_anything_is_done(
     engine: ScriptedEngine, house: House, tmp_path: Path
 ) -> None:
     house.client.publish_policy_version(9)
-    with pytest.raises(ConflictError, match="version 9, which is above 8"):
+    with pytest.raises(ConflictError, match="version 9, above 8"):
         LocalFull(engine.url, tmp_path / "w", server=house.client).publish(8, saver(8))
     assert engine.steps == []
     assert not (tmp_path / "w").exists()
@@ -138,7 +138,7 @@ def test_a_mismatch_leaves_everything_paused_and_names_the_old_version(
     push = LocalFull(engine.url, tmp_path / "w", server=house.client)
     push.publish(1, saver(1), check(1))
     engine.stubborn = True
-    with pytest.raises(WeightsMismatch, match=r"0\.1 apart at token 0") as caught:
+    with pytest.raises(WeightsMismatch, match=r"by 0\.1 at token 0") as caught:
         push.publish(2, saver(2), check(2))
     detail = caught.value.detail
     assert (detail["version"], detail["old_version"]) == (2, 1)
@@ -358,7 +358,7 @@ def test_adapters_are_on_all_engines_or_on_none(
 
 
 def test_a_check_compares_something() -> None:
-    with pytest.raises(InputError, match="one token at least"):
+    with pytest.raises(InputError, match="at least one completion token"):
         PromptCheck([], [1], [0.0])
     with pytest.raises(InputError, match="2 tokens and 1 logprobs"):
         PromptCheck([1], [1, 2], [0.0])
