@@ -1,8 +1,8 @@
-"""The tree of settings: what a person may set, its meaning and its default.
+"""The settings: their names, meanings and defaults.
 
-Each field's docstring is its help text. The same names serve flags (`--env.group_size 8`), YAML
-files and environment variables (`ENVSERVER_ENV__GROUP_SIZE`); `envserver.cli.settings` reads those
-and turns every mistake into a ConfigError that names flag, variable or line.
+Each field's docstring is its help text. The same names work as flags (`--env.group_size 8`), YAML
+keys and environment variables (`ENVSERVER_ENV__GROUP_SIZE`). `envserver.cli.settings` reads them
+and reports every mistake as a ConfigError that names the flag, variable or line.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def is_loopback(host: str) -> bool:
 def _loopback(host: str) -> str:
     if not is_loopback(host):
         raise ValueError(
-            "must be a loopback address (127.0.0.1, ::1 or localhost) where no access tokens are "
-            "asked for (server.tokens_file), so that nobody else may reach the server"
+            "must be a loopback address (127.0.0.1, ::1 or localhost) unless access tokens are "
+            "required (server.tokens_file)"
         )
     return host
 
@@ -56,32 +56,32 @@ LoopbackHost = Annotated[str, AfterValidator(_loopback)]
 
 
 class Section(BaseModel):
-    """Base of every part of the tree: unknown names are errors, docstrings are descriptions."""
+    """Base class of all settings: unknown names are errors, docstrings are help texts."""
 
     model_config = SECTION
 
 
 class AgentConfig(Section):
-    """One of several agents of a rollout: `--env.agents.NAME.*`; unset: as the run has it."""
+    """Settings of one agent (`--env.agents.NAME.*`); unset fields follow the run's settings."""
 
     model_name: str | None = None
-    """Name of its model, on the rollouts' own engine or at `base_url`; "default": the first."""
+    """Model name, on the run's engine or at `base_url`; "default": the first one listed."""
     base_url: str | None = None
-    """Address of an engine of its own: an OpenAI-compatible server."""
+    """Address of the agent's own engine, an OpenAI-compatible server."""
     api_key: SecretStr = SecretStr("")
-    """Key of its own engine; never logged, written or told to a worker."""
+    """API key of the agent's own engine; never logged, written or sent to a worker."""
     server_type: Literal["vllm", "openai"] = "vllm"
-    """vllm: its own engine gives token ids and logprobs; openai: text only."""
+    """Type of the agent's own engine. vllm: returns token ids and logprobs; openai: text only."""
     timeout: float = Field(default=1200.0, gt=0)
-    """Seconds for one call of its own engine."""
+    """Timeout in seconds of one call to the agent's own engine."""
     temperature: float | None = Field(default=None, ge=0)
-    """Sampling temperature of its calls."""
+    """Sampling temperature."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Nucleus sampling of its calls; 1: off."""
+    """Nucleus sampling; 1: off."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Its longest single answer in tokens."""
+    """Maximum length of one answer, in tokens."""
     trained: bool | None = None
-    """Whether its tokens are trained; unset: as the environment declares it."""
+    """Whether the agent's tokens are trained; unset: the environment decides."""
 
     @field_validator("base_url")
     @classmethod
@@ -93,55 +93,55 @@ class AgentConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    """Base of every environment's `Config`; its fields are `--env.*`."""
+    """Base class of an environment's `Config`; its fields are `--env.*`."""
 
     group_size: int = Field(default=4, ge=1)
-    """Rollouts of one task that are compared with each other."""
+    """Rollouts per group: attempts at one task whose rewards are compared."""
     total_steps: int | None = Field(default=None, ge=1)
-    """Groups before stopping; unset: every task once in `process`, no end in `serve`."""
+    """Groups to make; unset: every task once in `process`, endless in `serve`."""
     split: Split = "train"
-    """Which tasks: train, validation or test."""
+    """Split of the tasks: train, validation or test."""
     seed: int = 0
-    """Seed of everything random in the choice and order of tasks."""
+    """Seed for choosing and ordering tasks."""
     data_path_to_save_groups: Path | None = None
-    """JSONL file for the groups; unset: data/<environment>.jsonl."""
+    """JSONL file that groups are written to; unset: data/<environment>.jsonl."""
     include_messages: bool = True
-    """Write the conversations beside the tokens."""
+    """Write the conversations next to the tokens."""
     include_actions: bool = False
-    """Write the readable actions of agents beside the tokens."""
+    """Write the agents' recorded actions next to the tokens."""
     ensure_scores_are_not_same: bool | None = None
     """Drop groups whose rewards are all equal; unset: yes in `serve`, no in `process`."""
     max_token_length: int = Field(default=8192, ge=1)
-    """Longest training sequence in tokens; a group with a longer one is dropped and counted."""
+    """Maximum length of a training sequence, in tokens; groups with a longer one are dropped."""
     max_turns: int = Field(default=8, ge=1)
-    """Model calls per rollout (of each of its agents, where it has several)."""
+    """Maximum model calls per rollout (per agent, in a multi-agent rollout)."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    """Tokens sampled per rollout, over all calls that are trained; unset: no such limit."""
+    """Maximum tokens sampled per rollout, over all trained calls; unset: no limit."""
     worker_timeout: float = Field(default=240.0, gt=0)
-    """Seconds of wall clock per rollout, from start to result."""
+    """Time limit of a rollout in seconds of wall time, from start to result."""
     score_range: Literal["unit", "pm1"] = "unit"
-    """Rewards in Atropos groups as [0, 1] (unit) or mapped to [-1, 1] (pm1)."""
+    """Reward range in Atropos groups: [0, 1] (unit) or mapped to [-1, 1] (pm1)."""
     agents: dict[str, AgentConfig] = {}
-    """Models, engines and sampling of single agents, where a rollout has several."""
+    """Model, engine and sampling of single agents in a multi-agent rollout."""
 
 
 class OpenAIConfig(Section):
-    """The engine: an OpenAI-compatible server, or several replicas of one."""
+    """The engine: an OpenAI-compatible server, or several replicas of it."""
 
     base_url: str | list[str] = "http://localhost:9001/v1"
-    """Address or addresses (repeat the flag, or separate with commas) of the engine."""
+    """Address of the engine; several replicas: repeat the flag or separate with commas."""
     model_name: str = "default"
-    """Name of the model as the engine serves it; "default": the first that it lists."""
+    """Name of the model on the engine; "default": the first one listed."""
     api_key: SecretStr = SecretStr("")
-    """Key of the engine; never logged or written."""
+    """API key of the engine; never logged or written."""
     timeout: float = Field(default=1200.0, gt=0)
-    """Seconds for one model call."""
+    """Timeout in seconds of one model call."""
     num_max_requests_at_once: int = Field(default=512, ge=1)
-    """Most calls in flight per replica; fewer while its metrics say that calls wait there."""
+    """Maximum calls in flight per replica; reduced while its metrics report waiting calls."""
     server_type: Literal["vllm", "openai"] = "vllm"
-    """vllm: ask for token ids and logprobs; openai: text only, not fit for RL."""
+    """vllm: requests token ids and logprobs; openai: text only, unsuitable for RL."""
     mode: Mode = "auto"
-    """How the engine is asked; auto: the first of tokens, completions, chat, opaque that it can."""
+    """Request mode; auto: the first supported of tokens, completions, chat, opaque."""
 
     @field_validator("base_url")
     @classmethod
@@ -158,7 +158,7 @@ class OpenAIConfig(Section):
 
     @property
     def base_urls(self) -> list[str]:
-        """Every replica's address, without a trailing slash; at least one."""
+        """Addresses of all replicas, without trailing slash; at least one."""
         return [self.base_url] if isinstance(self.base_url, str) else self.base_url
 
 
@@ -175,149 +175,151 @@ def _check_url(url: str) -> None:
 
 
 class EngineConfig(Section):
-    """An engine that is started here: `models start NAME`, and `--model NAME` elsewhere."""
+    """An engine that envserver starts itself: `models start NAME`, or `--model NAME` elsewhere."""
 
     models_file: Path = Path("configs/models.yaml")
-    """Where models have their names."""
+    """File that defines models by name."""
     backend: Backend | None = None
-    """vllm, local, or auto: vLLM where it is installed and comes up, else local; unset: as the
-    model's entry says."""
+    """vllm, local, or auto (vLLM if it is installed and starts, otherwise local); unset: as in the
+    model's entry."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Port of the engine; 0 takes a free one."""
+    """Port of the engine; 0 picks a free one."""
     vllm_python: Path | None = None
-    """The Python that has vLLM; unset: the one that envserver runs in."""
+    """Python interpreter that has vLLM; unset: the one that runs envserver."""
     vllm_args: list[str] = []
-    """Further words for vLLM's command line."""
+    """Extra arguments for vLLM's command line."""
     local_args: list[str] = []
-    """Further words for the local engine's command line."""
+    """Extra arguments for the local engine's command line."""
     start_seconds: float = Field(default=900.0, gt=0)
-    """For the engine to answer; then it is given up."""
+    """Start-up timeout of the engine, in seconds."""
     restarts: int = Field(default=5, ge=0)
-    """In a row, of an engine that dies; then it is given up."""
+    """Consecutive restarts of a crashing engine before giving up."""
     log: Path | None = None
-    """What the engine writes; unset: data/engine-NAME.log."""
+    """Log file of the engine; unset: data/engine-NAME.log."""
 
 
 class TokensConfig(Section):
-    """How calls are continued token by token, and what is done about odd ones."""
+    """How calls are continued token by token, and which calls are trained."""
 
     stitch: bool = True
-    """Continue a conversation from the tokens that were recorded instead of rendering it anew."""
+    """Continue a conversation from its recorded tokens instead of rendering it again."""
     tokenizer: Path | None = None
     """Folder of the model's tokenizer.json and chat template; unset: found by the model's name."""
     edits: list[Edit] = ["exact", "appended", "whitespace", "calls"]
-    """How an agent may have changed an answer that it sends back for its tokens to be continued."""
+    """Changes that an agent may make to an answer it sends back without losing its tokens."""
     think: Literal["template", "keep"] = "template"
-    """Where the chat template drops earlier reasoning: begin a new sequence that lacks it, as after
-    deployment (template), or go on in one sequence that has it all (keep)."""
+    """If the chat template removes earlier reasoning: start a new sequence without it, as in
+    deployment (template), or continue one sequence that keeps all of it (keep)."""
     train: list[str] = []
-    """Flags whose calls are trained, whatever the default says."""
+    """Flags whose calls are trained, overriding the default."""
     mask: list[str] = []
-    """Flags whose calls become context that is not trained."""
+    """Flags whose calls become untrained context."""
     drop: list[str] = []
     """Flags that drop the rollout."""
     audit_fraction: float = Field(default=0.0, ge=0, le=1)
-    """`serve`: share of the rollouts whose logprobs the engine is asked for again, as a check."""
+    """`serve`: share of the rollouts whose logprobs the engine computes again, as a check."""
     audit_tolerance: float = Field(default=0.05, ge=0)
-    """Largest difference of a logprob that an audit takes for rounding."""
+    """Largest logprob difference that an audit accepts as rounding."""
     keep_calls: bool = False
-    """Keep every call (its tokens as differences) beside the sequences of a trajectory."""
+    """Store every call (tokens as differences) with the sequences of a trajectory."""
 
 
 class SimConfig(Section):
-    """The simulated engine (`--model sim`): for tests, load and demos; it is no language model."""
+    """The simulated engine (`--model sim`), for tests, load and demos; not a language model."""
 
     seed: int = 0
-    """Same seed, same requests: same answers."""
+    """Seed; the same seed and requests give the same answers."""
     solve_probability: float = Field(default=0.6, ge=0, le=1)
-    """Chance that a rollout's task is answered right."""
+    """Probability that a rollout solves its task."""
     openers: bool = True
-    """Whether up to three sentences of no meaning stand before an answer."""
+    """Put up to three meaningless sentences before an answer."""
     latency_seconds: float = Field(default=0.02, ge=0)
     """Seconds until the first token."""
     seconds_per_token: float = Field(default=0.0, ge=0)
-    """Seconds between tokens."""
+    """Seconds per token."""
     error_rate: float = Field(default=0.0, ge=0, le=1)
-    """Chance that a call answers HTTP 500."""
+    """Probability that a call returns HTTP 500."""
     truncate_rate: float = Field(default=0.0, ge=0, le=1)
-    """Chance that an answer ends by length before its end."""
+    """Probability that an answer is truncated (finish reason length)."""
     disconnect_rate: float = Field(default=0.0, ge=0, le=1)
-    """Chance that the connection breaks in the middle of an answer (over HTTP)."""
+    """Probability that the connection breaks in the middle of an answer (over HTTP)."""
 
 
 class SamplingConfig(Section):
-    """How every call is sampled, whatever the agent asks for."""
+    """Sampling of every call, whatever the agent requests."""
 
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1: off."""
     max_tokens: int = Field(default=1024, ge=1)
-    """Longest single answer in tokens; an agent may ask for less."""
+    """Maximum length of one answer, in tokens; an agent may request less."""
 
 
 class WorkersConfig(Section):
-    """The isolated processes in which agents run."""
+    """The isolated processes that agents run in."""
 
     processes: int = Field(default=2, ge=1)
-    """Warm processes of the `pooled` level."""
+    """Number of processes that environments with isolation `pooled` share."""
     rollouts_per_process: int = Field(default=32, ge=1)
-    """Rollouts at a time in one `pooled` process."""
+    """Concurrent rollouts per `pooled` process."""
     dedicated: int = Field(default=8, ge=1)
-    """Rollouts at a time at the `dedicated` level, each in a process of its own."""
+    """Concurrent rollouts with isolation `dedicated`, each in its own process."""
     heartbeat_seconds: float = Field(default=1.0, gt=0)
-    """A worker that says nothing for this long is killed and replaced."""
+    """Kill and replace a worker that sends no heartbeat for this many seconds."""
     memory_mb: int = Field(default=2048, ge=64)
-    """Of a worker behind a wall, with all that it starts (isolation "sandboxed")."""
+    """Memory limit of a sandboxed worker and its child processes, in MB."""
     disk_mb: int = Field(default=256, ge=1)
-    """That a worker behind a wall may write."""
+    """Disk limit of a sandboxed worker, in MB."""
     kill_grace_seconds: float = Field(default=2.0, ge=0)
-    """Between a rollout's deadline, when it is cancelled, and the kill of its process tree."""
+    """Seconds between cancelling a rollout at its deadline and killing its process tree."""
 
 
 class SandboxConfig(Section):
-    """Where the programs run that a model wrote: `--sandbox.*`."""
+    """The sandboxes that run programs written by a model: `--sandbox.*`."""
 
-    wall: Literal["auto", "bubblewrap", "namespace", "landlock", "docker", "unsafe-local"] = "auto"
+    backend: Literal["auto", "bubblewrap", "namespace", "landlock", "docker", "unsafe-local"] = (
+        "auto"
+    )
     """auto: the first of bubblewrap, namespace, landlock that works here (`envserver doctor`)."""
     concurrent: int = Field(default=32, ge=1)
-    """Sandboxes at a time; more wait."""
+    """Maximum concurrent sandboxes; further requests wait."""
     docker_image: str = ""
-    """Image for the wall `docker`, where no other is named; it needs python3, bash and git."""
+    """Default image of the backend `docker`; it needs python3, bash and git."""
 
 
 class RolloutsConfig(DeliveryConfig):
-    """Which rollouts run when."""
+    """Scheduling of rollouts: concurrency, retries, groups and staleness."""
 
     max_concurrent: int = Field(default=64, ge=1)
-    """Rollouts in flight."""
+    """Maximum rollouts in flight."""
     max_attempts: int = Field(default=3, ge=1)
-    """Tries per rollout when a failure is not the model's fault."""
+    """Attempts per rollout if failures are not the model's fault."""
     min_group_size: int | None = Field(default=None, ge=1)
-    """Smallest group worth delivering when rollouts were lost; unset: only whole groups."""
+    """Minimum size of a delivered group when rollouts were lost; unset: only complete groups."""
     failed_in_group: Missing = "shrink"
-    """A rollout that failed for good and not by the model's fault: leave it out of the group (which
-    `min_group_size` bounds), or drop the group. What the model is to blame for is always scored."""
+    """If a rollout fails for good, not by the model's fault: shrink the group without it (down to
+    `min_group_size`) or drop the group. Failures that are the model's fault are always scored."""
     late_in_group: Missing = "shrink"
-    """The same for stragglers and stale rollouts. Those are long ones: left out, the rest is biased
-    towards short ones."""
+    """The same for stragglers and stale rollouts. Those tend to be long: leaving them out biases
+    the group towards short rollouts."""
     stragglers: Literal["cancel", "wait"] = "cancel"
-    """Cancel what is not done when its group's time is over, or wait for every rollout's end."""
+    """At the end of the group's time: cancel unfinished rollouts, or wait for all of them."""
     group_timeout_seconds: float = Field(default=1800.0, gt=0)
-    """Seconds from a group's first rollout; then its stragglers are cancelled."""
+    """Seconds from a group's first rollout until its stragglers are cancelled."""
     straggler_grace_seconds: float | None = Field(default=None, ge=0)
-    """Seconds that the rest of a group has from when `min_group_size` of it are scored; unset:
-    until the group's time is over."""
+    """Seconds for the rest of a group once `min_group_size` of it are scored; unset: until the
+    group's time is over."""
     max_staleness: int | None = Field(default=None, ge=0)
-    """Policy versions that the first token of a rollout in flight may be behind; unset: any."""
+    """Maximum policy versions between a running rollout's first token and now; unset: no limit."""
     stale_rollouts: Literal["cancel", "finish"] = "cancel"
-    """What becomes of older ones when a version is published: cancelled, or left to their end."""
+    """What to do with staler rollouts when a version is published: cancel or let them finish."""
     stop_after_failed_groups: int = Field(default=8, ge=1)
-    """Groups that fail in a row before `process` stops with an error (`serve` waits instead)."""
+    """Consecutive failed groups before `process` stops with an error (`serve` waits instead)."""
     stop_after_dropped_groups: int = Field(default=200, ge=1)
-    """Groups in a row that were filtered or failed before `process` stops with an error."""
+    """Consecutive filtered or failed groups before `process` stops with an error."""
     scorer_processes: int = Field(default=1, ge=1)
-    """Processes that score."""
+    """Number of scorer processes."""
 
     @model_validator(mode="after")
     def _grace_needs_a_least_size(self) -> RolloutsConfig:
@@ -325,81 +327,81 @@ class RolloutsConfig(DeliveryConfig):
             return self
         if self.min_group_size is None or self.stragglers == "wait":
             raise ValueError(
-                "straggler_grace_seconds is for groups that may lack rollouts: "
+                "straggler_grace_seconds works only for groups that may shrink: "
                 'set min_group_size, and stragglers "cancel"'
             )
         return self
 
 
 class Quota(Section):
-    """What one access token may ask for: `--server.quota.*`; nothing is bounded where unset."""
+    """Limits of one access token (`--server.quota.*`); unset fields: no limit."""
 
     requests_per_second: float | None = Field(default=1000.0, gt=0)
-    """Requests, over time."""
+    """Average requests per second."""
     burst: int = Field(default=2000, ge=1)
-    """Requests at once, before `requests_per_second` counts."""
+    """Requests allowed at once, before `requests_per_second` applies."""
     megabytes_per_minute: float | None = Field(default=None, gt=0)
-    """Bodies in both directions, as they travel; a minute's worth may come at once."""
+    """Megabytes of bodies per minute, both directions, as transferred; may come in one burst."""
     open_streams: int | None = Field(default=64, ge=0)
-    """Streams of leases at a time."""
+    """Concurrent lease streams."""
 
 
 class RetentionConfig(Section):
-    """How long the store keeps what was delivered. What waits for a trainer is always kept."""
+    """How long the store keeps delivered groups. Groups that wait for a trainer are always kept."""
 
     acked_hours: float = Field(default=24.0, ge=0)
-    """Hours after which a group that every run has acknowledged is removed but for its id; what a
-    run acknowledged since its last but one checkpoint is kept."""
+    """Hours until a group that every run has acknowledged is removed, except for its id. Groups
+    acknowledged since a run's second-last checkpoint are kept."""
     max_gb: float | None = Field(default=None, gt=0)
-    """While all groups take more than so many GB, such groups go earlier; unset: no limit."""
+    """Remove such groups earlier while all groups take more than this many GB; unset: no limit."""
 
 
 class ServerConfig(Section):
     """The HTTP server for trainers and people."""
 
     tokens_file: Path | None = None
-    """Access tokens that `envserver token` made; unset: everybody on this machine may do all."""
+    """File of access tokens made by `envserver token`; unset: all local users have full access."""
     host: str = "127.0.0.1"
-    """Address to listen at; beyond loopback only with `tokens_file`."""
+    """Address to listen on; other than loopback only with `tokens_file`."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """Port; 0 takes a free one."""
+    """Port; 0 picks a free one."""
     max_body_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
-    """Largest request body, after inflating."""
+    """Maximum size of a request body after decompression."""
     lease_seconds: float = Field(default=600.0, gt=0)
-    """A leased batch that is not acknowledged for this long is delivered again."""
+    """Deliver a leased batch again if it is not acknowledged within this many seconds."""
     max_open_leases: int = Field(default=1024, ge=1)
-    """Leases of a run that are not acknowledged, for trainers that ask for them; then 429."""
+    """Maximum unacknowledged leases per run, for trainers that request them; then HTTP 429."""
     silent_after_seconds: float = Field(default=30.0, gt=0)
-    """An environment elsewhere, silent for longer, no longer counts: others get its room."""
+    """Seconds without a heartbeat until a remote runner's share goes to the others."""
     drain_seconds: float = Field(default=60.0, ge=0)
-    """`serve`, told to stop: seconds for the open groups to end; then they are cancelled."""
+    """`serve`: seconds for open groups to finish on shutdown; then they are cancelled."""
     allowed_hosts: list[str] = []
-    """Further names that requests may call the server by, where there are no access tokens."""
+    """Additional host names that requests may use if there are no access tokens."""
     quota: Quota = Quota()
     max_connections: int = Field(default=4096, ge=1)
-    """Connections at a time; more are answered 503 and closed."""
+    """Maximum connections; further ones get 503 and are closed."""
     max_header_bytes: int = Field(default=65536, ge=1024)
-    """Of a request's line and headers together."""
+    """Maximum size of the request line and headers together."""
     max_headers: int = Field(default=100, ge=8)
-    """Headers of a request."""
+    """Maximum headers per request."""
     max_url_bytes: int = Field(default=8192, ge=256)
-    """Path and query of a request."""
+    """Maximum length of path and query."""
     header_seconds: float = Field(default=20.0, gt=0)
-    """For a connection's next request to say all its headers, once it began; then 408."""
+    """Seconds for a request's headers to arrive, from its first byte; then 408."""
     body_idle_seconds: float = Field(default=30.0, gt=0)
-    """A body of which nothing more comes for so long is given up; 408."""
+    """Seconds without data until a request body is given up; then 408."""
     body_seconds: float = Field(default=600.0, gt=0)
-    """For a whole body; then 408."""
+    """Seconds for a whole request body; then 408."""
     ssl_certfile: Path | None = None
-    """Certificate chain (PEM); with it the server speaks HTTPS."""
+    """Certificate chain (PEM); enables HTTPS."""
     ssl_keyfile: Path | None = None
-    """Key of the certificate; unset: it is in the same file."""
+    """Private key of the certificate; unset: in the same file."""
     ssl_keyfile_password: SecretStr | None = None
-    """Password of the key; never logged or written."""
+    """Password of the private key; never logged or written."""
     ssl_ca_certs: Path | None = None
-    """Authorities (PEM) whose certificates clients may have."""
+    """Certificate authorities (PEM) for client certificates."""
     ssl_cert_reqs: Literal["none", "optional", "required"] = "none"
-    """Whether clients must have a certificate of `ssl_ca_certs`."""
+    """Whether clients need a certificate signed by `ssl_ca_certs`."""
 
     @field_validator("host")
     @classmethod
@@ -416,37 +418,37 @@ class ServerConfig(Section):
 
 
 class TelemetryConfig(Section):
-    """What is seen of a running server: `--telemetry.*`."""
+    """Tracing of a running server: `--telemetry.*`."""
 
     otlp_endpoint: str | None = None
-    """Where traces go by OTLP over HTTP, such as http://localhost:4318; unset: nowhere."""
+    """Endpoint for traces (OTLP over HTTP), such as http://localhost:4318; unset: no traces."""
     service_name: str = "envserver"
-    """The server's name in traces."""
+    """Service name in traces."""
     sample_ratio: float = Field(default=1.0, ge=0, le=1)
     """Share of the rollouts that are traced."""
     slow_callback_seconds: float | None = Field(default=None, gt=0)
-    """Log where the event loop stands when it is held for longer; unset: nothing is looked for."""
+    """Log the stack if the event loop is blocked for longer than this; unset: off."""
 
 
 class EnvironmentSettings(Section):
-    """What every command with an environment has; `env` gets the type of its own Config."""
+    """Settings of every command with an environment; `env` gets the type of its Config."""
 
     environment: str | None = None
-    """A built-in's name, an entry point's, or path/to/file.py[:Class]."""
+    """Name of a built-in or installed environment, or path/to/file.py[:Class]."""
     log_level: LogLevel = "info"
-    """Least serious event that is logged."""
+    """Minimum log level."""
     log_format: LogFormat = "auto"
-    """How a log line looks; auto: console on a terminal, else json."""
+    """Format of log lines; auto: console on a terminal, otherwise json."""
     env: EnvironmentConfig = EnvironmentConfig()
 
 
 class Settings(EnvironmentSettings):
-    """All that can be set for making rollouts."""
+    """All settings of a command that makes rollouts."""
 
     openai: OpenAIConfig = OpenAIConfig()
     model: str | None = None
-    """A model to start an engine for (a name in `engine.models_file`, a folder, a name on the
-    hub), or "sim" for the simulated engine; unset: the engine at `openai.base_url`."""
+    """Model to start an engine for (a name in `engine.models_file`, a folder, or a name on the
+    hub), or "sim" for the simulated engine; unset: use the engine at `openai.base_url`."""
     engine: EngineConfig = EngineConfig()
     sim: SimConfig = SimConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -459,20 +461,20 @@ class Settings(EnvironmentSettings):
     telemetry: TelemetryConfig = TelemetryConfig()
     retention: RetentionConfig = RetentionConfig()
     store: StorePlace = "data/envserver.db"
-    """Where groups are kept: a file (SQLite) or a database URL."""
+    """Where groups are stored: a file (SQLite) or a database URL."""
 
 
 class MixEntry(Section):
-    """One environment of several in a run."""
+    """One of several environments of a run."""
 
     name: str
-    """A built-in's name, an entry point's, or path/to/file.py[:Class]."""
+    """Name of a built-in or installed environment, or path/to/file.py[:Class]."""
     weight: float = Field(default=1.0, gt=0)
-    """Its part of the groups, in proportion to the others' weights."""
+    """Weight of this environment: its share of the groups relative to the others."""
     minimum_share: float = Field(default=0.0, ge=0, le=1)
-    """The least part of all groups that it has, whatever the weights say."""
+    """Minimum share of all groups, whatever the weights."""
     env: dict[str, Any] = {}
-    """Its own settings, stronger than `env` of the file."""
+    """Settings of this environment; they override `env` of the file."""
 
     @model_validator(mode="before")
     @classmethod
@@ -484,7 +486,7 @@ class MixSettings(Settings):
     """Settings of a command that can run several environments at once."""
 
     environments: list[MixEntry] = []
-    """Several environments at once: in a file with name, weight, minimum_share, env; by a flag
-    `--env math=2,code=1`."""
+    """Several environments at once; in a file: name, weight, minimum_share and env of each; as a
+    flag: `--env math=2,code=1`."""
     total_groups: int | None = Field(default=None, ge=1)
     """Groups of all environments together before stopping; unset: each ends by itself."""

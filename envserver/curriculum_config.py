@@ -1,4 +1,4 @@
-"""What can be set of the choice of tasks: a part of the tree of settings, see `config`."""
+"""Settings of the choice of tasks (`--curriculum.*`); part of the tree in `config`."""
 
 from __future__ import annotations
 
@@ -13,37 +13,36 @@ SECTION: Final = ConfigDict(
     populate_by_name=True,
     protected_namespaces=(),
 )
-"""Of every part of the tree."""
+"""Pydantic configuration of every section."""
 
 
 class CurriculumConfig(BaseModel):
-    """Which task comes next, by what is known of how often each is solved."""
+    """Chooses the next task by how often each was solved."""
 
     model_config = SECTION
 
     sampler: Literal["uniform", "difficulty", "replay"] = "uniform"
-    """uniform: the environment's own order; difficulty: tasks that are neither too easy nor too
-    hard come again; replay: a share of the groups goes to tasks that were not solved."""
+    """uniform: the environment's own order; difficulty: repeats tasks that are neither too easy nor
+    too hard; replay: gives a share of the groups to unsolved tasks."""
     discount: float = Field(default=0.98, gt=0, le=1)
-    """What a result counts less for each policy version since: estimates follow the policy."""
+    """Weight of a result per policy version since it was made; lower values forget faster."""
     target: float = Field(default=0.5, gt=0, lt=1)
-    """difficulty: chance of success of the tasks that are wanted most."""
+    """difficulty: success probability of the most wanted tasks."""
     sharpness: float = Field(default=2.0, gt=0, le=100)
-    """difficulty: how much less others are wanted; 2 with a target of 0.5 is p(1 - p)."""
+    """difficulty: how fast the preference falls off; 2 with a target of 0.5 is p(1 - p)."""
     explore: float = Field(default=0.2, gt=0, le=1)
-    """difficulty: least share of the groups that goes on in the environment's own order."""
+    """difficulty: minimum share of the groups that follow the environment's own order."""
     replay_share: float = Field(default=0.25, ge=0, le=0.9)
-    """replay: share of the groups that goes to unsolved tasks, as long as there are any."""
+    """replay: share of the groups for unsolved tasks, while there are any."""
     replay_order: Literal["oldest", "weighted"] = "oldest"
-    """replay: the one that was not tried for longest, or by chance: the less is known, the more."""
+    """replay: oldest: the task not tried for longest; weighted: random, uncertain ones first."""
     unsolved_below: float = Field(default=0.05, ge=0, le=1)
-    """replay: a task of at most this mean reward is unsolved."""
+    """replay: a task with at most this mean reward counts as unsolved."""
     solved_above: float | None = Field(default=None, gt=0, lt=1)
-    """Where the environment's order comes to a task that is solved more often than this, it is
-    mostly passed over, whatever the sampler; unset: never."""
+    """Mostly skip tasks that are solved more often than this, with any sampler; unset: never."""
     solved_attempts: int = Field(default=8, ge=1)
-    """Rollouts that must have been scored before a task can be passed over."""
+    """Scored rollouts required before a task can be skipped."""
     solved_share: float = Field(default=0.1, gt=0, le=1)
-    """How often such a task is given a group all the same."""
+    """Share of the times that such a task is not skipped."""
     memory: int = Field(default=2048, ge=1, le=65536)
-    """Tasks of each environment that are remembered, to come again."""
+    """Tasks remembered per environment, to be repeated."""

@@ -1,4 +1,4 @@
-"""What can be set of delivery, in `serve` and `run-api`: a part of the tree of settings."""
+"""Settings of delivery, in `serve` and `run-api`; part of the tree in `config`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class DeliveryConfig(BaseModel):
     model_config = SECTION
 
     max_staleness_at_delivery: int | None = Field(default=None, ge=0)
-    """Policy versions that the first token of a group may be behind when a trainer gets
-    it; unset: any. No group is begun that would be older by then."""
+    """Maximum policy versions between a group's first token and its delivery; unset: no limit.
+    Groups that would be staler by then are not started."""
     stale_groups: Literal["drop", "deliver"] = "drop"
-    """What becomes of older groups, finished or waiting: dropped and counted, or delivered."""
+    """What happens to staler groups, finished or waiting: drop and count them, or deliver them."""
     silent_run_seconds: float | None = Field(default=3600.0, gt=0)
-    """A broadcast run that leases nothing for so long, while others do, is closed, so that
-    its queue does not hold them up; it goes on when it registers again. Unset: never."""
+    """Close a broadcast run that leases nothing for this many seconds while others do, so that its
+    queue does not block them; it resumes when it registers again. Unset: never."""
     max_queued_groups: int = Field(default=256, ge=0)
-    """Groups waiting for a trainer before new rollouts wait too; 0: while no run is
-    registered, nothing is made but what is ordered."""
+    """Groups waiting for a trainer at which new rollouts pause; 0: without a registered run,
+    only requested groups are made."""
     max_batches_offpolicy: int = Field(default=3, ge=1)
-    """Batches (of the registered trainer) waiting before new rollouts wait too."""
+    """Batches (of the registered trainer) waiting at which new rollouts pause."""
 
     @property
     def most_staleness(self) -> int | None:
-        """Of a group at its delivery; None: any."""
+        """Maximum staleness of a group at its delivery; None: no limit."""
         return self.max_staleness_at_delivery if self.stale_groups == "drop" else None

@@ -1,41 +1,42 @@
-"""Every way envserver can fail: what happened, whose fault it is, what becomes of the rollout.
+"""Every way envserver can fail: what happened, who is to blame, what happens to the rollout.
 
     EnvserverError
     ├── UsageError             the caller's fault; nothing was changed            HTTP 4xx, exit 2
     │   ├── ConfigError        a setting is unknown, ill-typed or contradictory
-    │   ├── InputError         a request or file holds something unusable (its place is named)
-    │   ├── TooLargeError      a body, an inflated body or a nesting is over its limit
-    │   ├── TemplateRefused    the chat template takes no such conversation
+    │   ├── InputError         a request or file is not usable (the message names the place)
+    │   ├── TooLargeError      a body, a decompressed body or a nesting exceeds its limit
+    │   ├── TemplateRefused    the chat template rejects the conversation
     │   ├── NotFoundError      no such environment, run, lease, group, key
-    │   └── ConflictError      the thing exists but is in a state that forbids this
-    ├── RolloutError           a rollout did not end with a result
+    │   └── ConflictError      the object is in a state that forbids this
+    ├── RolloutError           a rollout ended without a result
     │   ├── LimitReached       the model's fault: turns, tokens, time, context    scored as it is
     │   ├── AgentError         the environment's code raised                      retry, then drop
     │   ├── WorkerError        the process that ran the agent is gone
     │   │   ├── WorkerDied     it exited, was killed, ran out of memory           retry, then drop
     │   │   ├── WorkerHung     no heartbeat, or past its deadline                 retry, then drop
-    │   │   └── WorkerGarbage  it sent what the protocol does not allow           retry, then drop
-    │   ├── EngineError        the model's server failed
+    │   │   └── WorkerGarbage  it violated the protocol                           retry, then drop
+    │   ├── EngineError        the model server failed
     │   │   ├── EngineUnavailable  no replica answers                             retry, then drop
-    │   │   ├── EngineTimeout  no answer within the call's time                   retry, then drop
-    │   │   ├── EngineRefused  it refused the request (HTTP 4xx)                  drop at once
-    │   │   └── EngineGarbage  its answer breaks the protocol                     retry, then drop
-    │   ├── SandboxError       the place for the model's programs failed          retry, then drop
-    │   │   ├── SandboxUnavailable none can be made (room, wall, supervisor)      retry, then drop
-    │   │   └── SandboxLost    it ended under a program by no fault of its own    retry, then drop
+    │   │   ├── EngineTimeout  no answer within the call's timeout                retry, then drop
+    │   │   ├── EngineRefused  it rejected the request (HTTP 4xx)                 drop at once
+    │   │   └── EngineGarbage  its answer violates the protocol                   retry, then drop
+    │   ├── SandboxError       the sandbox of the model's programs failed         retry, then drop
+    │   │   ├── SandboxUnavailable it cannot be made (space, backend, supervisor) retry, then drop
+    │   │   └── SandboxLost    it ended during a program, not because of it       retry, then drop
     │   ├── ServiceError       a service of the environment failed                retry, then drop
-    │   ├── ScorerError        scoring raised, died or ran out of time            retry, then drop
-    │   ├── Unscorable         its score has no reward                            drop
-    │   ├── Straggler          the time of its group was over before it ended     drop
-    │   ├── Stale              the policy went on too far since its first token   drop
+    │   ├── ScorerError        scoring raised, died or timed out                  retry, then drop
+    │   ├── Unscorable         the score has no reward                            drop
+    │   ├── Straggler          its group's time ended first                       drop
+    │   ├── Stale              the policy moved too far since its first token     drop
     │   └── TokensError        the recorded tokens break an invariant             never delivered
-    ├── StoreError             the durable store failed; asking again is safe     HTTP 503
+    ├── StoreError             the durable store failed; retrying is safe         HTTP 503
     │   ├── StoreFull          no space left                                      HTTP 507
-    │   └── StoreLost          it is another process's now, or gone; the server ends
-    └── AllFailed              every rollout failed; the run was stopped          exit 1
+    │   └── StoreLost          another process owns it, or it is gone; the server stops
+    └── AllFailed              every rollout failed; the run stopped              exit 1
 
-An infrastructure failure is never a reward of 0: only what is scored reaches a trainer. A worker
-that code of the model ended (isolation "sandboxed") is none: see `policy.limit_of_death`.
+An infrastructure failure is never a reward of 0: only scored rollouts reach a trainer. If code of
+the model ended its worker (isolation "sandboxed"), that is a limit of the model, not a failure of
+the infrastructure: see `policy.limit_of_death`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ import msgspec
 
 
 class Blame(enum.StrEnum):
-    """Whose fault a failure is."""
+    """Who is to blame for a failure."""
 
     MODEL = "model"
     ENVIRONMENT = "environment"
@@ -57,7 +58,7 @@ class Blame(enum.StrEnum):
 
 
 class Outcome(enum.StrEnum):
-    """What becomes of the rollout that failed."""
+    """What happens to a rollout that failed."""
 
     SCORE = "score"
     RETRY = "retry"
@@ -65,7 +66,7 @@ class Outcome(enum.StrEnum):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """A failure as data: what is stored, sent and counted. `kind` is the snake_case class name."""
+    """A failure as data, to store, send and count. `kind` is the error class in snake_case."""
 
     kind: str
     blame: Blame
@@ -76,7 +77,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EnvserverError(Exception):
-    """Base of all. `message` says what happened, `hint` what to do, `detail` holds small facts."""
+    """Base class. `message` says what happened, `hint` what to do, `detail` holds small facts."""
 
     kind = "error"
     blame = Blame.SERVER
@@ -93,7 +94,7 @@ class EnvserverError(Exception):
         return f"{self.message} {self.hint}" if self.hint else self.message
 
     def failure(self) -> Failure:
-        """This error as data."""
+        """Returns this error as data."""
         return Failure(
             kind=self.kind,
             blame=self.blame,
@@ -113,7 +114,7 @@ class ConfigError(UsageError):
 
 
 class InputError(UsageError):
-    """`detail["place"]` says where: a line number, a JSON path, a field."""
+    """`detail["place"]` names the place: a line number, a JSON path or a field."""
 
     kind, status = "input", 422
 
@@ -123,7 +124,7 @@ class TooLargeError(UsageError):
 
 
 class TemplateRefused(UsageError):
-    """The message holds the chat template's own words."""
+    """The message contains the chat template's own message."""
 
     kind = "template_refused"
 
@@ -141,7 +142,7 @@ class RolloutError(EnvserverError):
 
 
 class LimitReached(RolloutError):
-    """`detail["limit"]` is turns, tokens, time or context (the model's own window is full)."""
+    """`detail["limit"]` is turns, tokens, time or context (the model's window is full)."""
 
     kind, blame, outcome, status = "limit_reached", Blame.MODEL, Outcome.SCORE, 429
 
@@ -179,7 +180,7 @@ class EngineTimeout(EngineError):
 
 
 class EngineRefused(EngineError):
-    """`detail["status"]` is the engine's HTTP status; its own words are in the message."""
+    """`detail["status"]` is the engine's HTTP status; the message contains its text."""
 
     kind, outcome, status = "engine_refused", Outcome.DROP, 400
 
@@ -217,7 +218,7 @@ class Straggler(RolloutError):
 
 
 class Stale(RolloutError):
-    """`detail["oldest"]` is the version of its first token, `detail["version"]` that of now."""
+    """`detail["oldest"]` is the version of its first token, `detail["version"]` the current one."""
 
     kind = "stale"
 
@@ -246,7 +247,7 @@ R = TypeVar("R", bound=RolloutError)
 
 
 def by_kind(*bases: type[R]) -> dict[str, type[R]]:
-    """`bases` and all their subclasses, under the kind by which they travel."""
+    """Returns `bases` and all their subclasses by `kind`, as they are sent."""
     found = {base.kind: base for base in bases}
     for base in bases:
         found |= by_kind(*base.__subclasses__())

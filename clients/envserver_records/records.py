@@ -280,7 +280,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
         preload: modules that are imported before the walls are closed, shared by all sandboxes with
             the same list: `run_python` has them at no cost. Only trusted code may name any.
         limits: of every program, unless `exec` is told otherwise (never more than these).
-        image: of a container, for the wall `docker` ("": `--sandbox.docker_image`); other walls
+        image: of a container, for the backend `docker` ("": `--sandbox.docker_image`); other walls
             refuse it with SandboxUnavailable.
         image_hides: directories of the image that are empty in this sandbox.
     """

@@ -18,14 +18,14 @@ from rich.table import Table
 
 from ..config import LogLevel, SandboxConfig, Section
 from ..sandbox.probe import ProbeReport
+from ..sandbox.selection import ORDER
 from ..sandbox.service import probe
-from ..sandbox.walls import ORDER
 from .help import show_help
 from .logs import configure_logs
 from .loop import run_loop
 from .settings import load_settings
 
-SUMMARY = """Shows what this machine can do: Python, git, memory, and which walls really hold
+SUMMARY = """Shows what this machine can do: Python, git, memory, and which backends really hold
 programs that a model wrote (small ones are run behind each, and try to get out). Exit status 0:
 there are sandboxes; 1: none can be made, and what to do about it is said."""
 
@@ -68,9 +68,9 @@ def run(argv: list[str]) -> int:
     configure_logs(settings.log_level)
     facts = machine_facts()
     reports = run_loop(_probe(settings.sandbox))
-    taken = _taken(reports, settings.sandbox.wall)
+    taken = _taken(reports, settings.sandbox.backend)
     if settings.as_json:
-        found = {"machine": facts, "walls": reports, "wall": taken}
+        found = {"machine": facts, "backends": reports, "backend": taken}
         text = orjson.dumps(msgspec.to_builtins(found), option=orjson.OPT_INDENT_2)
         sys.stdout.write(text.decode() + "\n")
     else:
@@ -80,16 +80,16 @@ def run(argv: list[str]) -> int:
 
 async def _probe(config: SandboxConfig) -> list[ProbeReport]:
     # One after the other: they would slow each other's time limits down.
-    walls = [*ORDER, "docker"]
-    if config.wall == "unsafe-local":
-        walls.append(config.wall)
-    return [await probe(wall, config) for wall in walls]
+    backends = [*ORDER, "docker"]
+    if config.backend == "unsafe-local":
+        backends.append(config.backend)
+    return [await probe(backend, config) for backend in backends]
 
 
 def _taken(reports: Sequence[ProbeReport], wanted: str) -> str | None:
-    """The wall that a server would take here."""
+    """The backend that a server would take here."""
     allowed = ORDER if wanted == "auto" else (wanted,)
-    return next((each.wall for each in reports if each.works and each.wall in allowed), None)
+    return next((each.backend for each in reports if each.works and each.backend in allowed), None)
 
 
 def machine_facts() -> list[Fact]:
@@ -162,7 +162,7 @@ def _show(
         _show_wall(console, report)
     console.print()
     if taken:
-        console.print(f"[bold green]Sandboxes are made by the wall {taken}.[/]", highlight=False)
+        console.print(f"[bold green]Sandboxes are made by the backend {taken}.[/]", highlight=False)
         return
     console.print("[bold red]No sandbox can be made here.[/]", highlight=False)
     for step in dict.fromkeys(step for report in reports for step in report.remedies):
@@ -171,7 +171,7 @@ def _show(
 
 def _show_wall(console: Console, report: ProbeReport) -> None:
     verdict = "[green]works[/]" if report.works else "[red]does not work[/]"
-    console.print(f" wall [bold]{report.wall}[/]: {verdict}", highlight=False)
+    console.print(f" backend [bold]{report.backend}[/]: {verdict}", highlight=False)
     if not report.checks:
         _say(console, f"     {report.failure}")
     for check in report.checks:

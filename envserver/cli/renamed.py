@@ -12,6 +12,7 @@ from collections.abc import Collection
 RENAMED: dict[str, str] = {
     "out_dir": "out",
     "output": "out",
+    "sandbox.wall": "sandbox.backend",
 }
 """Old path -> new path. A path of a section renames everything in it."""
 

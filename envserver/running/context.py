@@ -23,13 +23,13 @@ from ..rollouts.events import Event, Observer
 from ..rollouts.group import Demonstrator, RolloutContext
 from ..rollouts.scoring import ScorerPool
 from ..rollouts.staleness import StalenessMonitor
+from ..sandbox.attempt_sandboxes import AttemptSandboxes
 from ..sandbox.client import SandboxClient
-from ..sandbox.rooms import AttemptSandboxes
 from ..sandbox.service import SandboxService
 from ..telemetry.tracing import Tracer
 from ..tokens.flags import chosen
 from ..workers.local import LocalPool
-from ..workers.walled import Wall
+from ..workers.sandboxed import WorkerSandbox
 from .agent_engines import OwnSource, own_endpoints
 from .engines import look_at, make_endpoint, make_engine, started
 from .sandboxes import sandboxes_of, try_sandbox
@@ -140,7 +140,7 @@ async def rollout_context(
         workers = LocalPool(
             settings.workers,
             [reference],
-            wall=_worker_wall(settings.workers, environment, service, server.port),
+            sandbox=_worker_sandbox(settings.workers, environment, service, server.port),
             listen=server.also_on,
         )
         pool = await stack.enter_async_context(workers)
@@ -179,23 +179,25 @@ async def rollout_context(
         )
 
 
-def _worker_wall(
+def _worker_sandbox(
     config: WorkersConfig, environment: Environment, service: SandboxService | None, port: int
-) -> Wall | None:
-    """What the workers live behind, where the environment asks for it.
+) -> WorkerSandbox | None:
+    """Returns the sandbox of the workers, if the environment asks for one.
 
     Raises:
-        ConfigError: the sandboxes' wall is none that a worker can live behind.
+        ConfigError: workers cannot run in this sandbox backend.
     """
     if environment.isolation != "sandboxed" or service is None:
         return None
-    if service.wall == "docker":
+    if service.backend == "docker":
         raise ConfigError(
-            f"Agents of {environment.name!r} live behind the wall themselves, and docker is none "
-            "for workers.",
-            hint="Use bubblewrap, namespace or landlock: --sandbox.wall auto.",
+            f"Agents of {environment.name!r} run in the sandbox themselves; workers cannot run in "
+            "the backend docker.",
+            hint="Use bubblewrap, namespace or landlock: --sandbox.backend auto.",
         )
-    return Wall(kind=service.wall, port=port, memory_mb=config.memory_mb, disk_mb=config.disk_mb)
+    return WorkerSandbox(
+        backend=service.backend, port=port, memory_mb=config.memory_mb, disk_mb=config.disk_mb
+    )
 
 
 def _check_exact(exact: bool, needed: bool) -> None:

@@ -23,7 +23,7 @@ async def sandboxes_of(
     An instance gets its `sandboxes`, for `tasks`.
 
     Raises:
-        ConfigError: no wall that is allowed can be made here.
+        ConfigError: no backend that is allowed can be made here.
     """
     if environment.sandbox is None and environment.isolation != "sandboxed":
         yield None

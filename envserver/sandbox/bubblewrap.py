@@ -1,12 +1,12 @@
-"""The outer wall by bubblewrap, where that is installed: the same layout as `namespaces` builds.
+"""The outer backend by bubblewrap, where that is installed: the same layout as `namespaces` builds.
 
 Bubblewrap makes the namespaces and the root directory around a holder that only waits; then the
 zygote, its imports done, joins them. So nothing of ours has to be visible inside. Sandboxes get the
-same inner wall as without it.
+same inner backend as without it.
 
 What bubblewrap leaves to its caller is seen to here: its environment is empty (all inside could
 read it), nothing of its own is writable or of unlimited size, and nested user namespaces stay
-allowed, for the inner wall needs them.
+allowed, for the inner backend needs them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEVICES = ("null", "zero", "full", "random", "urandom")
 _DIRECTORIES = ("/work", "/tmp", "/box", "/run", "/dev/shm")
 _LINKS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
 _HOLDER = ["/bin/sh", "-c", "echo ready && exec cat"]
-"""Says when the wall stands, and ends when its input is closed."""
+"""Says when the backend stands, and ends when its input is closed."""
 
 _NAMESPACES = (
     linux.CLONE_NEWNS
@@ -49,7 +49,7 @@ def installed() -> str | None:
 def command(
     program: str, visible: Sequence[str], files: Mapping[str, int], status_fd: int
 ) -> list[str]:
-    """The command line that builds the wall around the holder.
+    """The command line that builds the backend around the holder.
 
     Args:
         program: path of bwrap.
@@ -82,7 +82,7 @@ def command(
 def enter_outer(
     visible: Sequence[str], contents: Mapping[str, str], then: Callable[[], None]
 ) -> int:
-    """Runs `then` inside a fresh outer wall; see `namespaces.enter_outer`.
+    """Runs `then` inside a fresh outer backend; see `namespaces.enter_outer`.
 
     Raises:
         OSError: bubblewrap is not there, failed, or its namespaces cannot be joined.
@@ -93,9 +93,9 @@ def enter_outer(
     with ExitStack() as stack:
         holder, pid = _build(stack, program, visible, contents)
         try:
-            wall = os.pidfd_open(pid)
-            status = _child(lambda: _join(wall, then), os.getpid())
-            os.close(wall)
+            backend = os.pidfd_open(pid)
+            status = _child(lambda: _join(backend, then), os.getpid())
+            os.close(backend)
             return status
         finally:
             holder.kill()  # and with it all that is inside
@@ -105,7 +105,7 @@ def enter_outer(
 def _build(
     stack: ExitStack, program: str, visible: Sequence[str], contents: Mapping[str, str]
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Starts the holder; returns when the wall stands, with the holder's process id."""
+    """Starts the holder; returns when the backend stands, with the holder's process id."""
     files = {name: _file_with(stack, text).fileno() for name, text in contents.items()}
     ours, theirs = os.pipe()
     status = stack.enter_context(os.fdopen(ours, "rb"))
@@ -140,10 +140,10 @@ def _file_with(stack: ExitStack, text: str) -> IO[bytes]:
     return file
 
 
-def _join(wall: int, then: Callable[[], None]) -> int:
+def _join(backend: int, then: Callable[[], None]) -> int:
     """In a process with one thread, which a user namespace asks for."""
     own_users = 0 if os.geteuid() == 0 else linux.CLONE_NEWUSER
-    linux.join(wall, _NAMESPACES | own_users)
+    linux.join(backend, _NAMESPACES | own_users)
     return _child(lambda: _inside(then), 0)
 
 

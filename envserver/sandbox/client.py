@@ -24,7 +24,7 @@ from .wire import (
     MAX_ANSWER_TEXT_BYTES,
     MAX_FRAME_BYTES,
     MAX_MESSAGE_BYTES,
-    WHOLE_WALLS,
+    NAMESPACE_BACKENDS,
     Frames,
     encode,
 )
@@ -75,7 +75,7 @@ class SandboxClient:
         try:
             if spec.image and isolation != "docker":
                 raise SandboxUnavailable(
-                    f"The image of a container needs the wall docker; this one is {isolation}."
+                    f"The image of a container needs the backend docker; this one is {isolation}."
                 )
             await sandbox.set_up(spec)
         except BaseException:
@@ -242,7 +242,7 @@ class ConnectedSandbox:
     @property
     def _dies_whole(self) -> bool:
         """Its programs die with its server inside; else that one must be let clean up."""
-        return self.isolation in WHOLE_WALLS
+        return self.isolation in NAMESPACE_BACKENDS
 
     async def _gone(self) -> None:
         loop = asyncio.get_running_loop()

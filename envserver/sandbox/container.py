@@ -1,8 +1,8 @@
 """What runs inside a container: the in-sandbox server, over standard input and output.
 
 The host sends its modules first (see `docker`): the image needs Python, and nothing of ours. The
-engine has made the walls; the server is process 1, so it cannot be killed from inside, and its end
-is the end of all.
+engine has made the backends; the server is process 1, so it cannot be killed from inside, and its
+end is the end of all.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import cast
 
 from . import inside, linux, seccomp, system
+from .backend import NamespaceBackend
 from .program import warm_up
-from .room import NamespaceRoom
 
 _WRITABLE = ("/work", "/tmp", "/dev/shm")
 
 
-class ContainerRoom(NamespaceRoom):
-    """A room whose namespaces, mounts and bounds are the engine's."""
+class ContainerBackend(NamespaceBackend):
+    """A backend whose namespaces, mounts and bounds are the engine's."""
 
     def __init__(self) -> None:
         if os.getpid() != 1:  # `kill` reaches whatever this process may kill
@@ -67,4 +67,4 @@ def main(preload: list[str]) -> None:
     for name in preload:
         importlib.import_module(name)
     warm_up()
-    inside.serve(cast(socket.socket, _Pipes()), ContainerRoom)
+    inside.serve(cast(socket.socket, _Pipes()), ContainerBackend)

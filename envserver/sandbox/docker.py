@@ -1,13 +1,13 @@
-"""The wall `docker`: a container for each sandbox, by the command line of Docker or Podman.
+"""The backend `docker`: a container for each sandbox, by the command line of Docker or Podman.
 
     supervisor --("fork")--> maker --(fork)--> relay
     client --(frames)--> relay --(stdin, stdout)--> docker run ... python3 --> the server inside
 
-A maker stands where other walls have a zygote. A relay is a process of this machine, one a sandbox:
-it hears the spec, starts a container that has its limits, of the image that it names or else the
-engine's own, sends our modules (the image needs Python alone), then passes bytes on. Its end is the
-end of the container. Containers get no network, no capability, a read-only root and an ordinary
-user.
+A maker stands where other backends have a zygote. A relay is a process of this machine, one a
+sandbox: it hears the spec, starts a container that has its limits, of the image that it names or
+else the engine's own, sends our modules (the image needs Python alone), then passes bytes on. Its
+end is the end of the container. Containers get no network, no capability, a read-only root and an
+ordinary user.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One program in a sandbox, from its fork to the end of everything that it started.
 
-In: a Program, its input, the room. Out: a record of how it ended and what it used. While it runs, a
-look is taken every few milliseconds; the first limit that is passed ends it. Afterwards whatever it
-left behind is killed, so that nothing runs between two programs.
+In: a Program, its input, the backend. Out: a record of how it ended and what it used. While it
+runs, a look is taken every few milliseconds; the first limit that is passed ends it. Afterwards
+whatever it left behind is killed, so that nothing runs between two programs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 from . import linux
 from .accounts import Accounts, Totals
+from .backend import Backend
 from .program import MB, Program, become
-from .room import Room
 from .sampling import sample
 
 TYPE_CHECKING = False
@@ -57,12 +57,12 @@ class Execution:
     """Runs `program` once; what it used is added to `totals`."""
 
     def __init__(
-        self, program: Program, stdin: bytes, room: Room, accounts: Accounts, totals: Totals
+        self, program: Program, stdin: bytes, backend: Backend, accounts: Accounts, totals: Totals
     ) -> None:
         self._program = program
         self._limits = program.limits
         self._stdin = stdin
-        self._room = room
+        self._backend = backend
         self._totals = totals
         self._used = Totals(executions=1)
         self._killed_by = ""
@@ -96,7 +96,7 @@ class Execution:
         pid = os.fork()
         if pid == 0:
             out, error = self._outputs
-            become(self._program, (stdin, out.writing, error.writing), self._room.enclose)
+            become(self._program, (stdin, out.writing, error.writing), self._backend.enclose)
         os.close(stdin)
         for output in self._outputs:
             os.close(output.writing)
@@ -145,14 +145,14 @@ class Execution:
     def _look(self) -> None:
         limits, used = self._limits, self._used
         memory_limit = int(limits["memory_mb"]) * MB
-        seen = sample(self._room.programs(), memory_limit)
-        disk, inodes = self._room.used()
+        seen = sample(self._backend.programs(), memory_limit)
+        disk, inodes = self._backend.used()
         used.peak_memory = max(used.peak_memory, seen.memory_bytes)
         used.peak_processes = max(used.peak_processes, seen.processes)
         used.disk_bytes = max(used.disk_bytes, disk)
         cpu_seconds = seen.cpu_seconds + self._accounts.cpu_seconds() - self._cpu_before
         for reason, passed in (
-            ("memory", seen.memory_bytes + self._room.kernel_bytes() > memory_limit),
+            ("memory", seen.memory_bytes + self._backend.kernel_bytes() > memory_limit),
             ("cpu", cpu_seconds > float(limits["cpu_seconds"])),
             ("processes", seen.processes > int(limits["processes"])),
             ("disk", disk > int(limits["disk_mb"]) * MB),
@@ -164,7 +164,7 @@ class Execution:
     def _bury(self, pid: int) -> tuple[int, resource.struct_rusage]:
         """The program's status; then the rest of its processes are killed and their output read."""
         _, status, usage = os.wait4(pid, 0)
-        self._room.kill()
+        self._backend.kill()
         until = time.monotonic() + _DRAIN_SECONDS
         for output in self._outputs:
             os.set_blocking(output.reading, False)
@@ -187,7 +187,7 @@ class Execution:
         used.output_bytes = sum(output.total for output in self._outputs)
         used.peak_memory = max(used.peak_memory, usage.ru_maxrss * 1024)
         used.peak_processes = max(used.peak_processes, 1)
-        used.disk_bytes = max(used.disk_bytes, self._room.used()[0])
+        used.disk_bytes = max(used.disk_bytes, self._backend.used()[0])
         if self._killed_by:
             used.killed = {self._killed_by: 1}
         self._totals.add(used)

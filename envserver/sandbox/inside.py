@@ -1,6 +1,6 @@
 """The server inside a sandbox: runs programs, bounds them, and tells how they ended.
 
-It is process 1 of the sandbox's pid namespace (behind weaker walls: the ancestor of all its
+It is process 1 of the sandbox's pid namespace (behind weaker backends: the ancestor of all its
 programs) and the only one that holds the socket to the outside. It was forked from a zygote, so it
 needs no start-up; it is single-threaded, never waits for a program without a limit, and cannot be
 read or traced by programs. When the other end of the socket closes, it ends, and all with it.
@@ -21,9 +21,9 @@ from collections.abc import Callable
 
 from . import linux
 from .accounts import Accounts, Totals
+from .backend import Backend
 from .execution import Execution
 from .program import MB, Program
-from .room import Room
 from .wire import MAX_FRAME_BYTES, Frames, encode
 
 TYPE_CHECKING = False
@@ -38,15 +38,15 @@ class Refused(Exception):
     """A request that cannot be carried out, by the asker's fault."""
 
 
-def serve(channel: socket.socket, make_room: Callable[[], Room]) -> NoReturn:
+def serve(channel: socket.socket, make_backend: Callable[[], Backend]) -> NoReturn:
     """The whole life of the in-sandbox server; ends the process."""
     status = 1
-    room = None
+    backend = None
     try:
         signal.signal(signal.SIGTERM, lambda *_: _hang_up(channel))
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        room = make_room()
-        _Server(channel, room).run()
+        backend = make_backend()
+        _Server(channel, backend).run()
         status = 0
     except ConnectionError:
         status = 0  # the outside is gone: nothing to be told
@@ -54,8 +54,8 @@ def serve(channel: socket.socket, make_room: Callable[[], Room]) -> NoReturn:
         sys.__excepthook__(type(error), error, error.__traceback__)
         sys.stderr.flush()
     finally:
-        if room is not None:
-            room.kill()
+        if backend is not None:
+            backend.kill()
         os._exit(status)
 
 
@@ -68,9 +68,9 @@ def _hang_up(channel: socket.socket) -> None:
 
 
 class _Server:
-    def __init__(self, channel: socket.socket, room: Room) -> None:
+    def __init__(self, channel: socket.socket, backend: Backend) -> None:
         self._channel = channel
-        self._room = room
+        self._backend = backend
         self._frames = Frames()
         self._waiting: list[list[Any]] = []
         self._totals = Totals()
@@ -114,12 +114,12 @@ class _Server:
 
     def _set_up(self, spec: dict[str, Any]) -> None:
         self._limits = spec["limits"]
-        places = {"TMPDIR": self._room.temporary, "HOME": self._room.work}
-        self._env = {**self._room.variables, **places, **spec["env"]}
-        self._room.furnish(int(self._limits["disk_mb"]) * MB, int(self._limits["inodes"]))
-        os.chdir(self._room.work)
+        places = {"TMPDIR": self._backend.temporary, "HOME": self._backend.work}
+        self._env = {**self._backend.variables, **places, **spec["env"]}
+        self._backend.furnish(int(self._limits["disk_mb"]) * MB, int(self._limits["inodes"]))
+        os.chdir(self._backend.work)
         if spec["archive"]:
-            _unpack(spec["archive"], self._room.work)
+            _unpack(spec["archive"], self._backend.work)
         for path, data in spec["files"].items():
             _write(self._place(path), data)
         linux.prctl(linux.PR_SET_DUMPABLE, 0)
@@ -132,7 +132,7 @@ class _Server:
             env={**self._env, **wanted["env"]},
             limits=_tighter(self._limits, wanted["limits"]),
         )
-        execution = Execution(program, wanted["stdin"], self._room, self._accounts, self._totals)
+        execution = Execution(program, wanted["stdin"], self._backend, self._accounts, self._totals)
         try:
             return execution.run(self._channel.fileno(), self._asked_to_cancel)
         except ConnectionError:
@@ -159,8 +159,8 @@ class _Server:
         if "\0" in path:
             raise Refused("a path holds a NUL character")
         if path == "/work" or path.startswith("/work/"):
-            return self._room.work + path.removeprefix("/work")
-        return os.path.join(self._room.work, path)
+            return self._backend.work + path.removeprefix("/work")
+        return os.path.join(self._backend.work, path)
 
 
 def _tighter(own: dict[str, Any], wanted: dict[str, Any] | None) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""What a zygote must know before its wall is closed, found out in a process that ends afterwards.
+"""What a zygote must know before its backend is closed, found out in a process that ends
+afterwards.
 
 Finding it needs a good part of the standard library, and every module that a zygote has imported
 makes each of its forks slower: a tenth of a millisecond of CPU for a megabyte, two forks a sandbox.
@@ -11,10 +12,10 @@ import os
 from typing import Any
 
 from . import seccomp, system
-from .wire import WHOLE_WALLS
+from .wire import NAMESPACE_BACKENDS
 
 
-def describe(wall: str) -> dict[str, Any]:
+def describe(backend: str) -> dict[str, Any]:
     """
     Returns:
         `moves`: Python must be moved first (`system.move_python`), and the rest asked for again;
@@ -22,7 +23,7 @@ def describe(wall: str) -> dict[str, Any]:
         `filter`: of system calls, for programs, in hexadecimal digits; `tcp_filter`: one for
         workers in the host's network.
     """
-    whole = wall in WHOLE_WALLS
+    whole = backend in NAMESPACE_BACKENDS
     if whole and system.must_move_python():
         return {"moves": True}
     return {
@@ -37,10 +38,10 @@ def describe(wall: str) -> dict[str, Any]:
     }
 
 
-def tell(wall: str, descriptor: int) -> None:
+def tell(backend: str, descriptor: int) -> None:
     """Writes it, or the failure, as JSON."""
     try:
-        text = json.dumps(["ok", describe(wall)])
+        text = json.dumps(["ok", describe(backend)])
     except Exception as error:  # noqa: BLE001 - whatever it is, the zygote must hear of it
         text = json.dumps(["error", f"{type(error).__name__}: {error}"])
     with os.fdopen(descriptor, "w") as pipe:

@@ -1,4 +1,4 @@
-"""The kernel calls that walls are made of. Linux only; all of them act on this process."""
+"""The kernel calls that backends are made of. Linux only; all of them act on this process."""
 
 from __future__ import annotations
 

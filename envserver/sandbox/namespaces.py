@@ -1,4 +1,4 @@
-"""The built-in wall: Linux namespaces, with nothing to install.
+"""The built-in backend: Linux namespaces, with nothing to install.
 
 Two layers. The *outer* one is made once, around a zygote: a root directory that holds nothing but
 what programs may see, read-only, and a pid namespace whose end is the end of all in it. The *inner*

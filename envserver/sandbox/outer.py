@@ -1,8 +1,8 @@
-"""The outer layer of a wall, around a process that will fork what lives behind it.
+"""The outer layer of a backend, around a process that will fork what lives behind it.
 
-seen = prepare(wall)           before imports, which may start threads
+seen = prepare(backend)           before imports, which may start threads
 ... imports ...
-enter(wall, root, seen, run)   `run` in the outer layer; nothing of the machine is in its sight
+enter(backend, root, seen, run)   `run` in the outer layer; nothing of the machine is in its sight
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _USERS = {"sandbox": (30000, 60000), "worker": (20000, 30000)}
 
 
-def prepare(wall: str) -> dict[str, Any]:
+def prepare(backend: str) -> dict[str, Any]:
     """Moves Python where it is in the way, and makes an ordinary user's namespace.
 
     Returns:
@@ -29,19 +29,19 @@ def prepare(wall: str) -> dict[str, Any]:
     Raises:
         OSError: the kernel refused a step, or what is to be seen cannot be found out.
     """
-    seen = _described(wall)
+    seen = _described(backend)
     if seen["moves"]:
         from . import system
 
         system.move_python()  # starts this program again
-    if wall == "namespace":
+    if backend == "namespace":
         namespaces.own_users()
     os.environ.update(seen["one_thread"])
     return seen
 
 
-def enter(wall: str, root: str, seen: dict[str, Any], run: Callable[[], None]) -> int:
-    """Runs `run` behind the outer layer of `wall` (those without one: where we are).
+def enter(backend: str, root: str, seen: dict[str, Any], run: Callable[[], None]) -> int:
+    """Runs `run` behind the outer layer of `backend` (those without one: where we are).
 
     Args:
         root: an empty directory.
@@ -49,9 +49,9 @@ def enter(wall: str, root: str, seen: dict[str, Any], run: Callable[[], None]) -
     Returns:
         Its exit status; where there is a layer, that of its first process.
     """
-    if wall == "namespace":
+    if backend == "namespace":
         return namespaces.enter_outer(root, seen["visible"], seen["etc"], run)
-    if wall == "bubblewrap":
+    if backend == "bubblewrap":
         from . import bubblewrap
 
         return bubblewrap.enter_outer(seen["visible"], seen["etc"], run)
@@ -71,14 +71,14 @@ def first_user(kind: str, count: int) -> int | None:
     return first + os.getpid() * count % (last - first - count)
 
 
-def _described(wall: str) -> dict[str, Any]:
+def _described(backend: str) -> dict[str, Any]:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         from . import layout
 
         os.close(reading)
-        layout.tell(wall, writing)
+        layout.tell(backend, writing)
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as pipe:

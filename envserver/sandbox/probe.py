@@ -1,4 +1,4 @@
-"""Whether a wall holds on this machine: programs are really run behind it, and try to get out.
+"""Whether a backend holds on this machine: programs are really run behind it, and try to get out.
 
 `examine` makes one sandbox with a few small programs in it; each check says what was tried and in
 which words it was refused, or that it was not. It takes about a second and never raises: what goes
@@ -33,7 +33,7 @@ _LONGEST_SECONDS = 30.0
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that a wall promises.
+    """One thing that a backend promises.
 
     Args:
         name: what, in a few words.
@@ -47,17 +47,17 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a wall does on this machine.
+    """What a backend does on this machine.
 
     Args:
         works: all checks hold.
         checks: what was tried; empty where no sandbox could be made.
         failure: why it does not work, "" where it does.
         remedies: what a person can do about it.
-        weaknesses: what this wall does not hold even where it works.
+        weaknesses: what this backend does not hold even where it works.
     """
 
-    wall: str
+    backend: str
     works: bool
     checks: list[Check] = []
     failure: str = ""
@@ -76,23 +76,23 @@ WEAKNESSES = {
 }
 
 
-def unavailable(wall: str, failure: str) -> ProbeReport:
+def unavailable(backend: str, failure: str) -> ProbeReport:
     """The report where not even a sandbox could be made."""
     words = failure.strip() or "without a word"
-    return ProbeReport(wall=wall, works=False, failure=words, remedies=remedies(wall))
+    return ProbeReport(backend=backend, works=False, failure=words, remedies=remedies(backend))
 
 
-async def examine(address: str, wall: str) -> ProbeReport:
-    """Tries a wall.
+async def examine(address: str, backend: str) -> ProbeReport:
+    """Tries a backend.
 
     Args:
         address: of a supervisor that makes sandboxes behind it.
-        wall: its name.
+        backend: its name.
     """
     limits = SandboxLimits(
         disk_mb=_DISK_MB, memory_mb=_MEMORY_MB, processes=_PROCESSES, wall_seconds=_LONGEST_SECONDS
     )
-    wanted = _CHECKS if wall != "unsafe-local" else []  # it promises nothing
+    wanted = _CHECKS if backend != "unsafe-local" else []  # it promises nothing
     try:
         async with (
             SandboxClient(address) as client,
@@ -101,16 +101,16 @@ async def examine(address: str, wall: str) -> ProbeReport:
         ):
             checks = [await check(sandbox) for check in wanted]
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what the report is for
-        return unavailable(wall, str(error) or type(error).__name__)
+        return unavailable(backend, str(error) or type(error).__name__)
     broken = [check for check in checks if not check.held]
     failure = "; ".join(f"{check.name}: {', '.join(check.tried)}" for check in broken)
     return ProbeReport(
-        wall=wall,
+        backend=backend,
         works=not broken,
         checks=checks,
         failure=failure,
-        remedies=remedies(wall) if broken else [],
-        weaknesses=WEAKNESSES.get(wall, []),
+        remedies=remedies(backend) if broken else [],
+        weaknesses=WEAKNESSES.get(backend, []),
     )
 
 
@@ -213,7 +213,7 @@ def _targets() -> Iterator[tuple[dict[str, Any], Callable[[], bool]]]:
             unix.listen()
         file = Path(directory, "secret")
         file.write_text("a secret")
-        # Open to every user: the wall must hold, not these bits.
+        # Open to every user: the backend must hold, not these bits.
         for reachable in (Path(directory), path, file):
             reachable.chmod(0o777)
         facts = {

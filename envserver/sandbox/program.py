@@ -1,8 +1,8 @@
 """From a fork of the in-sandbox server to a program that a model wrote.
 
 `become` is called in the fresh child. What always holds when the first instruction of the program
-runs: no descriptor but 0, 1 and 2; no variable that it was not given; its limits and walls are set;
-it is alone in its session.
+runs: no descriptor but 0, 1 and 2; no variable that it was not given; its limits and backends are
+set; it is alone in its session.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _run_code(code: str, argv: list[str]) -> int:
         status = 0
     except SystemExit as end:
         status = _status_of(end)
-    except BaseException as error:  # noqa: BLE001 - the program's own; it is told as Python tells it
+    except BaseException as error:  # noqa: BLE001 - shown as Python shows it
         status = _tell(error)
     return _finish(status)
 

@@ -1,4 +1,4 @@
-"""What a person can do where a wall cannot be built: read off this machine's own settings."""
+"""What a person can do where a backend cannot be built: read off this machine's own settings."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ LANDLOCK_ENOUGH = 6
 """The first version of Landlock that keeps programs from signalling the server."""
 
 
-def remedies(wall: str) -> list[str]:
-    """For a wall that does not work here; the likeliest first, never empty but for unsafe-local."""
-    match wall:
+def remedies(backend: str) -> list[str]:
+    """Returns what to do if a backend does not work here, likeliest first.
+
+    Empty only for unsafe-local.
+    """
+    match backend:
         case "bubblewrap":
             return ["Install bubblewrap (apt install bubblewrap).", *_user_namespaces()]
         case "namespace":
@@ -64,7 +67,7 @@ def _landlock() -> list[str]:
     if version < LANDLOCK_ENOUGH:
         return [
             f"This kernel's Landlock is version {version}; version {LANDLOCK_ENOUGH} (Linux 6.12) "
-            "is needed. --sandbox.wall landlock takes it all the same, at your own risk."
+            "is needed. --sandbox.backend landlock takes it all the same, at your own risk."
         ]
     return []
 

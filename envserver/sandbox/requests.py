@@ -24,7 +24,7 @@ class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """`id` is known to this attempt only; `isolation`: the wall."""
+    """`id` is known to this attempt only; `isolation`: the backend."""
 
     id: str
     isolation: str

@@ -157,7 +157,7 @@ _REFUSED: dict[int, dict[str, _Numbers]] = {
         "iopl": (172, None),
         "ioperm": (173, None),
         "modify_ldt": (154, None),
-        # files past the walls of paths, and those of all users
+        # files past the backends of paths, and those of all users
         "open_by_handle_at": (304, 265),
         "name_to_handle_at": (303, 264),
         "quotactl": (179, 60),
@@ -244,7 +244,7 @@ def program(*, inet: bool, host: bool = False) -> bytes:
     if machine is None:
         raise ConfigError(
             f"There is no system-call filter for {platform.machine()!r} machines.",
-            hint=f"Known: {', '.join(_MACHINES)}. The wall 'docker' brings its own.",
+            hint=f"Known: {', '.join(_MACHINES)}. The backend 'docker' brings its own.",
         )
     code = _assemble(machine, inet=inet, host=host)
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)

@@ -1,4 +1,4 @@
-"""The server's side of the supervisor: the wall is chosen, the process started and kept alive.
+"""The server's side of the supervisor: the backend is chosen, the process started and kept alive.
 
 The kernel ends a supervisor with the thread that started it, so the loop must run in one that
 stays.
@@ -22,8 +22,8 @@ from ..config import SandboxConfig
 from .docker import Engine, find_engine
 from .places import folder_for_sockets
 from .probe import ProbeReport, examine, unavailable
+from .selection import announce, candidates, missing, nothing_works
 from .supervisor import SupervisorBoot, start_command
-from .walls import announce, candidates, missing, nothing_works
 
 START_SECONDS = 30.0
 _PAUSE_SECONDS = 0.2
@@ -38,14 +38,14 @@ class SandboxService:
     """`async with` it: sandboxes can be opened at `address` until the end.
 
     Args:
-        config: which wall, and how many sandboxes at a time.
+        config: which backend, and how many sandboxes at a time.
     """
 
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
         self._process: subprocess.Popen[bytes] | None = None
         self._keeping: asyncio.Task[None] | None = None
-        self.wall = ""
+        self.backend = ""
         self.address = ""
         self._directory = ""
         self._engine: Engine | None = None
@@ -53,11 +53,11 @@ class SandboxService:
     async def __aenter__(self) -> Self:
         """
         Raises:
-            ConfigError: no wall that is allowed can be made here.
+            ConfigError: no backend that is allowed can be made here.
         """
         failed: list[ProbeReport] = []
-        for wall in candidates(self._config.wall):
-            report = await self.attempt(wall)
+        for backend in candidates(self._config.backend):
+            report = await self.attempt(backend)
             if report.works:
                 announce(report, failed)
                 self._keeping = asyncio.create_task(self._keep())
@@ -66,31 +66,31 @@ class SandboxService:
             failed.append(report)
         raise nothing_works(failed)
 
-    async def attempt(self, wall: str) -> ProbeReport:
-        """Starts a supervisor with this wall and tries whether it holds; it runs until `end`."""
-        report = missing(wall, by_name=self._config.wall != "auto")
+    async def attempt(self, backend: str) -> ProbeReport:
+        """Starts a supervisor with this backend and tries whether it holds; it runs until `end`."""
+        report = missing(backend, by_name=self._config.backend != "auto")
         if report is not None:
             return report
-        if wall == "docker":
+        if backend == "docker":
             try:
                 self._engine = await asyncio.to_thread(find_engine, self._config.docker_image)
             except OSError as error:
-                return unavailable(wall, str(error))
-        self.wall = wall
+                return unavailable(backend, str(error))
+        self.backend = backend
         self._directory = tempfile.mkdtemp(prefix="envserver-sandboxes-", dir=folder_for_sockets())
         self._let_users_through()
         self.address = f"{self._directory}/socket"
         try:
             await self._start()
-            key = wall, self._config.docker_image
+            key = backend, self._config.docker_image
             if key not in _held:
-                report = await examine(self.address, wall)
+                report = await examine(self.address, backend)
                 if not report.works:
                     return report
                 _held[key] = report
             return _held[key]
         except ConfigError as error:
-            return unavailable(wall, error.message)
+            return unavailable(backend, error.message)
         except BaseException:
             await self.end()
             raise
@@ -109,7 +109,7 @@ class SandboxService:
             server_pid=os.getpid(),
             directory=self._directory,
             concurrent=self._config.concurrent,
-            wall=self.wall,
+            backend=self.backend,
             engine=self._engine,
         )
         self._control = ours
@@ -137,7 +137,7 @@ class SandboxService:
         while True:
             await loop.sock_recv(self._control, 16)
             self._stop_process()
-            _log.error("sandbox_supervisor_ended", wall=self.wall)
+            _log.error("sandbox_supervisor_ended", backend=self.backend)
             await self._start_again()
 
     async def _start_again(self) -> None:
@@ -187,12 +187,12 @@ class SandboxService:
             subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
 
 
-async def probe(wall: str, config: SandboxConfig) -> ProbeReport:
-    """Whether `wall` holds on this machine; `config` says the rest. Never raises."""
+async def probe(backend: str, config: SandboxConfig) -> ProbeReport:
+    """Whether `backend` holds on this machine; `config` says the rest. Never raises."""
     service = SandboxService(config)
     try:
-        return await service.attempt(wall)
+        return await service.attempt(backend)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what the report is for
-        return unavailable(wall, str(error) or type(error).__name__)
+        return unavailable(backend, str(error) or type(error).__name__)
     finally:
         await service.end()

@@ -34,7 +34,7 @@ from typing import Any
 import msgspec
 
 from . import docker, linux, outer
-from .wire import MAX_MESSAGE_BYTES, WHOLE_WALLS
+from .wire import MAX_MESSAGE_BYTES, NAMESPACE_BACKENDS
 
 FORK_SECONDS = 20.0
 """For a sandbox to be made, and for a zygote's imports fifteen times as long."""
@@ -58,15 +58,15 @@ class SupervisorBoot(msgspec.Struct, frozen=True, kw_only=True):
         server_pid: of the process whose end is ours.
         directory: private; the socket `socket`, and the zygotes' directories, are made here.
         concurrent: sandboxes at a time.
-        wall: see `zygote.Boot`.
-        engine: what makes containers, for the wall `docker`.
+        backend: see `zygote.Boot`.
+        engine: what makes containers, for the backend `docker`.
     """
 
     control_fd: int
     server_pid: int
     directory: str
     concurrent: int
-    wall: str
+    backend: str
     engine: docker.Engine | None = None
 
 
@@ -353,7 +353,7 @@ class Supervisor:
         boot = {
             "control_fd": control_fd,
             "supervisor_pid": ours,
-            "wall": self._boot.wall,
+            "backend": self._boot.backend,
             "root": root,
             "preload": preload,
         }
@@ -419,14 +419,14 @@ class Supervisor:
             self._kill(opened.pidfd)
         else:
             descriptors = (opened.channel.fileno(), opened.pidfd)
-            message = ("opened", wanted.request_id, self._boot.wall)
+            message = ("opened", wanted.request_id, self._boot.backend)
             self._answer(client, *message, descriptors=descriptors)
         opened.channel.close()
         self._keep_some_ready(opened.zygote)
 
     def _kill(self, pidfd: int) -> None:
         """Where its programs do not die with the server inside, that one is let clean up."""
-        whole = self._boot.wall in WHOLE_WALLS
+        whole = self._boot.backend in NAMESPACE_BACKENDS
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL if whole else signal.SIGTERM)
 

@@ -21,7 +21,7 @@ MAX_FRAME_BYTES = 96 * 2**20
 """A request (an archive may be large) or an answer; `SandboxSpec` and limits keep below it."""
 MAX_MESSAGE_BYTES = 65536
 """Of one message between clients, supervisor and zygotes."""
-WHOLE_WALLS = ("namespace", "bubblewrap")
+NAMESPACE_BACKENDS = ("namespace", "bubblewrap")
 """Behind these, the end of the server inside is the end of all its programs."""
 
 MAX_ANSWER_TEXT_BYTES = 2**20

@@ -3,7 +3,7 @@
     supervisor --(id, uid; socket)--> zygote --(fork into fresh namespaces)--> server inside
                 <--("forked", id, directory; pidfd)--
 
-The zygote waits for nobody. It sits in the outer wall itself (see `namespaces`), has no variable
+The zygote waits for nobody. It sits in the outer backend itself (see `namespaces`), has no variable
 and no descriptor of the server, and never runs a program's code.
 """
 
@@ -19,9 +19,9 @@ import sys
 from functools import partial
 
 from . import inside, linux, namespaces, outer
+from .backend import Backend, HostBackend, NamespaceBackend
 from .program import warm_up
-from .room import HostRoom, NamespaceRoom, Room
-from .wire import MAX_MESSAGE_BYTES, WHOLE_WALLS
+from .wire import MAX_MESSAGE_BYTES, NAMESPACE_BACKENDS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,17 +34,17 @@ class Boot:
     Args:
         control_fd: SOCK_SEQPACKET to the supervisor.
         supervisor_pid: whose end is ours.
-        wall: see SandboxConfig.
-        root: an empty directory: where the outer wall is built, or rooms of the host are made.
-        preload: modules to import before the wall is closed.
+        backend: see SandboxConfig.
+        root: an empty directory: where the outer backend is built, or rooms of the host are made.
+        preload: modules to import before the backend is closed.
     """
 
     def __init__(
-        self, *, control_fd: int, supervisor_pid: int, wall: str, root: str, preload: list[str]
+        self, *, control_fd: int, supervisor_pid: int, backend: str, root: str, preload: list[str]
     ) -> None:
         self.control_fd = control_fd
         self.supervisor_pid = supervisor_pid
-        self.wall = wall
+        self.backend = backend
         self.root = root
         self.preload = preload
         self.seen: dict[str, Any] = {}
@@ -52,16 +52,16 @@ class Boot:
 
 
 def main(boot_json: str) -> None:
-    """The whole life of a zygote (and of the process that holds its outer wall)."""
+    """The whole life of a zygote (and of the process that holds its outer backend)."""
     boot = Boot(**json.loads(boot_json))
     control = socket.socket(fileno=boot.control_fd)
     try:
         linux.die_with(boot.supervisor_pid, signal.SIGKILL)
-        boot.seen = outer.prepare(boot.wall)
+        boot.seen = outer.prepare(boot.backend)
         for name in boot.preload:
             importlib.import_module(name)
         run = partial(_obey, boot, control)
-        sys.exit(outer.enter(boot.wall, boot.root, boot.seen, run))
+        sys.exit(outer.enter(boot.backend, boot.root, boot.seen, run))
     except Exception as error:  # noqa: BLE001 - whatever it is, the supervisor must hear of it
         if not isinstance(error, OSError):  # else the kernel refused, which its words tell
             sys.__excepthook__(type(error), error, error.__traceback__)
@@ -113,7 +113,7 @@ def _make(
     """Forks the server inside of one sandbox, and tells the supervisor of it."""
     directory, owner = "", namespaces.owner(uid)
     try:
-        if boot.wall in WHOLE_WALLS:
+        if boot.backend in NAMESPACE_BACKENDS:
             pid = namespaces.fork_inner(uid)
         else:
             directory = _host_directory(boot, request_id, uid)
@@ -123,7 +123,7 @@ def _make(
         return
     if pid == 0:
         control.close()
-        inside.serve(channel, partial(_room, boot, uid, owner, directory))
+        inside.serve(channel, partial(_backend, boot, uid, owner, directory))
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -142,18 +142,18 @@ def _host_directory(boot: Boot, request_id: int, uid: int | None) -> str:
     return directory
 
 
-def _room(boot: Boot, uid: int | None, owner: tuple[int, int], directory: str) -> Room:
-    if boot.wall in WHOLE_WALLS:
+def _backend(boot: Boot, uid: int | None, owner: tuple[int, int], directory: str) -> Backend:
+    if boot.backend in NAMESPACE_BACKENDS:
         namespaces.settle_inner(*owner)
-        return NamespaceRoom(bytes.fromhex(boot.seen["filter"]), boot.seen["variables"])
+        return NamespaceBackend(bytes.fromhex(boot.seen["filter"]), boot.seen["variables"])
     zygote_pid = os.getppid()
     if uid is not None:
         namespaces.become_user(uid)
     # No namespace ends us with the zygote, so the kernel is asked to tell us of its end.
     linux.die_with(zygote_pid, signal.SIGTERM)
-    return HostRoom(
+    return HostBackend(
         directory,
-        confined=boot.wall == "landlock",
+        confined=boot.backend == "landlock",
         readable=boot.seen["visible"],
         filter_program=bytes.fromhex(boot.seen["filter"]),
         variables=boot.seen["variables"],

@@ -1,7 +1,7 @@
 """Runs an agent in this process, stopped by the debugger at its first line.
 
-A WorkerPool for one person: no process, no wall, no heartbeat. The agent is the environment's own
-code, and speaks to the proxy over HTTP as everywhere.
+A WorkerPool for one person: no process, no sandbox, no heartbeat. The agent is the environment's
+own code, and speaks to the proxy over HTTP as everywhere.
 """
 
 from __future__ import annotations

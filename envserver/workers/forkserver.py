@@ -35,11 +35,11 @@ from .. import registry
 from ..environment import Environment
 from ..registry.folders import import_for
 from ..sandbox import outer
-from ..sandbox.room import NamespaceRoom
-from ..sandbox.wire import WHOLE_WALLS
+from ..sandbox.backend import NamespaceBackend
+from ..sandbox.wire import NAMESPACE_BACKENDS
 from . import linux
 from .output import OutputLimiter
-from .walled import LOOK_SECONDS, Wall, Watch, fork_walled
+from .sandboxed import LOOK_SECONDS, Watch, WorkerSandbox, fork_sandboxed
 from .worker_main import OUTSIDE, WorkerSpec, worker_main
 
 READ_BYTES = 65536
@@ -56,7 +56,7 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
         root: directory for the workers' directories; removed at the end.
         references: environments to import now.
         heartbeat_seconds: how long a worker may say nothing.
-        wall: what every worker lives behind; None: none.
+        sandbox: what every worker lives behind; None: none.
         most_workers: that live at a time.
     """
 
@@ -65,7 +65,7 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     references: list[str]
     heartbeat_seconds: float
-    wall: Wall | None = None
+    sandbox: WorkerSandbox | None = None
     most_workers: int = 1
 
 
@@ -89,21 +89,21 @@ def main(boot_json: str) -> None:
     linux.adopt_orphans()
     control = socket.socket(fileno=boot.control_fd)
     try:
-        seen = outer.prepare(boot.wall.kind) if boot.wall is not None else {}
+        seen = outer.prepare(boot.sandbox.backend) if boot.sandbox is not None else {}
         ours = linux.open_descriptors()
         _preload(boot.references)
         users = _users(boot)
         opened = linux.open_descriptors() - ours
-        if boot.wall is None:
+        if boot.sandbox is None:
             Forkserver(boot, control, opened, users, seen).run()
         else:
-            _run_walled(boot, boot.wall, Forkserver(boot, control, opened, users, seen))
+            _run_sandboxed(boot, boot.sandbox, Forkserver(boot, control, opened, users, seen))
     except EnvserverError as error:
         control.send(msgspec.msgpack.encode(["broken", error.kind, error.message, error.hint]))
     except OSError as error:
-        if boot.wall is None:
+        if boot.sandbox is None:
             raise
-        message = f"The wall {boot.wall.kind!r} around workers cannot be made: {error}."
+        message = f"The wall {boot.sandbox.backend!r} around workers cannot be made: {error}."
         hint = "`envserver doctor` shows what this machine can do."
         control.send(msgspec.msgpack.encode(["broken", ConfigError.kind, message, hint]))
     finally:
@@ -112,18 +112,18 @@ def main(boot_json: str) -> None:
 
 def _users(boot: Boot) -> list[int | None]:
     """Users for workers behind a wall, where a root may give each one of its own."""
-    first = outer.first_user("worker", boot.most_workers) if boot.wall is not None else None
+    first = outer.first_user("worker", boot.most_workers) if boot.sandbox is not None else None
     if first is None:
         return [None] * boot.most_workers
     return list(range(first, first + boot.most_workers))
 
 
-def _run_walled(boot: Boot, wall: Wall, forkserver: Forkserver) -> None:
+def _run_sandboxed(boot: Boot, sandbox: WorkerSandbox, forkserver: Forkserver) -> None:
     """Enters the outer layer: from now on it sees only what its workers may see."""
     root = Path(boot.root, "outer")
     root.mkdir(mode=0o711)
     Path(boot.root).chmod(0o711)  # users of their own pass through
-    outer.enter(wall.kind, str(root), forkserver.seen, forkserver.run)
+    outer.enter(sandbox.backend, str(root), forkserver.seen, forkserver.run)
 
 
 class Forkserver:
@@ -202,8 +202,8 @@ class Forkserver:
 
     @property
     def _in_own_namespace(self) -> bool:
-        wall = self._boot.wall
-        return wall is not None and wall.kind in WHOLE_WALLS
+        sandbox = self._boot.sandbox
+        return sandbox is not None and sandbox.backend in NAMESPACE_BACKENDS
 
     def _fork(self, worker_id: str, control: socket.socket) -> None:
         user = self._users.pop() if self._users else None
@@ -235,7 +235,7 @@ class Forkserver:
 
     def _directory_for(self, worker_id: str, user: int | None) -> Path:
         if self._in_own_namespace:
-            return Path(NamespaceRoom.work)
+            return Path(NamespaceBackend.work)
         directory = Path(self._boot.root) / worker_id
         directory.mkdir(mode=0o700)
         if user is not None:
@@ -243,18 +243,18 @@ class Forkserver:
         return directory
 
     def _fork_one(self, spec: WorkerSpec, worker_id: str, user: int | None) -> int:
-        wall = self._boot.wall
-        if wall is not None:
+        sandbox = self._boot.sandbox
+        if sandbox is not None:
             hand_out = partial(self._hand_out, worker_id)
-            return fork_walled(wall, self.seen, user, spec, hand_out)
+            return fork_sandboxed(sandbox, self.seen, user, spec, hand_out)
         pid = os.fork()
         if pid == 0:
             worker_main(spec)
         return pid
 
     def _watch(self, pid: int) -> Watch | None:
-        wall = self._boot.wall
-        return Watch(wall, pid) if wall is not None and self._in_own_namespace else None
+        sandbox = self._boot.sandbox
+        return Watch(sandbox, pid) if sandbox is not None and self._in_own_namespace else None
 
     def _hand_out(self, worker_id: str, listener: socket.socket) -> None:
         message = msgspec.msgpack.encode(["listening", worker_id])

@@ -28,7 +28,7 @@ from envserver_records.errors import ConfigError, EnvserverError, NotFoundError
 from . import linux
 from .forkserver import READ_BYTES, Boot
 from .output import OutputLimiter
-from .walled import Wall
+from .sandboxed import WorkerSandbox
 
 IMPORT_SECONDS = 300.0
 """For the environments' imports; some load a machine-learning framework."""
@@ -77,14 +77,14 @@ class ForkserverProcess:
         references: list[str],
         *,
         heartbeat_seconds: float,
-        wall: Wall | None,
+        sandbox: WorkerSandbox | None,
         most_workers: int,
         on_message: Callable[[list[Any]], None],
         on_gone: Callable[[], None],
     ) -> None:
         self._references = references
         self._heartbeat_seconds = heartbeat_seconds
-        self._wall = wall
+        self._sandbox = sandbox
         self._most_workers = most_workers
         self._on_message = on_message
         self._on_gone = on_gone
@@ -123,7 +123,7 @@ class ForkserverProcess:
             root=self.root,
             references=self._references,
             heartbeat_seconds=self._heartbeat_seconds,
-            wall=self._wall,
+            sandbox=self._sandbox,
             most_workers=self._most_workers,
         )
         path = orjson.dumps([str(Path(entry).absolute()) for entry in sys.path]).decode()

@@ -22,8 +22,8 @@ from .. import registry
 from ..config import WorkersConfig
 from .handle import WorkerHandle
 from .pool import Assignment, Spent
+from .sandboxed import WorkerSandbox
 from .supervisor import Listen, Supervisor
-from .walled import Wall
 
 MAX_SUSPECTS = 4096
 _BACKOFF = Backoff(first_seconds=0.05, max_seconds=5.0)
@@ -56,7 +56,7 @@ class LocalPool:
     Args:
         config: how many processes, and how patient to be with them.
         env_references: environments that the parent imports once; others are imported when needed.
-        wall: what all processes live behind (each then runs one rollout); None: none.
+        sandbox: what all processes live behind (each then runs one rollout); None: none.
         listen: with a wall, serves the proxy on a listening socket.
     """
 
@@ -65,11 +65,11 @@ class LocalPool:
         config: WorkersConfig,
         env_references: list[str],
         *,
-        wall: Wall | None = None,
+        sandbox: WorkerSandbox | None = None,
         listen: Listen | None = None,
     ) -> None:
         self._config = config
-        self._wall = wall
+        self._sandbox = sandbox
         self._listen = listen
         self._references = [registry.absolute(reference) for reference in env_references]
         self._slots: list[_Slot] = []
@@ -88,13 +88,13 @@ class LocalPool:
         config = self._config
         self._pooled_room = asyncio.Semaphore(config.processes * config.rollouts_per_process)
         self._dedicated_room = asyncio.Semaphore(config.dedicated)
-        self._slots = [_Slot() for _ in range(0 if self._wall else config.processes)]
+        self._slots = [_Slot() for _ in range(0 if self._sandbox else config.processes)]
         self._supervisor = Supervisor(
             self._references,
             heartbeat_seconds=config.heartbeat_seconds,
             kill_grace_seconds=config.kill_grace_seconds,
             on_gone=self._gone,
-            wall=self._wall,
+            sandbox=self._sandbox,
             most_workers=config.dedicated + _SPARE_WORKERS,
             listen=self._listen,
         )

@@ -20,7 +20,7 @@ from .deaths import End
 from .forkserver_process import ForkserverProcess
 from .frames import BEATS_PER_SILENCE
 from .handle import WorkerHandle
-from .walled import Wall
+from .sandboxed import WorkerSandbox
 
 Listen = Callable[[socket.socket], Coroutine[Any, Any, asyncio.AbstractServer]]
 
@@ -37,7 +37,7 @@ class Supervisor:
     Args:
         references: environments to import once.
         on_gone: called once for every worker, when it is gone.
-        wall: what they live behind, None for none.
+        sandbox: what they live behind, None for none.
         most_workers: that live at a time.
         listen: serves the proxy on a listening socket, until the returned server is closed.
     """
@@ -49,7 +49,7 @@ class Supervisor:
         heartbeat_seconds: float,
         kill_grace_seconds: float,
         on_gone: Callable[[WorkerHandle], None],
-        wall: Wall | None = None,
+        sandbox: WorkerSandbox | None = None,
         most_workers: int = 1,
         listen: Listen | None = None,
     ) -> None:
@@ -58,7 +58,7 @@ class Supervisor:
         self._heartbeat_seconds = heartbeat_seconds
         self._kill_grace_seconds = kill_grace_seconds
         self._on_gone = on_gone
-        self._wall = wall
+        self._sandbox = sandbox
         self._most_workers = most_workers
         self._listen = listen
         self._listening: dict[str, asyncio.Task[asyncio.AbstractServer]] = {}
@@ -76,7 +76,7 @@ class Supervisor:
         self._nursery = ForkserverProcess(
             self._references,
             heartbeat_seconds=self._heartbeat_seconds,
-            wall=self._wall,
+            sandbox=self._sandbox,
             most_workers=self._most_workers,
             on_message=self._hear,
             on_gone=self._nursery_gone,

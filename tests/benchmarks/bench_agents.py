@@ -3,9 +3,9 @@
     python tests/benchmarks/bench_agents.py [agents]
 
 Each agent is smolagents' CodeAgent, takes three steps and answers; eight run at a time. Ours: a
-fork of a warm parent behind the wall for each, and an interpreter of its own in there. The archived
+fork of a warm parent in the sandbox for each, and an interpreter of its own in there. The archived
 way, built after a description of Atropos's smolagents integration: groups of eight, a process for
-each agent, nothing walled off, smolagents' own interpreter and prompts; model calls go through
+each agent, nothing sandboxed, smolagents' own interpreter and prompts; model calls go through
 queues of which the parent takes one request every 10 ms, and it gives each answer to every agent.
 An agent that is being added or removed meanwhile makes that fail: the agent that asked dies, or
 hears nothing until `TIMEOUT_SECONDS` are over (here it is ended sooner; the time is reckoned).
@@ -41,7 +41,7 @@ from support.gaia_standin import ZOO, scripted
 
 from envserver.config import WorkersConfig
 from envserver.workers.local import LocalPool
-from envserver.workers.walled import Wall
+from envserver.workers.sandboxed import WorkerSandbox
 
 AT_ONCE = 8
 TICK_SECONDS = 0.01
@@ -85,8 +85,10 @@ def ours(agents: int) -> Run:
 async def _ours(agents: int) -> Run:
     async with scripted() as proxy:
         config = WorkersConfig(processes=1, dedicated=AT_ONCE)
-        wall = Wall(kind="namespace", port=proxy.port, memory_mb=600, disk_mb=32)
-        async with LocalPool(config, [f"{ZOO}:GaiaZoo"], wall=wall, listen=proxy.also_on) as pool:
+        sandbox = WorkerSandbox(backend="namespace", port=proxy.port, memory_mb=600, disk_mb=32)
+        async with LocalPool(
+            config, [f"{ZOO}:GaiaZoo"], sandbox=sandbox, listen=proxy.also_on
+        ) as pool:
             await pool.run(proxy.ask(*CODES))
             jobs = [proxy.ask(*CODES, seconds=600) for _ in range(agents)]
             began = time.perf_counter()

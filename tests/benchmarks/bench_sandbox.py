@@ -1,6 +1,6 @@
 """What a short program costs in a sandbox, beside a plain process and a cold bubblewrap.
 
-    python tests/benchmarks/bench_sandbox.py [--wall auto] [--executions 300] [--only WORDS]
+    python tests/benchmarks/bench_sandbox.py [--backend auto] [--executions 300] [--only WORDS]
 
 Each row is measured one, two and sixteen at a time; CPU is that of all processes together (this one
 too), as the kernel counts it for a control group, or for the whole machine where none can be made.
@@ -214,12 +214,12 @@ def budgets(rows: dict[str, Measured]) -> Iterator[str]:
             yield line(what, times, PRELOAD_BUDGET, times >= PRELOAD_BUDGET)
 
 
-async def main(wall: str, count: int, only: str) -> None:
+async def main(backend: str, count: int, only: str) -> None:
     with cpu_clock() as clock:
         rows = {}
-        async with sandboxes(wall, concurrent=64) as boxes, executions(boxes) as those:
+        async with sandboxes(backend, concurrent=64) as boxes, executions(boxes) as those:
             async with boxes.open(SandboxSpec()) as box:
-                title = f"wall {box.isolation}; CPU of {clock.scope}"
+                title = f"backend {box.isolation}; CPU of {clock.scope}"
             for name, (execution, share) in those.items():
                 if only in name:
                     rows[name] = await measure(execution, int(count * share), clock)
@@ -231,8 +231,8 @@ async def main(wall: str, count: int, only: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--wall", default="auto")
+    parser.add_argument("--backend", default="auto")
     parser.add_argument("--executions", type=int, default=300)
     parser.add_argument("--only", default="", help="words in a row's name")
     arguments = parser.parse_args()
-    asyncio.run(main(arguments.wall, arguments.executions, arguments.only))
+    asyncio.run(main(arguments.backend, arguments.executions, arguments.only))

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - whole programs in strings
-"""Runs all hostile programs, and the ordinary ones, against one wall; tells what got through.
+"""Runs all hostile programs, and the ordinary ones, against one backend; tells what got through.
 
     python -m hostile.driver WALL [--only WORDS] [--at-a-time 8]        (in tests/)
 
@@ -66,7 +66,7 @@ class Verdict:
 class Report:
     """`afterwards`: what is wrong when all sandboxes and their service are closed."""
 
-    wall: str
+    backend: str
     user: int
     programs: list[Verdict]
     controls: list[Verdict]
@@ -74,12 +74,12 @@ class Report:
     seconds: float
 
 
-async def report_on(wall: str, only: str, at_a_time: int) -> Report:
+async def report_on(backend: str, only: str, at_a_time: int) -> Report:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hostile-") as name:
         Path(name).chmod(0o755)
         os.chdir(name)
-        async with _host(wall, at_a_time, Path(name)) as (boxes, host, isolation):
+        async with _host(backend, at_a_time, Path(name)) as (boxes, host, isolation):
             turns = asyncio.Semaphore(at_a_time)
 
             async def one(category: str, program: Hostile | Ordinary) -> Verdict:
@@ -110,7 +110,7 @@ async def report_on(wall: str, only: str, at_a_time: int) -> Report:
 
 @asynccontextmanager
 async def _host(
-    wall: str, at_a_time: int, folder: Path
+    backend: str, at_a_time: int, folder: Path
 ) -> AsyncIterator[tuple[Sandboxes, Host, str]]:
     """Sandboxes, the host beside them, and a neighbour with secrets of its own."""
     known = [
@@ -119,7 +119,7 @@ async def _host(
         random_secret("neighbour-argv"),
     ]
     async with (
-        sandboxes(wall, concurrent=at_a_time + 1) as boxes,
+        sandboxes(backend, concurrent=at_a_time + 1) as boxes,
         boxes.open(SandboxSpec(files={"neighbour.txt": known[1].encode()})) as neighbour,
     ):
         running = asyncio.create_task(_stay(neighbour, known))
@@ -254,7 +254,7 @@ def _is_there(module: str | None) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("wall")
+    parser.add_argument("backend")
     parser.add_argument("--only", default="", help="words in `category: name`")
     parser.add_argument("--at-a-time", type=int, default=8)
     arguments = parser.parse_args()
@@ -262,7 +262,7 @@ def main() -> None:
         os.environ[_SECRET_VARIABLE] = random_secret("server")
         os.execv(sys.executable, [sys.executable, "-m", "hostile.driver", *sys.argv[1:]])
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    report = asyncio.run(report_on(arguments.wall, arguments.only, arguments.at_a_time))
+    report = asyncio.run(report_on(arguments.backend, arguments.only, arguments.at_a_time))
     print(json.dumps(asdict(report)))
 
 

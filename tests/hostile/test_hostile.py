@@ -1,4 +1,5 @@
-"""Hostile programs against the walls: what each holds, and what the weaker ones are known not to.
+"""Hostile programs against the backends: what each holds, and what the weaker ones are known not
+to.
 
 The programs stand in `hostile/`, and can be run by hand: see `hostile/driver.py`. Walls without
 namespaces are tried as an ordinary user only: what gets through them must not meet root.
@@ -67,9 +68,9 @@ UNSAFE_LETS_THROUGH = {
 }
 
 
-def report(command: tuple[str, ...], wall: str) -> dict[str, Any]:
+def report(command: tuple[str, ...], backend: str) -> dict[str, Any]:
     done = subprocess.run(
-        [*command, wall],
+        [*command, backend],
         cwd=TESTS,
         env={**os.environ, "PYTHONPATH": str(TESTS)},
         capture_output=True,
@@ -92,28 +93,30 @@ def what_got_through(told: dict[str, Any]) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("command", USERS)
-@pytest.mark.parametrize("wall", ["namespace", "bubblewrap"])
+@pytest.mark.parametrize("backend", ["namespace", "bubblewrap"])
 def test_the_walls_hold_every_hostile_program_and_no_ordinary_one(
-    command: tuple[str, ...], wall: str, tell: Callable[[str], None]
+    command: tuple[str, ...], backend: str, tell: Callable[[str], None]
 ) -> None:
-    if wall == "bubblewrap" and shutil.which("bwrap") is None:
+    if backend == "bubblewrap" and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is missing: install bwrap")
-    told = report(command, wall)
+    told = report(command, backend)
     assert what_got_through(told) == {}
     tell(
-        f"{wall}, user {told['user']}: {len(told['programs'])} hostile programs held, "
+        f"{backend}, user {told['user']}: {len(told['programs'])} hostile programs held, "
         f"{len(told['controls'])} ordinary ones work, {told['seconds']:.0f} s"
     )
 
 
 @pytest.fixture(scope="module")
 def weaker() -> dict[str, dict[str, list[str]]]:
-    """What got through the weaker walls, which are tried at the same time where users differ."""
-    walls = ("landlock", "unsafe-local")
+    """What got through the weaker backends, which are tried at the same time where users differ."""
+    backends = ("landlock", "unsafe-local")
     command = AS_ORDINARY_USER if IS_ROOT else AS_IT_IS
     with ThreadPoolExecutor(2 if IS_ROOT else 1) as pool:
-        reports = pool.map(lambda wall: report(command, wall), walls)
-        return {wall: what_got_through(told) for wall, told in zip(walls, reports, strict=True)}
+        reports = pool.map(lambda backend: report(command, backend), backends)
+        return {
+            backend: what_got_through(told) for backend, told in zip(backends, reports, strict=True)
+        }
 
 
 def test_landlock_lets_through_what_it_is_known_to(

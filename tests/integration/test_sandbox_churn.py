@@ -102,7 +102,7 @@ def ours(word: str) -> list[int]:
 
 
 def lasting() -> tuple[int, int, int]:
-    """The supervisor, the zygote that holds the outer wall, and the one inside it."""
+    """The supervisor, the zygote that holds the outer backend, and the one inside it."""
     (supervisor,) = ours("supervisor")
     known, zygotes = parents(), ours("zygote")
     (outer,) = [pid for pid in zygotes if known[pid] == supervisor]
@@ -224,11 +224,11 @@ async def test_the_end_of_one_sandbox_is_its_own() -> None:
         assert not any(task.done() for task in running)
 
 
-@pytest.mark.parametrize("wall", ["auto", "landlock", "unsafe-local"])
-async def test_nothing_lives_on_when_the_server_is_killed(wall: str, temporary: Path) -> None:
+@pytest.mark.parametrize("backend", ["auto", "landlock", "unsafe-local"])
+async def test_nothing_lives_on_when_the_server_is_killed(backend: str, temporary: Path) -> None:
     mark = f"hx{secrets.token_hex(5)}"
     holder = subprocess.Popen(
-        [sys.executable, "-m", "support.sandbox_holder", wall, mark],
+        [sys.executable, "-m", "support.sandbox_holder", backend, mark],
         cwd=TESTS,
         env={**os.environ, "TMPDIR": str(temporary)},
         stdout=subprocess.PIPE,
@@ -238,7 +238,7 @@ async def test_nothing_lives_on_when_the_server_is_killed(wall: str, temporary: 
         assert holder.stdout is not None
         lines = iter(holder.stdout.readline, "")
         if not await asyncio.to_thread(lambda: any("running" in line for line in lines)):
-            assert wall == "landlock", "no sandbox was made"
+            assert backend == "landlock", "no sandbox was made"
             pytest.skip("Landlock cannot be tried here: see `envserver doctor`")
         below = descendants(holder.pid)
         assert len(alive_with(mark)) == 1 + 2 * 4  # the holder itself has it too

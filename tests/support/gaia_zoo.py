@@ -1,4 +1,4 @@
-"""A sandboxed environment of the agents of `gaia`, for test_gaia_walled.py and bench_agents.py."""
+"""The agents of `gaia` as a sandboxed environment: test_gaia_sandboxed.py, bench_agents.py."""
 
 from __future__ import annotations
 

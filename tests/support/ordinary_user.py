@@ -1,6 +1,6 @@
 """Runs a command as an ordinary user without an account, for tests that are started by root.
 
-    python -m tests.support.ordinary_user python -m pytest tests/test_sandbox_walls.py
+    python -m tests.support.ordinary_user python -m pytest tests/test_sandbox_backends.py
 
 The interpreter and the project may lie where only root looks (/root): in a mount namespace of the
 command's own, directories on the way to them are replaced by open ones that hold just that.

@@ -28,8 +28,8 @@ async def stay(boxes: Sandboxes, mark: str) -> None:
         await box.run_python(f"MARK = {mark!r}" + STAY)
 
 
-async def hold(wall: str, mark: str) -> None:
-    async with sandboxes(wall) as boxes:
+async def hold(backend: str, mark: str) -> None:
+    async with sandboxes(backend) as boxes:
         staying = [asyncio.create_task(stay(boxes, mark)) for _ in range(4)]
         await asyncio.sleep(1.0)
         print("running", flush=True)

@@ -62,7 +62,7 @@ class Zoo(Base):
             "summed": summed.stdout.decode(),
             "color": color.decode(),
             "executions": total.executions,
-            "wall": sandbox.isolation,
+            "backend": sandbox.isolation,
         }
 
     async def leave_open(self, run, marker):
@@ -79,7 +79,7 @@ class Zoo(Base):
             running = asyncio.create_task(sandbox.exec(["sleep", marker]))
             await asyncio.wait({running}, timeout=0.5)
             os.kill(os.getpid(), signal.SIGKILL)
-            os._exit(9)  # behind the wall no signal ends it
+            os._exit(9)  # behind the backend no signal ends it
 
     async def lose_patience(self, run, marker):
         """A program that was cancelled has ended, and the sandbox is as good as before."""
@@ -177,8 +177,8 @@ class Zoo(Base):
         return Score(reward=float(summed.stdout.decode().strip() == task.hidden["answer"]))
 
 
-class Walled(Zoo):
-    """Lives behind the wall itself."""
+class Sandboxed(Zoo):
+    """Runs its agents in sandboxed workers."""
 
     isolation = "sandboxed"
 

@@ -12,9 +12,9 @@ from envserver.sandbox.service import SandboxService
 
 
 @asynccontextmanager
-async def sandboxes(wall: str = "auto", concurrent: int = 16) -> AsyncIterator[SandboxClient]:
+async def sandboxes(backend: str = "auto", concurrent: int = 16) -> AsyncIterator[SandboxClient]:
     """A connected client; everything ends with the block."""
-    config: Any = {"wall": wall, "concurrent": concurrent}
+    config: Any = {"backend": backend, "concurrent": concurrent}
     async with (
         SandboxService(SandboxConfig.model_validate(config)) as service,
         SandboxClient(service.address) as client,

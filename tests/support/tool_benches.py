@@ -1,4 +1,4 @@
-"""Sandboxes with their tools, behind any wall, for tests of the tools."""
+"""Sandboxes with their tools, behind any backend, for tests of the tools."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ class Bench:
 
 
 class Houses:
-    """A service of sandboxes for each wall, made when a test asks for it first."""
+    """A service of sandboxes for each backend, made when a test asks for it first."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
         self._made: dict[str, Sandboxes | str] = {}
 
-    async def at(self, wall: str) -> Sandboxes:
-        if wall not in self._made:
+    async def at(self, backend: str) -> Sandboxes:
+        if backend not in self._made:
             try:
-                self._made[wall] = await self._stack.enter_async_context(sandboxes(wall))
+                self._made[backend] = await self._stack.enter_async_context(sandboxes(backend))
             except ConfigError as error:
-                self._made[wall] = str(error)
-        house = self._made[wall]
+                self._made[backend] = str(error)
+        house = self._made[backend]
         if isinstance(house, str):
             pytest.skip(house)
         return house

@@ -1,4 +1,4 @@
-"""An environment whose agent executes what the model writes, for test_walled_workers.py."""
+"""An environment whose agent executes what the model writes, for test_sandboxed_workers.py."""
 
 from __future__ import annotations
 

@@ -22,14 +22,14 @@ from envserver import ConfigError, InputError, PublicTask, Reply, Sandboxes, San
 from envserver.config import SandboxConfig
 from envserver.proxy.attempts import ProxyAttempt
 from envserver.sandbox import service
+from envserver.sandbox.attempt_sandboxes import AttemptSandboxes
 from envserver.sandbox.docker import find_engine
 from envserver.sandbox.requests import Open
-from envserver.sandbox.rooms import AttemptSandboxes
 from envserver.sandbox.service import SandboxService
 from envserver.sandbox.watched import WatchedSandboxes
 
 IMAGE = fake_engine.WITH_REPOSITORY
-DOCKER = SandboxConfig(wall="docker", docker_image=fake_engine.IMAGE)
+DOCKER = SandboxConfig(backend="docker", docker_image=fake_engine.IMAGE)
 FILES = {
     "tool/__init__.py": "",
     "tool/core.py": "from tool.built import TWO\n\n\ndef double(x):\n    return x + TWO\n",
@@ -156,11 +156,11 @@ async def test_agents_work_on_the_copy_and_find_the_place_empty(
 async def test_other_walls_have_no_images(tmp_path: Path) -> None:
     async with SandboxService(SandboxConfig()) as running:
         rooms = WatchedSandboxes(running.address)
-        with pytest.raises(SandboxUnavailable, match="needs the wall docker"):
+        with pytest.raises(SandboxUnavailable, match="needs the backend docker"):
             async with rooms.open(SandboxSpec(image=IMAGE)):
                 raise AssertionError("it was opened")
         swe = swe_of(rooms, tmp_path / "rows.jsonl", row(), check_gold=False)
-        with pytest.raises(ConfigError, match="1 x The image of a container needs the wall"):
+        with pytest.raises(ConfigError, match="1 x The image of a container needs the backend"):
             list(swe.tasks("train"))
 
 
@@ -216,6 +216,6 @@ async def test_an_image_of_a_real_engine(monkeypatch: pytest.MonkeyPatch, tmp_pa
     if rows not in os.environ:
         pytest.skip(f"{rows} names no file with a row")
     line = json.loads(Path(os.environ[rows]).read_text())
-    async with SandboxService(SandboxConfig(wall="docker", docker_image=image)) as running:
+    async with SandboxService(SandboxConfig(backend="docker", docker_image=image)) as running:
         swe = swe_of(WatchedSandboxes(running.address), tmp_path / "rows.jsonl", line)
         assert len(list(swe.tasks("test"))) == 1, swe.dropped

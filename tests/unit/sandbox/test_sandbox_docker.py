@@ -1,4 +1,4 @@
-"""The wall `docker`: what an engine is told, and that a container serves as any sandbox does."""
+"""The backend `docker`: what an engine is told, and that a container serves as any sandbox does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from envserver.sandbox.client import SandboxClient
 from envserver.sandbox.docker import find_engine
 from envserver.sandbox.service import SandboxService, probe
 
-CONFIG = SandboxConfig(wall="docker", docker_image=fake_engine.IMAGE)
+CONFIG = SandboxConfig(backend="docker", docker_image=fake_engine.IMAGE)
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ async def test_a_closed_container_is_gone(engine: Path, containers: SandboxClien
 )
 async def test_what_is_missing_is_said(engine: Path, image: str, reason: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        await SandboxService(SandboxConfig(wall="docker", docker_image=image)).__aenter__()
+        await SandboxService(SandboxConfig(backend="docker", docker_image=image)).__aenter__()
     assert reason in refusal.value.message
 
 
@@ -107,5 +107,5 @@ async def test_a_real_engine_holds_it_too(monkeypatch: pytest.MonkeyPatch) -> No
         find_engine(image)
     except OSError as error:
         pytest.skip(f"no container engine: {error}")
-    report = await probe("docker", SandboxConfig(wall="docker", docker_image=image))
+    report = await probe("docker", SandboxConfig(backend="docker", docker_image=image))
     assert report.works, report.failure

@@ -43,8 +43,8 @@ from envserver.rollouts.group import RolloutContext, attempt_spec, make_group
 from envserver.rollouts.staleness import StalenessMonitor
 from envserver.rollouts.stream import GroupRequest
 from envserver.running.context import rollout_context
+from envserver.sandbox.attempt_sandboxes import cut_down, summed
 from envserver.sandbox.requests import Exec, Open, Opened
-from envserver.sandbox.rooms import cut_down, summed
 from envserver.sandbox.supervisor import READY
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -58,7 +58,7 @@ async def house(kind: str, **settings: Any) -> AsyncIterator[RolloutContext]:
     """All that `envserver process` runs, for one of the zoo's environments."""
     environment = find(f"{ZOO}:{kind}")()
     tree = {"model": "sim", "workers": {"processes": 1}, **settings}
-    tree["sandbox"] = {"wall": "namespace", **settings.get("sandbox", {})}
+    tree["sandbox"] = {"backend": "namespace", **settings.get("sandbox", {})}
     async with rollout_context(
         Settings.model_validate(tree),
         environment,
@@ -137,7 +137,7 @@ async def test_an_agent_uses_a_sandbox_and_what_it_used_is_told(zoo: RolloutCont
     assert output["shown"] == "hello6 * 7"
     assert output["summed"] == "42 ['a']\n"
     assert output["color"] == "blue\n"
-    assert output["wall"] == "namespace"
+    assert output["backend"] == "namespace"
     used = finished.usage.sandbox
     assert used is not None
     assert used.executions == output["executions"] == 3
@@ -222,7 +222,7 @@ async def test_agents_that_do_not_use_asyncio() -> None:
 
 async def test_agents_that_live_behind_the_wall_themselves() -> None:
     marker = marked()
-    async with house("Walled") as parts:
+    async with house("Sandboxed") as parts:
         finished = await run(parts, "sums")
         assert finished.result.output["summed"] == "42 ['a']\n"
         assert finished.usage.sandbox is not None and finished.usage.sandbox.executions == 3
@@ -447,7 +447,7 @@ async def test_a_spec_may_say_less_than_the_environments(zoo: RolloutContext) ->
 
 async def test_the_usage_stands_in_the_output_of_process(tmp_path: Path) -> None:
     ran = await asyncio.to_thread(
-        envserver, "process", "--env", f"{ZOO}:Zoo", "--model", "sim", "--sandbox.wall",
+        envserver, "process", "--env", f"{ZOO}:Zoo", "--model", "sim", "--sandbox.backend",
         "namespace", "--env.group_size", 2, "--env.data_path_to_save_groups", "out.jsonl",
         folder=tmp_path,
     )  # fmt: skip

@@ -21,8 +21,8 @@ from support.sandboxes import sandboxes
 
 from envserver import InputError, SandboxSpec
 from envserver.sandbox import inside
+from envserver.sandbox.backend import HostBackend
 from envserver.sandbox.client import ConnectedSandbox, SandboxClient
-from envserver.sandbox.room import HostRoom
 from envserver.sandbox.wire import encode
 
 pytestmark = pytest.mark.asyncio
@@ -64,7 +64,7 @@ async def test_a_client_that_does_not_listen_holds_up_nobody() -> None:
                 assert (await box.run_python("print('alive')")).ok
 
 
-class Exhausted(HostRoom):
+class Exhausted(HostBackend):
     """A room on a machine that has no descriptors left."""
 
     def furnish(self, disk_bytes: int, inodes: int) -> None:

@@ -43,9 +43,9 @@ Open = Callable[..., AbstractAsyncContextManager[Bench]]
 def bench(houses: Houses) -> Open:
     @asynccontextmanager
     async def open_bench(
-        wall: str = "namespace", preload: tuple[str, ...] = PRELOAD, **options: Any
+        backend: str = "namespace", preload: tuple[str, ...] = PRELOAD, **options: Any
     ) -> AsyncIterator[Bench]:
-        house = await houses.at(wall)
+        house = await houses.at(backend)
         async with house.open(SandboxSpec(preload=preload, limits=LIMITS)) as sandbox:
             yield Bench(sandbox, **options)
 
@@ -53,13 +53,13 @@ def bench(houses: Houses) -> Open:
 
 
 @pytest.mark.parametrize(
-    ("wall", "preload"),
+    ("backend", "preload"),
     [("namespace", PRELOAD), ("namespace", ()), ("landlock", PRELOAD), ("unsafe-local", PRELOAD)],
 )
 async def test_a_file_is_made_read_changed_and_found(
-    bench: Open, wall: str, preload: tuple[str, ...]
+    bench: Open, backend: str, preload: tuple[str, ...]
 ) -> None:
-    async with bench(wall, preload) as use:
+    async with bench(backend, preload) as use:
         assert await use("list_dir") == "[the directory is empty]"
         text = await use("write_file", path="src/a.py", content="x = 1\ny = 2\nx = 1\n")
         assert text == "Made src/a.py: 18 bytes, 3 lines."
@@ -332,9 +332,9 @@ async def _work(use: Bench) -> str:
     return (await use.sh("pwd")).strip()
 
 
-@pytest.mark.parametrize("wall", ["namespace", "landlock", "unsafe-local"])
-async def test_a_patch_holds_all_changes_whatever_was_planted(bench: Open, wall: str) -> None:
-    async with bench(wall, repository="repo") as use:
+@pytest.mark.parametrize("backend", ["namespace", "landlock", "unsafe-local"])
+async def test_a_patch_holds_all_changes_whatever_was_planted(bench: Open, backend: str) -> None:
+    async with bench(backend, repository="repo") as use:
         await use.sh(MAKE)
         assert await use("git_diff") == "[nothing has changed]"
         await use.sh(CHANGE)

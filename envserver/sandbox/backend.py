@@ -1,6 +1,8 @@
-"""What differs between walls for the in-sandbox server: where things lie, how programs are bounded.
+"""What differs between backends for the in-sandbox server: where things lie, how programs are
+bounded.
 
-A Room is made in the process that becomes the in-sandbox server, before it hears its first request.
+A Backend is made in the process that becomes the in-sandbox server, before it hears its first
+request.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _SOCKET_BYTES = 212992
 """What one takes in, as machines are set up; the filter keeps programs from asking for more."""
 
 
-class Room(Protocol):
+class Backend(Protocol):
     """Where one sandbox's programs run."""
 
     work: str
@@ -43,7 +45,7 @@ class Room(Protocol):
         """In a program's process, just before it begins: takes every right it should not have."""
 
     def programs(self) -> Iterator[int]:
-        """Process ids of all that runs in the room, dead ones too."""
+        """Process ids of all that runs in the backend, dead ones too."""
 
     def kill(self) -> None:
         """SIGKILL to all of them; returns when none is left that could start another."""
@@ -55,7 +57,7 @@ class Room(Protocol):
         """The most that may wait in the kernel for programs, beside what they have themselves."""
 
 
-class NamespaceRoom:
+class NamespaceBackend:
     """Process 1 of a pid namespace serves: nothing that it has not in /proc can be there."""
 
     work, temporary = "/work", "/tmp"
@@ -104,7 +106,7 @@ def kernel_bytes(proc: str = "/proc") -> int:
         return int(counts.readline().split()[2]) * _SOCKET_BYTES
 
 
-class HostRoom:
+class HostBackend:
     """A directory of the host: without a mount namespace there is nothing else.
 
     Its programs are the descendants of the server (a subreaper), so one that outlives it is free.

@@ -19,10 +19,10 @@ from support.worker_standin import StandIn, alive, serving
 from envserver.config import WorkersConfig
 from envserver.workers.local import LocalPool
 from envserver.workers.pool import Assignment
-from envserver.workers.walled import Wall
+from envserver.workers.sandboxed import WorkerSandbox
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-ZOO = str(Path(__file__).parents[2] / "support" / "walled_zoo.py")
+ZOO = str(Path(__file__).parents[2] / "support" / "sandboxed_zoo.py")
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -34,13 +34,15 @@ async def proxy() -> AsyncIterator[StandIn]:
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def pool(proxy: StandIn) -> AsyncIterator[LocalPool]:
     config = WorkersConfig(processes=1, dedicated=4, kill_grace_seconds=0.3)
-    wall = Wall(kind="namespace", port=proxy.port, memory_mb=400, disk_mb=32)
-    async with LocalPool(config, [f"{ZOO}:Walled"], wall=wall, listen=proxy.also_on) as started:
+    sandbox = WorkerSandbox(backend="namespace", port=proxy.port, memory_mb=400, disk_mb=32)
+    async with LocalPool(
+        config, [f"{ZOO}:Sandboxed"], sandbox=sandbox, listen=proxy.also_on
+    ) as started:
         yield started
 
 
 def assign(proxy: StandIn, do: str, **public: Any) -> Assignment:
-    return proxy.open(do, file=ZOO, kind="Walled", isolation="sandboxed", **public)
+    return proxy.open(do, file=ZOO, kind="Sandboxed", isolation="sandboxed", **public)
 
 
 async def said(pool: LocalPool, proxy: StandIn, do: str, **public: Any) -> Any:
@@ -117,7 +119,7 @@ async def test_no_signal_from_inside_ends_or_stops_it(
 
 
 async def test_nothing_outlives_it(pool: LocalPool, proxy: StandIn) -> None:
-    marker = f"walled-{os.getpid()}"
+    marker = f"sandboxed-{os.getpid()}"
     assert await said(pool, proxy, "leave_something", marker=marker) == "left"
     await until(lambda: not processes_with(marker))
 

@@ -16,7 +16,7 @@ from support.gaia_standin import ZOO, Scripted, scripted
 
 from envserver.config import WorkersConfig
 from envserver.workers.local import LocalPool
-from envserver.workers.walled import Wall
+from envserver.workers.sandboxed import WorkerSandbox
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -30,8 +30,10 @@ async def proxy() -> AsyncIterator[Scripted]:
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def pool(proxy: Scripted) -> AsyncIterator[LocalPool]:
     config = WorkersConfig(processes=1, dedicated=8, kill_grace_seconds=0.3)
-    wall = Wall(kind="namespace", port=proxy.port, memory_mb=600, disk_mb=32)
-    async with LocalPool(config, [f"{ZOO}:GaiaZoo"], wall=wall, listen=proxy.also_on) as started:
+    sandbox = WorkerSandbox(backend="namespace", port=proxy.port, memory_mb=600, disk_mb=32)
+    async with LocalPool(
+        config, [f"{ZOO}:GaiaZoo"], sandbox=sandbox, listen=proxy.also_on
+    ) as started:
         yield started
 
 

@@ -1,4 +1,4 @@
-"""The parts that walls are made of, whether each really holds, and what is done where none does.
+"""The parts that backends are made of, whether each really holds, and what is done where none does.
 
 Run by root, all of this is run once more as an ordinary user, as servers mostly are.
 """
@@ -29,7 +29,7 @@ from support.sandboxes import sandboxes
 from envserver import SandboxSpec
 from envserver.cli import doctor_command, main
 from envserver.config import SandboxConfig
-from envserver.sandbox import bubblewrap, landlock, linux, seccomp, service, system, walls
+from envserver.sandbox import bubblewrap, landlock, linux, seccomp, selection, service, system
 from envserver.sandbox.probe import ProbeReport, examine, unavailable
 from envserver.sandbox.service import SandboxService, probe
 
@@ -317,12 +317,12 @@ print(found, os.listdir("/work"), os.listdir("/tmp"))
     assert pytest_there.ok, pytest_there
 
 
-@pytest.mark.parametrize("wall", walls.ORDER)
-async def test_a_wall_that_works_holds_all_its_checks(wall: str) -> None:
-    report = await probe(wall, SandboxConfig(wall=wall))
-    if wall == "bubblewrap" and bubblewrap.installed() is None:
+@pytest.mark.parametrize("backend", selection.ORDER)
+async def test_a_wall_that_works_holds_all_its_checks(backend: str) -> None:
+    report = await probe(backend, SandboxConfig(backend=backend))
+    if backend == "bubblewrap" and bubblewrap.installed() is None:
         pytest.skip(report.failure)
-    if wall == "landlock" and not report.works:
+    if backend == "landlock" and not report.works:
         pytest.skip(f"{report.failure} {report.remedies}")
     assert report.works, report
     assert len(report.checks) == 5
@@ -330,7 +330,7 @@ async def test_a_wall_that_works_holds_all_its_checks(wall: str) -> None:
 
 
 async def test_a_wall_with_holes_is_seen_through() -> None:
-    async with SandboxService(SandboxConfig(wall="unsafe-local")) as open_service:
+    async with SandboxService(SandboxConfig(backend="unsafe-local")) as open_service:
         report = await examine(open_service.address, "namespace")
     assert not report.works
     for hole in ("TCP to this machine: it worked", "a file of the server: it worked"):
@@ -338,13 +338,13 @@ async def test_a_wall_with_holes_is_seen_through() -> None:
 
 
 async def test_nobody_steps_down_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the better walls fail, Landlock is taken aloud; where all fail, none is."""
+    """Where the better backends fail, Landlock is taken aloud; where all fail, none is."""
 
-    async def holds(address: str, wall: str) -> ProbeReport:
-        return ProbeReport(wall=wall, works=True)
+    async def holds(address: str, backend: str) -> ProbeReport:
+        return ProbeReport(backend=backend, works=True)
 
-    def fails(wall: str, *, by_name: bool) -> ProbeReport | None:
-        return unavailable(wall, f"{wall} is broken") if wall in broken else None
+    def fails(backend: str, *, by_name: bool) -> ProbeReport | None:
+        return unavailable(backend, f"{backend} is broken") if backend in broken else None
 
     broken = {"bubblewrap", "namespace"}
     monkeypatch.setattr(service, "examine", holds)
@@ -352,7 +352,7 @@ async def test_nobody_steps_down_in_silence(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(service, "_held", {})
     with capture_logs() as logs:
         async with SandboxService(SandboxConfig()) as weaker:
-            assert weaker.wall == "landlock"
+            assert weaker.backend == "landlock"
     warning = next(line for line in logs if line["log_level"] == "warning")
     assert warning["failed"]["namespace"] == "namespace is broken"
     assert "SIGKILL" in warning["does_not_hold"]
@@ -360,7 +360,7 @@ async def test_nobody_steps_down_in_silence(monkeypatch: pytest.MonkeyPatch) -> 
     broken.add("landlock")
     with pytest.raises(ConfigError) as refusal:
         await SandboxService(SandboxConfig()).__aenter__()
-    assert all(f"{wall} is broken" in refusal.value.message for wall in walls.ORDER)
+    assert all(f"{backend} is broken" in refusal.value.message for backend in selection.ORDER)
     assert "docker" in refusal.value.hint
 
 
@@ -368,10 +368,10 @@ def test_landlock_that_cannot_hold_signals_is_only_taken_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(landlock, "abi", lambda: 4)
-    report = walls.missing("landlock", by_name=False)
+    report = selection.missing("landlock", by_name=False)
     assert report is not None
     assert "version 4" in report.failure
-    assert walls.missing("landlock", by_name=True) is None
+    assert selection.missing("landlock", by_name=True) is None
 
 
 def test_doctor_tells_what_holds(
@@ -379,21 +379,21 @@ def test_doctor_tells_what_holds(
 ) -> None:
     works = {"namespace"}
 
-    async def probed(wall: str, config: SandboxConfig) -> ProbeReport:
-        if wall in works:
-            return ProbeReport(wall=wall, works=True)
-        return unavailable(wall, f"[{wall}] is broken")
+    async def probed(backend: str, config: SandboxConfig) -> ProbeReport:
+        if backend in works:
+            return ProbeReport(backend=backend, works=True)
+        return unavailable(backend, f"[{backend}] is broken")
 
     monkeypatch.setattr(doctor_command, "probe", probed)
     assert main(["doctor"]) == 0
     told = capsys.readouterr().out
-    assert "by the wall namespace" in told
+    assert "by the backend namespace" in told
     assert "[bubblewrap] is broken" in told
     assert sys.version.split()[0] in told
 
     assert main(["doctor", "--json"]) == 0
     found = orjson.loads(capsys.readouterr().out)
-    assert found["wall"] == "namespace"
+    assert found["backend"] == "namespace"
     assert {"Python", "git", "memory", "cgroups", "open files"} <= {
         f["name"] for f in found["machine"]
     }
@@ -404,7 +404,7 @@ def test_doctor_tells_what_holds(
 
 
 @needs_landlock
-@pytest.mark.skipif(os.geteuid() == 0, reason="root needs no user namespace for its outer wall")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root needs no user namespace for its outer backend")
 def test_where_namespaces_are_forbidden_landlock_is_taken() -> None:
     forbid = (
         "import os, sys; from envserver.sandbox import namespaces; namespaces.own_users();"
@@ -415,8 +415,8 @@ def test_where_namespaces_are_forbidden_landlock_is_taken() -> None:
         [sys.executable, "-c", forbid], capture_output=True, text=True, timeout=60, check=False
     )
     found = orjson.loads(told.stdout)
-    assert found["wall"] == "landlock"
-    (namespace,) = [report for report in found["walls"] if report["wall"] == "namespace"]
+    assert found["backend"] == "landlock"
+    (namespace,) = [report for report in found["backends"] if report["backend"] == "namespace"]
     assert "unshare" in namespace["failure"]
     assert any("max_user_namespaces" in step for step in namespace["remedies"])
     assert "Traceback" not in told.stderr

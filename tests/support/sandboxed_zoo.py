@@ -1,4 +1,4 @@
-"""Agents that try to get out of a walled worker, for test_walled_workers.py."""
+"""Agents that try to get out of a sandboxed worker, for test_sandboxed_workers.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from envserver import Environment, Score, Task
 SECRET = "the-hidden-answer"
 
 
-class Walled(Environment):
+class Sandboxed(Environment):
     isolation = "sandboxed"
 
     def tasks(self, split):

@@ -1,4 +1,5 @@
-"""A worker whose whole process lives behind the kernel's wall, for agents that execute code in it.
+"""A worker whose whole process lives behind the kernel's sandbox, for agents that execute code in
+it.
 
     forkserver (in the outer layer) --one clone--> worker, process 1 of its namespaces
 
@@ -25,9 +26,9 @@ from typing import Any, NoReturn
 import msgspec
 
 from ..sandbox import landlock, linux, namespaces
-from ..sandbox.room import NamespaceRoom, kernel_bytes
+from ..sandbox.backend import NamespaceBackend, kernel_bytes
 from ..sandbox.sampling import numbers, sample
-from ..sandbox.wire import WHOLE_WALLS
+from ..sandbox.wire import NAMESPACE_BACKENDS
 from .worker_main import WorkerSpec, worker_main
 
 LOOK_SECONDS = 0.1
@@ -42,18 +43,18 @@ _HEARD = {
 }
 
 
-class Wall(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerSandbox(msgspec.Struct, frozen=True, kw_only=True):
     """What workers live behind.
 
     Args:
-        kind: "namespace", "bubblewrap" or "landlock".
+        backend: "namespace", "bubblewrap" or "landlock".
         port: of the proxy, on this machine's loopback.
         memory_mb: of a worker with all that it starts.
         disk_mb, inodes: of what it may write.
         processes: and threads.
     """
 
-    kind: str
+    backend: str
     port: int
     memory_mb: int
     disk_mb: int
@@ -61,8 +62,8 @@ class Wall(msgspec.Struct, frozen=True, kw_only=True):
     processes: int = 256
 
 
-def fork_walled(
-    wall: Wall,
+def fork_sandboxed(
+    sandbox: WorkerSandbox,
     seen: dict[str, Any],
     uid: int | None,
     spec: WorkerSpec,
@@ -78,23 +79,23 @@ def fork_walled(
     Raises:
         OSError: the kernel refused the fork.
     """
-    if wall.kind not in WHOLE_WALLS:
+    if sandbox.backend not in NAMESPACE_BACKENDS:
         pid = os.fork()
         if pid == 0:
-            _live(lambda: _confine_on_the_host(wall, seen, uid, spec), spec)
+            _live(lambda: _confine_on_the_host(sandbox, seen, uid, spec), spec)
         return pid
     owner = namespaces.owner(uid)
     pid = namespaces.fork_inner(uid)
     if pid == 0:
-        _live(lambda: _confine_in_namespaces(wall, seen, owner, spec, hand_out), spec)
+        _live(lambda: _confine_in_namespaces(sandbox, seen, owner, spec, hand_out), spec)
     return pid
 
 
 class Watch:
     """The memory of one worker in namespaces of its own, with all that it started."""
 
-    def __init__(self, wall: Wall, pid: int) -> None:
-        self._limit = wall.memory_mb * _MB
+    def __init__(self, sandbox: WorkerSandbox, pid: int) -> None:
+        self._limit = sandbox.memory_mb * _MB
         self._place = f"/proc/{pid}/root/proc"
         """Its own list of processes, once it has one: all that can be in there is on it."""
 
@@ -129,7 +130,7 @@ def _live(confine: Callable[[], None], spec: WorkerSpec) -> NoReturn:
 
 
 def _confine_on_the_host(
-    wall: Wall, seen: dict[str, Any], uid: int | None, spec: WorkerSpec
+    sandbox: WorkerSandbox, seen: dict[str, Any], uid: int | None, spec: WorkerSpec
 ) -> None:
     """Without namespaces: a user and a directory of its own, Landlock, a filter, limits.
 
@@ -137,15 +138,15 @@ def _confine_on_the_host(
     """
     if uid is not None:
         namespaces.become_user(uid)
-    _bound(wall)
+    _bound(sandbox)
     linux.drop_capabilities()
-    if wall.kind == "landlock":
-        landlock.restrict(seen["visible"], [str(spec.directory)], connect_ports=[wall.port])
+    if sandbox.backend == "landlock":
+        landlock.restrict(seen["visible"], [str(spec.directory)], connect_ports=[sandbox.port])
         linux.install_filter(bytes.fromhex(seen["tcp_filter"]))
 
 
 def _confine_in_namespaces(
-    wall: Wall,
+    sandbox: WorkerSandbox,
     seen: dict[str, Any],
     owner: tuple[int, int],
     spec: WorkerSpec,
@@ -153,13 +154,13 @@ def _confine_in_namespaces(
 ) -> None:
     """As process 1 of fresh namespaces: furnishes the place, then gives up every right to it."""
     namespaces.settle_inner(*owner)
-    room = NamespaceRoom(bytes.fromhex(seen["filter"]), seen["variables"])
-    room.furnish(wall.disk_mb * _MB, wall.inodes)
+    backend = NamespaceBackend(bytes.fromhex(seen["filter"]), seen["variables"])
+    backend.furnish(sandbox.disk_mb * _MB, sandbox.inodes)
     os.environ.clear()
-    os.environ.update(room.variables)
-    hand_out(_listen(wall.port))
-    _bound(wall)
-    room.enclose(wall.processes)
+    os.environ.update(backend.variables)
+    hand_out(_listen(sandbox.port))
+    _bound(sandbox)
+    backend.enclose(sandbox.processes)
     _stay_deaf()
 
 
@@ -181,12 +182,12 @@ def _listen(port: int) -> socket.socket:
     return listener
 
 
-def _bound(wall: Wall) -> None:
-    memory = wall.memory_mb * _MB
+def _bound(sandbox: WorkerSandbox) -> None:
+    memory = sandbox.memory_mb * _MB
     for name, most in (
         (resource.RLIMIT_DATA, memory + memory // 4),
         (resource.RLIMIT_AS, memory + _SPARE_ADDRESS_SPACE_MB * _MB),
-        (resource.RLIMIT_FSIZE, wall.disk_mb * _MB),
+        (resource.RLIMIT_FSIZE, sandbox.disk_mb * _MB),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
     ):
