@@ -1,5 +1,5 @@
 """From nothing to a fine-tuned, merged and evaluated model: the commands that
-clients/finetuning/README.md shows, as they stand there, with the tiny model.
+clients/envserver_clients/finetuning/README.md shows, as they stand there, with the tiny model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from support.commands import environment_variables
 from support.learning import ROOT, tiny_model
 
-README = ROOT / "clients" / "finetuning" / "README.md"
+README = ROOT / "clients" / "envserver_clients" / "finetuning" / "README.md"
 _MOST_SECONDS = 1500
 
 
