@@ -1,7 +1,7 @@
-"""The data that flows through the server, in the order in which it comes to be.
+"""The data that flows through the server, in the order in which it is made.
 
 Task -> (rollout) -> Call* -> Sequence* -> Trajectory -> Group: msgspec structs. Token data are
-numpy arrays throughout. `pack`/`unpack`: MessagePack and back, arrays as raw little-endian bytes.
+numpy arrays. `pack` and `unpack` convert to MessagePack and back, arrays as little-endian bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 Split = Literal["train", "validation", "test"]
 Message = dict[str, Any]
-"""One chat message in OpenAI's shape."""
+"""A chat message in OpenAI's format."""
 
 Tokens = NDArray[np.int32]
 Mask = NDArray[np.uint8]
@@ -26,7 +26,7 @@ Logprobs = NDArray[np.float32]
 
 
 def text_of(message: Message) -> str:
-    """The text of a message, whatever the form of its content."""
+    """Returns the text of a message, whatever the form of its content."""
     content = message.get("content")
     if isinstance(content, list):
         parts = [part.get("text") for part in content if isinstance(part, dict)]
@@ -35,19 +35,19 @@ def text_of(message: Message) -> str:
 
 
 class PublicTask(msgspec.Struct, frozen=True):
-    """The part of a task that the worker gets. `public` holds what running the rollout needs."""
+    """The part of a task that a worker gets; `public` is what a rollout needs."""
 
     id: str
     public: dict[str, Any]
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One thing to solve.
+    """A task to solve.
 
     Args:
         id: unique and stable within its environment and split.
-        public: JSON-like; goes to the worker (the model sees only what the agent puts before it).
-        hidden: JSON-like; only the server and the scorer ever hold it (answers, tests).
+        public: JSON-like; sent to the worker (the model sees only what the agent sends it).
+        hidden: JSON-like (answers, tests); never leaves the server and the scorer.
     """
 
     id: str
@@ -55,19 +55,19 @@ class Task(msgspec.Struct, frozen=True):
     hidden: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def without_hidden(self) -> PublicTask:
-        """The part that may leave the server process."""
+        """Returns the part that may leave the server process."""
         return PublicTask(self.id, self.public)
 
 
 class Score(msgspec.Struct, kw_only=True):
-    """What a scorer says of one rollout.
+    """The score of one rollout.
 
     Args:
-        reward: in [0, 1]; None means not scorable: dropped, never trained on.
+        reward: in [0, 1]; None: not scorable, so the rollout is dropped and never trained on.
         components: named parts of the reward, for people.
-        metrics: anything else worth averaging (numbers).
-        error: set when scoring failed by our fault; then `reward` is ignored and the rollout is
-            retried, then dropped.
+        metrics: other numbers to average.
+        error: set if scoring failed without the model's fault; then `reward` is ignored and the
+            rollout is retried, then dropped.
     """
 
     reward: float | None
@@ -77,25 +77,25 @@ class Score(msgspec.Struct, kw_only=True):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """What the scorer sees of one finished rollout.
+    """A finished rollout, as the scorer sees it.
 
     Args:
-        output: what the environment's `rollout` returned (JSON-like).
-        messages: the conversation as the agent sent it last, plus the model's last answer.
-        finish_reason: of the last call ("length" means cut off), None without a call.
-        truncated: the model was cut off: its last call ended by length, or tokens, time or the
-            context were used up (where turns were, its last answer is whole), or by "crash".
-        limit: which limit ended the rollout: "turns", "tokens", "time", "context", "crash" (code of
-            the model ended the process of its agent) or None.
-        turns: model calls made.
-        completion_tokens: tokens sampled over all calls.
-        metrics: numbers the agent logged with `run.log_metric`.
-        flags: words that services of the server put on the rollout (`Caller.flag`).
-        actions: steps the agent logged with `run.log_action`, each {"step", "tool", "input",
-            "output", "ts"} with `step` from 1 and `ts` in seconds. For readers: no reward may hang
-            on them.
+        output: the return value of the environment's `rollout` (JSON-like).
+        messages: the last conversation that the agent sent, with the model's last answer.
+        finish_reason: the last call's ("length": cut off), None without a call.
+        truncated: the model was cut off: by the length of its last call, by the limits "tokens",
+            "time" or "context", or by "crash". After "turns" its last answer is complete.
+        limit: the limit that ended the rollout: "turns", "tokens", "time", "context", "crash" (code
+            of the model ended its agent's process) or None.
+        turns: number of model calls.
+        completion_tokens: number of tokens sampled in all calls.
+        metrics: numbers that the agent logged with `run.log_metric`.
+        flags: labels that the server's services put on the rollout (`Caller.flag`).
+        actions: steps that the agent logged with `run.log_action`, each {"step", "tool", "input",
+            "output", "ts"} with `step` from 1 and `ts` in seconds. For readers: rewards must not
+            depend on them.
 
-    Turns, tokens, messages and ends are those of the trained agents, where there are any.
+    Turns, tokens, messages and ends are those of the trained agents, if there are any.
     """
 
     output: Any = None
@@ -111,14 +111,14 @@ class Result(msgspec.Struct, kw_only=True):
 
 
 Dialect = Literal["chat", "completions", "responses", "messages"]
-"""The API in which an agent asks: OpenAI's chat, text completions or responses, or Anthropic's."""
+"""An agent's API: OpenAI's chat, text completions or responses, or Anthropic's messages."""
 Delivered = Literal["full", "none"]
 Edge = Literal["root", "exact", "appended", "whitespace", "calls", "think_kept", "lossy_detok"]
-"""How the prompt of a call continues an earlier one; root: it was rendered anew."""
+"""How the prompt of a call continues an earlier one; root: it was rendered from scratch."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens [start, end) of a completion were sampled by policy `version` (-1: unknown)."""
+    """Policy `version` (-1: unknown) sampled the tokens [start, end) of a completion."""
 
     version: int
     start: int
@@ -130,30 +130,29 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     Args:
         index: order of commit within the attempt, from 0.
-        model: the name that was asked for.
-        agent: name of the agent of the rollout that called, None for the only one.
-        trained: whether that agent is.
-        choice: which of `n` answers; each choice is its own Call.
-        prompt_ids: int32[P], as the engine echoed them (or as it was sent them, where it echoes
-            none but takes ids); empty when they are not known.
-        completion_ids: int32[C], with the end-of-turn token where it was sampled.
+        model: the requested model name.
+        agent: name of the calling agent, None if there is only one.
+        trained: whether that agent is trained.
+        choice: index among `n` answers; each choice is a separate Call.
+        prompt_ids: int32[P], as the engine echoed them (or as they were sent, if it accepts ids
+            without echoing them); empty if unknown.
+        completion_ids: int32[C], with the end-of-turn token if it was sampled.
         logprobs: float32[C], as the engine returned them.
         versions: partition of [0, C).
-        exact: ids and logprobs are all there; only exact calls become training tokens.
+        exact: ids and logprobs are complete; only exact calls become training tokens.
         message: the assistant message as returned to the agent.
-        messages, tools: what the agent sent, in OpenAI's chat shape whatever the dialect.
+        messages, tools: the agent's request in OpenAI's chat format, whatever the dialect.
         sampling: the sampling fields that were sent to the engine.
         stop_reason: the stop string or stop token id that ended it, None for the ordinary end.
         eot_sampled: the last id is a token that ends the model's turn.
-        delivered: whether the agent has the whole answer; a part of it counts as none.
-        replayed: an answer that had been recorded was given again to a retry of the same request.
+        delivered: whether the agent received the whole answer.
+        replayed: the recorded answer was sent again to a retry of the same request.
         body_digest: BLAKE2b-128 of the agent's request body.
-        planned_parent: index of the call whose tokens the prompt was continued from, None for none.
-        edge: how it continues that one.
-        refusal: why the prompt was rendered anew although an earlier call matched, None where none
-            did.
-        served_model: the model as named in the engine's answer.
-        told_tokens: of prompt and completion, as the engine counts them, where it gives no ids.
+        planned_parent: index of the call whose tokens the prompt continues, None: none.
+        edge: how it continues that call.
+        refusal: why the prompt was rendered from scratch although an earlier call matched, or None.
+        served_model: the model name in the engine's answer.
+        told_tokens: the engine's counts of prompt and completion tokens, if it returns no ids.
         started_at: `time.time()`; `seconds` from there to the commit, `seconds_to_first` to the
             first chunk of a stream.
         flags: see `tokens.flags`.
@@ -193,15 +192,15 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class TracedCall(msgspec.Struct, frozen=True, array_like=True):
-    """A call in a trace (`tokens.trace`): what is new in it, so it grows as what was said does.
+    """A call in a trace (`tokens.trace`) without what earlier calls already contain.
 
     Args:
-        tokens_of: position in the trace of an earlier call, -1 for none.
-        kept_tokens: the prompt begins with as many tokens of that call's prompt and completion.
-        messages_of: likewise.
-        kept_messages: the messages begin with as many of that call's messages and its answer.
-        tools_of: position of an earlier call that had the same tools, -1: they are its own.
-        new: the call without what is kept.
+        tokens_of: position in the trace of an earlier call, -1: none.
+        kept_tokens: the prompt begins with this many tokens of that call's prompt and completion.
+        messages_of: the same for messages.
+        kept_messages: the messages begin with this many of that call's messages and its answer.
+        tools_of: position of an earlier call with the same tools, -1: `new` has them.
+        new: the rest of the call.
     """
 
     tokens_of: int
@@ -213,7 +212,7 @@ class TracedCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ServiceCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an agent asked a service, and its answer (None where `refused` says why)."""
+    """An agent's request to a service, and its answer (None if `refused` says why not)."""
 
     name: str
     arguments: dict[str, Any]
@@ -225,14 +224,14 @@ class Sequence(msgspec.Struct, kw_only=True):
     """One training row. All arrays have length T.
 
     Args:
-        tokens: int32[T], what the model saw and sampled, in order.
-        mask: uint8[T], 1 where the token was sampled by the policy and is first trained here.
+        tokens: int32[T], the tokens that the model saw and sampled, in order.
+        mask: uint8[T], 1 where the policy sampled the token and it is first trained here.
         logprobs: float32[T], the sampled token's logprob where mask is 1, else 0.
         calls: int32[T], index of the call that sampled the token, -1 for context.
         versions: int32[T], policy version that sampled the token, -1 for context or unknown.
         path: indices of the calls along this branch, root first.
         agent: see Call.
-        flags: union over the path; `mixed_versions` too where its trained tokens are of several.
+        flags: union over the path, and `mixed_versions` if several versions sampled it.
     """
 
     tokens: Tokens
@@ -248,15 +247,15 @@ class Sequence(msgspec.Struct, kw_only=True):
 KilledBy = Literal[
     "", "wall", "cpu", "memory", "disk", "inodes", "processes", "output", "cancelled", "lost"
 ]
-"""What ended a program in a sandbox: a limit, the caller ("cancelled"), a failure of ours ("lost"),
-or "": it ended by itself (or was ended by a signal of its own doing)."""
+"""What ended a program in a sandbox: a limit, the caller ("cancelled"), a failure of the server
+("lost"), or "": it ended by itself (also by a signal that it caused)."""
 
 
 class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one program in a sandbox may use; disk and inodes are of the sandbox as a whole.
+    """The limits of one program in a sandbox; disk and inodes are for the whole sandbox.
 
-    MB are 2**20 bytes, KB 2**10. `output_kb` holds for stdout and stderr each: more is cut off (and
-    marked), and past eight times as much the program is killed.
+    MB are 2**20 bytes, KB 2**10. `output_kb` applies to stdout and stderr each: more is cut off and
+    marked; a program that writes eight times as much is killed.
     """
 
     wall_seconds: float = 10.0
@@ -271,17 +270,17 @@ class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A sandbox to be made: an empty `/work` with `files`, a read-only system, no network.
+    """Describes a sandbox: `/work` with `files`, a read-only system, no network.
 
     Args:
-        files: by path below /work; parents are made.
-        archive: a tar file that is unpacked into /work first.
-        env: the programs' environment variables beside PATH, HOME, LANG and TMPDIR.
-        preload: modules that are imported before the walls are closed, shared by all sandboxes with
-            the same list: `run_python` has them at no cost. Only trusted code may name any.
-        limits: of every program, unless `exec` is told otherwise (never more than these).
-        image: of a container, for the backend `docker` ("": `--sandbox.docker_image`); other walls
-            refuse it with SandboxUnavailable.
+        files: contents by path below /work; parents are made.
+        archive: a tar file to unpack into /work first.
+        env: environment variables in addition to PATH, HOME, LANG and TMPDIR.
+        preload: modules to import before the sandbox is closed, shared by all sandboxes with the
+            same list, so that `run_python` has them at no cost. Only trusted code may set it.
+        limits: limits of every program; `exec` may lower them.
+        image: container image for the backend `docker` ("": `--sandbox.docker_image`); other
+            backends refuse it with SandboxUnavailable.
         image_hides: directories of the image that are empty in this sandbox.
     """
 
@@ -295,13 +294,13 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SandboxUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """What programs in a sandbox used; of several (`Sandbox.total`): sums, and the highest peaks.
+    """Resources that programs in a sandbox used; for several (`Sandbox.total`) sums and peaks.
 
     Args:
-        cpu_exact: whether programs could not hide CPU time from the count.
-        memory_exact: whether the peak is the kernel's own, or sampled.
-        executions: programs run.
-        killed: how often each KilledBy but "" ended one.
+        cpu_exact: whether the count includes all CPU time.
+        memory_exact: whether the peak is the kernel's; else it was sampled.
+        executions: number of programs.
+        killed: number of programs by KilledBy, without "".
     """
 
     wall_seconds: float = 0.0
@@ -324,8 +323,8 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         exit: its exit status, None where a signal ended it.
         signal: the number of the signal that ended it.
-        killed_by: see KilledBy; where it is not "", exit and signal say nothing about the program.
-        truncated: stdout or stderr were longer than they stand here.
+        killed_by: see KilledBy; if it is not "", exit and signal say nothing about the program.
+        truncated: stdout or stderr were longer than stored here.
     """
 
     exit: int | None
@@ -338,17 +337,17 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """It ended by itself with status 0."""
+        """Whether it ended by itself with status 0."""
         return self.exit == 0 and not self.killed_by
 
 
 class Usage(msgspec.Struct, kw_only=True):
     """Resources of one rollout. Seconds are wall clock.
 
-    `sandbox`: what the programs used that its agent ran in sandboxes, None where it had none.
+    `sandbox`: resources of the agent's programs in sandboxes, None without sandboxes.
     `ended_by`: "agent" (by itself), or the limit that was reached, see `Result`.
-    `worker_cpu_seconds`, `worker_peak_memory_mb`: of the agent's own process and all that it waited
-    for, None where it shared one with others. MB are 2**20 bytes.
+    `worker_cpu_seconds`, `worker_peak_memory_mb`: those of the agent's process and its finished
+    children, None if it shared the process with other rollouts. MB are 2**20 bytes.
     """
 
     seconds: float = 0.0
@@ -362,11 +361,12 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class Conversation(msgspec.Struct, kw_only=True):
-    """What one of several agents of a rollout and its model said, as it stood last.
+    """The last conversation of one of several agents of a rollout.
 
     Args:
-        model: the name that was asked for; turns, completion_tokens: of this agent.
-        messages, tools: in OpenAI's chat shape, with the last answer.
+        model: the requested model name.
+        turns, completion_tokens: this agent's.
+        messages, tools: in OpenAI's chat format, with the last answer.
     """
 
     agent: str | None
@@ -379,11 +379,10 @@ class Conversation(msgspec.Struct, kw_only=True):
 
 
 class Trajectory(msgspec.Struct, kw_only=True):
-    """A finished and scored rollout. `metrics` are what the agent logged; fields as in Result.
+    """A finished and scored rollout; fields as in Result.
 
-    `sequences` are of trained agents alone. `others`: the conversations of all agents but the one
-    whose `messages` and `tools` these are, also of those that are not trained. `calls` and
-    `service_calls` are all that was recorded, where that is kept (`tokens.keep_calls`).
+    `sequences` are those of trained agents. `others` are the conversations of all agents except
+    that of `messages` and `tools`. `calls` and `service_calls`: see `tokens.keep_calls`.
     """
 
     rollout_id: str
@@ -409,23 +408,22 @@ class Trajectory(msgspec.Struct, kw_only=True):
 
 
 class Group(msgspec.Struct, kw_only=True):
-    """The trajectories of one task that are compared with each other; the unit of delivery.
+    """Trajectories of one task whose rewards are compared with each other; the unit of delivery.
 
     Args:
-        group_id: stable: the same task index of the same run gives the same id, so that a group
-            that is produced or posted twice is stored once.
+        group_id: stable: the same task index of the same run has the same id, so that a group that
+            is produced or posted twice is stored once.
         index: position in the run's stream of tasks, from 0.
         policy_version: the lowest version that sampled any of its tokens (-1: unknown).
         model: name of the model as the engine serves it.
-        failures: of the rollouts that are missing or were retried.
-        asked: rollouts that were begun for it (0: it was made before that was noted).
-        lost: those of them that are missing, by the kind of their last failure ("straggler" and
-            "stale" are those that were cancelled).
-        generation_params: the sampling settings that all rollouts shared.
-        rendering: how their prompts came to be: the engine's server and mode, whether calls were
-            continued by tokens (or why not), the think policy, digests of template and tokenizer.
-        services: what its environment's services say of what they showed it (`Services.shown`).
-        env_config: the environment's settings, where calls are kept.
+        failures: failures of the rollouts that are missing or were retried.
+        asked: number of rollouts that were started (0 in groups of older versions).
+        lost: missing rollouts by the kind of the last failure ("straggler", "stale": cancelled).
+        generation_params: the sampling settings of all rollouts.
+        rendering: how prompts were made: the engine's server and mode, whether calls were continued
+            by tokens (or why not), the think policy, digests of template and tokenizer.
+        services: what the environment's services report about what they showed (`Services.shown`).
+        env_config: the environment's settings, if calls are kept.
     """
 
     group_id: str
@@ -448,7 +446,7 @@ class Group(msgspec.Struct, kw_only=True):
 
 
 _CODES = {"i4": 1, "f4": 2, "u1": 3}
-"""Numbers of the MessagePack extension types, by which arrays come out as views."""
+"""Numbers of the MessagePack extension types for arrays, which are decoded as views."""
 _DTYPES = {1: np.int32, 2: np.float32, 3: np.uint8}
 
 
@@ -457,17 +455,19 @@ def _encode_array(value: object) -> object:
         array = np.ascontiguousarray(value)
         code = array.dtype.str[1:]
         if code not in _CODES or array.dtype.byteorder == ">":
-            raise TypeError(f"arrays of {array.dtype} do not travel; use int32, float32 or uint8")
+            raise TypeError(
+                f"arrays of {array.dtype} cannot be packed; use int32, float32 or uint8"
+            )
         raw = array.data.cast("B") if array.size else b""
         return msgspec.msgpack.Ext(_CODES[code], raw)
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(f"{type(value).__name__} is no record")
+    raise TypeError(f"{type(value).__name__} is not a record")
 
 
 def _decode_array(code: int, raw: memoryview) -> Any:
     if code not in _DTYPES:
-        raise msgspec.DecodeError(f"there is no array of type {code}")
+        raise msgspec.DecodeError(f"unknown array type {code}")
     try:
         return np.frombuffer(raw, dtype=_DTYPES[code])
     except ValueError as error:
@@ -479,7 +479,7 @@ def _decode_hook(kind: type, value: Any) -> Any:
         raise TypeError(f"no decoder for {kind}")
     if isinstance(value, np.ndarray):
         return value
-    code, raw = value  # as arrays were packed before they were extensions
+    code, raw = value  # older versions packed arrays without extensions
     return _decode_array(_CODES.get(code, 0), raw)
 
 
@@ -487,14 +487,14 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 
 
 def pack(record: Any) -> bytes:
-    """`record` (a struct of this module, or a list of them) as MessagePack."""
+    """Returns `record` (a struct of this module, or a list of them) as MessagePack."""
     return _encoder.encode(record)
 
 
 def unpack(data: bytes | memoryview, kind: type[T]) -> T:
-    """The inverse of `pack`. Arrays are read-only views of `data`.
+    """Decodes the result of `pack`. Arrays are read-only views of `data`.
 
     Raises:
-        msgspec.DecodeError: `data` is no `kind`.
+        msgspec.DecodeError: `data` is not a `kind`.
     """
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_hook, ext_hook=_decode_array)
