@@ -1,6 +1,6 @@
-"""One group: its rollouts run side by side, are retried by fault, scored, judged.
+"""Makes one group: runs its rollouts concurrently, retries failures, scores and judges them.
 
-Everything is decided by `policy`; here is only the doing.
+`policy` makes every decision; this module carries them out.
 """
 
 from __future__ import annotations
@@ -54,36 +54,36 @@ from .staleness import StalenessMonitor
 from .stream import GroupRequest
 
 _LATE = ["call_after_seal"]
-"""Flags of a rollout whose agent asked on after its end."""
+"""Flags of a rollout whose agent made calls after the rollout had ended."""
 
 
 class Demonstrator(Protocol):
-    """Told the solution of each rollout's task; the simulated engine plays it."""
+    """Gets the solution of each rollout's task; the simulated engine plays it."""
 
     def assign(self, rollout_id: str, turns: list[Message]) -> None:
-        """`turns` solve the task of `rollout_id`."""
+        """Sets the turns that solve the task of `rollout_id`."""
 
     def forget(self, rollout_id: str) -> None:
-        """The rollout is over."""
+        """Drops the solution: the rollout is over."""
 
 
 class RolloutContext(msgspec.Struct, kw_only=True):
-    """What running groups needs; shared by all groups of a run.
+    """Everything that running groups needs; shared by all groups of a run.
 
     Args:
-        env_reference: how a worker finds the environment.
-        engine: what samples; rollouts reach it through the proxy.
-        proxy_url: where workers reach the proxy.
-        model: name of the model as the engine serves it.
-        agents: how each agent of a rollout is asked, where there are several.
-        actions: what is done about each flag of a call or a trajectory.
-        keep_calls: keep every call beside the sequences of a trajectory.
-        need_exact: only trajectories with exact tokens are delivered.
+        env_reference: reference by which a worker finds the environment.
+        engine: the engine that samples; rollouts reach it through the proxy.
+        proxy_url: address of the proxy for workers.
+        model: name of the model on the engine.
+        agents: route of each agent, in a multi-agent rollout.
+        actions: what to do about each flag of a call or a trajectory.
+        keep_calls: store every call with the sequences of a trajectory.
+        need_exact: deliver only trajectories with exact tokens.
         drop_zero_variance: drop groups whose rewards are all equal.
-        staleness: ends rollouts in flight that are too old.
+        staleness: cancels rollouts in flight that are too stale.
         slots: one per rollout in flight.
-        demonstrator: None where nobody needs solutions.
-        tracer: told what each rollout does.
+        demonstrator: None if solutions are not needed.
+        tracer: records what each rollout does.
     """
 
     environment: Environment
@@ -109,13 +109,13 @@ class RolloutContext(msgspec.Struct, kw_only=True):
     tracer: Tracer = NO_TRACER
 
     def publish_version(self, version: int) -> None:
-        """The engine serves `version` of the policy from now on; what is too old for it ends."""
+        """Notes that the engine now serves `version` of the policy; cancels stale rollouts."""
         self.proxy.publish_version(version)
         self.staleness.publish(version)
 
 
 class Member(msgspec.Struct):
-    """A rollout of a group that has been scored."""
+    """A scored rollout of a group."""
 
     attempt: int
     finished: Finished
@@ -128,11 +128,10 @@ async def make_group(
     """Runs all rollouts of `request` and scores them.
 
     Args:
-        rules: what the group must be; unset: as its environment is set.
+        rules: rules for the group; unset: the environment's.
 
     Returns:
-        The group, or why it is not delivered. A group that cannot be delivered any more is not made
-        to its end.
+        The group, or why it is not delivered. A group stops early once it cannot be delivered.
     """
     rules = rules or _rules(context)
     failures = _Failures(context.observer, request)
@@ -140,7 +139,9 @@ async def make_group(
     if (drop := judge_losses(failures.lost, rules)) is not None:
         return drop
     try:
-        scores = await _group_scores(context, request.task, list(members.values()))
+        scores = await _group_scores(
+            context.environment, context.scorer, request.task, list(members.values())
+        )
     except (ScorerError, SandboxError) as error:
         return Drop("unscorable", str(error), True)
     trajectories = {
@@ -163,7 +164,7 @@ def _rules(context: RolloutContext) -> GroupRules:
 async def _members(
     context: RolloutContext, request: GroupRequest, rules: GroupRules, failures: _Failures
 ) -> dict[int, Member]:
-    """The rollouts that are scored, by number; of the others `failures` says why not."""
+    """Returns the scored rollouts by number; `failures` holds the reasons for the others."""
     started = time.monotonic()
     tasks = {
         asyncio.create_task(_member(context, request, number, failures)): number
@@ -199,35 +200,35 @@ async def _members(
 
 
 class _Failures:
-    """The failed attempts of one group: told to the observer and kept for the group's record.
+    """The failed attempts of one group, reported to the observer and kept for the group's record.
 
-    `lost`: rollouts that are missing for good, by the kind of their last failure.
+    `lost`: number of rollouts lost for good, by kind of their last failure.
     """
 
     def __init__(self, observer: Observer, request: GroupRequest) -> None:
         self.seen: list[Failure] = []
         self.lost: Counter[str] = Counter()
         self._observer = observer
-        self._ticket = request
+        self._request = request
         self._attempts: Counter[int] = Counter()
 
     def next_attempt(self, number: int) -> int:
-        """The number, from 1, of the attempt that rollout `number` begins now."""
+        """Returns the number, from 1, of the attempt of rollout `number` that starts now."""
         self._attempts[number] += 1
         return self._attempts[number]
 
     def add(self, number: int, error: RolloutError, *, final: bool) -> Failure:
-        """The latest attempt of rollout `number` ended by `error`; `final`: none follows."""
+        """Notes that an attempt of rollout `number` failed; `final`: it is not retried."""
         failure = error.failure()
         self.seen.append(failure)
         if final:
             self.lost[failure.kind] += 1
         self._observer(
             RolloutFailed(
-                group_id=self._ticket.group_id,
-                index=self._ticket.index,
-                task_id=self._ticket.task.id,
-                rollout_id=_rollout_id(self._ticket, number),
+                group_id=self._request.group_id,
+                index=self._request.index,
+                task_id=self._request.task.id,
+                rollout_id=_rollout_id(self._request, number),
                 attempt=self._attempts[number],
                 failure=failure,
                 final=final,
@@ -281,7 +282,7 @@ async def _try_member(
     async with context.slots:
         finished = await run_once(context, request, rollout_id, attempt)
     with within(current().child("score", {"envserver.environment": request.env})) as span:
-        score = await score_once(context, request.task, finished.result)
+        score = await score_once(context.scorer, request.task, finished.result)
         if score.reward is not None:
             span.note({"envserver.reward": score.reward})
     context.observer(
@@ -303,6 +304,7 @@ async def _try_member(
 async def run_once(
     context: RolloutContext, request: GroupRequest, rollout_id: str, attempt: int
 ) -> Finished:
+    """Runs one attempt of a rollout, without scoring it."""
     with _demonstrated(context, request.task, rollout_id):
         return await run_attempt(
             attempt_spec(context, request.task.without_hidden(), rollout_id, attempt),
@@ -318,24 +320,25 @@ async def run_once(
 
 @contextlib.contextmanager
 def _demonstrated(context: RolloutContext, task: Task, rollout_id: str) -> Iterator[None]:
-    """Within: the demonstrator, if there is one, knows how to solve `task`."""
+    """Within the block, the demonstrator (if any) knows the solution of `task`."""
     demonstrator = context.demonstrator
-    solution = _solution(context, task) if demonstrator else {}
-    lines = {routing_key(rollout_id, agent): turns for agent, turns in solution.items()}
+    solution = _solution(context.environment, context.agents, task) if demonstrator else {}
+    solutions = {routing_key(rollout_id, agent): turns for agent, turns in solution.items()}
     try:
-        for line, turns in lines.items():
+        for key, turns in solutions.items():
             assert demonstrator is not None
-            demonstrator.assign(line, turns)
+            demonstrator.assign(key, turns)
         yield
     finally:
-        for line in lines:
+        for key in solutions:
             assert demonstrator is not None
-            demonstrator.forget(line)
+            demonstrator.forget(key)
 
 
-def _solution(context: RolloutContext, task: Task) -> dict[str | None, list[Message]]:
-    environment = context.environment
-    trained = {name: route.trained for name, route in context.agents.items()}
+def _solution(
+    environment: Environment, agents: dict[str, AgentRoute], task: Task
+) -> dict[str | None, list[Message]]:
+    trained = {name: route.trained for name, route in agents.items()}
     try:
         return demonstrated(environment, task, trained)
     except Exception as error:
@@ -349,7 +352,7 @@ def _solution(context: RolloutContext, task: Task) -> dict[str | None, list[Mess
 def attempt_spec(
     context: RolloutContext, task: PublicTask, rollout_id: str, attempt: int
 ) -> AttemptSpec:
-    """What the proxy and the worker need to know of one attempt that begins now."""
+    """Describes an attempt that starts now, for the proxy and the worker."""
     config = context.environment.config
     return AttemptSpec(
         rollout_id=rollout_id,
@@ -370,25 +373,28 @@ def attempt_spec(
     )
 
 
-async def score_once(context: RolloutContext, task: Task, result: Result) -> Score:
-    """The score; a scorer that failed is asked once more before the rollout is blamed."""
+async def score_once(scorer: ScorerPool, task: Task, result: Result) -> Score:
+    """Scores a rollout; retries a failed scorer once before the rollout fails."""
     try:
-        return await context.scorer.score(task, result)
+        return await scorer.score(task, result)
     except (ScorerError, SandboxError):
-        return await context.scorer.score(task, result)
+        return await scorer.score(task, result)
 
 
-async def _group_scores(context: RolloutContext, task: Task, members: list[Member]) -> list[Score]:
+async def _group_scores(
+    environment: Environment, scorer: ScorerPool, task: Task, members: list[Member]
+) -> list[Score]:
     scores = [member.score for member in members]
-    if type(context.environment).score_group is Environment.score_group or not members:
+    if type(environment).score_group is Environment.score_group or not members:
         return scores
     results = [member.finished.result for member in members]
-    return await context.scorer.score_group(task, results, scores)
+    return await scorer.score_group(task, results, scores)
 
 
 def trajectory_of(
     context: RolloutContext, request: GroupRequest, number: int, member: Member, score: Score
 ) -> Trajectory:
+    """Builds the trajectory of a scored rollout."""
     finished, result = member.finished, member.finished.result
     return Trajectory(
         rollout_id=_rollout_id(request, number),
@@ -421,7 +427,7 @@ def _judged(
     trajectories: dict[int, Trajectory],
     failures: _Failures,
 ) -> Group | Drop:
-    """The group of those of `trajectories` (by number) that may be delivered, if it may be."""
+    """Returns the group of the deliverable trajectories, or why the group is dropped."""
     kept = []
     for number, trajectory in trajectories.items():
         why_not = judge_trajectory(
@@ -442,14 +448,14 @@ def _judged(
         model=context.model,
         policy_version=min(versions, default=-1),
         generation_params=context.sampling.model_dump(),
-        rendering=_rendering(context),
+        rendering=_rendering(context.proxy, context.agents),
         services=context.proxy.services.shown(request.group_id),
         failures=failures.seen,
         created_at=time.time(),
         seed=request.seed,
         asked=rules.size,
         lost=dict(failures.lost),
-        env_config=_kept_config(context),
+        env_config=_kept_config(context.environment.config) if context.keep_calls else {},
     )
     drop = judge_group(group, rules, context.staleness.version)
     if drop is None:
@@ -458,22 +464,19 @@ def _judged(
     return msgspec.structs.replace(drop, scored=scored_of(group) if is_whole else None)
 
 
-def _kept_config(context: RolloutContext) -> dict[str, Any]:
-    if not context.keep_calls:
-        return {}
-    others = {"agents", "total_steps", "data_path_to_save_groups"}  # secrets, and what is no matter
-    config: EnvironmentConfig = context.environment.config
+def _kept_config(config: EnvironmentConfig) -> dict[str, Any]:
+    others = {"agents", "total_steps", "data_path_to_save_groups"}  # secrets, and irrelevant fields
     return config.model_dump(mode="json", exclude=others)
 
 
-def _rendering(context: RolloutContext) -> dict[str, Any]:
-    described = context.proxy.engine_described()
-    if not context.agents:
+def _rendering(proxy: Proxy, routes: dict[str, AgentRoute]) -> dict[str, Any]:
+    described = proxy.engine_described()
+    if not routes:
         return described
     own = described.pop("agents", {})
     agents = {
         name: {"model": route.model, "trained": route.trained, **own.get(route.endpoint, {})}
-        for name, route in context.agents.items()
+        for name, route in routes.items()
     }
     return {**described, "agents": agents}
 

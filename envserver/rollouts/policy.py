@@ -1,4 +1,4 @@
-"""Decisions about rollouts and groups, as pure functions."""
+"""Decisions about rollouts and groups: retry, limit, drop. Pure functions."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _RETRY = Backoff(first_seconds=0.2, max_seconds=10.0, jitter=(0.5, 1.0))
 
 
 def is_retried(error: RolloutError, attempts: int, max_attempts: int) -> bool:
-    """Whether a rollout that failed after `attempts` counted tries gets another one."""
+    """Whether a failed rollout is retried after `attempts` counted attempts."""
     return error.outcome is Outcome.RETRY and attempts < max_attempts
 
 
 def counts_as_attempt(error: RolloutError) -> bool:
-    """A rollout that died because another one in its process did has not been tried.
+    """Whether a failure counts as an attempt: not if another rollout ended the shared process.
 
-    Only the pool knows that: what an agent says of its own failure does not count.
+    Only the pool knows that; what an agent reports about its own failure is not considered.
     """
     return not (isinstance(error, WorkerError) and error.detail.get("mate", False))
 
@@ -44,15 +44,16 @@ def counts_as_attempt(error: RolloutError) -> bool:
 def limit_of_death(
     error: WorkerError, isolation: Isolation, *, spoke: bool, overdue: bool
 ) -> str | None:
-    """The limit that the model passed by ending its own worker; None: the death may be ours.
+    """Returns the limit that the model exceeded by ending its own worker, or None.
 
-    Only where `isolation` is "sandboxed" does code of the model run in reach of its worker. It may
-    end it by exit or by any signal ("crash"), or keep it from ending in time ("time"). If that were
-    retried until it is dropped, it would cost the model nothing, and its whole group us.
+    Code of the model can reach its worker only if `isolation` is "sandboxed". There it may end the
+    worker by an exit or a signal ("crash"), or keep it from ending in time ("time"). If such a
+    rollout were retried and dropped, the model would pay nothing for it and the group would be
+    lost.
 
     Args:
-        spoke: the model had answered: before that there is no code of it.
-        overdue: the rollout's deadline had passed.
+        spoke: whether the model had answered; before that, none of its code can have run.
+        overdue: whether the rollout's deadline had passed.
     """
     if isolation != "sandboxed" or not spoke or error.detail.get("mate"):
         return None
@@ -60,33 +61,33 @@ def limit_of_death(
         return "time" if overdue else None
     if not isinstance(error, WorkerDied) or error.detail.get("out_of_memory"):
         return None
-    code = error.detail.get("exit_code", EXIT_CRASHED)  # with which our own failures end
+    code = error.detail.get("exit_code", EXIT_CRASHED)  # the worker's own failures exit with it
     return "crash" if "signal" in error.detail or code != EXIT_CRASHED else None
 
 
 def retry_delay_seconds(attempts: int, jitter: float) -> float:
-    """Pause before the next try: 0.2 s doubling to at most 10 s, spread by `jitter` in [0, 1]."""
+    """Pause before the next attempt: 0.2 s doubling up to 10 s, spread by `jitter` in [0, 1]."""
     return _RETRY.seconds(attempts, jitter)
 
 
 def is_stale(oldest: int, version: int, most: int | None) -> bool:
-    """Whether a token of version `oldest` (-1: unknown, is never) is more than `most` behind."""
+    """Whether a token of version `oldest` is more than `most` versions behind; -1 never is."""
     return most is not None and oldest >= 0 and version - oldest > most
 
 
 def oldest_deliverable(version: int, most: int | None) -> int:
-    """The lowest version of a group that may be delivered while `version` is published."""
+    """Returns the lowest version of a group that may be delivered while `version` is published."""
     return -1 if most is None else max(-1, version - most)
 
 
 def group_seconds_left(
     rollouts: RolloutsConfig, age_seconds: float, since_enough_seconds: float | None
 ) -> float | None:
-    """For how long the rollouts of a group that are not done are waited for; None: without end.
+    """Returns how long to wait for a group's unfinished rollouts; None: until they end.
 
     Args:
-        age_seconds: since the group was begun.
-        since_enough_seconds: since its smallest acceptable number was scored; None: not yet.
+        age_seconds: seconds since the group started.
+        since_enough_seconds: seconds since its minimum number was scored; None: not yet.
     """
     if rollouts.stragglers == "wait":
         return None
@@ -97,9 +98,9 @@ def group_seconds_left(
 
 
 class Drop(msgspec.Struct, frozen=True):
-    """Why a group is not delivered; `failed` tells a failure from a filter.
+    """Why a group is not delivered; `failed` distinguishes a failure from a filter.
 
-    `scored`: what it says of its task all the same; None where not all that it needed was scored.
+    `scored`: what the group still tells about its task; None unless all required were scored.
     """
 
     reason: str
@@ -109,15 +110,15 @@ class Drop(msgspec.Struct, frozen=True):
 
 
 class GroupRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What a group must be to be delivered.
+    """The conditions for delivering a group.
 
     Args:
-        size: rollouts that are begun for it.
-        least: of them that must be left.
-        failed: whether a group without one that failed for good may be delivered; `late`: without
-            one that was cancelled, because its group's time was over or it was too old.
-        max_token_length: of its longest sequence.
-        max_staleness: versions that its oldest token may be behind; None: any.
+        size: number of rollouts started for it.
+        least: minimum number of rollouts left.
+        failed: shrink or drop a group in which rollouts failed for good.
+        late: shrink or drop a group in which rollouts were cancelled as stragglers or as stale.
+        max_token_length: maximum length of a sequence, in tokens.
+        max_staleness: maximum versions that its oldest token may be behind; None: no limit.
     """
 
     size: int
@@ -132,7 +133,7 @@ class GroupRules(msgspec.Struct, frozen=True, kw_only=True):
 def rules_of(
     rollouts: RolloutsConfig, *, size: int, drop_zero_variance: bool, max_token_length: int
 ) -> GroupRules:
-    """The rules of an environment's groups."""
+    """Returns the rules for an environment's groups."""
     least = size if rollouts.min_group_size is None else min(rollouts.min_group_size, size)
     drops = rollouts.stale_groups == "drop"
     return GroupRules(
@@ -150,9 +151,9 @@ _LATE = (Straggler.kind, Stale.kind)
 
 
 def judge_losses(lost: Mapping[str, int], rules: GroupRules) -> Drop | None:
-    """Why a group that has lost so many rollouts, by kind of failure, cannot be delivered any more.
+    """Returns why a group with these losses (counts by kind of failure) is dropped, or None.
 
-    More losses never make it deliverable again, so that the rest need not be made.
+    More losses never make a group deliverable again, so the rest need not be made.
     """
     missing = sum(lost.values())
     late = sum(lost.get(kind, 0) for kind in _LATE)
@@ -163,7 +164,7 @@ def judge_losses(lost: Mapping[str, int], rules: GroupRules) -> Drop | None:
         return None
     causes = sorted(kind for kind, count in lost.items() if count)
     message = f"{missing} of {rules.size} rollouts are lost ({', '.join(causes)})."
-    if causes == [Stale.kind]:  # nothing failed: trainers were quick
+    if causes == [Stale.kind]:  # nothing failed: trainers were fast
         return Drop("stale", message, False)
     return Drop("incomplete", message, True)
 
@@ -171,34 +172,34 @@ def judge_losses(lost: Mapping[str, int], rules: GroupRules) -> Drop | None:
 def judge_trajectory(
     trajectory: Trajectory, *, need_exact: bool, actions: Actions
 ) -> RolloutError | None:
-    """Why this trajectory may not be delivered, None if it may.
+    """Returns why a trajectory must not be delivered, or None.
 
     Args:
-        need_exact: whether token ids and logprobs must be there (for RL), or text will do.
-        actions: what is done about each flag.
+        need_exact: whether token ids and logprobs are required (for RL), or text is enough.
+        actions: what to do about each flag.
     """
     if trajectory.score.reward is None:
-        return Unscorable("Its score has no reward.")
+        return Unscorable("The score has no reward.")
     if trajectory.others and not trajectory.turns:
-        return TokensError("None of its trained agents said anything.")
+        return TokensError("None of the trained agents produced an answer.")
     if need_exact and not trajectory.sequences:
-        return TokensError("No token of it was recorded.")
+        return TokensError("No tokens were recorded.")
     if need_exact and actions.worst(trajectory.flags) == "drop":
-        return TokensError(f"Its tokens are not exact ({', '.join(trajectory.flags)}).")
+        return TokensError(f"The tokens are not exact ({', '.join(trajectory.flags)}).")
     return None
 
 
 def judge_group(group: Group, rules: GroupRules, version: int) -> Drop | None:
-    """Why `group` (of deliverable trajectories only) is not delivered, None if it is.
+    """Returns why `group` (of deliverable trajectories only) is dropped, or None.
 
     Args:
-        version: of the policy that is published now, -1 for none.
+        version: the published policy version; -1: none yet.
     """
     if (drop := judge_losses(group.lost, rules)) is not None:
         return drop
     if is_stale(group.policy_version, version, rules.max_staleness):
-        behind = f"version {group.policy_version} sampled it, {version} is published"
-        return Drop("stale", f"It is too old: {behind}.", False)
+        behind = f"sampled by version {group.policy_version}, version {version} is published"
+        return Drop("stale", f"The group is stale: {behind}.", False)
     longest = max(
         (len(row.tokens) for trajectory in group.trajectories for row in trajectory.sequences),
         default=0,
@@ -206,7 +207,7 @@ def judge_group(group: Group, rules: GroupRules, version: int) -> Drop | None:
     if longest > rules.max_token_length:
         return Drop(
             "too_long",
-            f"A sequence has {longest} tokens, {rules.max_token_length} are allowed.",
+            f"A sequence has {longest} tokens; the maximum is {rules.max_token_length}.",
             False,
         )
     rewards = {trajectory.score.reward for trajectory in group.trajectories}

@@ -47,7 +47,7 @@ async def run_single(
                 finished = await run_once(context, request, f"{request.group_id}-r0", attempt)
             score = Score(reward=None)
             if scored:
-                score = await score_once(context, task, finished.result)
+                score = await score_once(context.scorer, task, finished.result)
             return trajectory_of(context, request, 0, Member(attempt, finished, score), score)
         except RolloutError as error:
             tries += counts_as_attempt(error)

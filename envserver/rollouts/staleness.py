@@ -1,8 +1,8 @@
-"""Which version of the policy is published, and which rollouts in flight are too old for it.
+"""Cancels rollouts in flight that have become too stale for the published policy version.
 
 In: attempts, while their agents run, and versions, as trainers publish them. Out: at most one
-`Stale` for each. What holds: when `publish` has returned, no attempt that is watched goes on whose
-oldest sampled token is further behind than it may be.
+`Stale` per attempt. What always holds: when `publish` has returned, every watched attempt whose
+oldest sampled token exceeds the limit is being cancelled.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from .policy import is_stale
 
 
 class StalenessMonitor:
-    """Ends attempts that have become too old.
+    """Cancels attempts that are too stale.
 
     Args:
-        max_staleness: versions that their oldest token may be behind; None: they are left alone.
+        max_staleness: versions that their oldest token may be behind; None: no limit.
     """
 
     def __init__(self, max_staleness: int | None) -> None:
         self.version = -1
-        """Published last; -1 before any."""
+        """The version published last; -1 before any."""
         self._most = max_staleness
         self._watched: dict[asyncio.Timeout, ProxyAttempt] = {}
         self._ended: dict[asyncio.Timeout, Stale] = {}
 
     def publish(self, version: int) -> None:
-        """`version` is what trainers train on from now on; a lower one is a restart of theirs."""
+        """Notes that trainers now train `version`; a lower one means that they restarted."""
         self.version = version
         now = asyncio.get_running_loop().time()
         for timeout, attempt in self._watched.items():
             oldest = attempt.oldest_version
             if timeout not in self._ended and is_stale(oldest, version, self._most):
                 self._ended[timeout] = Stale(
-                    f"Its first token is of version {oldest}, {version} is published.",
+                    f"The first token is of version {oldest}, version {version} is published.",
                     hint="See rollouts.max_staleness.",
                     oldest=oldest,
                     version=version,
@@ -48,10 +48,10 @@ class StalenessMonitor:
 
     @asynccontextmanager
     async def watching(self, attempt: ProxyAttempt) -> AsyncIterator[None]:
-        """Within: `attempt` is in flight.
+        """Watches `attempt` while the block runs.
 
         Raises:
-            Stale: it has become too old; the block within was cancelled.
+            Stale: the attempt became too stale and the block was cancelled.
         """
         timeout = asyncio.timeout(None)
         try:

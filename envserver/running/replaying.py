@@ -253,7 +253,7 @@ async def _played(record: Record, parts: RolloutContext, task: Task, player: Pla
     if player.difference is not None:
         return Replayed(player.played, player.left, player.difference)
     try:
-        score = await score_once(parts, task, finished.result)
+        score = await score_once(parts.scorer, task, finished.result)
     except RolloutError as error:
         return Replayed(player.played, player.left, None, f"It cannot be scored: {error}")
     return Replayed(player.played, player.left, facts=list(_facts(record, finished, score)))

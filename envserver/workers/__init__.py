@@ -1,1 +1,1 @@
-"""Where agents run: isolated processes on this machine, behind one seam (`pool.WorkerPool`)."""
+"""Runs agents in isolated processes on this machine, behind one interface (`pool.WorkerPool`)."""

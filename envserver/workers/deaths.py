@@ -1,8 +1,8 @@
-"""Pure functions: how a worker ended -> which of its rollouts gets which error.
+"""Decides which rollouts of a worker that ended get which error. Pure functions.
 
-One rollout in the process: the death is its own. Several: those known to be the cause get the error
-and the rest are their mates; if none is, all are suspects, marked as mates too, and each next
-runs in a process of its own, where a second death leaves no doubt.
+A single rollout in the process gets the error. Of several, the known culprits get it and the others
+are marked as `mate` in the error's detail. If no culprit is known, all are marked as `mate` and
+`suspect`: each of them runs alone next time, so that a second death leaves no doubt.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from envserver_records.errors import WorkerDied, WorkerError
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Why the server had a worker killed. `culprits`: the rollouts at fault, none where unknown."""
+class KillReason:
+    """Why the server killed a worker. `culprits`: the rollouts at fault; empty if unknown."""
 
     kind: type[WorkerError]
     message: str
@@ -26,14 +26,14 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class End:
+class ProcessEnd:
     """How a process ended.
 
     Args:
-        status: from `waitpid`; None: nobody saw it.
-        output: the last that it printed; without a status, the reason.
-        out_of_memory: the kernel killed something for lack of memory while it lived.
-        cpu_seconds, peak_memory_mb: of the process and all that it waited for.
+        status: from `waitpid`; None: its exit was not observed.
+        output: the end of what it printed; without a status, the reason.
+        out_of_memory: the kernel killed some process for lack of memory while it lived.
+        cpu_seconds, peak_memory_mb: usage of the process and the children that it waited for.
     """
 
     status: int | None
@@ -44,30 +44,30 @@ class End:
 
 
 def errors_by_rollout(
-    rollout_ids: Iterable[str], end: End, verdict: Verdict | None
+    rollout_ids: Iterable[str], end: ProcessEnd, reason: KillReason | None
 ) -> dict[str, WorkerError]:
-    """The error of every rollout that was running in a process that is gone."""
+    """Returns the error of every rollout that was running in a process that is gone."""
     running = list(rollout_ids)
     words, detail = describe(end)
-    if verdict is None:
-        verdict = Verdict(WorkerDied, f"The worker {words}.")
+    if reason is None:
+        reason = KillReason(WorkerDied, f"The worker {words}.")
     else:
-        detail.pop("signal", None)  # it was ours
+        detail.pop("signal", None)  # the server sent it
     alone = len(running) == 1
     errors: dict[str, WorkerError] = {}
     for rollout_id in running:
-        if rollout_id in verdict.culprits or (not verdict.culprits and alone):
-            errors[rollout_id] = verdict.kind(verdict.message, **detail)
-        elif not verdict.culprits:
-            errors[rollout_id] = verdict.kind(verdict.message, mate=True, suspect=True, **detail)
+        if rollout_id in reason.culprits or (not reason.culprits and alone):
+            errors[rollout_id] = reason.kind(reason.message, **detail)
+        elif not reason.culprits:
+            errors[rollout_id] = reason.kind(reason.message, mate=True, suspect=True, **detail)
         else:
             message = "The worker was killed because of another rollout in it."
             errors[rollout_id] = WorkerDied(message, mate=True)
     return errors
 
 
-def describe(end: End) -> tuple[str, dict[str, Any]]:
-    """In words that follow "the worker", and as small facts."""
+def describe(end: ProcessEnd) -> tuple[str, dict[str, Any]]:
+    """Describes an end as text that follows "the worker", and as facts for the error."""
     detail: dict[str, Any] = {"output": end.output} if end.output else {}
     if end.status is None:
         return f"is gone: {end.output}", {}

@@ -321,9 +321,9 @@ class Forkserver:
                 linux.kill_group(pid)  # before it is reaped: its number cannot be another's yet
             _, status, used = os.wait4(pid, 0)
             if worker is not None:
-                self._bury(worker, status, used)
+                self._finish(worker, status, used)
 
-    def _bury(self, worker: _Worker, status: int, used: resource.struct_rusage) -> None:
+    def _finish(self, worker: _Worker, status: int, used: resource.struct_rusage) -> None:
         while worker.output_fd in self._selector.get_map() and self._read(worker):
             continue
         lines = worker.lines.finish(time.monotonic())

@@ -1,8 +1,8 @@
 """The server's side of one worker process: its frames, its rollouts, its end.
 
-Life: forked -> (ready, beats, done ...) -> condemned or ended by itself -> gone. Rollouts that run
-in it fail when it is gone, not before: no second attempt begins while the first may live.
-Everything here is driven by callbacks of the loop; nothing waits except `run`.
+Life: forked -> (ready, beats, done ...) -> killed by the server or ended by itself -> gone.
+Rollouts that run in it fail when it is gone, not before: no second attempt begins while the first
+may live. Everything here is driven by callbacks of the loop; nothing waits except `run`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import cast
 
 from envserver_records.errors import ConflictError, WorkerDied, WorkerGarbage, WorkerHung
 
-from .deaths import End, Verdict, errors_by_rollout
+from .deaths import KillReason, ProcessEnd, errors_by_rollout
 from .frames import BEATS_PER_SILENCE, FrameReader, encode
 from .pool import Assignment
 
@@ -28,7 +28,7 @@ LAST_WORDS_SECONDS = 1.0
 
 
 @dataclass(eq=False)
-class _Ticket:
+class _RunningRollout:
     """A rollout on its way: `done` gets None, or a WorkerError."""
 
     assignment: Assignment
@@ -43,7 +43,7 @@ class _Ticket:
             self.done.set_result(None)
         else:
             self.done.set_exception(error)
-            self.done.exception()  # seen, even when nobody awaits it any more
+            self.done.exception()  # mark as retrieved even if nobody awaits it
 
 
 class WorkerHandle(asyncio.Protocol):
@@ -66,11 +66,11 @@ class WorkerHandle(asyncio.Protocol):
         self.id = worker_id
         self.pid: int | None = None
         self.ready = False
-        self.end: End | None = None
-        self.verdict: Verdict | None = None
+        self.end: ProcessEnd | None = None
+        self.reason: KillReason | None = None
         self.stopped = False
         self.gone = asyncio.Event()
-        self.tickets: dict[str, _Ticket] = {}
+        self.rollouts: dict[str, _RunningRollout] = {}
         self._grace = kill_grace_seconds
         self._patience_ticks = max(
             BEATS_PER_SILENCE, round(START_SECONDS * BEATS_PER_SILENCE / heartbeat_seconds)
@@ -84,74 +84,78 @@ class WorkerHandle(asyncio.Protocol):
 
     @property
     def alive(self) -> bool:
-        """As far as is known: it may take rollouts."""
-        ending = self.end or self.verdict or self.stopped or self._socket_ended
+        """Whether it can take rollouts, as far as is known."""
+        ending = self.end or self.reason or self.stopped or self._socket_ended
         return not ending and not self.gone.is_set()
 
     async def run(self, assignment: Assignment) -> None:
         """See `pool.WorkerPool.run`."""
-        if assignment.rollout_id in self.tickets:
+        if assignment.rollout_id in self.rollouts:
             raise ConflictError(f"Rollout {assignment.rollout_id} is already running here.")
         if not self.alive:
             raise WorkerDied("The worker ended before the rollout began.", mate=True)
         loop = asyncio.get_running_loop()
-        ticket = _Ticket(assignment, loop.create_future())
-        self.tickets[assignment.rollout_id] = ticket
+        rollout = _RunningRollout(assignment, loop.create_future())
+        self.rollouts[assignment.rollout_id] = rollout
         self._send("run", assignment.rollout_id, assignment.url)
         seconds_left = max(0.0, assignment.deadline - time.time())
-        ticket.timer = loop.call_later(seconds_left, self._cancel, ticket)
+        rollout.timer = loop.call_later(seconds_left, self._cancel, rollout)
         try:
-            await asyncio.wait([ticket.done])
+            await asyncio.wait([rollout.done])
         except asyncio.CancelledError:
-            self._cancel(ticket)
-            await self._see_it_end(ticket)
+            self._cancel(rollout)
+            await self._wait_until_ended(rollout)
             raise
         finally:
-            ticket.timer.cancel()
-            del self.tickets[assignment.rollout_id]
-        ticket.done.result()
+            rollout.timer.cancel()
+            del self.rollouts[assignment.rollout_id]
+        rollout.done.result()
 
     def stop(self) -> None:
-        """Asks it to end: to cancel what runs and close its environments; then it is killed."""
+        """Asks the worker to cancel its rollouts and close its environments; then kills it."""
         self.stopped = True
         self._send("stop")
         asyncio.get_running_loop().call_later(self._grace, self._kill, self)
 
     def discard(self) -> None:
-        """It was never forked."""
+        """Discards a handle whose worker was never forked."""
         self.gone.set()
         if self._transport is not None:
             self._transport.abort()
 
-    def condemn(self, verdict: Verdict) -> None:
-        """Kills it; the first verdict counts."""
-        if self.verdict is None and not self.gone.is_set():
-            self.verdict = verdict
+    def kill_for(self, reason: KillReason) -> None:
+        """Kills the worker; the first reason counts."""
+        if self.reason is None and not self.gone.is_set():
+            self.reason = reason
             self._kill(self)
 
     def tick(self) -> None:
-        """A quarter of `heartbeat_seconds` has passed in which the server itself was awake.
+        """Counts a quarter of `heartbeat_seconds` during which the server itself was responsive.
 
-        Counting these, and not the time, keeps a busy server from blaming its workers.
+        Counting ticks instead of time keeps a busy server from blaming its workers.
         """
         self._silent_ticks += 1
         if self.ready and self._silent_ticks > BEATS_PER_SILENCE:
-            self.condemn(Verdict(WorkerHung, "The worker's event loop was blocked; it was killed."))
+            self.kill_for(
+                KillReason(WorkerHung, "The worker's event loop was blocked; it was killed.")
+            )
         elif self._silent_ticks > self._patience_ticks:
-            self.condemn(Verdict(WorkerDied, "The worker did not start."))
+            self.kill_for(KillReason(WorkerDied, "The worker did not start."))
 
-    def ended(self, end: End) -> None:
-        """The process has ended. What it said before that may still be on its way."""
+    def ended(self, end: ProcessEnd) -> None:
+        """Notes the end of the process; its last frames may still arrive."""
         self.end = end
         if self._socket_ended:
-            self._bury()
+            self._finish()
         else:
-            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._bury)
+            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._finish)
 
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's is no subclass
+        self._transport = cast(
+            asyncio.WriteTransport, transport
+        )  # uvloop's class is not a subclass
 
     def data_received(self, data: bytes) -> None:
         self._silent_ticks = 0
@@ -160,16 +164,16 @@ class WorkerHandle(asyncio.Protocol):
                 self._take(frame)
         except ValueError as error:
             message = f"The worker sent garbage on its control socket: {error}."
-            self.condemn(Verdict(WorkerGarbage, message))
+            self.kill_for(KillReason(WorkerGarbage, message))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._socket_ended = True
         if self.end is not None:
-            self._bury()
+            self._finish()
         elif not self.gone.is_set():
             message = "The worker closed its control socket."
-            verdict = Verdict(WorkerGarbage, message)
-            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self.condemn, verdict)
+            reason = KillReason(WorkerGarbage, message)
+            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self.kill_for, reason)
 
     def _take(self, frame: list[str]) -> None:
         match frame:
@@ -177,8 +181,8 @@ class WorkerHandle(asyncio.Protocol):
                 return
             case ["ready"]:
                 self.ready = True
-            case ["done", rollout_id] if rollout_id in self.tickets:
-                self.tickets[rollout_id].finish()
+            case ["done", rollout_id] if rollout_id in self.rollouts:
+                self.rollouts[rollout_id].finish()
             case _:
                 raise ValueError(f"not expected: {str(frame)[:200]}")
 
@@ -186,51 +190,54 @@ class WorkerHandle(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode(*parts))
 
-    def _cancel(self, ticket: _Ticket) -> None:
-        if ticket.cancelled_at is not None:
+    def _cancel(self, rollout: _RunningRollout) -> None:
+        if rollout.cancelled_at is not None:
             return
         loop = asyncio.get_running_loop()
-        ticket.cancelled_at = loop.time()
-        self._send("cancel", ticket.assignment.rollout_id)
-        if ticket.timer is not None:
-            ticket.timer.cancel()
-        ticket.timer = loop.call_later(self._grace, self._overdue, ticket)
+        rollout.cancelled_at = loop.time()
+        self._send("cancel", rollout.assignment.rollout_id)
+        if rollout.timer is not None:
+            rollout.timer.cancel()
+        rollout.timer = loop.call_later(self._grace, self._overdue, rollout)
 
-    def _overdue(self, ticket: _Ticket) -> None:
-        """It was cancelled and goes on; that it is at fault, only a living event loop proves."""
-        if ticket.done.done():
+    def _overdue(self, rollout: _RunningRollout) -> None:
+        """Kills a worker whose cancelled rollout goes on.
+
+        Blames the rollout only if the worker's event loop is responsive.
+        """
+        if rollout.done.done():
             return
         blocked = self._silent_ticks > BEATS_PER_SILENCE // 2
         message = "The rollout went on after it was cancelled; its process was killed."
-        self.condemn(Verdict(WorkerHung, message, frozenset() if blocked else self._stubborn()))
+        self.kill_for(KillReason(WorkerHung, message, frozenset() if blocked else self._stubborn()))
 
     def _stubborn(self) -> frozenset[str]:
-        """The rollouts that have had nearly all their grace: often a whole group hangs together."""
+        """Returns the rollouts whose grace is nearly over: often a whole group hangs together."""
         since = asyncio.get_running_loop().time() - NEARLY * self._grace
         return frozenset(
             rollout_id
-            for rollout_id, ticket in self.tickets.items()
-            if ticket.cancelled_at is not None
-            and ticket.cancelled_at <= since
-            and not ticket.done.done()
+            for rollout_id, rollout in self.rollouts.items()
+            if rollout.cancelled_at is not None
+            and rollout.cancelled_at <= since
+            and not rollout.done.done()
         )
 
-    async def _see_it_end(self, ticket: _Ticket) -> None:
+    async def _wait_until_ended(self, rollout: _RunningRollout) -> None:
         try:
-            await asyncio.wait([ticket.done])
+            await asyncio.wait([rollout.done])
         except asyncio.CancelledError:
-            message = "The rollout was cancelled and had no time to obey."
-            culprits = frozenset({ticket.assignment.rollout_id})
-            self.condemn(Verdict(WorkerHung, message, culprits))
+            message = "The rollout was cancelled and did not end in time."
+            culprits = frozenset({rollout.assignment.rollout_id})
+            self.kill_for(KillReason(WorkerHung, message, culprits))
             raise
 
-    def _bury(self) -> None:
+    def _finish(self) -> None:
         if self.gone.is_set() or self.end is None:
             return
         self.gone.set()
         if self._transport is not None:
             self._transport.close()
-        waiting = [key for key, ticket in self.tickets.items() if not ticket.done.done()]
-        for rollout_id, error in errors_by_rollout(waiting, self.end, self.verdict).items():
-            self.tickets[rollout_id].finish(error)
+        waiting = [key for key, rollout in self.rollouts.items() if not rollout.done.done()]
+        for rollout_id, error in errors_by_rollout(waiting, self.end, self.reason).items():
+            self.rollouts[rollout_id].finish(error)
         self._on_gone(self)

@@ -149,7 +149,7 @@ class LocalPool:
         handles = self._supervisor.handles.values() if self._slots else []
         return {
             "processes": len(handles),
-            "running": sum(len(handle.tickets) for handle in handles),
+            "running": sum(len(handle.rollouts) for handle in handles),
             "dedicated": len(self._alone),
             "restarts": self._restarts,
             "deaths": dict(self._deaths),
@@ -226,8 +226,8 @@ class LocalPool:
             raise WorkerDied(f"{reason} before a worker was free.") from None
 
     def _gone(self, worker: WorkerHandle) -> None:
-        if worker.verdict is not None or not worker.stopped:
-            kind = worker.verdict.kind if worker.verdict is not None else WorkerDied
+        if worker.reason is not None or not worker.stopped:
+            kind = worker.reason.kind if worker.reason is not None else WorkerDied
             self._deaths[kind.kind] += 1
         if worker in self._alone:
             self._alone.discard(worker)

@@ -16,7 +16,7 @@ from envserver_records.backoff import Backoff
 from envserver_records.errors import EnvserverError
 
 from . import linux
-from .deaths import End
+from .deaths import ProcessEnd
 from .forkserver_process import ForkserverProcess
 from .frames import BEATS_PER_SILENCE
 from .handle import WorkerHandle
@@ -161,7 +161,7 @@ class Supervisor:
             case "listening":
                 self._serve_on(worker_id, *facts)
             case "exit":
-                handle.ended(End(*facts))
+                handle.ended(ProcessEnd(*facts))
 
     def _serve_on(self, worker_id: str, listener: socket.socket) -> None:
         if self._listen is None:
@@ -204,11 +204,11 @@ class Supervisor:
             if handle.end is None:
                 if handle.pid is not None:
                     linux.kill_group(handle.pid)
-                handle.ended(End(None, reason))
+                handle.ended(ProcessEnd(None, reason))
 
 
 def _log_output(handle: WorkerHandle, lines: list[str], dropped_bytes: int) -> None:
-    rollout_ids = list(handle.tickets)
+    rollout_ids = list(handle.rollouts)
     whose = {"rollout_id": rollout_ids[0]} if len(rollout_ids) == 1 else {}
     for line in lines:
         _log.info("worker_output", worker=handle.id, pid=handle.pid, line=line, **whose)

@@ -9,7 +9,7 @@ from envserver_records.errors import WorkerError, WorkerGarbage, WorkerHung
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envserver.workers.deaths import End, Verdict, errors_by_rollout
+from envserver.workers.deaths import KillReason, ProcessEnd, errors_by_rollout
 from envserver.workers.frames import FrameReader, encode
 from envserver.workers.output import BURST_BYTES, BYTES_PER_SECOND, TAIL_BYTES, OutputLimiter
 
@@ -77,8 +77,8 @@ def test_a_death_blames_those_who_are_known_or_suspects_all(
     running: set[str], kind: type[WorkerError] | None, known: int, status: int | None
 ) -> None:
     culprits = frozenset(sorted(running)[:known]) if kind else frozenset()
-    verdict = Verdict(kind, "so", culprits) if kind else None
-    errors = errors_by_rollout(running, End(status), verdict)
+    reason = KillReason(kind, "so", culprits) if kind else None
+    errors = errors_by_rollout(running, ProcessEnd(status), reason)
     assert set(errors) == running
     blamed = {one for one, error in errors.items() if not error.detail.get("mate")}
     suspects = {one for one, error in errors.items() if error.detail.get("suspect")}
