@@ -1,21 +1,25 @@
 """The endpoint that agents talk to.
 
-In flow requests under the unguessable key of one attempt, out flow answers in the agent's own
-dialect, and beside them the Calls: the only source of training tokens. What always holds: a call
-is recorded before the last byte of its answer leaves; an attempt never gets more turns, tokens or
-time than its limits; nothing is recorded after an attempt is sealed; no answer holds the engine's
-key, the hidden part of a task, or a field that only we asked the engine for.
+In flow requests under the secret key of one attempt. Out flow answers in the agent's dialect and
+recorded Calls, the only source of training tokens. What always holds: a call is recorded before the
+last byte of its answer is sent; an attempt never gets more turns, tokens or time than its limits;
+nothing is recorded after an attempt is sealed; no answer holds the engine's key, the hidden part of
+a task, or a field that only the proxy asked the engine for.
 
-    server       who may ask, which route answers
-    attempts     one attempt: its limits, its calls
-    request      one agent's request, to the last byte; retries: joined to work that is done
-    work         the exchange behind it; gate: pauses while weights change
-    dialects/    the APIs that agents speak -> ask -> body, what the engine is sent
-    source       the engine and how it is asked (ways); asking/: by tokens, completions or chat
-    exchange     what it answered, its form checked (shape), streamed (streaming)
-    recording    that -> Calls
-    sandboxing   what workers ask of their sandboxes
-    worker       what workers post; guest: others' environments, unrecorded
+README.md draws the path of one call. The files in that order:
+
+    server           keys and routes
+    attempts         one attempt: its limits and its calls
+    request_handler  one request, from its body to the last byte; retries: join a running call
+    dialects/        the agent's API <-> ModelRequest (model_request)
+    call_task        one exchange with the engine; gate: pauses calls during weight updates
+    endpoint         the engine and its capabilities; plans the prompt
+    body             ModelRequest -> the body that the engine is sent
+    engine_client/   sends it, by token ids or by messages
+    engine_answer    what the engine answered, checked by answer_schema; streaming: its chunks
+    recording        EngineAnswer -> Calls
+    sandboxing, services, worker    requests of workers that are not model calls
+    guest            model calls of foreign environments, unrecorded
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The form of a chat answer and of its chunks, as far as anything relies on it.
+"""The schema of a chat answer and of its chunks, as far as the proxy relies on it.
 
-An engine's JSON is checked here once, before it is recorded and told in other words. Fields that
-are not named here go through as they are. Token ids and their logprobs may be anything: what is
-wrong with them is written down beside the call, and the agent gets its answer.
+An engine's JSON is checked here once, before it is recorded and translated. Unknown fields pass.
+Token ids and logprobs may be anything: what is wrong with them is flagged on the call, and the
+agent
+still gets its answer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from envserver_records.errors import EngineGarbage
 
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)] | None
-"""Counts are added up, and JSON's numbers are whole only so far."""
+"""A limit, since counts are summed and JSON numbers are exact only up to 2**53."""
 
 
 class _Function(msgspec.Struct):
@@ -50,13 +51,13 @@ class _TokenLogprob(_Logprob):
 
 
 class _Logprobs(msgspec.Struct):
-    """`content` as in chats; text completions have other fields."""
+    """`content` is set in chats; text completions have other fields."""
 
     content: list[_TokenLogprob] | None = None
 
 
 class _Ending(msgspec.Struct, kw_only=True):
-    """What the choices of answers and of chunks have in common."""
+    """Fields of choices in both answers and chunks."""
 
     index: _Index = 0
     logprobs: _Logprobs | None = None
@@ -102,7 +103,7 @@ class _Chunk(_Head, kw_only=True):
 def check_answer(answer: dict[str, Any]) -> None:
     """
     Raises:
-        EngineGarbage: `answer` is no chat answer; says why.
+        EngineGarbage: `answer` is not a chat answer; the message says why.
     """
     choices = _converted(answer, _Answer, "The engine's answer").choices
     if len({choice.index for choice in choices}) < len(choices):
@@ -112,7 +113,7 @@ def check_answer(answer: dict[str, Any]) -> None:
 def check_chunk(chunk: dict[str, Any]) -> None:
     """
     Raises:
-        EngineGarbage: `chunk` is none of a chat answer; says why.
+        EngineGarbage: `chunk` is not a chunk of a chat answer; the message says why.
     """
     _converted(chunk, _Chunk, "A chunk of the engine's answer")
 
@@ -121,4 +122,4 @@ def _converted(value: dict[str, Any], form: type[Any], what: str) -> Any:
     try:
         return msgspec.convert(value, form)
     except msgspec.ValidationError as error:
-        raise EngineGarbage(f"{what} has not the form of a chat: {error}.") from None
+        raise EngineGarbage(f"{what} does not have the form of a chat: {error}.") from None

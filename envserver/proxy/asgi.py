@@ -1,7 +1,7 @@
-"""The little of ASGI that the proxy needs, without a framework: bodies in, answers out.
+"""Reads request bodies and sends answers over ASGI, without a framework.
 
-The hot route pays for what it uses: a body is read once, bounded as sent and as inflated, and
-parsed once; an answer is two messages.
+The hot path does no more than it must: a body is read once, with a limit on its compressed and its
+inflated size, and parsed once; an answer is two ASGI messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _MAX_NESTING = 100
-"""Levels of a body: it is written again, beside other things, and no writer goes to any depth."""
+"""Maximum nesting of a body.
+
+It is serialised again inside other objects, and serialisers have limits.
+"""
 _INFLATE_ON_LOOP_BYTES = 64 * 1024
 """Larger compressed bodies are inflated in a thread."""
 
@@ -31,7 +34,7 @@ class ClientGone(Exception):
 
 
 def header(scope: Scope, name: bytes) -> str:
-    """The value of the header `name` (lower case), "" without one."""
+    """Returns the header `name` (lower case), or ""."""
     for key, value in scope["headers"]:
         if key == name:
             return bytes(value).decode("latin-1")
@@ -39,12 +42,12 @@ def header(scope: Scope, name: bytes) -> str:
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """The whole body, inflated.
+    """Reads the whole body and inflates it.
 
     Raises:
-        TooLargeError: it is over `max_bytes`, as sent or inflated.
-        InputError: it is not what its content-encoding says.
-        ClientGone: it ended early.
+        TooLargeError: it exceeds `max_bytes`, as sent or inflated.
+        InputError: it does not match its content-encoding.
+        ClientGone: the client hung up.
     """
     declared = header(scope, b"content-length")
     if declared.isdecimal() and int(declared) > max_bytes:
@@ -74,11 +77,11 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
 
 
 def inflate(body: bytes, max_bytes: int) -> bytes:
-    """Gzip data (of one or more members), inflated.
+    """Inflates gzip data of one or more members.
 
     Raises:
-        TooLargeError: more than `max_bytes` would come out; no more are ever held.
-        InputError: no whole gzip data.
+        TooLargeError: the result exceeds `max_bytes`. No more than that is ever held in memory.
+        InputError: the data is not complete gzip data.
     """
     parts: list[bytes] = []
     left = max_bytes
@@ -99,18 +102,18 @@ def inflate(body: bytes, max_bytes: int) -> bytes:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """`body` as a JSON object.
+    """Parses `body` as a JSON object.
 
     Raises:
-        InputError: it is none; says where.
-        TooLargeError: it nests deeper than anything that is meant.
+        InputError: it is not a JSON object; the message says where.
+        TooLargeError: it nests deeper than 100 levels.
     """
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise InputError(f"The body is no JSON: {error}.", place=f"byte {error.pos}") from None
+        raise InputError(f"The body is not JSON: {error}.", place=f"byte {error.pos}") from None
     if not isinstance(parsed, dict):
-        raise InputError("The body is no JSON object.", place="$")
+        raise InputError("The body is not a JSON object.", place="$")
     if body.count(b"[") + body.count(b"{") > _MAX_NESTING and _is_deeper(parsed, _MAX_NESTING):
         raise TooLargeError(f"The body nests deeper than {_MAX_NESTING} levels.")
     return parsed
@@ -120,7 +123,7 @@ def _is_deeper(value: dict[str, Any] | list[Any], levels: int) -> bool:
     if levels == 0:
         return True
     inner = value.values() if type(value) is dict else value
-    # Exact types: there are no others in JSON, and a prompt may have 100 000 ids.
+    # Exact type checks are fast: JSON has no subclasses, and a prompt may hold 100 000 ids.
     nested = [each for each in inner if type(each) is dict or type(each) is list]
     return any(_is_deeper(each, levels - 1) for each in nested)
 
@@ -132,7 +135,7 @@ def _too_large(max_bytes: int) -> TooLargeError:
 async def send_json(
     send: Send, status: int, body: Any, headers: Iterable[tuple[bytes, bytes]] = ()
 ) -> None:
-    """One whole answer."""
+    """Sends a whole JSON answer."""
     await send_bytes(send, status, orjson.dumps(body), b"application/json", headers)
 
 
@@ -143,20 +146,20 @@ async def send_bytes(
     content_type: bytes,
     headers: Iterable[tuple[bytes, bytes]] = (),
 ) -> None:
-    """One whole answer."""
+    """Sends a whole answer."""
     head = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
     await send({"type": "http.response.start", "status": status, "headers": head})
     await send({"type": "http.response.body", "body": body})
 
 
 async def send_nothing(send: Send) -> None:
-    """204."""
+    """Sends status 204."""
     await send({"type": "http.response.start", "status": 204, "headers": []})
     await send({"type": "http.response.body", "body": b""})
 
 
 async def start_events(send: Send) -> None:
-    """The head of a stream of server-sent events; `send_events` and `end_events` follow."""
+    """Starts a stream of server-sent events; `send_events` and `end_events` follow."""
     head = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": head})
 
@@ -170,7 +173,7 @@ async def end_events(send: Send, events: bytes = b"") -> None:
 
 
 def event(data: Any) -> bytes:
-    """`data` as one server-sent event."""
+    """Formats `data` as one server-sent event."""
     return b"data: " + orjson.dumps(data) + b"\n\n"
 
 
@@ -178,7 +181,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def error_body(error: EnvserverError, code: str | None = None) -> dict[str, Any]:
-    """`error` in OpenAI's shape."""
+    """Returns `error` as OpenAI's API writes it."""
     kind = "invalid_request_error" if error.status < 500 else "engine_error"
     facts = {"message": str(error), "type": kind, "param": None, "code": code or error.kind}
     return {"error": facts}
@@ -188,7 +191,7 @@ Reason = Literal["gone", "sealed", "time"]
 
 
 class Interrupted(Exception):
-    """The work for a request ended early, for `reason`."""
+    """A request's work was stopped early because of `reason`."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason)
@@ -196,10 +199,10 @@ class Interrupted(Exception):
 
 
 class Interrupts:
-    """`async with` it around the work for a request: ends it when nobody needs it any more.
+    """Cancels the enclosed block when its result is no longer needed; use with `async with`.
 
-    That is when the client hangs up ("gone"), after `seconds` ("time"), or when somebody calls
-    `interrupt`. The block is then cancelled, and `Interrupted` leaves it.
+    That is when the client hangs up ("gone"), after `seconds` ("time"), or when `interrupt` is
+    called. The block then raises `Interrupted`.
     """
 
     def __init__(self, receive: Receive, seconds: float | None) -> None:
@@ -224,13 +227,16 @@ class Interrupts:
             raise Interrupted(self._reason or "time") from None
 
     def interrupt(self, reason: Reason) -> None:
-        """End the block now; the first reason counts."""
+        """Ends the block now. The first reason given is kept."""
         if self._open and self._reason is None and not self._timeout.expired():
             self._reason = reason
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
     def stop_watching(self) -> None:
-        """Call it before the end of the answer is sent: servers report that end as a hang-up."""
+        """Stops watching for hang-ups.
+
+        Call it before the end of the answer: servers report that end as one.
+        """
         if self._watcher is not None:
             self._watcher.cancel()
 

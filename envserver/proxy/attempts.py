@@ -1,8 +1,8 @@
-"""One attempt at a task, live: its limits, its recorded calls, what its worker posted.
+"""One running attempt at a task: its limits, its recorded calls, and what its worker posted.
 
-Requests of one attempt may run at the same time. A turn is counted when a request is admitted and
-its tokens are reserved until it ends, so that no interleaving exceeds a limit; a request that wants
-more than is left unreserved waits for what the others return.
+Requests of one attempt may run in parallel. A turn is counted when a request is admitted, and its
+tokens are reserved until it ends, so no interleaving exceeds a limit. A request that wants more
+tokens than are unreserved waits for what the others return.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ from .asgi import Interrupts
 from .retries import Retries
 
 _CONTEXT_IS_FULL = re.compile(r"context[ _]length|max_model_len|maximum model length", re.I)
-"""In the words in which vLLM, SGLang and OpenAI refuse a prompt that is too long."""
+"""Matches the errors of vLLM, SGLang and OpenAI for a prompt that is too long."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one attempt may use. `max_completion_tokens` None: no such limit.
+    """Limits of one attempt; `max_completion_tokens` may be None (unlimited).
 
-    Turns are of each agent by itself (undeclared names are one), tokens of all that are trained.
+    Turns are counted for each declared agent (all others count as one agent); tokens are counted
+    for
+    all trained agents together.
     """
 
     max_turns: int
@@ -53,14 +55,14 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class AgentRoute(msgspec.Struct, frozen=True, kw_only=True):
-    """How one agent of an attempt is asked.
+    """Which model and engine serve one agent of an attempt.
 
     Args:
-        model: the name to ask for.
+        model: the name to request.
         sampling: see AttemptSpec.
-        trained: whether what it samples is trained.
-        source: name of the engine that is asked; "": the one of all rollouts.
-        follows_policy: whether it is sampled by the policy, and so by a version of it.
+        trained: whether its samples are trained on.
+        endpoint: name of its own engine; "" for the run's engine.
+        follows_policy: whether the policy serves it, so that its samples have policy versions.
     """
 
     model: str
@@ -71,15 +73,15 @@ class AgentRoute(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What an attempt is about.
+    """What an attempt runs and with which limits.
 
     Args:
-        env_reference: from which a worker loads the environment.
-        deadline: `time.time()` in seconds.
-        group_id: of the rollouts that are compared with this one; "": of none.
+        env_reference: what a worker loads the environment from.
+        deadline: seconds, as `time.time()`.
+        group_id: the group of rollouts that this one is compared with; "" for none.
         sampling: `temperature`, `top_p` (both forced) and `max_tokens` (a cap).
-        agents: by name, where there are several; the first is the main one.
-        keep_services: record what services are asked and answer.
+        agents: the route of each declared agent by name, the main one first; empty: a single agent.
+        keep_services: whether to record the requests to services and their answers.
     """
 
     rollout_id: str
@@ -97,10 +99,10 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     keep_services: bool = False
 
     def agent(self, name: str | None) -> str | None:
-        """Who asks that calls itself `name`: who says nothing is the main one.
+        """Returns the agent for a request that names `name`; without a name, the main agent.
 
         Raises:
-            InputError: the environment has declared its agents, and this is none of them.
+            InputError: the environment declares its agents, and `name` is not one of them.
         """
         if not self.agents or name in self.agents:
             return name
@@ -111,40 +113,39 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def route(self, agent: str | None) -> AgentRoute:
-        """How `agent` is asked."""
+        """Returns the route of `agent`."""
         known = self.agents.get(agent or "")
         return known or AgentRoute(model=self.model, sampling=self.sampling)
 
     def routing_key(self, agent: str | None) -> str:
-        """Under which name the engine knows the calls of `agent`: they go to one replica."""
+        """Returns the routing key of `agent`'s calls: calls with one key go to one replica."""
         return routing_key(self.rollout_id, agent if agent in self.agents else None)
 
 
 def routing_key(rollout_id: str, agent: str | None) -> str:
-    """See `AttemptSpec.line`; `agent` is a declared one, or None."""
+    """Returns the key for a declared agent, or for None; see `AttemptSpec.routing_key`."""
     return rollout_id if agent is None else f"{rollout_id}/{agent}"
 
 
 @dataclass(eq=False)
 class ProxyAttempt:
-    """The live record of one attempt.
+    """The record of one running attempt.
 
     Args:
         calls: in order of commit.
         limit: "turns", "tokens", "time" or "context" once a call was refused for it.
-        engine_failures: how many times it did so.
-        sandbox_failure: how a sandbox of the attempt failed, or why it could not get one; None
-            where all is well.
-        service_failure: how a service of the environment failed it, None where none did.
-        service_calls: how often it asked one.
-        asked_services: what it asked them, where that is kept.
-        flags: words that services put on its trajectory.
+        engine_failures: how many calls the engine failed.
+        sandbox_failure: how a sandbox failed or could not be opened; None if all is well.
+        service_failure: how a service of the environment failed, or None.
+        service_calls: number of calls to services.
+        asked_services: those calls, if they are kept.
+        flags: flags that services put on the trajectory.
         output, metrics, steps, posted, failure: what the worker posted.
         late_calls: model calls that came after the end.
-        memory: what each dialect keeps of this attempt.
-        retries: its latest requests.
-        histories: what its calls can be continued from, by how their engine is asked.
-        span: of the agent's work; its model calls are parts of it.
+        memory: state of each dialect for this attempt.
+        retries: the latest requests.
+        histories: the conversations that can be continued, by engine.
+        span: trace span of the agent's run, the parent of its model calls.
     """
 
     key: str
@@ -183,20 +184,21 @@ class ProxyAttempt:
 
     @property
     def engine_failure(self) -> Failure | None:
-        """How an engine failed an agent's last exchange with it; None when all were answered."""
+        """The failure of an agent's most recent call, or None if every agent's latest call was
+        answered."""
         return next(iter(self._unanswered.values()), None)
 
     @property
     def oldest_version(self) -> int:
-        """The lowest policy version that sampled a token that is trained, be it of a call that is
-        at the engine now; -1: of none it is known."""
+        """The lowest policy version among trained tokens, calls in flight included; -1 if
+        unknown."""
         recorded = (span.version for call in self.calls if call.trained for span in call.versions)
         known = [version for version in (*recorded, *self._sampling.values()) if version >= 0]
         return min(known, default=-1)
 
     @contextmanager
     def sampling(self, version: int) -> Iterator[None]:
-        """Within: a call of a trained agent is at the engine, which began it with `version`."""
+        """Context in which a trained agent's call, begun with `version`, is at the engine."""
         call = object()
         self._sampling[call] = version
         try:
@@ -231,9 +233,10 @@ class ProxyAttempt:
     async def reserve(
         self, wanted: int | None, choices: int, agent: str | None = None
     ) -> TokenReservation:
-        """Reserves completion tokens for a request with `choices` answers of up to `wanted` each.
+        """Reserves completion tokens for a request with `choices` answers of up to `wanted` tokens
+        each.
 
-        Those of an agent that is not trained are not counted.
+        Tokens of untrained agents are not counted.
 
         Raises:
             LimitReached: none are left.
@@ -249,7 +252,7 @@ class ProxyAttempt:
             left = limit - self._spent_tokens - self._reserved_tokens
             if left >= enough or not self._reserved_tokens:
                 break
-            # Others may return enough: a request must not be cut shorter than if it came alone.
+            # Others may return tokens: a request must not be cut shorter than if it had come alone.
             self._returned.clear()
             await self._returned.wait()
         if left < choices:
@@ -259,14 +262,14 @@ class ProxyAttempt:
         return TokenReservation(self, each, each * choices)
 
     def settle(self, reserved: int, spent: int) -> None:
-        """Returns a reservation of which `spent` tokens were used."""
+        """Releases a reservation; `spent` tokens of it were used."""
         self._reserved_tokens -= reserved
         if reserved:
             self._spent_tokens += spent
         self._returned.set()
 
     def commit(self, calls: list[Call]) -> None:
-        """Records `calls`, and numbers them.
+        """Records `calls` and numbers them.
 
         Raises:
             ConflictError: the attempt is sealed; nothing was recorded.
@@ -278,15 +281,15 @@ class ProxyAttempt:
             self.calls.append(call)
 
     def engine_answered(self, agent: str | None = None) -> None:
-        """An exchange of `agent` came to its end: its failures before it are overcome."""
+        """A call of `agent` was answered: its earlier failures no longer count."""
         self._unanswered.pop(self._counted(agent), None)
 
     def engine_failed(
         self, error: EngineError, *, recorded: bool, agent: str | None = None
     ) -> EnvserverError:
-        """Notes a failure of which `agent` is told; in what words.
+        """Records that the engine failed a call of `agent`; returns the error to send to the agent.
 
-        A request of which nothing was recorded is no turn, unless it was itself at fault.
+        If nothing was recorded, the turn is returned, unless the request itself was at fault.
         """
         if isinstance(error, EngineRefused) and _CONTEXT_IS_FULL.search(str(error)):
             self.engine_answered(agent)
@@ -298,49 +301,50 @@ class ProxyAttempt:
         return error
 
     def sandbox_failed(self, error: SandboxError) -> None:
-        """Notes a failure that is ours. One that was lost is never overcome: its files are gone."""
+        """Records a sandbox failure. A lost sandbox stays a failure, since its files are gone."""
         if self.sandbox_failure is None or self.sandbox_failure.kind == SandboxUnavailable.kind:
             self.sandbox_failure = error.failure()
 
     def sandbox_opened(self) -> None:
-        """There is one now: that there was none before is overcome."""
+        """A sandbox was opened: an earlier failure to open one no longer counts."""
         if self.sandbox_failure and self.sandbox_failure.kind == SandboxUnavailable.kind:
             self.sandbox_failure = None
 
     def service_failed(self, error: ServiceError) -> None:
-        """Notes a failure that is ours: what the agent makes of it is not the model's doing."""
+        """Records the first failure of a service: the model is not to blame for what follows."""
         if self.service_failure is None:
             self.service_failure = error.failure()
 
     def return_turn(self, agent: str | None = None) -> None:
-        """The request that took it came to nothing."""
+        """Takes back the turn of a request that produced nothing."""
         self._turns[self._counted(agent)] -= 1
 
     def _counted(self, agent: str | None) -> str | None:
-        """As whom `agent` is counted: whoever is not declared is one, however it calls itself."""
+        """Returns the agent whose turns are counted; all undeclared names count as None."""
         return agent if agent in self.spec.agents else None
 
     def working(self, interrupts: Interrupts) -> None:
-        """`interrupts` is interrupted when the attempt is sealed."""
+        """Registers a request in flight, to be interrupted when the attempt is sealed."""
         self._in_flight.add(interrupts)
 
     def done(self, interrupts: Interrupts) -> None:
         self._in_flight.discard(interrupts)
 
     def hold(self, task: asyncio.Task[Any]) -> None:
-        """`task` works for this attempt, whoever waits for it, and ends with it."""
+        """Keeps `task` alive until it ends or the attempt is sealed, whoever waits for it."""
         self._held.add(task)
         task.add_done_callback(self._let_go)
 
     def _let_go(self, task: asyncio.Task[Any]) -> None:
         self._held.discard(task)
         if not task.cancelled():
-            task.exception()  # told to whoever waits for it; there may be nobody
+            task.exception()  # retrieved here because nobody may be waiting for it
 
     def seal(self) -> None:
-        """Nothing is recorded any more; requests in flight and work without one end.
+        """Ends the attempt: nothing more is recorded, requests and tasks in flight are stopped.
 
-        What only further requests would need is let go: the record itself may be kept for long.
+        State that only further requests would need is freed; the record itself may be kept for
+        long.
         """
         self.sealed = True
         for task in self._held:
@@ -352,16 +356,16 @@ class ProxyAttempt:
         self.histories.clear()
 
     def reached(self, limit: str, message: str) -> LimitReached:
-        """Notes that `limit` ended the attempt; the error to tell the agent."""
+        """Records that `limit` was reached; returns the error for the agent."""
         self.limit = limit
         return LimitReached(message, limit=limit)
 
 
 class TokenReservation:
-    """Completion tokens reserved for one request; a context manager that returns what is unused.
+    """Completion tokens reserved for one request; a context manager that releases unused ones.
 
     Args:
-        max_tokens: for each choice; None where nothing limits them.
+        max_tokens: limit per choice, or None.
     """
 
     def __init__(self, attempt: ProxyAttempt, max_tokens: int | None, reserved: int) -> None:
@@ -378,5 +382,5 @@ class TokenReservation:
 
 
 def ended() -> ConflictError:
-    """What a request is told that comes, or is still there, after the end of its attempt."""
+    """Returns the error for requests after the end of their attempt."""
     return ConflictError("This attempt has ended.")

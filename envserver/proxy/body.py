@@ -1,9 +1,9 @@
-"""What an agent asks -> the body that the engine is sent.
+"""Turns a ModelRequest into the body that the engine is sent. Pure.
 
-Pure. The distribution that tokens are sampled from is the run's alone: its temperature and top_p
-are sent whatever the agent asks for, and every other sampler setting is sent switched off, so that
-neither the agent nor the defaults that come with a model change it. What the agent's protocol needs
-(stop, tools, seed, formats) is kept.
+The run alone decides the distribution that tokens are sampled from: its temperature and top_p are
+sent whatever the agent asks for, and every other sampler setting is sent switched off, so neither
+the agent nor a model's default changes it. What the agent's protocol needs (stop, tools, seed,
+formats) is kept.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CONSTRAINTS = (
     "thinking_token_budget",
     "logits_processors",
 )
-"""They mask the distribution; the recorded logprobs are then not those of the model alone."""
+"""Fields that mask the distribution: the recorded logprobs are then not the model's alone."""
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -65,12 +65,12 @@ _SAMPLING = (
 
 
 class EngineBody(msgspec.Struct, kw_only=True):
-    """A request for the engine, in the shape of its chat API (or of its text completions).
+    """The body of a chat (or text completion) request to the engine.
 
     Args:
-        body: `with_max_tokens` completes it.
-        tokens_field: see Ask.
-        flags: of every call that comes out of it.
+        body: completed by `with_max_tokens`.
+        tokens_field: see ModelRequest.
+        flags: flags of all resulting calls.
     """
 
     body: dict[str, Any]
@@ -78,7 +78,7 @@ class EngineBody(msgspec.Struct, kw_only=True):
     flags: list[str]
 
     def with_max_tokens(self, max_tokens: int | None) -> None:
-        """Sets the limit per choice that was granted."""
+        """Sets the granted limit per choice."""
         if max_tokens is None:
             return
         self.body[self.tokens_field] = max_tokens
@@ -87,7 +87,7 @@ class EngineBody(msgspec.Struct, kw_only=True):
             self.body["min_tokens"] = max_tokens
 
     def sampling(self) -> dict[str, Any]:
-        """The sampling fields of the body."""
+        """Returns the sampling fields of the body."""
         return {name: self.body[name] for name in _SAMPLING if name in self.body}
 
 
@@ -99,13 +99,13 @@ def engine_body(
     exact: bool,
     processed: bool = False,
 ) -> EngineBody:
-    """What `ask` comes to.
+    """Builds the engine's body for `request`.
 
     Args:
-        model: the name to ask for.
+        model: the name to request.
         sampling: the run's `temperature` and `top_p`.
-        exact: the engine returns token ids and logprobs when asked.
-        processed: its logprobs are those after temperature and top_p.
+        exact: whether the engine returns token ids and logprobs on demand.
+        processed: whether its logprobs include the effect of temperature and top_p.
     """
     body = {**request.fields, "model": model}
     for name in (*_SAMPLERS_OFF, *_OTHER_SAMPLERS):

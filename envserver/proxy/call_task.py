@@ -1,8 +1,9 @@
-"""One exchange with the engine: from what an agent asks to calls that are recorded.
+"""One exchange with the engine: from an agent's ModelRequest to recorded calls.
 
-It does not know the agent's connection. A whole answer is worked on in a task of its own: requests
-join it, and when the one that began it hangs up, it goes on, so that what is sampled is recorded
-and a retry finds it. Only the end of the attempt ends it.
+It does not know the agent's connection. A whole answer is sampled in a task of its own that
+requests
+join: if the request that started it hangs up, it continues, so that what is sampled is recorded and
+a retry finds it. Only the end of the attempt stops it.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ Emit = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class CallTask:
-    """The work for one request, and for the retries that join it.
+    """The engine call for one request and for the retries that join it.
 
     Args:
-        agent: which agent of the attempt asks, None for the only one; `source` is its own.
+        endpoint: that of `agent`.
+        agent: the agent of the attempt, None for the only one.
         digest: of the request.
     """
 
@@ -58,7 +60,7 @@ class CallTask:
         self.request = request
         self.calls: list[Call] = []
         self.begun = asyncio.Event()
-        """Set once it is known whether there will be a whole answer that others can join."""
+        """Set when it is known whether there will be a whole answer for others to join."""
         self._endpoint = endpoint
         self._attempt = attempt
         self._agent = agent
@@ -79,7 +81,8 @@ class CallTask:
         self._delivered = False
 
     async def begin(self) -> None:
-        """Finds out how the engine is asked, plans the prompt, and starts `task`, if any.
+        """Waits for the engine's capabilities, plans the prompt, and starts `task` unless it
+        streams.
 
         Raises:
             EngineError: the engine does not answer.
@@ -101,7 +104,7 @@ class CallTask:
         try:
             self._ready = await self._endpoint.ready()
         except ConfigError as error:
-            # Told when the server starts, unless its engine came later. No agent can do anything.
+            # Reported at start-up, unless the engine came later. No agent can do anything about it.
             raise EngineError(error.message, hint=error.hint) from None
         self._body = engine_body(
             request,
@@ -113,8 +116,9 @@ class CallTask:
         self._prompt = await self._ready.plan(self._attempt, request, self._body.body, self._agent)
 
     def _can_stream(self) -> bool:
-        """Whether the answer can truly be streamed (what is parsed from a stream, such as a tool
-        call, may differ from what is parsed from the whole)."""
+        """Whether the answer can be a true stream.
+
+        It cannot with tools: what is parsed from a stream may differ from the whole answer."""
         request = self.request
         return (
             request.stream
@@ -122,19 +126,19 @@ class CallTask:
             and self._ready.streams(request, self._body.body, self._prompt)
         )
 
-    # Those who wait
+    # Requests that wait
 
     def join(self) -> None:
-        """One more request waits for the answer."""
+        """Adds a request that waits for the answer."""
         self._waiting += 1
 
     def leave(self) -> None:
-        """A request, be it the first, waits no more."""
+        """Removes a request that no longer waits."""
         self._waiting -= 1
 
     def delivered(self, *, again: bool) -> None:
-        """A request has the whole answer; `again`: it was a retry."""
-        if not self._attempt.sealed:  # what was recorded is final then, and may be in use
+        """Records that a request got the whole answer; `again`: it was a retry."""
+        if not self._attempt.sealed:  # a sealed record is final and may be in use
             self._delivered = True
             mark_delivered(self.calls)
             if again:
@@ -142,14 +146,14 @@ class CallTask:
 
     @property
     def is_lost(self) -> bool:
-        """Nobody waits for the answer, and nobody got it."""
+        """Whether nobody waits for the answer and nobody got it."""
         return not (self._waiting or self._delivered)
 
-    # A whole answer, in a task
+    # Whole answers
 
     @property
     def task(self) -> asyncio.Task[dict[str, Any]] | None:
-        """Of a whole answer in the chat form, with what the agent may see; None for a stream."""
+        """Returns the chat answer as the agent may see it; None for a stream."""
         return self._task
 
     def cancel(self) -> None:
@@ -165,7 +169,7 @@ class CallTask:
                 raise self.failed(error) from None
             raise
         finally:
-            # The work is remembered for retries, and ids as a list take ten times their size.
+            # The task is kept for retries, and a list of ids takes ten times their size.
             self._prompt = PromptPlan()
 
     async def _whole(self) -> dict[str, Any]:
@@ -204,24 +208,23 @@ class CallTask:
     async def _wait_for_version(
         self, missing_version: MissingVersion, error: EngineRefused
     ) -> None:
-        """Returns when a call that was refused for its version may be sent again.
+        """Waits until a call that was refused for its version may be sent again.
 
         Raises:
-            EngineError: it was refused for something else, or the version did not come.
+            EngineError: it was refused for another reason, or the version did not appear.
         """
         if VERSION_PLACEHOLDER not in self._route.model or self._first_at is not None:
             raise error
         asked = self._body.body["model"]
         await missing_version.wait(error, asked, self._endpoint.model(self._route.model))
 
-    # A true stream
+    # True streams
 
     async def stream(self, emit: Emit) -> None:
-        """Gives `emit` the answer's chunks, what the agent may see of them; the ends of the choices
-        only after the recording.
+        """Passes cleaned chunks to `emit`; the ends of the choices only after recording.
 
         Raises:
-            EngineError: it broke off; what there is was recorded.
+            EngineError: the stream broke off; what had arrived was recorded.
         """
         with await self._reserved() as reservation:
             self._body.with_max_tokens(reservation.max_tokens)
@@ -240,7 +243,7 @@ class CallTask:
             await emit(chunk)
 
     async def _relay(self, emit: Emit) -> list[dict[str, Any]]:
-        """The chunks that are held back."""
+        """Emits the chunks, except for the last ones, which it returns."""
         missing_version = MissingVersion()
         while True:
             self._collector = Collector(self.request)
@@ -253,7 +256,7 @@ class CallTask:
                 return ends
             except Aborted:
                 if self._first_at is not None:
-                    raise EngineUnavailable("The engine was paused within its stream.") from None
+                    raise EngineUnavailable("The engine was paused during a stream.") from None
             except EngineRefused as error:
                 await self._wait_for_version(missing_version, error)
 
@@ -286,10 +289,10 @@ class CallTask:
     # Recording
 
     def failed(self, error: EngineError) -> EnvserverError:
-        """Notes that the engine failed, once, and records what was given of a stream.
+        """Records the engine's failure, once, and what had arrived of a stream.
 
         Returns:
-            What the agent is to be told.
+            The error for the agent.
         """
         if self._failure is None:
             if self._first_at is not None:
@@ -300,8 +303,9 @@ class CallTask:
         return self._failure
 
     def break_off(self, how: str) -> None:
-        """Records what there is of an exchange that ended too early, by "disconnect" or "error":
-        nothing where the engine had not been asked yet.
+        """Records what has arrived of a call that ended early, by "disconnect" or "error".
+
+        Nothing is recorded if the engine had not been called yet.
         """
         if self._attempt.sealed or self.calls or not self._asked:
             return
@@ -348,7 +352,7 @@ class CallTask:
 
     @contextmanager
     def _sampling(self) -> Iterator[Span]:
-        """Within: the engine samples, with the version of now or a later one."""
+        """Context in which the engine samples, with the current policy version or a later one."""
         self._asked = True
         self._first_version = self._version
         self._body.body["model"] = self._endpoint.model(self._route.model)
@@ -364,7 +368,7 @@ class CallTask:
 
     @property
     def _version(self) -> int:
-        """The policy's now, -1 where it is unknown or another model is asked."""
+        """The current policy version; -1 if it is unknown or another model samples."""
         return self._endpoint.policy_version if self._route.follows_policy else -1
 
     @property

@@ -1,4 +1,4 @@
-"""How an engine can be asked, and whether conversations can be continued by tokens there."""
+"""What an engine can do for the proxy, and whether conversations can be continued by token ids."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..tokens.agreement import disagreement
 from ..tokens.chat_format import ChatFormat
 
 TOKEN_MODES = ("tokens", "completions")
-"""Those in which an engine takes token ids."""
+"""Modes in which an engine takes token ids."""
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an engine.
+    """What an engine can do.
 
     Args:
-        upstream: what it was found to do.
-        format: the model's chat template and tokenizer; None: nothing is continued by tokens.
-        folder: where its files are, None where there are none.
-        why_not: why there is no format, a sentence; "" if there is one.
+        probe_result: what the probe found.
+        format: the model's chat template and tokenizer; None: calls are not continued by ids.
+        folder: the folder with its files, or None.
+        why_not: a sentence that says why there is no format, or "".
     """
 
     probe_result: ProbeResult
@@ -34,7 +34,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def capabilities_of(probe_result: ProbeResult, tokens: TokensConfig) -> Capabilities:
-    """The ways of an engine. Reads the model's files, and may wait for the network.
+    """Returns the capabilities of an engine. Reads the model's files; may wait for the network.
 
     Raises:
         ConfigError: `tokens.tokenizer` lacks something.
@@ -43,7 +43,7 @@ def capabilities_of(probe_result: ProbeResult, tokens: TokensConfig) -> Capabili
         return Capabilities(probe_result=probe_result, why_not="tokens.stitch is off.")
     files = find_model_files(probe_result, tokens.tokenizer)
     if probe_result.mode not in TOKEN_MODES:
-        why = f"In mode {probe_result.mode} the engine takes no token ids."
+        why = f"In mode {probe_result.mode} the engine does not take token ids."
         return Capabilities(probe_result=probe_result, folder=files.folder, why_not=why)
     if files.folder is None:
         return Capabilities(probe_result=probe_result, why_not=files.reason)

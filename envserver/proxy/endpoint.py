@@ -1,6 +1,7 @@
-"""Where answers come from: the engine, how it is asked, the policy version that it serves.
+"""An engine as the proxy uses it: its capabilities, the policy version it serves, and prompt
+planning.
 
-How it can be asked is found out when it first answers; a server may start before its engine.
+The capabilities are probed when the engine first answers; a server may start before its engine.
 """
 
 from __future__ import annotations
@@ -30,17 +31,18 @@ from .gate import Gate
 from .model_request import ModelRequest
 
 VERSION_PLACEHOLDER = "{version}"
-"""Where the policy version stands in a model's name, as in a LoRA adapter's: `policy@{version}`."""
+"""Placeholder for the policy version in a model name, as in a LoRA adapter's:
+`policy@{version}`."""
 _LONG_TEXT = 16_384
-"""Characters above which a text is tokenised in a thread: some milliseconds."""
+"""Characters above which a text is tokenised in a thread; it takes some milliseconds."""
 _MANY_MESSAGES = 128
-"""A conversation of more is planned in a thread: each message is rendered several times."""
+"""Messages above which a prompt is planned in a thread: each is rendered several times."""
 
 _log = structlog.get_logger("envserver.proxy")
 
 
 class ReadyEngine:
-    """An engine whose ways are known; None of them: it is asked through its chat API only."""
+    """An engine with known capabilities; without any, only its chat API is used."""
 
     def __init__(
         self, engine: Engine, capabilities: Capabilities | None, tokens: TokensConfig
@@ -53,7 +55,7 @@ class ReadyEngine:
         self._format = capabilities.format if capabilities and tokens.stitch else None
         self._tokens = tokens
         self._planning = asyncio.Lock()
-        """For long plans: several at once would only take the interpreter from each other."""
+        """One long plan at a time: threads would only compete for the interpreter."""
         self._client: EngineClient = (
             ChatClient(engine)
             if probe_result is None
@@ -61,7 +63,8 @@ class ReadyEngine:
         )
 
     def described(self) -> dict[str, Any]:
-        """How the engine is asked and prompts are rendered, for people and for the record."""
+        """Describes how the engine is called and prompts are rendered, for people and the
+        record."""
         if self._capabilities is None:
             return {"mode": "chat" if self.exact else "opaque", "continues": False}
         why_not = self._capabilities.why_not
@@ -84,7 +87,7 @@ class ReadyEngine:
     async def plan(
         self, attempt: ProxyAttempt, request: ModelRequest, body: dict[str, Any], agent: str | None
     ) -> PromptPlan:
-        """How the prompt of `ask` comes to be."""
+        """Plans the prompt of `request`: continue a recorded call, or let the engine render it."""
         if request.prompt is None and has_media(body):
             return PromptPlan(flags=["multimodal_unstitched"])
         if request.prompt is not None or self._format is None:
@@ -112,12 +115,12 @@ class ReadyEngine:
             return self._possible(await asyncio.to_thread(plan), body)
 
     def _possible(self, plan: PromptPlan, body: dict[str, Any]) -> PromptPlan:
-        """`plan` if the engine can be asked so."""
+        """Returns `plan` if the engine can carry it out, else a plan that the engine renders."""
         refusal = self._client.can_continue(body) if plan.ids is not None else None
         return plan if refusal is None else plan.as_root(refusal)
 
     async def remember(self, attempt: ProxyAttempt, calls: list[Call], prompt: PromptPlan) -> None:
-        """From now on later calls may continue `calls`, which are recorded."""
+        """Lets later calls continue the recorded `calls`."""
         history = attempt.histories.get(self)
         if history is None or self._format is None or prompt.text is None:
             return
@@ -131,7 +134,7 @@ class ReadyEngine:
                 _log.warning("render_mismatch", reason=self._format.distrusted)
 
     def streams(self, request: ModelRequest, body: dict[str, Any], prompt: PromptPlan) -> bool:
-        """Whether a true stream is possible and gives what the whole answer would."""
+        """Whether a true stream is possible and equals the whole answer."""
         return request.prompt is not None or self._client.streams(body, prompt)
 
     async def whole(
@@ -143,7 +146,7 @@ class ReadyEngine:
         rollout_id: str,
         timeout_seconds: float,
     ) -> dict[str, Any]:
-        """The whole answer, in the chat form."""
+        """Returns the whole answer as a chat answer."""
         if request.prompt is not None:
             return await whole_text(
                 self._engine, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds
@@ -161,7 +164,7 @@ class ReadyEngine:
         rollout_id: str,
         timeout_seconds: float,
     ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
-        """The answer as chunks of the chat form."""
+        """Streams the answer as chat chunks."""
         if request.prompt is not None:
             return stream_text(
                 self._engine, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds
@@ -172,7 +175,7 @@ class ReadyEngine:
 
 
 def _takes_long(messages: list[Message]) -> bool:
-    """Whether the event loop should not plan this itself; what is tokenised is what is new."""
+    """Whether planning is too slow for the event loop; only new messages are tokenised."""
     new = takewhile(lambda message: message.get("role") != "assistant", reversed(messages))
     characters = sum(len(str(message.get("content"))) for message in new)
     return len(messages) > _MANY_MESSAGES or characters > _LONG_TEXT
@@ -182,9 +185,9 @@ class EngineEndpoint:
     """The engine behind a proxy.
 
     Args:
-        find: finds out how the engine is asked, once it answers; None: through its chat API.
-        tokens: how calls are continued.
-        gate: of the engine, where it has another source already.
+        find: probes the engine's capabilities once it answers; None: use its chat API only.
+        tokens: settings for continuing calls.
+        gate: the engine's gate, if another endpoint of the same engine has one.
     """
 
     def __init__(
@@ -198,7 +201,8 @@ class EngineEndpoint:
         self.gate = gate or Gate()
         self.policy_version = -1
         self.names_versions = False
-        """Whether the engine has said which version sampled: its trainer names its weights."""
+        """Whether the engine has reported version numbers, because its trainer names its
+        weights."""
         self._engine = engine
         self._find = find
         self._tokens = tokens or TokensConfig()
@@ -206,18 +210,18 @@ class EngineEndpoint:
         self._finding: asyncio.Task[ReadyEngine] | None = None
 
     async def ready(self) -> ReadyEngine:
-        """The engine, its ways known; requests at the same time find them out together.
+        """Returns the probed engine; concurrent requests share one probe.
 
         Raises:
             EngineError: it does not answer; the next call tries again.
-            ConfigError: it cannot be asked as it was to be.
+            ConfigError: the configured mode is not possible.
         """
         if self._ready is not None:
             return self._ready
         if self._finding is None:
             self._finding = asyncio.create_task(self._found())
             self._finding.add_done_callback(self._forget)
-        # One that gives up does not end it for the others.
+        # A request that gives up must not cancel the probe for the others.
         return await asyncio.shield(self._finding)
 
     async def _found(self) -> ReadyEngine:
@@ -228,12 +232,13 @@ class EngineEndpoint:
     def _forget(self, finding: asyncio.Task[ReadyEngine]) -> None:
         self._finding = None
         if not finding.cancelled():
-            finding.exception()  # told to whoever waited; there may be nobody
+            finding.exception()  # retrieved here because nobody may be waiting for it
 
     def described(self) -> dict[str, Any]:
-        """How the engine is asked, for people; empty until it answered once."""
+        """Describes for people how the engine is called; empty until it answered once."""
         return {} if self._ready is None else self._ready.described()
 
     def model(self, name: str) -> str:
-        """The name to ask for: `name` with the policy version in its place, if it has one."""
+        """Returns the name to request: `name` with the policy version in its placeholder, if
+        any."""
         return name.replace(VERSION_PLACEHOLDER, str(max(0, self.policy_version)))

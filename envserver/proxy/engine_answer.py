@@ -1,4 +1,4 @@
-"""What an engine answered to one request, in the common form of whole answers and streams."""
+"""What an engine answered to one request: the same form for whole answers and streams."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .answer_schema import check_answer
 
 
 class SampledChoice(msgspec.Struct, kw_only=True):
-    """One answer. `ids`, `logprobs` None: the engine gave none.
+    """One sampled answer; `ids` and `logprobs` are None if the engine gave none.
 
     Args:
-        prompt_ids: of this choice alone, where a request held several prompts.
-        weight_versions: spans of `ids`, each {"version", "start", "end"}, as vLLM tells them.
+        prompt_ids: of this choice alone, if a request held several prompts.
+        weight_versions: vLLM's spans of `ids`, each {"version", "start", "end"}.
     """
 
     index: int
@@ -29,8 +29,10 @@ class SampledChoice(msgspec.Struct, kw_only=True):
 
 
 class EngineAnswer(msgspec.Struct, kw_only=True):
-    """One request's answers. `prompt_tokens` and `completion_tokens` are the engine's own counts,
-    the latter over all choices."""
+    """The answers to one request.
+
+    Args:
+        prompt_tokens, completion_tokens: the engine's own counts, the latter over all choices."""
 
     choices: list[SampledChoice]
     prompt_ids: list[Any] | None = None
@@ -39,17 +41,18 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     model: str = ""
 
     def tokens(self) -> int:
-        """Completion tokens, by the engine's count or else by the ids."""
+        """Returns the number of completion tokens: the engine's count, or else the number of
+        ids."""
         if self.completion_tokens is not None:
             return self.completion_tokens
         return sum(len(choice.ids or choice.logprobs or ()) for choice in self.choices)
 
 
 def parse_answer(answer: dict[str, Any]) -> EngineAnswer:
-    """The exchange in a whole answer of the chat form.
+    """Parses a whole chat answer.
 
     Raises:
-        EngineGarbage: it is none.
+        EngineGarbage: it is not a chat answer.
     """
     check_answer(answer)
     choices = []
@@ -76,7 +79,7 @@ def parse_answer(answer: dict[str, Any]) -> EngineAnswer:
 
 
 def logprobs_of(choice: dict[str, Any]) -> list[Any] | None:
-    """The sampled tokens' logprobs in a choice, shaped as in chats or as in text completions."""
+    """Returns the sampled tokens' logprobs of a chat or text completion choice."""
     held = choice.get("logprobs")
     if not isinstance(held, dict):
         return None
@@ -87,7 +90,7 @@ def logprobs_of(choice: dict[str, Any]) -> list[Any] | None:
 
 
 def usage_count(answer: dict[str, Any], name: str) -> int | None:
-    """The engine's own count of `completion_tokens` or `prompt_tokens`."""
+    """Returns the engine's count of `completion_tokens` or `prompt_tokens`, if it gave one."""
     usage = answer.get("usage")
     count = usage.get(name) if isinstance(usage, dict) else None
     return count if isinstance(count, int) else None

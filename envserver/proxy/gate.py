@@ -1,12 +1,13 @@
-"""Weight updates: calls wait before the engine while its weights change.
+"""Pauses calls during weight updates.
 
-`pause` closes the gate, `resume` opens it. Calls that come meanwhile wait, within their rollout's
-time. What becomes of those that are at the engine is chosen with each pause:
+`pause` closes the gate, `resume` opens it. Calls that arrive in between wait, within their
+rollout's time. Each pause chooses what happens to the calls that are at the engine:
 
-    drain   they come to their end first; then the pause has begun
-    keep    they go on over the update (their tokens may be of two versions, and are marked so)
-    abort   they are ended, nothing of them is recorded, and they are asked again after the pause
-            (an answer that the agent has begun to read as a stream is broken off instead)
+    drain   they finish first; then the pause has begun
+    keep    they continue during the update (their tokens may come from two versions, and are
+            flagged)
+    abort   they are stopped unrecorded and sent again after the pause (a stream that the agent has
+            begun to read ends with an error instead)
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ InFlight = Literal["drain", "keep", "abort"]
 
 
 class Aborted(Exception):
-    """The work within `Gate.passing` was ended by a pause."""
+    """A pause stopped the block within `Gate.passing`."""
 
 
 class Gate:
-    """Between all agents and the engine."""
+    """Stands between the agents and the engine; calls pass it while it is open."""
 
     def __init__(self) -> None:
         self._open = asyncio.Event()
@@ -43,19 +44,19 @@ class Gate:
 
     @property
     def in_flight(self) -> int:
-        """Calls at the engine."""
+        """Number of calls at the engine."""
         return len(self._passing)
 
     @property
     def waiting(self) -> int:
-        """Calls before the gate."""
+        """Number of calls that wait for the gate."""
         return self._waiting
 
     async def pause(self, in_flight: InFlight, timeout_seconds: float) -> bool:
-        """Closes the gate; pausing again chooses anew.
+        """Closes the gate. A second call replaces the choice of the first.
 
         Returns:
-            Whether no call is left at the engine ("keep": there may be some, and it is True).
+            True if no call is left at the engine, and always for "keep"; False after the timeout.
         """
         self._open.clear()
         if in_flight == "keep":
@@ -73,15 +74,15 @@ class Gate:
         return True
 
     def resume(self) -> None:
-        """Opens the gate; an open one stays so."""
+        """Opens the gate if it is closed."""
         self._open.set()
 
     @asynccontextmanager
     async def passing(self) -> AsyncIterator[None]:
-        """Waits until the gate is open; the block within is then at the engine.
+        """Waits until the gate is open, then runs the block as a call at the engine.
 
         Raises:
-            Aborted: a pause ended the block.
+            Aborted: a pause stopped the block.
         """
         await self._until_open()
         timeout = asyncio.timeout(None)

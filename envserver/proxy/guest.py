@@ -1,8 +1,8 @@
 """Model calls of foreign environments (such as Atropos's), which do their own recording.
 
-Chat and text completions pass through as they are, under the engine's own name for the model. With
-that, `/generate` speaks the dialect of the server that Atropos's `server_type=vllm` expects: token
-ids in, token ids with logprobs out. Nothing is limited and nothing is recorded.
+Chat and text completions are passed on unchanged except for the model's name. `/generate` speaks
+the dialect that Atropos's `server_type=vllm` expects: token ids in, token ids with logprobs out.
+Nothing is limited or recorded.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .asgi import (
 )
 
 _TIMEOUT_SECONDS = 3600.0
-"""Upper bound; the engine's own timeout is usually shorter."""
+"""Upper limit; the engine's own timeout is usually shorter."""
 
 
 async def pass_through(
     engine: Engine, key: str, path: str, body: bytes, receive: Receive, send: Send
 ) -> None:
-    """Answers one request by passing it to the engine's `path`.
+    """Passes one request on to the engine's `path` and returns its answer.
 
     Raises:
-        EnvserverError: to be told to the client; nothing of an answer has left yet.
+        EnvserverError: for the client; no part of an answer has been sent yet.
         Interrupted: the client hung up.
     """
     request = parse_object(body)
@@ -75,10 +75,10 @@ async def _relay(
 
 
 async def generate(engine: Engine, key: str, body: bytes, receive: Receive, send: Send) -> None:
-    """Answers one `/generate`.
+    """Answers one `/generate` request.
 
     Raises:
-        EnvserverError: to be told to the client.
+        EnvserverError: for the client.
         Interrupted: the client hung up.
     """
     if not engine.exact:
@@ -124,7 +124,7 @@ class _Logprobs(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    """`prompt_logprobs`: None for the first token, which nothing came before."""
+    """`prompt_logprobs` is None for the first token, which has no context."""
 
     token_ids: list[int]
     logprobs: _Logprobs
@@ -139,20 +139,20 @@ class _Completion(msgspec.Struct):
 
 
 def generate_answer(answer: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
-    """An engine's answer to a text completion in the form of `/generate`.
+    """Converts a text completion into the answer of `/generate`.
 
     Returns:
         `text`, `finish_reasons`, `token_ids` per choice; `logprobs` as [choice][position] lists of
         one {token id: logprob}; `prompt` (the text that was sent, "" for ids), `prompt_token_ids`
-        and, where they were asked for, `prompt_logprobs` as [choice][position].
+        and, if requested, `prompt_logprobs` as [choice][position].
 
     Raises:
-        EngineGarbage: ids and logprobs are not there, or do not agree.
+        EngineGarbage: ids or logprobs are missing, or do not match.
     """
     try:
         choices = msgspec.convert(answer, _Completion).choices
     except msgspec.ValidationError as error:
-        raise EngineGarbage(f"The engine's answer lacks what was asked for: {error}.") from None
+        raise EngineGarbage(f"The engine's answer lacks a requested field: {error}.") from None
     prompt = request.get("prompt")
     told: dict[str, Any] = {
         "text": [choice.text for choice in choices],
@@ -170,7 +170,7 @@ def generate_answer(answer: dict[str, Any], request: dict[str, Any]) -> dict[str
 def _positions(choice: _Choice) -> list[list[dict[str, float]]]:
     ids, logprobs = choice.token_ids, choice.logprobs.token_logprobs
     if len(ids) != len(logprobs):
-        raise EngineGarbage("The engine's answer has another number of logprobs than of tokens.")
+        raise EngineGarbage("The engine's answer has different numbers of logprobs and tokens.")
     return [[{str(token): logprob}] for token, logprob in zip(ids, logprobs, strict=True)]
 
 

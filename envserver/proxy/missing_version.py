@@ -1,9 +1,9 @@
-"""Versions that are asked for by name and that the engine does not have.
+"""Waits for policy versions that are requested by name and that the engine does not have yet.
 
-A LoRA adapter is missing for a moment where an engine was started again (its trainer gives it the
-adapters anew), before the first version is published, or where a call waited so long for room that
-its version went meanwhile. Such a call is sent again, with the name of the version of then, for as
-long as that may take; it is not the rollout's fault.
+A LoRA adapter is missing for a moment after the engine was restarted (its trainer loads the
+adapters again), before the first version is published, or when a call waited so long for a slot
+that its version was removed. Such a call is sent again with the then current version's name; the
+rollout is not to blame.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BACKOFF = Backoff(first_seconds=0.05, max_seconds=2.0)
 
 
 class MissingVersion:
-    """For one call: when to ask again."""
+    """Decides when one call may be sent again."""
 
     def __init__(self) -> None:
         self._since: float | None = None
@@ -32,12 +32,12 @@ class MissingVersion:
         """Returns when the call may be sent again.
 
         Args:
-            asked: the name that the engine was asked for, and refused by `error`.
-            now: the name of the version of now.
+            asked: the model name that the engine refused with `error`.
+            now: the name of the current version.
 
         Raises:
-            EngineRefused: `error` says something else than that there is no such model.
-            EngineUnavailable: the version did not come.
+            EngineRefused: `error` is not about an unknown model.
+            EngineUnavailable: the version did not appear in time.
         """
         if error.detail.get("status") != HTTPStatus.NOT_FOUND:
             raise error
@@ -47,8 +47,8 @@ class MissingVersion:
             return
         if time.monotonic() - self._since > PATIENCE_SECONDS:
             raise EngineUnavailable(
-                f"The engine has no {asked!r}: {error.message}",
-                hint="A trainer must publish it, with `envserver_clients.weights.Lora` or "
+                f"The engine has no model {asked!r}: {error.message}",
+                hint="A trainer must load it, with `envserver_clients.weights.Lora` or "
                 "/v1/load_lora_adapter.",
             )
         self._pauses += 1

@@ -1,6 +1,6 @@
-"""What an agent asks of the model, whatever the dialect it asked in.
+"""An agent's request to the model, whatever dialect it used.
 
-The common form is OpenAI's chat: every dialect is read into it, and every answer is told from it.
+The common form is OpenAI's chat API: every dialect is translated to it, and every answer from it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     """One request of an agent.
 
     Args:
-        dialect: the API in which it came.
-        request: the decoded body as it came.
-        messages, tools: in OpenAI's chat shape; no messages for a text completion.
-        prompt: the text, the ids, or a list of either, of a text completion; else None.
-        fields: what else the engine is to be sent, in the names of its chat API: stop, seed, n,
+        dialect: the API that the agent used.
+        body: the decoded request body as received.
+        messages, tools: in OpenAI's chat format; no messages for a text completion.
+        prompt: for a text completion its text, its token ids, or a list of either; else None.
+        fields: further fields for the engine, under their names in its chat API: stop, seed, n,
             tool_choice, response_format, top_logprobs, ...
-        choices: how many answers.
-        wanted_tokens: the agent's own limit per choice, None without one.
-        tokens_field: the name under which the engine is sent that limit.
-        stream: the agent wants a stream.
-        wants_*: what the agent asked for and may therefore see.
+        choices: number of answers.
+        wanted_tokens: the agent's own limit per choice, or None.
+        tokens_field: the name of that limit in the engine's request.
+        stream: whether the agent wants a stream.
+        wants_*: what the agent asked for and therefore gets to see.
     """
 
     dialect: Dialect

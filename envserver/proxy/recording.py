@@ -1,8 +1,8 @@
-"""What an engine answered -> Calls.
+"""Turns an engine's answer into Calls.
 
-A call is exact only if the ids of its prompt, the ids of its completion and a logprob for each of
-these are there and agree with each other and with the engine's own count; otherwise it is flagged,
-never mended.
+A call is exact only if it has the prompt's ids, the completion's ids and a logprob for each of
+these, and if they agree with each other and with the engine's own count. A call that is not exact
+is flagged, never repaired.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from .engine_answer import EngineAnswer, SampledChoice
 _INT32_MAX = 2**31 - 1
 _LEAST_LOGPROB = float(np.finfo(np.float32).min)
 _CALL_OPENERS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "<|python_tag|>", "<|tool_call>")
-"""What engines leave in the text of a call that they could not parse."""
+"""Markers that stay in the text when an engine could not parse a tool call."""
 _NUMBER_AT_END = re.compile(r"(?<![\d.])(\d{1,9})$")
 
 
 class CallContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What all calls of one exchange share; the fields are those of Call.
+    """What all calls of one engine answer share; the fields are those of Call.
 
     Args:
-        asked_model: the name that the engine was sent (`model` may hold a place for the version).
-        first_version, last_version: the policy's at the start and at the end.
-        prompt: how the prompt came to be.
-        follows_policy: whether the policy samples, so that what the engine says of versions counts.
-        names_versions: whether the engine has said the number of a version before: one that says
-            none then was started again, with the weights that it starts with.
+        asked_model: the name that was requested (`model` may hold a placeholder for the version).
+        first_version, last_version: the policy version at the start and at the end.
+        prompt: the prompt plan.
+        follows_policy: whether the policy samples, so that the engine's version numbers count.
+        names_versions: whether the engine has reported a version number before. If it reports none
+            afterwards, it was restarted and has lost the published weights.
     """
 
     model: str
@@ -61,20 +61,20 @@ class CallContext(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_named(self) -> bool:
-        """Whether the engine was asked for one version by its name, and no other may answer."""
+        """Whether one version was requested by its name, so that no other may answer."""
         return VERSION_PLACEHOLDER in self.model
 
 
 def calls_of(
     engine_answer: EngineAnswer, context: CallContext, broken: str | None = None
 ) -> list[Call]:
-    """One Call per choice, in order of the choices; `index` is set when they are committed.
+    """Returns one Call per choice, in their order; `index` is set when they are committed.
 
-    They are not delivered until `mark_delivered` says so.
+    They count as undelivered until `mark_delivered` is called.
 
     Args:
-        broken: "disconnect" or "error" when the exchange ended before the engine's answer did: such
-            calls hold what had arrived, and lack nothing that was promised.
+        broken: "disconnect" or "error" if the exchange ended before the engine's answer did. Such
+            calls hold what had arrived and get no flags for missing fields.
     """
     shared = [*context.flags, *context.prompt.flags]
     if broken is None and not _count_agrees(engine_answer):
@@ -159,7 +159,8 @@ def _told_tokens(
     prompt_ids: NDArray[np.int32] | None,
     ids: NDArray[np.int32] | None,
 ) -> tuple[int, int]:
-    """The engine's counts where there are no ids; those of all choices stand at the first."""
+    """Returns (prompt, completion) counts of the engine where ids are missing, on the first
+    choice."""
     if choice.index:
         return (0, 0)
     prompt = 0 if prompt_ids is not None else engine_answer.prompt_tokens or 0
@@ -169,15 +170,18 @@ def _told_tokens(
 def _sampled(
     engine_answer: EngineAnswer, choice: SampledChoice
 ) -> tuple[NDArray[np.int32] | None, NDArray[np.float32] | None]:
-    """Its ids and their logprobs. Where nothing was sampled, nothing is missing: vLLM says nothing
-    about a call that is aborted before its first token."""
+    """Returns the sampled ids and logprobs.
+
+    If nothing was sampled, nothing is missing: vLLM sends neither for a call that was aborted
+        before
+    its first token."""
     ids = _ids([] if choice.ids is None and engine_answer.completion_tokens == 0 else choice.ids)
     empty = ids is not None and not ids.size
     return ids, _logprobs([] if choice.logprobs is None and empty else choice.logprobs)
 
 
 def names_version(engine_answer: EngineAnswer) -> bool:
-    """Whether the engine said a version by its number."""
+    """Whether the engine reported a version number."""
     return any(
         _number(span.get("version")) >= 0
         for choice in engine_answer.choices
@@ -187,23 +191,23 @@ def names_version(engine_answer: EngineAnswer) -> bool:
 
 
 def mark_delivered(calls: list[Call]) -> None:
-    """The client has the whole answer."""
+    """Marks `calls` as delivered: the client has the whole answer."""
     for call in calls:
         call.delivered = "full"
         call.flags = [flag for flag in call.flags if flag != "undelivered_completion"]
 
 
 def mark_replayed(calls: list[Call]) -> None:
-    """The answer was given again to a retry."""
+    """Marks `calls` as sent again to a retry."""
     for call in calls:
         call.replayed = True
         call.flags = _distinct([*call.flags, "client_retry_replayed"])
 
 
 def _bracketed(size: int, context: CallContext) -> list[VersionSpan]:
-    """One span: the version that was asked for, else that at the time of the exchange.
+    """Returns one span with the requested version, or else the policy's version during the call.
 
-    Where the policy changed during the exchange it is the lower one: never newer than the truth.
+    If the policy changed during the call, the lower version is used: never newer than the truth.
     """
     if context.is_named and context.follows_policy:
         version = max(0, context.first_version)
@@ -215,11 +219,11 @@ def _bracketed(size: int, context: CallContext) -> list[VersionSpan]:
 def _told_versions(
     spans: list[Any] | None, size: int, *, begun_before_any: bool
 ) -> list[VersionSpan] | None:
-    """The engine's spans where they have numbers and cover [0, size); else None.
+    """Returns the engine's spans if they have numbers and cover [0, size), else None.
 
     Args:
-        begun_before_any: the first version may have come while the call was at the engine: what
-            was sampled before it has none, and is of -1.
+        begun_before_any: the first version may have been published during the call; tokens
+            sampled before it have version -1.
     """
     told: list[VersionSpan] = []
     at = 0
@@ -236,7 +240,7 @@ def _told_versions(
 
 
 def _number(version: Any) -> int:
-    """The whole number at the end of a version's name (`17`, `step-17`, `policy@17`), else -1."""
+    """Returns the integer at the end of a version name (`17`, `step-17`, `policy@17`), or -1."""
     if type(version) is int:
         return version if 0 <= version <= _INT32_MAX else -1
     found = _NUMBER_AT_END.search(version) if isinstance(version, str) else None
@@ -286,7 +290,7 @@ def _finish_flags(finish: str, choice: SampledChoice, context: CallContext) -> l
 
 
 def _begins_a_call(message: Message) -> bool:
-    """Whether an answer that was cut off holds a tool call, or what is left of one as text."""
+    """Whether a truncated answer holds a tool call or the beginning of one as text."""
     content = message.get("content")
     if message.get("tool_calls") or not isinstance(content, str):
         return bool(message.get("tool_calls"))
@@ -294,7 +298,7 @@ def _begins_a_call(message: Message) -> bool:
 
 
 def _ids(values: list[Any] | None) -> NDArray[np.int32] | None:
-    """`values` as ids; None unless every one is a whole number that can be one."""
+    """Returns `values` as token ids, or None if one is not a non-negative 32-bit integer."""
     if values is None or not set(map(type, values)) <= {int}:
         return None
     try:
@@ -307,7 +311,7 @@ def _ids(values: list[Any] | None) -> NDArray[np.int32] | None:
 
 
 def _logprobs(values: list[Any] | None) -> NDArray[np.float32] | None:
-    """`values` as logprobs; None unless every one is a number that can be one."""
+    """Returns `values` as logprobs, or None if one is not a finite number of at most 0."""
     if values is None or not set(map(type, values)) <= {int, float}:
         return None
     if values and not _LEAST_LOGPROB <= min(values) <= max(values) <= LOGPROB_ROUNDING:

@@ -1,10 +1,9 @@
-"""One request of an agent for a model call, from its body to the last byte of its answer.
+"""Handles one model request of an agent, from its body to the last byte of its answer.
 
-The order is what matters: the limits are checked and taken before the engine is asked; the calls
-are committed before the agent can know that its answer is complete (a streamed answer's ends are
-held back until then). What ends a stream early leaves a record of what was sampled until then,
-marked as broken. After a seal, and where the engine failed before it sent anything, there is no
-record.
+The order matters: limits are checked and taken before the engine is called; calls are committed
+before the agent can know that its answer is complete (the ends of a streamed answer are held back
+until then). If a stream ends early, what was sampled so far is recorded and marked as broken. After
+a seal, and if the engine failed before it sent anything, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ from .retries import RetryMarks
 from .streaming import chunks_of
 
 KEEP_ALIVE_SECONDS = 10.0
-"""A client that waits for a stream hears something this often."""
+"""Interval of keep-alive comments to a client that waits for a stream."""
 _KEEP_ALIVE = b": keep-alive\n\n"
 _SLOW_CLIENT_SECONDS = 5.0
-"""How long after the deadline an agent may still take to read its answer."""
+"""Time after the deadline in which an agent may still read its answer."""
 _CLOCK_ERROR_SECONDS = 0.05
 
 
 class RequestHandler:
-    """One request; `answer` does everything.
+    """One request; call `answer`.
 
     Args:
-        api: the dialect that the agent speaks.
-        agent: which agent of the attempt asks, None for the only one.
+        dialect: the API that the agent uses.
+        agent: the agent of the attempt, None for the only one.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class RequestHandler:
     async def answer(self, body: bytes, marks: RetryMarks) -> None:
         """
         Raises:
-            EnvserverError: to be told to the agent; nothing of an answer has left yet.
+            EnvserverError: for the agent; no part of an answer has been sent yet.
         """
         request = self._dialect.read(parse_object(body), self._memory)
         if request.stream:
@@ -96,7 +95,7 @@ class RequestHandler:
         await self._guarded(call_task, again=False)
 
     async def _guarded(self, call_task: CallTask, *, again: bool) -> None:
-        """Answers with `work`; what ends it early is recorded and told."""
+        """Answers with `call_task`; an early end is recorded and reported to the agent."""
         try:
             await self._answer_with(call_task, again=again)
         except Interrupted as interrupted:
@@ -171,7 +170,7 @@ class RequestHandler:
 
     @asynccontextmanager
     async def _kept_alive(self) -> AsyncIterator[None]:
-        """Within it, a client that wants a stream hears something now and then."""
+        """Sends keep-alive comments within the block if the client wants a stream."""
         pulse = asyncio.create_task(self._pulse()) if self._writer else None
         try:
             yield
@@ -196,7 +195,7 @@ class RequestHandler:
             await self._fail(call_task.failed(_too_slow()))
 
     def _gone(self, call_task: CallTask) -> None:
-        """The agent hung up before the end: a whole answer is still waited for, a stream is not."""
+        """Handles a hang-up: a whole answer is still awaited and recorded, a stream is not."""
         if call_task.calls:
             return
         late = self._attempt.seconds_left <= _CLOCK_ERROR_SECONDS
@@ -204,13 +203,13 @@ class RequestHandler:
             call_task.cancel()
             call_task.break_off("disconnect")
         if late:
-            # Whoever ran the agent ended it at the deadline, while the engine was at work.
+            # The worker stopped the agent at the deadline while the engine was sampling.
             call_task.failed(_too_slow())
         elif call_task.task is None and not call_task.calls:
             self._attempt.return_turn(self._agent)
 
     async def _fail(self, error: EnvserverError) -> None:
-        """Tells the agent of `error`: in the stream that has begun, else by raising it."""
+        """Reports `error` in the stream if it has begun, else raises it."""
         if not self._begun:
             raise error
         if self._writer is not None:
@@ -218,8 +217,9 @@ class RequestHandler:
 
 
 def _too_slow() -> EngineTimeout:
-    """A deadline that falls while the engine is at work is not the model's fault."""
+    """Returns the error for a deadline that passes while the engine samples: not the model's
+    fault."""
     return EngineTimeout(
-        "The rollout's time ended while the engine was at work.",
-        hint="Allow more by --env.worker_timeout, or fewer at once by --rollouts.max_concurrent.",
+        "The rollout's time ended while the engine was sampling.",
+        hint="Raise --env.worker_timeout, or lower --rollouts.max_concurrent.",
     )

@@ -1,9 +1,9 @@
-"""Retries of clients: the same answer again instead of a second sample.
+"""Answers a client's retry with the first request's answer instead of a second sample.
 
-A client that lost an answer sends the same request again. Where it says so (`Idempotency-Key`, or
-`x-stainless-retry-count` as the official SDKs send it) it is joined to the first request's work, in
-flight or done; a true stream is not told twice, and is sampled anew. Equal requests that are not
-marked are new samples: that is what an agent wants that asks twice.
+A client that lost an answer sends the same request again. If it says so (`Idempotency-Key`, or
+`x-stainless-retry-count` as the official SDKs send it), it joins the first request's call, running
+or done. A true stream is not repeated but sampled again. Equal requests without a mark are new
+samples: that is what an agent wants that asks twice.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _REMEMBERED = 64
 
 
 class Answering(Protocol):
-    """What is done for a request."""
+    """A running or finished call that a retry can join."""
 
     @property
     def is_lost(self) -> bool:
-        """Nobody waits for its answer, and nobody got it."""
+        """Whether nobody waits for its answer and nobody got it."""
 
 
 TaskT = TypeVar("TaskT", bound=Answering)
 
 
 def digest_of(path: str, agent: str | None, body: bytes) -> bytes:
-    """BLAKE2b-128 of a request: where it went, who sent it, what it said."""
+    """Returns the BLAKE2b-128 digest of a request's path, agent and body."""
     digest = blake2b(digest_size=16)
     for part in (path.encode(), (agent or "").encode()):
         digest.update(b"%d:" % len(part) + part)
@@ -40,7 +40,7 @@ def digest_of(path: str, agent: str | None, body: bytes) -> bytes:
 
 
 class RetryMarks:
-    """What a request says of being a retry."""
+    """The headers by which a request marks itself as a retry."""
 
     def __init__(self, scope: Scope, digest: bytes) -> None:
         self.digest = digest
@@ -56,34 +56,34 @@ class Retries(Generic[TaskT]):
         self._latest: deque[tuple[RetryMarks, TaskT]] = deque(maxlen=_REMEMBERED)
 
     def find(self, marks: RetryMarks) -> TaskT | None:
-        """The work that this request asks for again, None if it is a new one.
+        """Returns the call that this request repeats, or None if the request is new.
 
-        A key names it. Without one, where an agent asked the same several times, it is the work
-        whose answer was lost.
+        A key identifies the call. Without one, if an agent sent the same request several times, the
+        call whose answer was lost is returned.
 
         Raises:
-            ConflictError: its key came before with another request.
+            ConflictError: the key was used before with another request.
         """
         if not (marks.key or marks.is_retry):
             return None
         known = [(known, call_task) for known, call_task in self._latest if known.key == marks.key]
         same = [call_task for known, call_task in known if known.digest == marks.digest]
         if marks.key and len(same) < len(known):
-            raise ConflictError("This Idempotency-Key came before with another request.")
+            raise ConflictError("This Idempotency-Key was used before with another request.")
         return next(
             (call_task for call_task in same if call_task.is_lost), same[-1] if same else None
         )
 
     def begin(self, marks: RetryMarks, call_task: TaskT) -> None:
-        """`work` is done for this request."""
+        """Remembers that `call_task` answers this request."""
         self._latest.append((marks, call_task))
 
     def forget(self, call_task: TaskT) -> None:
-        """`work` came to nothing that could be given again: a retry is a new request."""
+        """Forgets a call without an answer to repeat: a retry is a new request."""
         self._latest = deque(
             (pair for pair in self._latest if pair[1] is not call_task), _REMEMBERED
         )
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Forgets all requests."""
         self._latest.clear()

@@ -1,8 +1,8 @@
-"""Requests of an attempt about its sandboxes: bounded, and ended with the attempt.
+"""Handles a worker's requests for sandboxes: limited in size and time, stopped with the attempt.
 
-The proxy knows who asks and until when; what a sandbox is, only the `SandboxHost` knows. `POST
-sandbox/...` takes and gives MessagePack; errors look as everywhere here. A failure that is not the
-agent's fault is noted in the attempt before the agent is told, for it may hide it.
+The proxy knows the attempt and its deadline; only the `SandboxHost` knows sandboxes. `POST
+sandbox/...` takes and returns MessagePack; errors are JSON as everywhere. A failure that is not the
+agent's fault is recorded before the agent sees it, since the agent may hide it.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from .attempts import ProxyAttempt, ended
 
 PREFIX = "sandbox/"
 _LAST_SECONDS = 5.0
-"""After its deadline an attempt may still close what it opened."""
+"""Time after the deadline in which an attempt may still close its sandboxes."""
 
 
 class SandboxHost(Protocol):
-    """Has the sandboxes of all attempts in flight."""
+    """Owns the sandboxes of all running attempts."""
 
     @property
     def open(self) -> int:
-        """Sandboxes that attempts have now, or wait for."""
+        """Number of sandboxes that are open or waited for."""
 
     def most_bytes(self, path: str) -> int:
-        """The largest body that a request to `path` may have."""
+        """Returns the maximum body size in bytes of requests to `path`."""
 
     async def answer(self, attempt: ProxyAttempt, path: str, body: bytes) -> bytes:
-        """Carries out one request; when it is cancelled, so is what it began.
+        """Carries out one request; cancelling it cancels what it started.
 
         Raises:
-            InputError, LimitReached: the asker's fault.
-            SandboxError: ours.
+            InputError, LimitReached: the request is at fault.
+            SandboxError: the sandbox is at fault.
         """
 
     def seal(self, attempt: ProxyAttempt) -> None:
-        """The attempt has ended: its sandboxes end now, and it gets no more."""
+        """Closes the attempt's sandboxes and refuses further ones."""
 
     async def settle(self, attempt: ProxyAttempt) -> SandboxUsage | None:
-        """What its programs used, None where it had no sandbox; after `seal`, when all is gone."""
+        """Waits, after `seal`, until all is gone; returns the usage, None without a sandbox."""
 
 
 async def answer_about_sandboxes(
@@ -56,11 +56,11 @@ async def answer_about_sandboxes(
     """Answers one request.
 
     Args:
-        host: None where the environment declares no sandbox.
-        path: behind PREFIX.
+        host: None if the environment declares no sandbox.
+        path: the part after PREFIX.
 
     Raises:
-        EnvserverError: to be told to the worker; nothing of an answer has left yet.
+        EnvserverError: for the worker; no part of an answer has been sent yet.
         ConflictError: the attempt is sealed.
     """
     if host is None:

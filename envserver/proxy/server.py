@@ -1,7 +1,7 @@
-"""The proxy as an ASGI application: who may ask, which route answers, how errors look.
+"""The proxy as an ASGI application: keys, routes and errors.
 
-`/r/{key}/...` for one attempt or one guest; `/r/{key}/a/{agent}/v1/...` names the agent of an
-attempt that has several (so does the header `x-agent`). The path may stand behind any prefix.
+`/r/{key}/...` serves one attempt or one guest. `/r/{key}/a/{agent}/v1/...` names the agent of an
+attempt that has several (so does the header `x-agent`). Any prefix may precede the path.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _HEALTH_SECONDS = 1.0
 _NO_RETRY = ((b"x-should-retry", b"false"),)
 _MAX_AGENT_NAME = 80
 _MAX_ACTIONS_BYTES = 2 << 20
-"""Of one batch of steps; workers send half as much."""
+"""Limit of one batch of steps; workers send half as much."""
 _ASKING = {path.removeprefix("v1/") for path in DIALECTS}
 
 _CHAT = DIALECTS["v1/chat/completions"]
@@ -74,16 +74,16 @@ class _WrongMethod(UsageError):
 
 
 class Proxy:
-    """The endpoint of all attempts in flight.
+    """The endpoint of all running attempts.
 
     Args:
-        engine: open as long as the proxy is used; the proxy neither opens nor closes it.
-        source: how attempts' calls are asked of it; unset: through its chat API only.
-        sources: those of agents that are asked elsewhere or otherwise, by `Seat.source`.
-        sandboxes: has those that agents may open; unset: none.
-        services: what the environment does for its agents; unset: nothing.
-        max_body_bytes: of a request, as sent and inflated.
-        clock: seconds; only for how long sealed keys are remembered.
+        engine: must be open while the proxy is used; the proxy neither opens nor closes it.
+        endpoint: how attempts' calls reach the engine; default: through its chat API only.
+        endpoints: those of agents with their own engine or model, by `AgentRoute.endpoint`.
+        sandboxes: owner of the agents' sandboxes; default: none.
+        services: the environment's services by name; default: none.
+        max_body_bytes: limit of a request, as sent and inflated.
+        clock: seconds; used only to forget sealed keys.
     """
 
     def __init__(
@@ -106,52 +106,54 @@ class Proxy:
         self._clock = clock
         self._attempts: dict[str, ProxyAttempt] = {}
         self._guests: set[str] = set()
-        # Its record is large, and whoever ran it holds it as long as it is needed.
+        # Weak: a record is large, and its runner holds it as long as it is needed.
         self._sealed: dict[str, weakref.ref[ProxyAttempt]] = {}
         self._sealed_at: deque[tuple[float, str]] = deque()
         self._health = (-_HEALTH_SECONDS, False)
         self.added_seconds = Distribution(SHORT_SECONDS)
-        """Of calls that were answered whole: the time that was not the engine's."""
+        """Seconds of each call with a whole answer that were not spent waiting for the engine."""
 
     @property
     def policy_version(self) -> int:
-        """The version that the engine serves now, as its trainer says; -1: unknown."""
+        """The policy version that the trainer published last; -1 if unknown."""
         return self._endpoint.policy_version
 
     def publish_version(self, version: int) -> None:
-        """The engine serves `version` of the policy from now on."""
+        """Records that the engine serves policy `version` from now on."""
         for endpoint in self._endpoints.values():
             endpoint.policy_version = version
 
     def engine_described(self) -> dict[str, Any]:
-        """How the engine is asked, for people; empty until it answered once. `agents`: likewise of
-        those that are asked elsewhere."""
+        """Describes for people how the engine is called; empty until it answered once.
+
+        `agents` describes the engines of agents that have their own."""
         others = {name: one.described() for name, one in self._endpoints.items() if name}
         return {**self._endpoint.described(), **({"agents": others} if others else {})}
 
     @property
     def services(self) -> ServiceRouter:
-        """Where agents ask for the environment's services."""
+        """The environment's services."""
         return self._services
 
     @property
     def open_sandboxes(self) -> int:
-        """That attempts have now, or wait for."""
+        """Number of sandboxes that are open or waited for."""
         return self._sandboxes.open if self._sandboxes is not None else 0
 
     @property
     def gate(self) -> Gate:
-        """Before which the attempts' calls wait while the engine's weights change."""
+        """Pauses calls during weight updates."""
         return self._endpoint.gate
 
     def open(self, spec: AttemptSpec) -> ProxyAttempt:
-        """A new attempt, under a key that cannot be guessed."""
+        """Opens an attempt under a new secret key."""
         attempt = ProxyAttempt(secrets.token_urlsafe(24), spec)
         self._attempts[attempt.key] = attempt
         return attempt
 
     def seal(self, attempt: ProxyAttempt) -> None:
-        """Ends an attempt: requests in flight end, later ones get 409 (after a minute 404)."""
+        """Ends an attempt: requests in flight are stopped, later ones get 409 (404 after a
+        minute)."""
         attempt.seal()
         if self._sandboxes is not None:
             self._sandboxes.seal(attempt)
@@ -161,21 +163,21 @@ class Proxy:
         self._forget()
 
     async def settle(self, attempt: ProxyAttempt) -> SandboxUsage | None:
-        """Returns when nothing of a sealed attempt runs any more: what its programs used in
-        sandboxes, None where it had none.
+        """Waits until nothing of a sealed attempt runs; returns its sandbox usage, None without
+        any.
         """
         return await self._sandboxes.settle(attempt) if self._sandboxes is not None else None
 
     def open_guest(self) -> str:
-        """A key for a foreign environment: no limits, nothing recorded."""
+        """Returns a key for a foreign environment, without limits or recording."""
         key = secrets.token_urlsafe(24)
         self._guests.add(key)
         return key
 
     def asgi(self) -> AsgiApp:
-        """The application, for `/r/`."""
+        """Returns the ASGI application for `/r/`."""
 
-        # A plain function: uvicorn takes a bound method for an application of the old ASGI 2.
+        # A plain function: uvicorn mistakes a bound method for an ASGI 2 application.
         async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
             await self._app(scope, receive, send)
 
@@ -204,12 +206,13 @@ class Proxy:
             if key in self._sealed:
                 self._late(self._sealed[key](), path)
                 raise ended()
-            raise NotFoundError("There is nothing under this address.")
+            raise NotFoundError("There is nothing at this address.")
         if attempt is not None:
             spec = attempt.spec
             bind_contextvars(rollout_id=spec.rollout_id, group_id=spec.group_id)
         if attempt is None:
-            # Environments of others have a setting for the address, and often a key of their own.
+            # Foreign environments have a setting for the address, but often send a key of their
+            # own.
             await self._guest_route(scope, key, path, receive, send)
         else:
             _check_bearer(scope, key)
@@ -260,7 +263,7 @@ class Proxy:
                 take_actions(attempt, await read_body(scope, receive, _MAX_ACTIONS_BYTES))
                 await send_nothing(send)
             case _:
-                # An endpoint that is not recorded must not give tokens to an attempt.
+                # An unrecorded endpoint must not give tokens to an attempt.
                 path = path[:80]
                 _log.warning("foreign_endpoint", rollout_id=attempt.spec.rollout_id, path=path)
                 raise NotFoundError(f"/{path} is not offered here.")
@@ -285,7 +288,8 @@ class Proxy:
             self.added_seconds.add(max(0.0, time.perf_counter() - began - watch.seconds))
 
     def _late(self, attempt: ProxyAttempt | None, path: str) -> None:
-        """Notes a model call that came after the end of its attempt; None: that is long over."""
+        """Counts a model call that came after the end of its attempt, if the record still
+        exists."""
         if attempt is not None and path.rpartition("v1/")[2] in _ASKING:
             attempt.late_calls += 1
             _log.warning("call_after_seal", rollout_id=attempt.spec.rollout_id, path=path[:80])
@@ -313,7 +317,7 @@ class Proxy:
                 raise NotFoundError(f"/{path[:80]} is not offered here.")
 
     async def _send_health(self, send: Send) -> None:
-        """200 when some replica answers. Asked at most once a second: clients poll this."""
+        """Sends 200 if a replica answers. Checks at most once a second, since clients poll this."""
         asked_at, healthy = self._health
         if self._clock() - asked_at >= _HEALTH_SECONDS:
             healthy = any(replica.healthy for replica in await self._engine.health())
@@ -321,22 +325,22 @@ class Proxy:
         await send_json(send, 200 if healthy else 503, {"healthy": healthy})
 
     def _forget(self) -> None:
-        """Forgets the keys that were sealed a minute ago."""
+        """Forgets keys that were sealed over a minute ago."""
         oldest = self._clock() - _REMEMBER_SEALED_SECONDS
         while self._sealed_at and self._sealed_at[0][0] <= oldest:
             self._sealed.pop(self._sealed_at.popleft()[1], None)
 
 
 def _status(error: EnvserverError) -> int:
-    """As the APIs that agents speak have it: 400 for what cannot be asked.
+    """Returns the status that agents' clients expect: 400 for an impossible request.
 
-    The limit of a rollout is no rate limit either: clients must not wait and try again.
+    A rollout's limit is not a rate limit: clients must not wait and try again.
     """
     return 400 if isinstance(error, InputError | LimitReached) else error.status
 
 
 def _api_of(path: str) -> DialectAdapter:
-    """The dialect in whose form the client expects errors, also of what lies below its path."""
+    """Returns the dialect in which the client at `path`, or below it, expects errors."""
     asked = f"v1/{path.rpartition('/v1/')[2]}/"
     return next(
         (dialect for known, dialect in DIALECTS.items() if asked.startswith(f"{known}/")), _CHAT
@@ -346,13 +350,13 @@ def _api_of(path: str) -> DialectAdapter:
 def _check_bearer(scope: Scope, key: str) -> None:
     """
     Raises:
-        _WrongKey: the client sends a key, and it is not that of the path.
+        _WrongKey: the client sends a key that differs from the path's.
     """
     scheme, _, token = header(scope, b"authorization").partition(" ")
     bearer = token.strip() if scheme.lower() == "bearer" else scheme
     for sent in (bearer, header(scope, b"x-api-key")):
         if sent and not hmac.compare_digest(sent.encode(), key.encode()):
-            raise _WrongKey("The key that was sent does not belong to this address.")
+            raise _WrongKey("The key does not belong to this address.")
 
 
 def _require(method: str, wanted: str) -> None:

@@ -1,8 +1,8 @@
-"""Calls of an attempt to its environment's services: bounded, and ended with the attempt.
+"""Handles an attempt's calls to its environment's services: limited, stopped with the attempt.
 
-`POST tools/{name}` takes a JSON object and gives JSON; errors look as everywhere here. What a
-service is, only the environment knows (`Environment.services`). A failure that is not the agent's
-fault is noted in the attempt before the agent is told, for it may hide it.
+`POST tools/{name}` takes and returns a JSON object; errors look as everywhere. Only the environment
+knows what a service does (`Environment.services`). A failure that is not the agent's fault is
+recorded before the agent sees it, since the agent may hide it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .attempts import ProxyAttempt, ended
 
 TOOLS_PREFIX = "tools/"
 MOST_CALLS = 2000
-"""Of one attempt."""
+"""Maximum calls of one attempt."""
 _AT_A_TIME = 8
-"""Calls of one attempt; more wait."""
+"""Calls of one attempt at the same time; further ones wait."""
 _MOST_BODY_BYTES = 1 << 20
 _MOST_ANSWER_BYTES = 16 << 20
 _MOST_FLAGS = 16
@@ -34,7 +34,7 @@ _log = structlog.get_logger("envserver.services")
 
 
 class ServiceRouter:
-    """Where agents ask for `services`, by their names."""
+    """Routes agents' calls to `services` by name."""
 
     def __init__(self, services: Mapping[str, Service]) -> None:
         self._services = services
@@ -42,11 +42,11 @@ class ServiceRouter:
         self._places: WeakKeyDictionary[ProxyAttempt, asyncio.Semaphore] = WeakKeyDictionary()
 
     def counts(self) -> Mapping[str, float]:
-        """What the services counted since the start, by name."""
+        """Returns what the services counted since the start, by name."""
         return self._known.counts()
 
     def shown(self, group_id: str) -> dict[str, Any]:
-        """What they showed the rollouts of a group that is at its end."""
+        """Returns what the services showed to the rollouts of a finished group."""
         return self._known.shown(group_id)
 
     async def answer(
@@ -55,13 +55,13 @@ class ServiceRouter:
         """Answers one call.
 
         Raises:
-            EnvserverError: to be told to the worker; nothing of an answer has left yet.
+            EnvserverError: for the worker; no part of an answer has been sent yet.
             ConflictError: the attempt is sealed.
         """
         service = self._services.get(name)
         if service is None:
             known = ", ".join(self._services) or "none"
-            raise NotFoundError(f"There is no service {name[:80]!r} here; there are: {known}.")
+            raise NotFoundError(f"There is no service {name[:80]!r}. Known services: {known}.")
         arguments = parse_object(await read_body(scope, receive, _MOST_BODY_BYTES))
         if attempt.sealed:
             raise ended()
@@ -94,7 +94,7 @@ class ServiceRouter:
         arguments: dict[str, Any],
         receive: Receive,
     ) -> bytes:
-        """The answer's body, while somebody waits for it and there is time."""
+        """Runs the service while the client waits and time is left; returns the answer's body."""
         places = self._places.setdefault(attempt, asyncio.Semaphore(_AT_A_TIME))
         interrupts = Interrupts(receive, max(0.0, attempt.seconds_left))
         attempt.working(interrupts)
@@ -110,8 +110,8 @@ async def _asked(
 ) -> bytes:
     """
     Raises:
-        UsageError, LimitReached: the asker's fault.
-        ServiceError: ours.
+        UsageError, LimitReached: the request is at fault.
+            ServiceError: the service is at fault.
     """
     spec = attempt.spec
     caller = Caller(
@@ -125,7 +125,7 @@ async def _asked(
     except (UsageError, LimitReached, ServiceError):
         raise
     except Exception as error:
-        # Its words may hold addresses and keys: they are for the log alone.
+        # The message may hold addresses and keys: it goes to the log only.
         _log.exception("service_failed", rollout_id=spec.rollout_id, service=name)
         raise ServiceError(f"The service {name!r} failed: {type(error).__name__}.") from error
     if len(body) > _MOST_ANSWER_BYTES:

@@ -1,7 +1,8 @@
-"""Chunks of a streamed chat answer: collected for the record, cleaned for the agent, or made.
+"""Chunks of a chat answer: collected for the record, cleaned for the agent, or made from a whole
+answer. Pure.
 
-Pure. With tools the engine is asked for a whole answer and the chunks are made from it, since what
-an engine parses from a stream may differ from what it parses from the whole.
+With tools the engine is asked for a whole answer and the chunks are made from it, since an engine
+may parse a stream differently.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _TEXTS = (*_ANSWER, *_REASONING)
 
 
 class Collector:
-    """Puts the chunks of one stream together again. Chunks are those of the engine, uncleaned."""
+    """Assembles the engine's chunks of one stream, before they are cleaned."""
 
     def __init__(self, request: ModelRequest) -> None:
         self._wanted = _TEXTS if request.wants_reasoning else _ANSWER
@@ -31,10 +32,10 @@ class Collector:
         self._model = ""
 
     def add(self, chunk: dict[str, Any]) -> None:
-        """Takes in one chunk.
+        """Adds one chunk.
 
         Raises:
-            EngineGarbage: it is none.
+            EngineGarbage: it is not a chat chunk.
         """
         check_chunk(chunk)
         self._model = chunk.get("model") or self._model
@@ -48,7 +49,7 @@ class Collector:
             self._add_choice(part)
 
     def engine_answer(self) -> EngineAnswer:
-        """All that was taken in."""
+        """Returns the answer assembled so far."""
         for index, choice in self._choices.items():
             texts = self._texts[index]
             choice.message = {
@@ -90,7 +91,7 @@ class Collector:
 
 
 def _extended(held: list[Any] | None, more: list[Any]) -> list[Any]:
-    """`held` with `more` behind it, in place: a stream has thousands of chunks."""
+    """Appends `more` to `held` in place, since a stream has thousands of chunks."""
     if held is None:
         return [*more]
     held.extend(more)
@@ -98,7 +99,7 @@ def _extended(held: list[Any] | None, more: list[Any]) -> list[Any]:
 
 
 def clean_answer(answer: dict[str, Any], request: ModelRequest) -> None:
-    """Takes out of a whole answer what only we asked for."""
+    """Removes from a whole answer what only the proxy asked for."""
     if not request.wants_token_ids:
         answer.pop("prompt_token_ids", None)
     for choice in answer["choices"]:
@@ -108,7 +109,8 @@ def clean_answer(answer: dict[str, Any], request: ModelRequest) -> None:
 
 
 def clean_chunk(chunk: dict[str, Any], request: ModelRequest) -> bool:
-    """Takes out of a chunk what only we asked for; False when nothing is left to send."""
+    """Removes from a chunk what only the proxy asked for; returns False if nothing is left to
+    send."""
     if not request.wants_token_ids:
         chunk.pop("prompt_token_ids", None)
     if request.wants_usage:
@@ -126,13 +128,13 @@ def clean_chunk(chunk: dict[str, Any], request: ModelRequest) -> bool:
 
 
 def is_last(chunk: dict[str, Any]) -> bool:
-    """Whether some choice ends with this chunk, or all have ended (usage)."""
+    """Whether a choice ends with this chunk, or all have ended (usage)."""
     parts = _choices(chunk)
     return not parts or any(part.get("finish_reason") is not None for part in parts)
 
 
 def chunks_of(answer: dict[str, Any], request: ModelRequest) -> Iterator[dict[str, Any]]:
-    """A cleaned whole answer as chunks: role, texts, whole tool calls, end; then the usage."""
+    """Splits a cleaned whole answer into chunks: role, texts, whole tool calls, end; then usage."""
     head = {
         "id": answer.get("id", ""),
         "object": "chat.completion.chunk",

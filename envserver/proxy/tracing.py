@@ -1,4 +1,4 @@
-"""A model call as a span: what was asked for and what it took, never what was said."""
+"""Traces a model call as a span, with its settings and token counts, never its text."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _REQUEST = {
 
 @contextmanager
 def model_call(attempt: ProxyAttempt, agent: str | None, body: Mapping[str, Any]) -> Iterator[Span]:
-    """Within: the engine is asked; its requests carry the span's `traceparent`.
+    """Opens a span for a model call; requests to the engine carry its `traceparent`.
 
-    The names are those of OpenTelemetry's conventions for generative AI.
+    Attribute names follow OpenTelemetry's conventions for generative AI.
     """
     if not attempt.span.traceparent:
         yield attempt.span
@@ -40,7 +40,7 @@ def model_call(attempt: ProxyAttempt, agent: str | None, body: Mapping[str, Any]
 
 
 def note_answer(span: Span, engine_answer: EngineAnswer) -> None:
-    """What the answer took."""
+    """Adds the answer's token counts to the span."""
     if not span.traceparent:
         return
     choices = engine_answer.choices

@@ -1,8 +1,8 @@
-"""What a worker asks and posts about its attempt, beside the model calls.
+"""A worker's requests about its attempt, other than model calls.
 
-`GET rollout` gives what running it needs (never a hidden part, no key), `POST result` takes its end
-once, `POST log` writes a line, `POST actions` tells of readable steps. A result that has not the
-agreed form is a WorkerGarbage of the attempt.
+`GET rollout` returns what the worker needs to run it (never a hidden part or a key), `POST result`
+takes its result once, `POST log` a log line, `POST actions` readable steps. A malformed result
+fails the attempt with WorkerGarbage.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_MESSAGE = 4000
 _log = structlog.get_logger("envserver.worker")
 
 _FAILURES = by_kind(LimitReached, AgentError, EngineError, SandboxError, ServiceError)
-"""The kinds that a worker may post, and what they mean. How a worker died, others see."""
+"""The kinds of failures that a worker may post. Deaths of workers are detected by the pool."""
 
 
 class _Posted(msgspec.Struct):
@@ -43,7 +43,7 @@ class _Posted(msgspec.Struct):
 
 
 class _Result(msgspec.Struct, forbid_unknown_fields=True):
-    """Either an output (which may be null) or a failure."""
+    """Either an output (possibly null) or a failure."""
 
     output: Any = msgspec.UNSET
     failure: _Posted | None = None
@@ -61,7 +61,7 @@ _UNDECODABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 
 def rollout_body(attempt: ProxyAttempt) -> dict[str, Any]:
-    """The answer to `GET rollout`."""
+    """Returns the answer to `GET rollout`."""
     spec = attempt.spec
     return {
         "rollout_id": spec.rollout_id,
@@ -77,14 +77,14 @@ def rollout_body(attempt: ProxyAttempt) -> dict[str, Any]:
 
 
 def take_result(attempt: ProxyAttempt, body: bytes) -> None:
-    """`POST result`: sets `output` and `metrics`, or `failure`, of the attempt; once.
+    """Handles `POST result`: sets the attempt's `output` and `metrics`, or its `failure`, once.
 
     Raises:
-        ConflictError: it was posted before, or the attempt is sealed.
-        InputError: it has neither form; the attempt then has failed with WorkerGarbage.
+        ConflictError: a result was posted before, or the attempt is sealed.
+        InputError: the result is malformed; the attempt has then failed with WorkerGarbage.
     """
     if attempt.sealed or attempt.posted:
-        raise ConflictError("The result of this attempt was posted before, or it has ended.")
+        raise ConflictError("This attempt has a result already, or has ended.")
     try:
         result = _result.decode(_without_key(attempt, body))
         failure = _failure(result)
@@ -97,11 +97,11 @@ def take_result(attempt: ProxyAttempt, body: bytes) -> None:
 
 
 def take_log(attempt: ProxyAttempt, body: bytes) -> None:
-    """`POST log`: one line in the server's log, with the ids of the attempt.
+    """Handles `POST log`: writes a line with the attempt's ids to the server's log.
 
     Raises:
         ConflictError: the attempt is sealed.
-        InputError, TooLargeError: it is no such line.
+        InputError, TooLargeError: the line is malformed or too long.
     """
     if attempt.sealed:
         raise ended()
@@ -110,7 +110,7 @@ def take_log(attempt: ProxyAttempt, body: bytes) -> None:
     try:
         line = _line.decode(_without_key(attempt, body))
     except _UNDECODABLE as error:
-        raise InputError(f"This is no log line: {error}.") from None
+        raise InputError(f"This is not a log line: {error}.") from None
     _log.info(
         line.event,
         rollout_id=attempt.spec.rollout_id,
@@ -121,22 +121,23 @@ def take_log(attempt: ProxyAttempt, body: bytes) -> None:
 
 
 def take_actions(attempt: ProxyAttempt, body: bytes) -> None:
-    """`POST actions`: some of the attempt's readable steps (see `actions`).
+    """Handles `POST actions`: adds readable steps to the attempt (see `actions`).
 
     Raises:
         ConflictError: the attempt is sealed, or its result was posted.
-        InputError: they have not their form.
+        InputError: they are malformed.
     """
     if attempt.sealed or attempt.posted:
         raise ended()
     try:
         attempt.steps.take(_without_key(attempt, body))
     except _UNDECODABLE as error:
-        raise InputError(f"These are no steps: {error}.") from None
+        raise InputError(f"These are not steps: {error}.") from None
 
 
 def _without_key(attempt: ProxyAttempt, body: bytes) -> bytes:
-    """Errors of HTTP libraries quote addresses, and the key stands in that of the attempt."""
+    """Removes the key, which is part of the attempt's address: errors of HTTP libraries quote
+    it."""
     return body.replace(attempt.key.encode(), b"***")
 
 
@@ -148,7 +149,7 @@ def _failure(result: _Result) -> Failure | None:
         return None
     known = _FAILURES.get(posted.kind)
     if known is None:
-        raise msgspec.ValidationError(f"{posted.kind[:80]!r} is no kind of failure")
+        raise msgspec.ValidationError(f"{posted.kind[:80]!r} is not a kind of failure")
     return Failure(
         kind=known.kind,
         blame=known.blame,
@@ -160,7 +161,5 @@ def _failure(result: _Result) -> Failure | None:
 
 def _garbage(attempt: ProxyAttempt, reason: str) -> InputError:
     attempt.posted = True
-    attempt.failure = WorkerGarbage(
-        f"The worker's result has not the agreed form: {reason}."
-    ).failure()
+    attempt.failure = WorkerGarbage(f"The worker's result is malformed: {reason}.").failure()
     return InputError(attempt.failure.message)

@@ -1,4 +1,4 @@
-"""Whether we render conversations as an engine does: by what it made of a few small ones."""
+"""Compares our rendering of conversations with the engine's, on a few small examples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _OTHER_TEMPLATE = "Does the engine run with a --chat-template of its own?"
 
 
 def disagreement(chat_format: ChatFormat, echoes: Iterable[Echo]) -> str | None:
-    """Why our prompts are not the engine's, as a sentence; None if they are equal."""
+    """Returns a sentence that says how our prompts differ from the engine's, or None if they are
+    equal."""
     for echo in echoes:
         kind = "with tools" if echo.tools else "without tools"
         try:
@@ -24,6 +25,6 @@ def disagreement(chat_format: ChatFormat, echoes: Iterable[Echo]) -> str | None:
         if ours != echo.prompt_ids:
             return (
                 f"A conversation {kind} is rendered to {len(ours)} tokens here and to "
-                f"{len(echo.prompt_ids)}, not the same, by the engine. {_OTHER_TEMPLATE}"
+                f"{len(echo.prompt_ids)} different ones by the engine. {_OTHER_TEMPLATE}"
             )
     return None

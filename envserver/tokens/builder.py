@@ -1,13 +1,13 @@
-"""Calls of one rollout -> training sequences.
+"""Builds training sequences from the calls of one rollout.
 
 Calls form a forest: a call is the child of the longest earlier call whose prompt and completion
-its own prompt begins with, token by token. Each path from a root to a leaf is one sequence, and
+are a prefix of its own prompt, token by token. Each path from a root to a leaf is one sequence, and
 holds exactly what the model saw at its leaf. Where paths share a call, its tokens are trained in
 the first one only and are context in the others. Calls are never merged, however equal their
 tokens: each was a choice of the policy.
 
-Cost: linear in the tokens of the prompts and in the rows that come out (beside a few nanoseconds
-for each pair of calls).
+Cost: linear in the tokens of the prompts and of the resulting rows (plus a few nanoseconds for each
+pair of calls).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NEVER = np.iinfo(np.int64).max
 
 
 def build(calls: list[Call], actions: Actions = DEFAULT) -> list[Sequence]:
-    """Sequences in which every sampled token of `calls` is trained exactly once.
+    """Returns sequences in which every sampled token of `calls` is trained exactly once.
 
     Args:
         calls: of one attempt, in order of commit. Those that are not exact are left out; the tokens
@@ -56,18 +56,21 @@ def build(calls: list[Call], actions: Actions = DEFAULT) -> list[Sequence]:
 
 
 def all_flags(calls: list[Call], sequences: list[Sequence]) -> list[str]:
-    """What is odd about a trajectory's tokens: the flags of all its calls and of its sequences."""
+    """Returns the flags of all calls and sequences of a trajectory."""
     return _union([*map(flags_of, calls), *(sequence.flags for sequence in sequences)])
 
 
 def find_parents(calls: list[Call]) -> list[int]:
-    """For each call the position of its parent in `calls`, -1 for a root.
+    """Returns for each call the position of its parent in `calls`, or -1 for a root.
 
     The parent is an earlier call of the same agent and model, with a completion, whose tokens are
     the longest prefix of this call's prompt; among equals the latest.
 
-    Prefixes are told apart by the sum of their tokens, each times a random number of its position:
-    one pass over a prompt gives the sums of all its prefixes. What has the sum is then compared.
+    Prefixes are hashed by the sum of their tokens, each multiplied by a random number of its
+    position:
+    one pass over a prompt gives the hashes of all its prefixes. Candidates with an equal hash are
+    then
+    compared.
     """
     ends = np.array([_end(call) for call in calls], np.int64)
     factors = np.random.default_rng(_SEED).integers(
@@ -101,7 +104,7 @@ def _end(call: Call) -> int:
 
 
 def _continues(prompt: Tokens, call: Call) -> bool:
-    """Whether `prompt` begins with what `call` saw and sampled; it is at least that long."""
+    """Whether `prompt`, which is long enough, begins with what `call` saw and sampled."""
     size = len(call.prompt_ids)
     return np.array_equal(prompt[:size], call.prompt_ids) and np.array_equal(
         prompt[size : _end(call)], call.completion_ids
@@ -109,7 +112,7 @@ def _continues(prompt: Tokens, call: Call) -> bool:
 
 
 def _leaves(parents: list[int]) -> list[int]:
-    """Positions without children, those of the longest paths first, then in order of commit."""
+    """Returns positions without children, longest paths first, then in order of commit."""
     depths: list[int] = []
     for parent in parents:
         depths.append(depths[parent] + 1 if parent >= 0 else 1)
@@ -124,7 +127,10 @@ def _path(parents: list[int], leaf: int) -> list[int]:
 
 
 def _sequence(path: list[Call], trained: set[int], actions: Actions) -> Sequence:
-    """The row of `path`, root first; calls in `trained` are context, the others are added to it."""
+    """Builds the row of `path`, root first.
+
+    Calls in `trained` become context; the others are added to it.
+    """
     leaf = path[-1]
     size = _end(leaf)
     mask, logprobs = np.zeros(size, np.uint8), np.zeros(size, np.float32)
@@ -157,7 +163,7 @@ def _sequence(path: list[Call], trained: set[int], actions: Actions) -> Sequence
 
 
 def _outdated(mask: Mask, versions: Tokens) -> NDArray[np.bool_]:
-    """bool[T]: trained, but by an older policy version than the newest that is trained."""
+    """Returns bool[T]: tokens trained with an older policy version than the row's newest."""
     newest = versions[mask == 1].max(initial=-1)
     outdated: NDArray[np.bool_] = (mask == 1) & (versions < newest)
     return outdated

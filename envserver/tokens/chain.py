@@ -1,8 +1,8 @@
-"""Requests by what they say: one hash for each prefix of their messages.
+"""Hashes a request's messages: one hash for each prefix.
 
-`hashes[i]` names the first i messages together with everything else that their rendering and their
-answer depend on, so that a request continues a recorded one exactly where one of its hashes is that
-one's last. Reasoning is left out: agents drop it, templates decide what becomes of it. O(messages).
+`hashes[i]` identifies the first i messages together with everything else that affects their
+rendering and answer. So a request continues a recorded one exactly if one of its hashes equals that
+one's last. Reasoning is left out: agents drop it, and templates decide about it. O(messages).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def hashes(
     model: str,
     agent: str | None,
 ) -> list[bytes]:
-    """BLAKE2b-128 before the first message and after each: one more than there are messages.
+    """Returns the BLAKE2b-128 hash before the first message and after each message.
 
     Args:
         kwargs: of the chat template.

@@ -1,7 +1,7 @@
 """How a model writes conversations: its chat template and its vocabulary, messages <-> ids.
 
-Everything here is pure: the same conversation gives the same text, unless the template names the
-time. Whether an engine renders as we do is found out by others, who say so by `distrust`.
+Everything here is pure: the same conversation gives the same text, unless the template uses the
+time. Callers that find a difference from the engine's rendering call `distrust`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ChatFormat:
         self.distrusted: str | None = None
         """Why prompts must not be rendered here, None while they may be."""
         self.shapes: dict[bytes, str] = {}
-        """What has been found out about shapes of conversations (see `shape`)."""
+        """Results of the checks in `shape`, by the shape of a conversation."""
         self._templates = {
             name: ChatTemplate(source, vocabulary.variables) for name, source in templates.items()
         }
@@ -49,7 +49,7 @@ class ChatFormat:
 
     @classmethod
     def load(cls, folder: Path) -> ChatFormat:
-        """The format of the model in `folder`.
+        """Loads the format of the model in `folder`.
 
         Raises:
             ConfigError: `folder` has no tokenizer.json or no chat template, or they are unusable.
@@ -63,27 +63,27 @@ class ChatFormat:
         return self.distrusted is None
 
     def distrust(self, why: str) -> None:
-        """Prompts are rendered by the engine from now on; the first reason is kept."""
+        """Leaves rendering to the engine from now on; the first reason is kept."""
         self.distrusted = self.distrusted or why
 
     def remember(self, shape: bytes, found: str) -> None:
-        """Adds to `shapes`; all are forgotten where there are too many."""
+        """Adds to `shapes`, and clears it when it is full."""
         if len(self.shapes) >= _SHAPES_KEPT:
             self.shapes = {}
         self.shapes[shape] = found
 
     @property
     def template_digest(self) -> str:
-        """Of the chat templates, as hex."""
+        """Hex digest of the chat templates."""
         return "+".join(self._templates[name].digest for name in sorted(self._templates))
 
     @property
     def tokenizer_digest(self) -> str:
-        """Of the tokenizer's files, as hex."""
+        """Hex digest of the tokenizer's files."""
         return self.vocabulary.digest
 
     def template(self, with_tools: bool) -> ChatTemplate:
-        """The template for conversations with or without tools."""
+        """Returns the template for conversations with or without tools."""
         name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
         return self._templates[name]
 
@@ -95,7 +95,7 @@ class ChatFormat:
         *,
         generation_prompt: bool,
     ) -> str:
-        """The text of a conversation.
+        """Renders a conversation to text.
 
         Args:
             messages, tools: in OpenAI's chat shape, as an agent sends them.
@@ -103,7 +103,7 @@ class ChatFormat:
             generation_prompt: end with what opens the model's next turn.
 
         Raises:
-            TemplateRefused: the template does not take it.
+            TemplateRefused: the template rejects it.
             Refused: multimodal, unusual_message, unusual_tool: only the engine can render it.
         """
         template = self.template(bool(tools))
@@ -120,7 +120,7 @@ class ChatFormat:
         tools: list[dict[str, Any]] | None,
         kwargs: Mapping[str, Any],
     ) -> str:
-        """What a chat request puts before the model. Raises as `render`."""
+        """Returns the prompt text of a chat request. Raises as `render`."""
         own = {name: value for name, value in kwargs.items() if name != "add_generation_prompt"}
         asked = bool(kwargs.get("add_generation_prompt", True))
         return self.render(messages, tools, own, generation_prompt=asked)
@@ -131,7 +131,7 @@ class ChatFormat:
         tools: list[dict[str, Any]] | None,
         kwargs: Mapping[str, Any],
     ) -> list[int]:
-        """Its ids. Raises as `render`; Refused, too, for text that is no Unicode."""
+        """Returns the prompt's ids. Raises as `render`, and Refused for invalid Unicode."""
         return list(self._ids(self.prompt_text(messages, tools, kwargs)))
 
     def encode(self, text: str) -> list[int]:
@@ -144,7 +144,8 @@ class ChatFormat:
 
 
 def _read_templates(folder: Path) -> dict[str, str]:
-    """Templates by name; files of their own go before those in the tokenizer's configuration."""
+    """Reads the templates by name; separate files take precedence over the tokenizer's
+    configuration."""
     found: Any = None
     alone, several = folder / "chat_template.jinja", folder / "additional_chat_templates"
     if alone.is_file():
@@ -161,7 +162,7 @@ def _read_templates(folder: Path) -> dict[str, str]:
     if not isinstance(found, dict) or not found:
         raise ConfigError(
             f"There is no chat template in {folder}.",
-            hint=f"It stands in chat_template.jinja, chat_template.json or {CONFIG}.",
+            hint=f"It should be in chat_template.jinja, chat_template.json or {CONFIG}.",
         )
     if "default" not in found:
         raise ConfigError(

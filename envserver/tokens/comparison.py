@@ -1,10 +1,11 @@
-"""What a model has in its context against what the chat template shows for the same messages now.
+"""Compares what a model has in its context with the template's current rendering of the messages.
 
-A conversation that is continued token by token is, as text, contexts (put there by the template)
-and turns (sampled) by turns. Every context must stand in the new rendering, in order, from its
-beginning to its end; what stands between two of them is how the template shows the turn there.
-Where that differs from what was sampled the difference gets names. Texts only: no template's syntax
-is known here but for the usual tags around reasoning.
+A conversation that is continued token by token alternates between contexts (written by the
+template) and turns (sampled). Every context must occur in the new rendering, in order, from its
+beginning to its end; what is between two of them is how the template shows the turn. If that
+differs
+from what was sampled, the difference is classified. Works on text only: no template's syntax is
+known here except for the usual tags around reasoning.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from typing import Any, Literal, NamedTuple
 from .edits import AnswerContent
 
 Difference = Literal["whitespace", "calls", "think", "lossy_detok", "other"]
-"""whitespace: its runs; calls: the tool calls are written otherwise; think: reasoning is there on
-one side only; lossy_detok: the sampled tokens say what their text cannot; other: anything else."""
+"""whitespace: runs of whitespace differ; calls: tool calls are formatted differently; think: only
+one
+side has the reasoning; lossy_detok: the tokens hold what their text cannot show; other: anything
+else."""
 
 UNREADABLE = "\ufffd"
-"""What bytes that are no text are decoded to."""
+"""The replacement character, to which invalid UTF-8 is decoded."""
 THINK_TAGS = (
     ("<think>", "</think>"),
     ("<thinking>", "</thinking>"),
@@ -30,17 +33,17 @@ THINK_TAGS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|channel>thought", "<channel|>"),
 )
-"""What models put around reasoning, for where the engine does not tell it from the answer."""
+"""Tags around reasoning, for engines that do not separate it from the answer."""
 
 
 class Segment(NamedTuple):
-    """What one call added to a context.
+    """What one call added to a conversation: context and a sampled turn.
 
     Args:
-        context: text from the end of the turn before (or from the beginning) to the answer.
+        context: text from the end of the previous turn (or the beginning) to the answer.
         sampled: the completion's text, special tokens included.
         answer: as the agent got it.
-        reasoning: as the engine told it apart.
+        reasoning: as the engine separated it.
         specials: special tokens that were sampled inside the answer.
         tail: what was sampled beyond the answer's content, see `edits.classify`.
     """
@@ -56,14 +59,15 @@ class Segment(NamedTuple):
 def compare(
     segments: Sequence[Segment], suffix: str, shown: str, head: Callable[[], str]
 ) -> list[set[Difference]]:
-    """The differences in each of `stretches`, up to the first that has "other"; empty sets: none.
+    """Returns the differences in each of `segments`, up to the first with "other"; empty sets for
+    none.
 
     Args:
-        stretches: of one conversation, from its beginning.
-        suffix: the context that follows the last of them, up to its end.
-        shown: the template's rendering of the whole.
-        head: gives the generation prompt, with which a context ends. In later renderings it may be
-            changed together with the turn that it opens, as by a think block in it.
+        segments: of one conversation, from its beginning.
+        suffix: the context after the last segment.
+        shown: the template's rendering of the whole conversation.
+        head: returns the generation prompt, with which contexts end. A later rendering may change
+            it together with its turn, as with a think block.
     """
     if shown == "".join(segment.context + segment.sampled for segment in segments) + suffix:
         return [set() for _ in segments]
@@ -97,7 +101,8 @@ def _compare_each(
 
 
 def _end(shown: str, at: int, turn: str, following: str, last: bool) -> int | None:
-    """Where the turn that begins at `at` ends, None if what follows it is not there."""
+    """Returns where the turn that begins at `at` ends, or None if its following context is
+    missing."""
     if last:
         end = len(shown) - len(following)
         return end if end >= at and shown.endswith(following) else None
@@ -108,7 +113,7 @@ def _end(shown: str, at: int, turn: str, following: str, last: bool) -> int | No
 
 
 def _differences(segment: Segment, begins: str, shown: str) -> set[Difference]:
-    """How `shown` differs from what was sampled behind `begins`."""
+    """Returns how `shown` differs from what was sampled after `begins`."""
     sampled = begins + segment.sampled
     if sampled == shown:
         return set()
@@ -132,8 +137,8 @@ def _pressed(text: str) -> str:
 
 
 def _same_sayable(sampled: str, shown: str, segment: Segment) -> bool:
-    """They differ in nothing but what the returned answer could not say: broken UTF-8, special
-    tokens, and what was sampled beyond the content, or the end of that."""
+    """Whether they differ only in what the returned answer could not contain: broken UTF-8, special
+    tokens, and what was sampled beyond the content."""
     for piece in (*segment.specials, UNREADABLE):
         sampled, shown = sampled.replace(piece, ""), shown.replace(piece, "")
     sampled, shown, tail = _pressed(sampled), _pressed(shown), _pressed(segment.tail)
@@ -141,14 +146,14 @@ def _same_sayable(sampled: str, shown: str, segment: Segment) -> bool:
 
 
 def _thinks_otherwise(shown: str, block: _Block | None, empty: _Block | None) -> bool:
-    """Reasoning, or tags for it, are in one of the two only."""
+    """Whether only one of the two has reasoning or its tags."""
     if block is None or not block.inner:
         return (block is None) != (empty is None)
     return _pressed(block.inner) not in _pressed(shown)
 
 
 class _Block(NamedTuple):
-    """Reasoning in a text, [start, end) with its tags; `inner` without them."""
+    """Reasoning in a text: [start, end) includes its tags, `inner` does not."""
 
     start: int
     end: int
@@ -156,9 +161,9 @@ class _Block(NamedTuple):
 
 
 def _think_block(text: str, reasoning: str, begin: int) -> _Block | None:
-    """The reasoning of a turn.
+    """Finds the reasoning of a turn.
 
-    A turn whose opening tag is missing thinks from `begin`, one whose closing tag is to its end.
+    Without an opening tag it starts at `begin`; without a closing tag it extends to the end.
     """
     for opening, closing in THINK_TAGS:
         first, last = text.find(opening), text.rfind(closing)
@@ -173,7 +178,7 @@ def _think_block(text: str, reasoning: str, begin: int) -> _Block | None:
 
 
 def _empty_block(text: str) -> _Block | None:
-    """Tags with nothing between them."""
+    """Finds reasoning tags with nothing between them."""
     for opening, closing in THINK_TAGS:
         start = text.find(opening)
         end = text.find(closing, start)
@@ -187,7 +192,8 @@ def _cut(text: str, block: _Block | None) -> str:
 
 
 def _shows(shown: str, answer: AnswerContent) -> bool:
-    """`shown` has the answer's content and each call's name and arguments, in whatever form."""
+    """Whether `shown` has the answer's content and each call's name and arguments, in any
+    format."""
     pressed = _pressed(shown)
     content = _cut(answer.content, _think_block(answer.content, "", 0))
     said = [[content], *([name] for _, name, _ in answer.calls)]
@@ -196,7 +202,7 @@ def _shows(shown: str, answer: AnswerContent) -> bool:
 
 
 def _leaves(arguments: str) -> Iterator[list[str]]:
-    """For each key and plain value in a call's arguments the ways in which it may be written."""
+    """Yields the possible spellings of each key and scalar in a call's arguments."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):

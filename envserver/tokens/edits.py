@@ -1,9 +1,9 @@
-"""How an agent changed an answer before sending it back.
+"""Classifies how an agent changed an answer before sending it back. Pure.
 
-In: the answer as it was recorded and the assistant message that stands in its place in a later
-request. Out: one word. Only forms that mean the same are equal: reasoning is left out (templates
-decide what becomes of it), content parts are their text, absent content is empty, arguments of tool
-calls are compared as JSON. Pure.
+In: the recorded answer, and the assistant message in its place in a later request. Out: a Change.
+Equivalent forms are equal: reasoning is ignored (templates decide about it), content parts are
+their
+text, missing content is empty, and arguments of tool calls are compared as JSON.
 """
 
 from __future__ import annotations
@@ -15,40 +15,45 @@ from typing import Any, Literal, NamedTuple
 from envserver_records.records import Message
 
 Change = Literal["exact", "appended", "whitespace", "calls", "edited"]
-"""exact: nothing that a template shows; appended: text was added behind the content; whitespace:
-runs of whitespace differ, or some at its ends; calls: the same tool calls, written otherwise (order
-of keys, ids); edited: anything else."""
+"""exact: no visible change; appended: text was added after the content; whitespace: runs of
+whitespace
+differ, or whitespace at the ends; calls: the same tool calls in another format (order of keys,
+ids);
+edited: anything else."""
 
 TEXT_PARTS = ("text", "input_text", "output_text")
-"""Kinds of content parts that are text and nothing else."""
+"""Types of content parts that are plain text."""
 
 
 class AnswerContent(NamedTuple):
-    """What counts of an assistant message. `calls`: (id, name, arguments as compact JSON) each."""
+    """The comparable part of an assistant message.
+
+    `calls`: (id, name, arguments as compact JSON).
+    """
 
     content: str
     calls: tuple[tuple[str, str, str], ...]
 
 
 class Replay(NamedTuple):
-    """What became of an answer; `extra` is the text added where it was appended to."""
+    """How an answer came back; `extra` is the appended text."""
 
     change: Change
     extra: str = ""
 
 
 def classify(recorded: Message, replayed: Message, *, ended: bool = True, tail: str = "") -> Replay:
-    """What an agent did to the answer `recorded` when it sent it back as `replayed`.
+    """Classifies the change from the answer `recorded` to `replayed`, as the agent sent it back.
 
     Args:
-        ended: the model ended its turn with a token of its own; nothing can be appended behind it.
-        tail: what was sampled beyond the content: the stop string, and what came in its last token.
+        ended: the model ended its turn with an end token, after which nothing can be appended.
+        tail: what was sampled beyond the content: the stop string and the rest of its last token.
     """
     return change_of(answer_of(recorded), answer_of(replayed), ended=ended, tail=tail)
 
 
 def change_of(was: AnswerContent, now: AnswerContent, *, ended: bool, tail: str) -> Replay:
-    """`classify` for messages that have been reduced to what counts."""
+    """Does the work of `classify`, on reduced messages."""
     if was == now:
         return Replay("exact")
     if was.calls != now.calls:
@@ -65,7 +70,7 @@ _EDITED = Replay("edited")
 
 
 def answer_of(message: Message) -> AnswerContent:
-    """What counts of `message`."""
+    """Returns the comparable part of `message`."""
     calls = message.get("tool_calls")
     return AnswerContent(
         text_of(message.get("content")),
@@ -74,13 +79,16 @@ def answer_of(message: Message) -> AnswerContent:
 
 
 def content_key(answer: AnswerContent) -> Hashable:
-    """Equal for answers that differ in whitespace only, or in how their tool calls are written."""
+    """Returns a key that is equal for answers that differ only in whitespace or in the format of
+    calls."""
     return " ".join(answer.content.split()), tuple(_meaning(answer))
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content: None is empty, text parts are joined line by line as engines
-    do, and what is no text stands there as JSON."""
+    """Returns the text of a message's content.
+
+    None is empty, text parts are joined by newlines as engines do, and other parts appear as
+    JSON."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -101,7 +109,7 @@ def _part_text(part: Any) -> str:
 
 
 def canonical(value: Any) -> str:
-    """`value` as compact JSON, in ASCII; the order of keys is kept, since templates show it."""
+    """Returns `value` as compact ASCII JSON. The order of keys is kept, since templates show it."""
     return _compact(value)
 
 
@@ -122,7 +130,8 @@ def _call_of(call: Any) -> tuple[str, str, str]:
 
 
 def compact_arguments(arguments: Any) -> str:
-    """A tool call's arguments, text or object, as compact JSON; text that is no JSON stays."""
+    """Returns a tool call's arguments as compact JSON; text that is not JSON is returned
+    unchanged."""
     if not isinstance(arguments, str):
         return canonical(arguments or {})
     try:
@@ -132,7 +141,7 @@ def compact_arguments(arguments: Any) -> str:
 
 
 def _meaning(answer: AnswerContent) -> list[tuple[str, str]]:
-    """Its calls without ids and with sorted keys."""
+    """Returns the calls without ids and with sorted keys."""
     return [(name, _sorted(arguments)) for _, name, arguments in answer.calls]
 
 
@@ -148,7 +157,8 @@ def _same_words(one: str, other: str) -> bool:
 
 
 def _appended(was: str, now: str, tail: str) -> Replay:
-    """Text behind the content and the tail; an agent may put back the stop string only."""
+    """Finds text after the content and tail; an agent may also have put back only the stop
+    string."""
     end = _words_end(was, now)
     if end is None:
         return _EDITED
@@ -161,9 +171,9 @@ def _appended(was: str, now: str, tail: str) -> Replay:
 
 
 def _words_end(prefix: str, text: str) -> int | None:
-    """Where in `text` the words of `prefix` end if it begins with them, else None.
+    """Returns where in `text` the words of `prefix` end, or None if it does not begin with them.
 
-    The whitespace behind them counts as theirs where the text has it too.
+    Whitespace after them is included if the text has it too.
     """
     at = 0
     for number, word in enumerate(prefix.split()):

@@ -1,8 +1,8 @@
-"""What may be odd about a call, a sequence or a trajectory, and what is done about it by default.
+"""Flags for unusual calls, sequences and trajectories, with the default action for each.
 
-One table. `train`: harmless, kept and counted. `mask`: the call's tokens stay as context
-but are not trained. `drop`: the rollout is not delivered. A run overrides single flags by
-`Actions`. Every flag is counted wherever it appears.
+`train`: harmless, kept and counted. `mask`: the call's tokens stay as context but are not trained.
+`drop`: the rollout is not delivered. A run overrides single flags with `Actions`. Every flag is
+counted wherever it appears.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ FLAGS: dict[str, Flag] = {
     "logprob_count_mismatch": Flag("drop", "ids, logprobs and the engine's count differ"),
     "prompt_mismatch": Flag("drop", "the engine saw another prompt than it was sent"),
     "other_model_served": Flag("drop", "another model than the one asked for answered"),
-    "weights_lost": Flag("drop", "the engine was started again, with other weights than published"),
+    "weights_lost": Flag("drop", "the engine was restarted and lost the published weights"),
     # The tokens are exact, but were cut or not acted on.
     "undelivered_completion": Flag("mask", "sampled, but the agent never got it"),
     "finish_abort": Flag("mask", "the engine broke the answer off"),
-    "truncated_length": Flag("train", "cut off at its longest length"),
+    "truncated_length": Flag("train", "cut off at the token limit"),
     "truncated_in_tool_call": Flag("train", "cut off in the middle of a tool call"),
     "stop_string_tail": Flag("train", "ended by a stop string: the tokens say more than the text"),
-    "client_retry_replayed": Flag("train", "given again to a retry of the same request"),
-    "call_after_seal": Flag("train", "the agent asked on after its rollout had ended"),
+    "client_retry_replayed": Flag("train", "sent again to a retry of the same request"),
+    "call_after_seal": Flag("train", "the agent sent calls after its rollout had ended"),
     # What the agent saw is not all that was sampled.
-    "lossy_detokenization": Flag("train", "the text lacks what some of the tokens say"),
+    "lossy_detokenization": Flag("train", "the text cannot show some of the tokens"),
     "special_token_in_completion": Flag("train", "a special token was sampled inside the answer"),
     "reasoning_dropped_answer_lost": Flag("train", "the agent sent an empty answer back"),
     # The policy changed while it sampled.
     "mixed_versions": Flag("train", "sampled by more than one policy version"),
-    "own_model": Flag("train", "sampled by a model that this agent has for itself"),
-    "version_unknown": Flag("train", "nobody said which policy version sampled"),
+    "own_model": Flag("train", "sampled by the agent's own model, not by the policy"),
+    "version_unknown": Flag("train", "the policy version that sampled it is unknown"),
     # The recorded logprobs are not those of the distribution that was sampled from.
     "structured_output_masked": Flag("train", "a grammar or bias masked the distribution"),
-    "top_p_active": Flag("train", "sampled from a part of the distribution only"),
+    "top_p_active": Flag("train", "top_p cut the distribution that was sampled from"),
     "temperature_not_one": Flag("train", "logprobs from before the temperature was applied"),
     # How the prompt came to be.
     "assistant_edited": Flag("train", "the agent changed an answer before sending it back"),
@@ -58,10 +58,10 @@ FLAGS: dict[str, Flag] = {
     "think_stripped": Flag("train", "the chat template dropped earlier reasoning"),
     "think_kept": Flag("train", "earlier reasoning was kept that the template would drop"),
     "ambiguous_parent": Flag("train", "several recorded answers match; the latest was continued"),
-    "render_mismatch": Flag("train", "our rendering of the prompt is not the engine's"),
+    "render_mismatch": Flag("train", "our rendering of the prompt differs from the engine's"),
     "suffix_refused": Flag("train", "the conversation could not be continued exactly"),
-    "multimodal_unstitched": Flag("train", "images: the prompt was rendered by the engine"),
-    # What the web gave away of its task; what such a rollout is worth, its environment decides.
+    "multimodal_unstitched": Flag("train", "images or audio: the engine rendered the prompt"),
+    # Leaks of the task on the web; the environment decides what such a rollout is worth.
     "web_leak_dropped": Flag("train", "a page that gives the task away was kept from the agent"),
     "web_leak_seen": Flag("train", "the agent was shown what gives the task away"),
     # The engine failed, and the agent went on.
@@ -70,7 +70,7 @@ FLAGS: dict[str, Flag] = {
 
 
 class Actions:
-    """What is done about each flag: the table, with a run's own choices over it.
+    """The action for each flag: the table, with a run's overrides.
 
     Args:
         overrides: action by flag.
@@ -88,24 +88,24 @@ class Actions:
                 raise ConfigError(f"There is no flag {flag!r}.", hint=hint)
 
     def of(self, flag: str) -> Action:
-        """The action of `flag`; an unknown one is dropped, since nothing is known about it."""
+        """Returns the action for `flag`; "drop" for an unknown one."""
         known = FLAGS.get(flag)
         return self._overrides.get(flag, known.action if known else "drop")
 
     def worst(self, flags: Iterable[str]) -> Action:
-        """The strictest action among those of `flags` ("train" for none)."""
+        """Returns the strictest action among those of `flags` ("train" for none)."""
         actions = {self.of(flag) for flag in flags}
         return "drop" if "drop" in actions else "mask" if "mask" in actions else "train"
 
 
 DEFAULT = Actions()
-"""The table as it stands."""
+"""The table without overrides."""
 
 
 def chosen(
     train: Iterable[str] = (), mask: Iterable[str] = (), drop: Iterable[str] = ()
 ) -> Actions:
-    """The actions of a run that names flags for each action; the strictest wins.
+    """Returns the actions for a run's lists of flags; the strictest wins.
 
     Raises:
         ConfigError: a flag is not in the table.

@@ -1,9 +1,10 @@
-"""An agent's request -> the prompt: either what was recorded, continued, or rendered anew.
+"""Plans the prompt of each request: continue a recorded call, or let the engine render it.
 
-In: the requests of one attempt and, after each, the calls it came to. Out: for each request a
-`PromptPlan`. A prompt that continues a call is that call's prompt and completion, token by token,
-and behind them what the chat template puts there now. What cannot be shown to continue a call is a
-root, which the engine renders: that costs tokens and merges less, but is never wrong.
+In: the requests of one attempt and, after each, its recorded calls. Out: a `PromptPlan` for each
+request. A prompt that continues a call is that call's prompt and completion, token by token,
+followed by what the chat template writes after them. A request that cannot be shown to continue a
+call is a root, which the engine renders: that costs tokens and merges fewer calls, but is never
+wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .refusal import Refused
 from .suffix import Completion, Suffix, suffix
 
 _MOST_TRIES = 3
-"""Calls that are tried for one request: each takes some renderings."""
+"""Maximum number of calls tried for one request: each takes several renderings."""
 
 
 class History:
@@ -56,7 +57,7 @@ class History:
         model: str,
         agent: str | None,
     ) -> PromptPlan:
-        """How to prompt for an answer to `messages`. Reads what `add` was given, changes nothing.
+        """Plans the prompt for `messages`, without changing the history.
 
         Args:
             messages, tools: in OpenAI's chat shape.
@@ -72,21 +73,22 @@ class History:
         except Refused as refused:
             flags = ["multimodal_unstitched"] if refused.reason == "multimodal" else []
             return PromptPlan(flags=flags)
-        except (TemplateRefused, UnicodeEncodeError, RecursionError):  # the engine will say so
+        except (TemplateRefused, UnicodeEncodeError, RecursionError):  # the engine will report it
             return PromptPlan()
         request = _Request(messages, tools, dict(kwargs), chain, text)
         return _Search(self._format, self._parents, self._edits, self._think, request).plan()
 
     def add(self, call: Call, plan: PromptPlan, *, same: bool | None = None) -> None:
-        """Takes up a committed call, from which later ones may go on.
+        """Adds a committed call, so that later calls may continue it.
 
-        A call whose prompt was not the planned one is flagged and never continued; where the
-        prompt was a root, that ends all continuing for the format.
+        A call whose prompt differs from the plan is flagged and never continued. If that prompt
+        was a
+        root, calls of this format are no longer continued at all.
 
         Args:
             call: as committed; flags are added to it.
-            plan: what its request was answered by.
-            same: what `same_prompt` says of it; None: it is found out here.
+            plan: the plan of its prompt.
+            same: the result of `same_prompt`; None: computed here.
         """
         if not call.exact or not call.completion_ids.size or plan.text is None or not plan.key:
             return
@@ -111,7 +113,7 @@ class History:
 
 
 def _oddities(segment: Segment) -> Iterator[str]:
-    """What the text of an answer cannot show."""
+    """Yields flags for what the text of an answer cannot show."""
     if segment.specials:
         yield "special_token_in_completion"
     if UNREADABLE in segment.sampled:
@@ -123,10 +125,9 @@ def _flag(call: Call, *flags: str) -> None:
 
 
 def same_prompt(format: ChatFormat, plan: PromptPlan, prompt_ids: Tokens) -> bool:
-    """Whether the engine put before the model what the plan says. Pure.
+    """Whether the engine's prompt equals the plan. Pure.
 
-    Encodes the whole text of a root: about 2 ms for each 1000 tokens, so have a thread do it
-    where that is long.
+    Encodes the whole text of a root, at about 2 ms per 1000 tokens: use a thread for long texts.
     """
     ids = plan.ids
     if ids is None:
@@ -137,7 +138,7 @@ def same_prompt(format: ChatFormat, plan: PromptPlan, prompt_ids: Tokens) -> boo
 
 
 class _Request(msgspec.Struct, frozen=True):
-    """`text`: its whole prompt, as the template shows it now."""
+    """`text` is the whole prompt as the template renders it now."""
 
     messages: list[Message]
     tools: list[dict[str, Any]]
@@ -147,7 +148,8 @@ class _Request(msgspec.Struct, frozen=True):
 
 
 class _Search:
-    """For the call whose answer stands last in a request, and that can be gone on from."""
+    """Finds the recorded call that produced the last assistant message, to continue from its
+    tokens."""
 
     def __init__(
         self,
@@ -197,7 +199,8 @@ class _Search:
         )
 
     def _accepted(self, at: int) -> list[Match]:
-        """The calls that gave the answer at `at`, as far as it may be changed; flags if none."""
+        """Returns the calls that produced the answer at `at`, up to allowed edits; flags if
+        there is none."""
         message = self._request.messages[at]
         matches = self._parents.matches(self._request.chain[at], message)
         accepted = [match for match in matches if match.replay.change in self._edits]
@@ -208,10 +211,10 @@ class _Search:
         return accepted
 
     def _continue(self, at: int, match: Match) -> PromptPlan:
-        """The request's prompt, continued from the answer at `at`.
+        """Continues the request's prompt from the answer at `at`.
 
         Raises:
-            Refused: it cannot be.
+            Refused: it cannot be continued exactly.
         """
         request, path = self._request, match.parent.path()
         if _lost_its_answer(match.parent.call.message, request.messages[at]):
@@ -252,7 +255,7 @@ class _Search:
         )
 
     def _check(self, differences: list[set[Difference]]) -> None:
-        """Refuses what the prompt shows otherwise than the model has it."""
+        """Refuses differences between the template's rendering and the model's context."""
         found = set().union(*differences)
         if "other" in found:
             raise Refused("template_rewrites_history")
@@ -260,7 +263,7 @@ class _Search:
             raise Refused("think_stripped")
 
     def _head(self, root: Parent) -> str:
-        """The generation prompt at the end of a root's prompt; empty if it cannot be told."""
+        """Returns the generation prompt at the end of a root's prompt; "" if unknown."""
         if root.head is None:
             call, text = root.call, root.segment.context
             try:
@@ -283,13 +286,14 @@ class _Search:
 
 
 _WITHOUT_FLAG = ("ends_with_assistant", "no_generation_prompt")
-"""The request's own doing."""
+"""Refusals that the request itself causes."""
 _EDGES: tuple[Edge, ...] = ("think_kept", "lossy_detok", "appended", "calls", "whitespace")
-"""The one that says most first."""
+"""The most significant first."""
 
 
 def _edge(match: Match, differences: list[set[Difference]]) -> Edge:
-    """How the last turn of a conversation is continued: by what the agent and the template did."""
+    """Returns how the last turn is continued, from the agent's edits and the template's
+    differences."""
     found: set[str] = {match.replay.change, *differences[-1]}
     if any("think" in some for some in differences):
         found.add("think_kept")
@@ -297,7 +301,7 @@ def _edge(match: Match, differences: list[set[Difference]]) -> Edge:
 
 
 def _lost_its_answer(recorded: Message, replayed: Message) -> bool:
-    """All that was answered is reasoning by the engine's reading, and the agent dropped that."""
+    """Whether the answer was only reasoning, as the engine parsed it, and the agent dropped it."""
     return bool(
         reasoning_of(recorded)
         and not (recorded.get("content") or recorded.get("tool_calls"))

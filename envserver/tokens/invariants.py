@@ -1,4 +1,4 @@
-"""What holds of every trajectory's tokens. Checked on each one before it may be delivered.
+"""The invariants of a trajectory's tokens, checked before it may be delivered.
 
 By number:
  1 every sampled token is trained once (none of a call that is masked), as it was sampled;
@@ -34,7 +34,7 @@ Positions = NDArray[np.int64]
 
 
 def check(calls: list[Call], sequences: list[Sequence], actions: Actions = DEFAULT) -> None:
-    """Returns if `sequences` say exactly what `calls` recorded; linear in their tokens.
+    """Checks that `sequences` hold exactly what `calls` recorded, in linear time.
 
     Raises:
         TokensError: one does not; `detail` holds the invariant's number and the call or row.
@@ -63,7 +63,7 @@ def check(calls: list[Call], sequences: list[Sequence], actions: Actions = DEFAU
 
 
 def check_calls(calls: list[Call]) -> None:
-    """Returns if each exact call of `calls` can be true (2, 6, 7), and their order (10).
+    """Checks each exact call of `calls` by itself (2, 6, 7), and their order (10).
 
     Raises:
         TokensError: as in `check`.
@@ -77,7 +77,7 @@ def check_calls(calls: list[Call]) -> None:
             _check_sizes(call)
     exact = [call for call in calls if call.exact]
     logprobs = np.concatenate([np.empty(0, np.float32), *(call.logprobs for call in exact)])
-    # Also false for what is no number.
+    # Also false for NaN.
     possible = (logprobs <= LOGPROB_ROUNDING) & (logprobs > -np.inf)
     if not possible.all():
         index = _call_at(exact, int(np.argmin(possible)))
@@ -100,7 +100,7 @@ def _check_sizes(call: Call) -> None:
 
 
 class _Recorded:
-    """What was sampled, as columns: the completions of all calls one after the other.
+    """The completions of all calls, concatenated into columns.
 
     Args:
         calls: exact ones, in order of commit.
@@ -120,7 +120,7 @@ class _Recorded:
             self._shift[call.index] = begin - len(call.prompt_ids)
 
     def places(self, sequence: Sequence, sampled: Positions) -> Positions:
-        """Where the columns hold the tokens at `sampled` in `sequence`."""
+        """Returns where the columns hold the tokens at `sampled` in `sequence`."""
         return sampled + self._shift[sequence.calls[sampled]]
 
 
@@ -137,7 +137,8 @@ def _check_shape(row: int, sequence: Sequence) -> None:
 
 
 def _check_path(row: int, sequence: Sequence, recorded: _Recorded) -> None:
-    """The row's tokens were sampled by the calls of its path, which follow each other."""
+    """Checks that the row's tokens were sampled by the calls of its path, which follow each
+    other."""
     calls = np.full(len(sequence.tokens), -1, np.int32)
     previous: Call | None = None
     for index in sequence.path:
@@ -153,7 +154,7 @@ def _check_path(row: int, sequence: Sequence, recorded: _Recorded) -> None:
     if previous.agent != sequence.agent:
         raise _broken(8, "a row names another agent than that of its calls", row=row)
     if not np.array_equal(calls, sequence.calls):
-        raise _broken(3, "a token is said to be of another call than it is", row=row)
+        raise _broken(3, "a token is attributed to the wrong call", row=row)
 
 
 def _may_follow(previous: Call, call: Call) -> bool:

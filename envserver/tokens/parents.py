@@ -1,4 +1,4 @@
-"""The recorded calls of one attempt from whose tokens a later call may go on, by what they say."""
+"""Looks up the recorded calls of one attempt that a later call may continue."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Parent(msgspec.Struct, kw_only=True, eq=False):
     """A recorded call, and what it added to its conversation.
 
     Args:
-        before: the call whose tokens its own prompt was continued from.
-        ended: the model ended its turn itself: not at its longest length, nor by a stop string.
+        before: the call that its prompt continues.
+        ended: whether the model ended its turn itself, not the token limit or a stop string.
         kwargs: of the chat template.
-        head: the generation prompt, when somebody asked for it.
+        head: the generation prompt, once computed.
     """
 
     call: Call
@@ -32,28 +32,28 @@ class Parent(msgspec.Struct, kw_only=True, eq=False):
     head: str | None = None
 
     def path(self) -> list[Parent]:
-        """The calls of its conversation, first to last; this one is the last."""
+        """Returns the calls of its conversation, first to last, itself included."""
         path = [self]
         while path[-1].before is not None:
             path.append(path[-1].before)
         return path[::-1]
 
     def same_tokens(self, other: Parent) -> bool:
-        """Whether going on from either gives the same prompt."""
+        """Whether continuing either gives the same prompt."""
         return np.array_equal(
             self.call.completion_ids, other.call.completion_ids
         ) and np.array_equal(self.call.prompt_ids, other.call.prompt_ids)
 
 
 class Match(NamedTuple):
-    """A call whose answer stands in a request, and what became of that answer."""
+    """A call whose answer appears in a request, and how that answer was changed."""
 
     parent: Parent
     replay: Replay
 
 
 class Parents:
-    """Calls by the requests that they answered."""
+    """Calls, by the requests that they answered."""
 
     def __init__(self) -> None:
         self._by_request: dict[bytes, list[Parent]] = {}
@@ -61,20 +61,20 @@ class Parents:
         self._answers: set[Hashable] = set()
 
     def add(self, request: bytes, parent: Parent) -> None:
-        """`request`: the last hash of the request's chain."""
+        """Adds a call; `request` is the last hash of its request's chain."""
         self._by_request.setdefault(request, []).append(parent)
         self._by_index[parent.call.index] = parent
         self._answers.add(content_key(parent.segment.answer))
 
     def by_index(self, index: int) -> Parent | None:
-        """The parent that is the attempt's call `index`."""
+        """Returns the attempt's call `index`."""
         return self._by_index.get(index)
 
     def matches(self, request: bytes, replayed: Message) -> list[Match]:
-        """What `replayed` may be the answer of, among the calls that answered `request`.
+        """Returns the calls that answered `request` and may have produced `replayed`.
 
-        The least changed come first (of those appended to, by the least text); among these those
-        that reached the agent, then the latest.
+        The least changed come first (the shortest appended text first), then those that reached the
+        agent, then the latest.
         """
         now = answer_of(replayed)
         found = [
@@ -84,7 +84,7 @@ class Parents:
         return sorted(found, key=_rank)
 
     def was_answered(self, message: Message) -> bool:
-        """Whether any call of the attempt gave this answer, to whatever request."""
+        """Whether any call of the attempt gave this answer, to any request."""
         return content_key(answer_of(message)) in self._answers
 
 
@@ -97,7 +97,7 @@ def _rank(match: Match) -> tuple[int, int, bool]:
 
 
 def is_ambiguous(chosen: Match, accepted: Collection[Match]) -> bool:
-    """Others of the matches are as good as the chosen one, but have other tokens."""
+    """Whether another match is as good as the chosen one but has different tokens."""
     return any(
         _rank(match) == _rank(chosen) and not match.parent.same_tokens(chosen.parent)
         for match in accepted
@@ -105,7 +105,7 @@ def is_ambiguous(chosen: Match, accepted: Collection[Match]) -> bool:
 
 
 def segment_of(call: Call, context: str, vocabulary: Vocabulary) -> tuple[Segment, bool]:
-    """What `call` added behind `context`, and whether the model ended its turn itself."""
+    """Returns what `call` added after `context`, and whether the model ended its turn itself."""
     sampled = vocabulary.decode(call.completion_ids.tolist())
     stopped_by = call.stop_reason if isinstance(call.stop_reason, str) else None
     ended = stopped_by is None and call.finish_reason in _ENDED
@@ -128,7 +128,7 @@ _ENDED = ("stop", "tool_calls")
 
 
 def reasoning_of(message: Message) -> str:
-    """The reasoning that stands beside a message's content."""
+    """Returns a message's reasoning field, or ""."""
     for name in ("reasoning", "reasoning_content"):
         if isinstance(message.get(name), str) and message[name]:
             return str(message[name])
@@ -136,9 +136,9 @@ def reasoning_of(message: Message) -> str:
 
 
 def _tail(call: Call, vocabulary: Vocabulary, stop: str, content: str) -> str:
-    """What was sampled from the stop string on, or behind it where the content includes it.
+    """Returns the sampled text from the stop string on, or after it if the content includes it.
 
-    The last token ended it: the string may well come a second time within that token.
+    The search starts near the last token, which ended the answer: the string may occur earlier too.
     """
     ids = call.completion_ids.tolist()
     before, sampled = vocabulary.decode(ids[:-1]), vocabulary.decode(ids)

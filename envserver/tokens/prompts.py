@@ -1,4 +1,4 @@
-"""What is decided of a call's prompt before the engine is asked."""
+"""The prompt plan of a call."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from envserver_records.records import Edge
 
 
 class PromptPlan(msgspec.Struct, kw_only=True):
-    """How the prompt of a call comes to be.
+    """How the prompt of a call is made.
 
     Args:
         ids: the whole prompt; None: the engine renders it.
-        text: of the whole prompt as the template renders it here, None where that is not known.
-        parent: index of the call that is continued, None for none.
+        text: the whole prompt as our template renders it; None if unknown.
+        parent: index of the continued call, or None.
         edge, refusal: see Call.
-        flags: of the calls that come out of it.
-        added: the text behind the completion of the call that is continued.
-        key: names the whole request, see `chain`; empty: nothing can be continued from the call.
-        kwargs: what the request gives to the chat template.
+        flags: flags of the resulting calls.
+        added: the text after the completion of the continued call.
+        key: hash of the whole request, see `chain`; empty: the call cannot be continued.
+        kwargs: the request's variables for the chat template.
     """
 
     ids: list[int] | None = None
@@ -33,7 +33,7 @@ class PromptPlan(msgspec.Struct, kw_only=True):
     kwargs: dict[str, Any] = {}
 
     def as_root(self, refusal: str) -> PromptPlan:
-        """The same prompt rendered by the engine, because of `refusal`."""
+        """Returns the same prompt, rendered by the engine because of `refusal`."""
         return PromptPlan(
             text=self.text,
             refusal=refusal,

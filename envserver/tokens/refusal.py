@@ -1,10 +1,13 @@
-"""What cannot be said exactly is not said: the engine renders it, or a new sequence begins."""
+"""Refusals: the engine renders the prompt instead, and a new sequence begins."""
 
 from __future__ import annotations
 
 
 class Refused(Exception):
-    """An expected outcome, not a failure. `reason` is one snake_case word that is counted."""
+    """A prompt cannot be made exactly.
+
+    Expected, not a failure; `reason` is a counted snake_case word.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

@@ -1,8 +1,8 @@
-"""Where a chat template puts an answer and what comes after it: asked by words that stand for it.
+"""Finds where a chat template puts an answer and what comes after it, using marker words.
 
-A conversation's shape is its roles, its calls and its tools without what is said. Whether a
-template keeps messages whole and in order is a matter of the shape, so it is found out once for
-each and remembered on the format.
+A conversation's shape is its roles, calls and tools without their text. Whether a template keeps
+messages whole and in order depends only on the shape, so it is checked once for each shape and
+remembered on the format.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from envserver_records.records import Message
 from .chat_format import ChatFormat
 from .refusal import Refused
 
-# Mixed case, letters and digits: no template takes them apart, and one that changes case is found
-# out. Descending: one that sorts is found out, too.
+# Mixed case, letters and digits: no template splits them, and one that changes case is detected.
+# Descending: a template that sorts is detected, too.
 _ANSWER = "zQ7answer4Kx"
 _LATER = "yQ7later"
 _EARLIER = "xQ7earlier"
@@ -29,7 +29,8 @@ _PUNCTUATION = " \t\r\n\"'`,:>)]}"
 
 
 class Turn(NamedTuple):
-    """An answer in its conversation: what stood before it and what the agent put behind it."""
+    """An answer in its conversation: the messages before it and those that the agent added after
+    it."""
 
     history: list[Message]
     assistant: Message
@@ -47,8 +48,8 @@ class Turn(NamedTuple):
 
 
 def tail(format: ChatFormat, turn: Turn) -> str:
-    """What the template writes behind the answer: behind its content, or behind the value of an
-    argument of its last call where it has calls.
+    """Returns what the template writes after the answer's content, or, if it has calls, after the
+    value of an argument of the last call.
 
     Raises:
         Refused: answer_not_rendered, calls_not_rendered, answer_repeated; and as `render`.
@@ -58,7 +59,7 @@ def tail(format: ChatFormat, turn: Turn) -> str:
 
 
 def check(format: ChatFormat, turn: Turn, head: str, stop: str) -> str:
-    """Returns if the template keeps what comes after the answer in order and ends it by `head`.
+    """Checks that the template keeps messages after the answer in order and ends it with `head`.
 
     Args:
         head: beginning of the tail, up to and with the first `stop`.
@@ -81,7 +82,7 @@ def check(format: ChatFormat, turn: Turn, head: str, stop: str) -> str:
 
 
 def call_opener(format: ChatFormat, turn: Turn) -> str:
-    """What a tool call begins with, without white space; empty where nothing tells a call."""
+    """Returns what a tool call begins with, without whitespace; "" if nothing marks calls."""
     key = _key(turn._replace(history=[], assistant={}, new=[]), "opener")
     found = format.shapes.get(key)
     if found is None:
@@ -109,7 +110,7 @@ def _behind(text: str, calls: bool) -> str:
 
 
 def _stand_in(turn: Turn) -> Message:
-    """The answer without its reasoning, `_ANSWER` in place of what it says last."""
+    """Returns the answer without its reasoning and with `_ANSWER` in place of its last text."""
     message: Message = {
         name: turn.assistant[name] for name in ("content", "name") if name in turn.assistant
     }
@@ -163,7 +164,7 @@ def _check_end(format: ChatFormat, turn: Turn, head: str, stop: str) -> str:
 
 
 def _other_call(turn: Turn) -> Message:
-    """The answer with another last call: another name and id, no arguments."""
+    """Returns the answer with another last call: another name and id, no arguments."""
     last = turn.calls[-1]
     function = {"name": _ANSWER, "arguments": "{}"}
     calls = [*turn.calls[:-1], {**last, "id": "B" * len(last["id"]), "function": function}]
@@ -194,18 +195,18 @@ def _find_opener(format: ChatFormat, turn: Turn) -> str:
 
 
 def _shared(one: str, other: str) -> str:
-    """What both begin with."""
+    """Returns the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return one[: next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))]
 
 
 def without_space(text: str) -> str:
-    """`text` without its white space."""
+    """Returns `text` without whitespace."""
     return "".join(text.split())
 
 
 def _earlier(turn: Turn) -> list[Message]:
-    """The history with a word in place of what each message says."""
+    """Returns the history with a marker word in place of each message's text."""
     words: list[str] = []
     return [
         _marked(message, _EARLIER, words) if message.get("content") else message
@@ -214,7 +215,7 @@ def _earlier(turn: Turn) -> list[Message]:
 
 
 def _marked(message: Message, word: str, words: list[str]) -> Message:
-    """`message` with a word of its own for each text that it says; they are added to `words`."""
+    """Returns `message` with a new marker word for each of its texts, added to `words`."""
 
     def next_word() -> str:
         words.append(f"{word}{9_999_999 - len(words)}k")
@@ -236,7 +237,7 @@ def _marked(message: Message, word: str, words: list[str]) -> Message:
 
 
 def _key(turn: Turn, head: str) -> bytes:
-    """A digest of all that the checks depend on."""
+    """Returns a digest of everything that the checks depend on."""
     asked = [_role(message) for message in turn.history]
     given = [_role(message) for message in turn.new]
     names = sorted(turn.assistant)

@@ -1,11 +1,13 @@
-"""What follows a sampled answer in the prompt of the next call, without touching the answer.
+"""Computes what follows a sampled answer in the prompt of the next call, leaving the answer as it
+is.
 
-The template is asked what it writes behind the answer (the tail, see `shape`). The model has
-sampled the tail's beginning, up to its end-of-turn token, or was cut off before it; the rest is the
-suffix. Only the tail is encoded, from the end-of-turn token on: text before it never matters to
-what follows it.
+The template says what it writes after the answer (the tail, see `shape`). The model has sampled the
+beginning of the tail, up to its end-of-turn token, or was cut off before it; the rest is the
+suffix.
+Only the tail is encoded, from the end-of-turn token on: text before that token never affects what
+follows it.
 
-What is not certain is refused: templates that move, drop, repeat or change messages, answers whose
+Anything uncertain is refused: templates that move, drop, repeat or change messages, answers whose
 end is not where the template has it, calls that were cut off.
 """
 
@@ -30,11 +32,13 @@ class Completion(NamedTuple):
 
 
 class Suffix(NamedTuple):
-    """What stands behind the completion; all of it is context.
+    """What follows the completion; all of it is context.
 
-    `text` and `ids` are all of it; `closing` is the beginning of `text` that belongs to the answer
-    although the model did not sample it: what the agent appended and, where the answer was cut off,
-    the template's own end of the turn.
+    `text` and `ids` hold all of it. `closing` is the part at the beginning of `text` that belongs
+    to the
+    answer although the model did not sample it: what the agent appended and, if the answer was cut
+        off,
+    the template's end of the turn.
     """
 
     text: str
@@ -53,14 +57,14 @@ def suffix(
     completion: Completion,
     extra: str = "",
 ) -> Suffix:
-    """parent.prompt + completion + this = the prompt of the next call.
+    """Returns the suffix: parent.prompt + completion + suffix is the prompt of the next call.
 
     Args:
         format: the model's.
         history: the messages of the call that sampled the completion.
         assistant: the message that it gave.
-        new: what the agent has put behind it; not empty, no assistant message among it.
-        tools, kwargs: of the call and of the next one alike.
+        new: the messages that the agent added after it; not empty, without assistant messages.
+        tools, kwargs: the same for the call and the next one.
         completion: what was sampled.
         extra: text that the agent appended to the answer.
 
@@ -81,7 +85,7 @@ def suffix(
 
 
 def _stop_token(format: ChatFormat, completion: Completion) -> int | None:
-    """The sampled token that ended the turn, None where the answer was cut off before its end."""
+    """Returns the sampled token that ended the turn, or None if the answer was cut off."""
     ids, finish, reason = completion
     if not ids:
         raise Refused("nothing_sampled")
@@ -99,14 +103,14 @@ def _stop_token(format: ChatFormat, completion: Completion) -> int | None:
         if last != reason:
             raise Refused("end_unknown")
         return last if known or special else None
-    # An answer with calls is `tool_calls` even where it was cut off.
+    # An answer with calls ends by `tool_calls` even if it was cut off.
     if not known and finish == "stop" and not special:
         raise Refused("end_unknown")
     return last if known or finish == "stop" else None
 
 
 def _after_end(format: ChatFormat, turn: Turn, ids: list[int], stop: int) -> Suffix:
-    """The suffix of an answer that the model ended by `stop`."""
+    """Returns the suffix of an answer that the model ended with `stop`."""
     vocabulary = format.vocabulary
     text = vocabulary.added_text(stop)
     if text is None or not vocabulary.stands_alone(stop):
@@ -130,7 +134,8 @@ def _after_end(format: ChatFormat, turn: Turn, ids: list[int], stop: int) -> Suf
 
 
 def _after_cut(format: ChatFormat, turn: Turn, ids: list[int], extra: str) -> Suffix:
-    """The suffix of an answer that ended by length or a stop string: the template ends it."""
+    """Returns the suffix of an answer that ended by length or a stop string: the template ends
+    it."""
     if turn.calls or _in_call(format, turn, ids):
         raise Refused("truncated_in_call")
     vocabulary = format.vocabulary
@@ -157,7 +162,8 @@ def _in_call(format: ChatFormat, turn: Turn, ids: list[int]) -> bool:
 
 
 def _continue(format: ChatFormat, ids: list[int], text: str) -> list[int]:
-    """Ids that add `text` behind `ids`; not those of `ids` and `text` as one, which are sampled."""
+    """Returns ids that append `text` to `ids`, whose own tokens were sampled and stay as they
+    are."""
     near = ids[-16:]
     said = format.decode(near)
     for stem in ("", "x", "."):  # SentencePiece puts a space before what begins a text

@@ -33,7 +33,7 @@ class ChatTemplate:
 
     Args:
         source: the template's text.
-        variables: what it may name beside the conversation: `bos_token`, `eos_token`, ...
+        variables: what it may name besides the conversation: `bos_token`, `eos_token`, ...
 
     Raises:
         ConfigError: it does not compile.
@@ -63,7 +63,7 @@ class ChatTemplate:
             kwargs: further variables for the template.
 
         Raises:
-            TemplateRefused: it does not take the conversation; its own words are in the message.
+            TemplateRefused: the template rejects the conversation; its error is in the message.
         """
         variables = {"documents": None, **self.variables, **kwargs}
         variables |= {"messages": messages, "tools": tools or None}
@@ -71,8 +71,8 @@ class ChatTemplate:
             return self._compiled.render(variables, add_generation_prompt=generation_prompt)
         except Exception as error:  # a template can raise whatever Python can
             raise TemplateRefused(
-                f"The model's chat template does not take this conversation: {error}",
-                hint="Send a conversation of the shape that the model was made for.",
+                f"The model's chat template rejects this conversation: {error}",
+                hint="Send a conversation in the format that the model was trained for.",
             ) from error
 
 

@@ -1,9 +1,9 @@
-"""Calls of one rollout <-> a trace of them, whose size is that of what is new in each call.
+"""Packs the calls of one rollout into a trace that stores only what is new in each call.
 
-Every call of a conversation repeats all before it: recorded whole, 100 turns take 50 times what was
-said. In a trace a call holds the tokens and messages that earlier ones have not; what was sampled
-is always its own. `unpack_calls(pack_calls(calls, parents))` are `calls`, to the byte and in every
-field.
+Every call of a conversation repeats everything before it: stored whole, 100 turns take 50 times the
+space. In a trace a call holds only the tokens and messages that earlier calls lack; sampled tokens
+are always its own. `unpack_calls(pack_calls(calls, parents))` equals `calls` in every field and
+byte.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def pack_calls(calls: list[Call], parents: list[int]) -> list[TracedCall]:
-    """The trace of `calls`.
+    """Returns the trace of `calls`.
 
     Args:
         calls: of one attempt, in order of commit; inexact ones as well.
         parents: for each the position of the call that it continues, -1 for none, as
-            `builder.find_parents` tells. Any others give a right but longer trace.
+            `builder.find_parents` tells. Wrong parents give a correct but longer trace.
     """
     siblings: dict[tuple[str | None, int], int] = {}
     said: dict[bytes, int] = {}
@@ -58,15 +58,15 @@ def pack_calls(calls: list[Call], parents: list[int]) -> list[TracedCall]:
 
 
 def unpack_calls(traced: list[TracedCall]) -> list[Call]:
-    """The calls of a trace.
+    """Returns the calls of a trace.
 
     Raises:
-        TokensError: it contradicts itself.
+        TokensError: the trace contradicts itself.
     """
     calls: list[Call] = []
     for k, each in enumerate(traced):
         if not all(-1 <= j < k for j in (each.tokens_of, each.messages_of, each.tools_of)):
-            raise _damaged(f"Call {k} of the trace is told by one that does not come before it.")
+            raise _damaged(f"Call {k} of the trace refers to one that does not come before it.")
         calls.append(
             msgspec.structs.replace(
                 each.new,

@@ -1,6 +1,6 @@
-"""Which policy version sampled which token, and what that makes odd about a call.
+"""The policy version of each token, and the flags that follow from it.
 
-A version counts as newer the higher it is; -1, unknown, is older than any.
+Higher versions are newer; -1 (unknown) is older than any.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The APIs in which agents ask: each reads requests into an Ask, and tells answers in its own form.
+"""The APIs that agents use: each reads requests into a ModelRequest and writes answers in its
+format.
 
-Pure. Answers come in OpenAI's chat form, whole or as chunks, with nothing in them that the agent
-did not ask for.
+Pure. Answers arrive in OpenAI's chat format, whole or as chunks, cleaned of everything that the
+agent did not ask for.
 """
 
 from __future__ import annotations
@@ -20,4 +21,4 @@ DIALECTS: dict[str, DialectAdapter] = {
     "v1/responses": ResponsesDialect(),
     "v1/messages": MessagesDialect(),
 }
-"""By path, as it stands behind the key of an attempt."""
+"""By path, relative to the attempt's address. Add a dialect here (see base.py)."""

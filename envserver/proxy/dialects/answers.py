@@ -1,6 +1,6 @@
-"""What a chat answer says, whole or in chunks, for the dialects that tell it in other words.
+"""The parts of a chat answer or chunk, for the dialects that write them in another format. Pure.
 
-Pure. The parts of an answer are told in one order: reasoning, text, tool calls.
+The parts come in one order: reasoning, text, tool calls.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _TEXTS = ("content", "refusal")
 
 
 class TextPart(NamedTuple):
-    """Some of the reasoning or of the text of an answer; never empty."""
+    """A piece of the reasoning or of the text; never empty."""
 
     kind: Literal["reasoning", "text"]
     text: str
 
 
 class ToolCall(NamedTuple):
-    """A whole tool call; `arguments` as the engine gave them, JSON as a rule."""
+    """A whole tool call; `arguments` as the engine gave them, usually JSON."""
 
     id: str
     name: str
@@ -32,14 +32,14 @@ class ToolCall(NamedTuple):
 
 
 class AnswerEnd(msgspec.Struct):
-    """How an answer ended, as far as it is known."""
+    """How an answer ended, as far as known."""
 
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     usage: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def take(self, answer: dict[str, Any]) -> None:
-        """Takes over what a whole answer or a chunk tells of it."""
+        """Updates it from a whole answer or a chunk."""
         choice = choice_of(answer)
         if choice.get("finish_reason") is not None:
             self.finish_reason = choice["finish_reason"]
@@ -50,34 +50,35 @@ class AnswerEnd(msgspec.Struct):
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended it."""
+        """The stop string that ended the answer, or None."""
         return self.stop_reason if isinstance(self.stop_reason, str) else None
 
     def tokens(self, name: str) -> int:
-        """The engine's own count: `prompt_tokens`, `completion_tokens`; 0 without one."""
+        """Returns the engine's count of `prompt_tokens` or `completion_tokens`; 0 if missing."""
         return self.usage.get(name) or 0
 
     def detail(self, name: str, detail: str) -> int:
-        """A count of `prompt_tokens_details` or `completion_tokens_details`; 0 without one."""
+        """Returns a count of `prompt_tokens_details` or `completion_tokens_details`; 0 if
+        missing."""
         return (self.usage.get(name) or {}).get(detail) or 0
 
 
 def ending_of(answer: dict[str, Any]) -> AnswerEnd:
-    """How a whole answer ended."""
+    """Returns how a whole answer ended."""
     ending = AnswerEnd()
     ending.take(answer)
     return ending
 
 
 def choice_of(answer: dict[str, Any]) -> dict[str, Any]:
-    """The only choice of a whole answer or of a chunk; empty in a chunk without one."""
+    """Returns the only choice of an answer or chunk; {} for a chunk without one."""
     choices = answer.get("choices") or [{}]
     choice: dict[str, Any] = choices[0]
     return choice
 
 
 def parts_of(message: dict[str, Any]) -> Iterator[TextPart | ToolCall]:
-    """What a whole message, or the delta of a chunk, says."""
+    """Yields the parts of a message or of a chunk's delta."""
     for name in _REASONING:
         if message.get(name):
             yield TextPart("reasoning", message[name])
@@ -95,10 +96,10 @@ def parts_of(message: dict[str, Any]) -> Iterator[TextPart | ToolCall]:
 
 
 def new_id(prefix: str) -> str:
-    """An id that nothing else has."""
+    """Returns a unique id."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
 def named_event(data: dict[str, Any]) -> bytes:
-    """`data` as one server-sent event under the name in its field `type`."""
+    """Formats `data` as one server-sent event, named by its field `type`."""
     return b"event: %b\ndata: %b\n\n" % (data["type"].encode(), orjson.dumps(data))

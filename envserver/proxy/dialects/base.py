@@ -1,4 +1,4 @@
-"""What every dialect offers."""
+"""The interface of a dialect. To add one, implement DialectAdapter and list it in `DIALECTS`."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ from envserver_records.records import Dialect
 from ..model_request import ModelRequest
 
 Memory = dict[str, Any]
-"""What a dialect with a memory (`previous_response_id`) keeps of one attempt."""
+"""State of a dialect for one attempt, such as stored responses (`previous_response_id`)."""
 
 
 class EventWriter(Protocol):
-    """One streamed answer as server-sent events. Called in this order: begin, chunk*, end | fail.
+    """Writes one answer as server-sent events. Call order: begin, chunk*, then end or fail.
 
-    `begin` is called when the answer's first chunk is there, `end` when the calls are recorded.
+    `begin` is called when the first chunk has arrived, `end` when the calls are recorded.
     """
 
     def begin(self) -> bytes:
-        """Events before the first chunk; may be none."""
+        """Returns the events before the first chunk, if any."""
 
     def chunk(self, chunk: dict[str, Any]) -> bytes:
-        """The events for one chunk of the chat form; may be none.
+        """Returns the events for one chat chunk, if any.
 
-        The chunk that ends a choice, and the one with the usage, come only after the recording.
+        The chunk that ends a choice, and the one with the usage, come only after recording.
         """
 
     def end(self) -> bytes:
-        """The last events."""
+        """Returns the last events."""
 
     def fail(self, error: EnvserverError) -> bytes:
-        """The events that end the stream because of `error`."""
+        """Returns the events that end the stream because of `error`."""
 
 
 class DialectAdapter(Protocol):
-    """One dialect."""
+    """Translates between one API and the common form (ModelRequest, chat answers)."""
 
     name: Dialect
 
     def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
-        """
+        """Reads a decoded request body.
+
         Raises:
-            InputError: a field is missing, has the wrong form, or is not possible; `place` names
-                it.
+            InputError: a field is missing, malformed or not supported; `place` names it.
         """
 
     def whole(
         self, request: ModelRequest, answer: dict[str, Any], memory: Memory
     ) -> dict[str, Any]:
-        """`answer`, of the chat form, in this dialect. Called once the calls are recorded."""
+        """Returns the chat answer in this dialect. Called after the calls are recorded."""
 
     def writer(self, request: ModelRequest, memory: Memory) -> EventWriter:
-        """For one streamed answer to `ask`."""
+        """Returns the writer for a streamed answer to `request`."""
 
     def error(self, error: EnvserverError) -> dict[str, Any]:
-        """The body of an answer that says `error`."""
+        """Returns the body of an error response."""

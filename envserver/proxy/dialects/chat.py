@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: the form that everything inside has, so little is to be done."""
+"""OpenAI's chat completions, which is also the common form, so there is little to translate."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _NOT_FIELDS = (
 
 
 class ChatDialect:
-    """See Api."""
+    """See DialectAdapter."""
 
     name: Dialect = "chat"
 
     def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
-        """See Api."""
+        """See DialectAdapter."""
         messages = objects(body, "messages", needed=True)
         tools = objects(body, "tools")
         refuse_inexact(body)
@@ -57,15 +57,15 @@ class ChatDialect:
     def whole(
         self, request: ModelRequest, answer: dict[str, Any], memory: Memory
     ) -> dict[str, Any]:
-        """See Api."""
+        """See DialectAdapter."""
         return answer
 
     def writer(self, request: ModelRequest, memory: Memory) -> ChatWriter:
-        """See Api."""
+        """See DialectAdapter."""
         return ChatWriter()
 
     def error(self, error: EnvserverError) -> dict[str, Any]:
-        """See Api."""
+        """See DialectAdapter."""
         return error_body(error)
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's text completions: for agents that render, or even tokenise, their prompts themselves."""
+"""OpenAI's text completions, for agents that render or even tokenise their own prompts."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _NOT_FIELDS = (
     "return_token_ids",
 )
 _DEFAULT_MAX_TOKENS = 16
-"""As OpenAI documents it, and as engines have it."""
+"""The default of OpenAI's API and of engines."""
 _MAX_PROMPTS = 128
 
 
 class CompletionsDialect:
-    """See Api."""
+    """See DialectAdapter."""
 
     name: Dialect = "completions"
 
     def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
-        """See Api."""
+        """See DialectAdapter."""
         refuse_inexact(body)
         for name in ("echo", "suffix"):
             if body.get(name):
-                raise bad(name, "is not possible here")
+                raise bad(name, "is not supported")
         prompts = _prompts(body.get("prompt"))
         options = body.get("stream_options")
         logprobs = body.get("logprobs")
@@ -64,17 +64,17 @@ class CompletionsDialect:
     def whole(
         self, request: ModelRequest, answer: dict[str, Any], memory: Memory
     ) -> dict[str, Any]:
-        """See Api."""
+        """See DialectAdapter."""
         told = {**answer, "object": "text_completion"}
         told["choices"] = [_choice(c, c["message"]) for c in answer["choices"]]
         return told
 
     def writer(self, request: ModelRequest, memory: Memory) -> CompletionsWriter:
-        """See Api."""
+        """See DialectAdapter."""
         return CompletionsWriter()
 
     def error(self, error: EnvserverError) -> dict[str, Any]:
-        """See Api."""
+        """See DialectAdapter."""
         return error_body(error)
 
 
@@ -86,7 +86,7 @@ class CompletionsWriter:
         return b""
 
     def chunk(self, chunk: dict[str, Any]) -> bytes:
-        """See EventWriter. What only chats have (the role's chunk) is left out."""
+        """See EventWriter. The chunk with the role exists only in chats and is skipped."""
         parts = [part for part in chunk["choices"] if not _is_role(part)]
         if chunk["choices"] and not parts:
             return b""
@@ -104,7 +104,7 @@ class CompletionsWriter:
 
 
 def _prompts(prompt: Any) -> list[Any]:
-    """The prompts in field `prompt`: texts or lists of ids.
+    """Returns the prompts in field `prompt`: texts or lists of ids.
 
     Raises:
         InputError: it holds something else, or too many.

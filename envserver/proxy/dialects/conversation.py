@@ -1,7 +1,8 @@
-"""Chat messages, put together from what other dialects have in their place.
+"""Builds chat messages from the items of other dialects. Pure.
 
-What always holds: the results of tool calls stand one behind the other, and what the model said at
-once is one message, so that a history reads as the chat that it was. Pure.
+What always holds: the results of tool calls follow each other, and what the model said in one
+answer
+is one message, so a history reads as the chat that it was.
 """
 
 from __future__ import annotations
@@ -18,25 +19,28 @@ Part = dict[str, Any]
 
 
 class Conversation:
-    """Messages in the order in which they are added; `messages` ends it."""
+    """Collects messages in order; `messages` returns them."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
         self._images: list[Part] = []
 
     def system(self, parts: list[Part]) -> None:
-        """What the model is told first, or in between."""
+        """Adds a system message."""
         self._show_images()
         self._messages.append({"role": "system", "content": content_of(parts)})
 
     def user(self, parts: list[Part]) -> None:
-        """What a user says; images that tools gave stand before it."""
+        """Adds a user message, preceded by images that tools returned."""
         parts = [*self._images, *parts]
         self._images = []
         self._messages.append({"role": "user", "content": content_of(parts)})
 
     def tool(self, call_id: str, parts: list[Part]) -> None:
-        """A tool's result. Chats know text only there: its images are shown behind it."""
+        """Adds a tool's result.
+
+        It can only hold text in chats: its images follow in a user message.
+        """
         texts = [part for part in parts if part["type"] == "text"]
         self._images.extend(part for part in parts if part["type"] != "text")
         content = "\n".join(part["text"] for part in texts)
@@ -45,12 +49,12 @@ class Conversation:
     def assistant(
         self, *, reasoning: str = "", text: str = "", calls: Iterable[ToolCall] = ()
     ) -> None:
-        """What the model said at once."""
+        """Adds one answer of the model."""
         self._show_images()
         self._messages.append(answer_message(reasoning, text, calls))
 
     def messages(self) -> list[Message]:
-        """All of them."""
+        """Returns all messages."""
         self._show_images()
         return self._messages
 
@@ -60,7 +64,7 @@ class Conversation:
 
 
 def answer_message(reasoning: str, text: str, calls: Iterable[ToolCall]) -> Message:
-    """An assistant's chat message."""
+    """Returns an assistant's chat message."""
     message: Message = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning"] = reasoning
@@ -79,7 +83,7 @@ def answer_message(reasoning: str, text: str, calls: Iterable[ToolCall]) -> Mess
 
 
 def content_of(parts: list[Part]) -> str | list[Part]:
-    """`parts` as a message's content: where there is one text only, just that."""
+    """Returns `parts` as a message's content; a single text part becomes a string."""
     if not parts:
         return ""
     if len(parts) == 1 and parts[0]["type"] == "text":
@@ -89,11 +93,11 @@ def content_of(parts: list[Part]) -> str | list[Part]:
 
 
 def text_part(text: str) -> Part:
-    """A part of text."""
+    """Returns a text part."""
     return {"type": "text", "text": text}
 
 
 def image_part(url: str, detail: str | None = None) -> Part:
-    """A part with the image at `url`, which may be a data URL."""
+    """Returns an image part; `url` may be a data URL."""
     image = {"url": url} if detail is None else {"url": url, "detail": detail}
     return {"type": "image_url", "image_url": image}

@@ -1,4 +1,4 @@
-"""Fields of the engine's chat API that other dialects come to."""
+"""Fields of the engine's chat API that several dialects fill."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 from .reading import bad, mapping
 
 _PASSED = ("temperature", "top_p", "top_k", "seed", "chat_template_kwargs")
-"""Have the same name in every dialect, or are an engine's own that an agent may add to it."""
+"""Fields with the same name in every dialect, or an engine's own that agents may add."""
 
 
 def engine_fields(body: dict[str, Any]) -> dict[str, Any]:
-    """The fields that are passed on as they stand."""
+    """Returns the fields that are passed on unchanged."""
     mapping(body, "chat_template_kwargs")
     return {name: body[name] for name in _PASSED if body.get(name) is not None}
 
 
 def effort_fields(effort: Any, place: str) -> dict[str, Any]:
-    """How much the model is to reason, where the agent says so.
+    """Returns the field for the reasoning effort, if the agent sets one.
 
     Raises:
-        InputError: `effort`, which stands at `place`, is no text.
+        InputError: `effort`, found at `place`, is not a string.
     """
     if effort is None:
         return {}

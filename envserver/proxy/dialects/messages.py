@@ -1,13 +1,13 @@
 """Anthropic's messages API.
 
-    messages_request    fields of a request -> fields of the chat API
-    messages_input      turns -> chat messages
-    messages_answer     a whole chat answer -> the message object
-    messages_events     a streamed one -> events
-    messages_arguments  the arguments of tool calls, there and back
+messages_request    fields of a request -> fields of the chat API
+messages_input      turns -> chat messages
+messages_answer     a whole chat answer -> the message object
+messages_events     a streamed one -> events
+    messages_arguments  the arguments of tool calls, in both directions
     messages_errors     errors
 
-What the model thinks is shown to agents that ask for it, without a signature.
+Reasoning is shown to agents that ask for it, without a signature.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .reading import bad, boolean, count, refuse_inexact
 
 
 class MessagesDialect:
-    """See Api."""
+    """See DialectAdapter."""
 
     name: Dialect = "messages"
 
     def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
-        """See Api."""
+        """See DialectAdapter."""
         refuse_inexact(body)
         refuse_impossible(body)
         wanted_tokens = count(body, "max_tokens")
@@ -56,13 +56,13 @@ class MessagesDialect:
     def whole(
         self, request: ModelRequest, answer: dict[str, Any], memory: Memory
     ) -> dict[str, Any]:
-        """See Api."""
+        """See DialectAdapter."""
         return message_of(request, answer, Arguments(memory))
 
     def writer(self, request: ModelRequest, memory: Memory) -> MessagesWriter:
-        """See Api."""
+        """See DialectAdapter."""
         return MessagesWriter(request, Arguments(memory))
 
     def error(self, error: EnvserverError) -> dict[str, Any]:
-        """See Api."""
+        """See DialectAdapter."""
         return error_of(error)

@@ -1,4 +1,4 @@
-"""A chat answer -> the message object of Anthropic's messages API. Pure."""
+"""Converts a chat answer to the message object of Anthropic's messages API. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .messages_arguments import Arguments, as_object
 Block = dict[str, Any]
 
 _STOPS = {"length": "max_tokens", "content_filter": "refusal"}
-"""Why an answer ended early, by the engine's finish reason."""
+"""Stop reasons of answers that ended early, by the engine's finish reason."""
 _WHOLE = ("stop", "tool_calls", "function_call")
 
 
 def message_of(
     request: ModelRequest, answer: dict[str, Any], arguments: Arguments
 ) -> dict[str, Any]:
-    """The message object of a whole answer."""
+    """Returns the message object of a whole answer."""
     content = []
     called = False
     for part in parts_of(choice_of(answer)["message"]):
@@ -36,10 +36,10 @@ def message_of(
 
 
 def head_of(request: ModelRequest, answer: dict[str, Any]) -> dict[str, Any]:
-    """A message of which nothing is known yet but that it is the answer to `ask`.
+    """Returns an empty message that answers `request`.
 
     Args:
-        answer: or its first chunk; empty where the engine gave none.
+        answer: the answer or its first chunk; empty if the engine gave none.
     """
     return {
         "id": new_id("msg"),
@@ -55,27 +55,30 @@ def head_of(request: ModelRequest, answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_block(text: str) -> Block:
-    """What the model said."""
+    """Returns a text block."""
     return {"type": "text", "text": text, "citations": None}
 
 
 def thinking_block(text: str) -> Block:
-    """What the model thought; nobody signs it here."""
+    """Returns a block of reasoning, unsigned."""
     return {"type": "thinking", "thinking": text, "signature": ""}
 
 
 def call_block(call: ToolCall) -> Block:
-    """A call of a tool."""
+    """Returns a tool call block."""
     value = as_object(call.arguments)
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": value}
 
 
 def stop_of(ending: AnswerEnd, *, called: bool) -> dict[str, Any]:
-    """Why the model stopped. What cut it off otherwise (the engine was halted) reads as if its
-    tokens were used up: an agent then knows that there may be more.
+    """Returns why the model stopped.
+
+    Any other interruption (such as a halted engine) is reported as `max_tokens`: the agent then
+    knows
+    that the answer may be incomplete.
 
     Args:
-        called: the model called a tool.
+        called: whether the model called a tool.
     """
     reason, sequence = _STOPS.get(ending.finish_reason or "", "max_tokens"), None
     if ending.finish_reason in _WHOLE:
@@ -86,7 +89,7 @@ def stop_of(ending: AnswerEnd, *, called: bool) -> dict[str, Any]:
 
 
 def usage_of(ending: AnswerEnd) -> dict[str, Any]:
-    """Tokens, by the engine's count. What its cache held counts as input like the rest."""
+    """Returns the engine's token counts; cached tokens count as input."""
     return {
         "input_tokens": ending.tokens("prompt_tokens"),
         "cache_creation_input_tokens": 0,

@@ -1,7 +1,7 @@
-"""Arguments of tool calls: text in chats, objects in Anthropic's messages API.
+"""Arguments of tool calls: text in chats, objects in Anthropic's messages API. Pure.
 
-An agent gets the object and sends it back; what stands in the history must be the text that the
-model wrote, with its spaces and numbers. So the text of each call is kept for the attempt. Pure.
+An agent gets the object and sends it back, but the history must hold the text that the model wrote,
+with its exact spaces and numbers. So the text of each call is kept for the attempt.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ _NOT_AN_OBJECT = "arguments"
 
 
 class Arguments:
-    """The arguments of all tool calls of one attempt; they stand in `memory`."""
+    """The arguments of all tool calls of one attempt, kept in `memory`."""
 
     def __init__(self, memory: Memory) -> None:
         self._texts: dict[str, str] = memory.setdefault("arguments", {})
 
     def keep(self, call_id: str, arguments: str) -> None:
-        """Keeps the text of a call that an agent is given."""
+        """Keeps the text of a call that is sent to an agent."""
         self._texts[call_id] = arguments
 
     def given(self, call_id: str, value: dict[str, Any]) -> str:
-        """The text behind `value`, which an agent sent back: its own where that is not known."""
+        """Returns the model's text for `value`, which an agent sent back, or else `value` as
+        JSON."""
         kept = self._texts.get(call_id)
         if kept is not None and _same(as_object(kept), value):
             return kept
@@ -34,7 +35,8 @@ class Arguments:
 
 
 def as_object(arguments: str) -> dict[str, Any]:
-    """What an agent is given; what is no object stands in one, so that nothing is hidden."""
+    """Returns arguments as an object; anything else is wrapped in one, so that nothing is
+    hidden."""
     try:
         value = orjson.loads(arguments) if arguments.strip() else {}
     except orjson.JSONDecodeError:
@@ -43,14 +45,14 @@ def as_object(arguments: str) -> dict[str, Any]:
 
 
 def as_json(arguments: str) -> str:
-    """`as_object` as text; the model's own where it is an object."""
+    """Returns `as_object` as text, which is the model's own if that is an object."""
     value = as_object(arguments)
     wrapped = value == {_NOT_AN_OBJECT: arguments}
     return orjson.dumps(value).decode() if wrapped or not arguments.strip() else arguments
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two JSON values mean the same; 1 and 1.0 do, 1 and true do not."""
+    """Whether two JSON values are equal; 1 and 1.0 are, 1 and true are not."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):

@@ -1,4 +1,4 @@
-"""Errors as Anthropic's messages API tells them."""
+"""Errors in the format of Anthropic's messages API."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ _TYPES = {
 
 
 def error_of(error: EnvserverError) -> dict[str, Any]:
-    """The body of an answer, or the event, that says `error`; `detail["error_code"]`, if any, is
-    for the client's program."""
+    """Returns the body or event for `error`; `detail["error_code"]`, if any, is for the client."""
     other = "invalid_request_error" if error.status < 500 else "api_error"
     said: dict[str, Any] = {"type": _TYPES.get(error.status, other), "message": str(error)}
     if "error_code" in error.detail:

@@ -1,4 +1,4 @@
-"""A streamed chat answer -> the events of Anthropic's messages API. Pure."""
+"""Converts a streamed chat answer to the events of Anthropic's messages API. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .messages_errors import error_of
 
 
 class MessagesWriter:
-    """See EventWriter. Blocks follow each other: one is open at most."""
+    """See EventWriter. At most one content block is open at a time."""
 
     def __init__(self, request: ModelRequest, arguments: Arguments) -> None:
         self._request = request
@@ -34,7 +34,7 @@ class MessagesWriter:
         self._ending = AnswerEnd()
 
     def begin(self) -> bytes:
-        """See EventWriter. What the first event says comes with the first chunk."""
+        """See EventWriter. The first event needs the first chunk."""
         return b""
 
     def chunk(self, chunk: dict[str, Any]) -> bytes:
@@ -90,7 +90,7 @@ class MessagesWriter:
         return named_event({"type": "content_block_delta", "index": self._blocks, "delta": delta})
 
     def _close(self) -> bytes:
-        """The last events of the block that is open; none without one."""
+        """Returns the last events of the open block, if any."""
         if not self._open:
             return b""
         events = b""

@@ -1,8 +1,8 @@
-"""The turns of Anthropic's messages API -> chat messages.
+"""Converts the turns of Anthropic's messages API to chat messages. Pure.
 
-A user's turn that holds results of tools becomes their messages, in order, before what else it
-says. An assistant's turn becomes one message. What a chat has no place for (signatures, encrypted
-reasoning, marks of caches) is left out. Pure.
+A user's turn with tool results becomes their messages, in order, followed by the rest of the turn.
+An assistant's turn becomes one message. What chats have no place for (signatures, encrypted
+reasoning, cache marks) is left out.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .messages_arguments import Arguments
 from .reading import bad, boolean, mapping, objects, string
 
 _BILLING = "x-anthropic-billing-header"
-"""How clients begin a system block that is for the bill, not for the model."""
+"""Prefix of a system block that clients send for billing, not for the model."""
 
 
 def messages_of(body: dict[str, Any], arguments: Arguments) -> list[Message]:
-    """The messages in fields `system` and `messages`; an empty turn at the end says nothing.
+    """Returns the messages in fields `system` and `messages`, without an empty turn at the end.
 
     Raises:
-        InputError: a block is not possible here; `place` says which.
+        InputError: a block is not supported; `place` names it.
     """
     conversation = Conversation()
     if body.get("system") is not None:
@@ -44,7 +44,7 @@ def messages_of(body: dict[str, Any], arguments: Arguments) -> list[Message]:
     if len(messages) > 1 and messages[-1] == answer_message("", "", ()):
         messages.pop()
     if not messages:
-        raise bad("messages", "must say something")
+        raise bad("messages", "must not be empty")
     return messages
 
 
@@ -70,7 +70,7 @@ def _user(conversation: Conversation, turn: dict[str, Any], place: str) -> None:
 
 
 def _result(block: dict[str, Any], place: str) -> list[Part]:
-    """What a tool gave. That it failed is said in front, where its own words do not begin so."""
+    """Returns a tool's result; a failure gets the prefix "Error: " unless it begins so itself."""
     given = _blocks(block, "content", place) if block.get("content") is not None else []
     parts = [_part(part, at) for part, at in given]
     if not boolean(block, "is_error", place):
@@ -101,7 +101,7 @@ def _assistant(
             case "tool_use":
                 calls.append(_call(block, at, arguments))
             case kind:
-                raise bad(f"{at}.type", f"{str(kind)[:80]!r} is not possible here")
+                raise bad(f"{at}.type", f"{str(kind)[:80]!r} is not supported")
     conversation.assistant(reasoning=reasoning, text=texts, calls=calls)
 
 
@@ -114,7 +114,7 @@ def _call(block: dict[str, Any], place: str, arguments: Arguments) -> ToolCall:
 def _blocks(
     holder: dict[str, Any], name: str, place: str, kinds: tuple[str, ...] = ()
 ) -> list[tuple[dict[str, Any], str]]:
-    """The blocks in field `name` with their places; a text stands for one block."""
+    """Returns the blocks in field `name` with their places; a string stands for one block."""
     path = f"{place}.{name}" if place else name
     given = holder.get(name)
     if isinstance(given, str):
@@ -126,7 +126,7 @@ def _blocks(
         if not isinstance(block, dict):
             raise bad(at, "must be an object")
         if kinds and block.get("type") not in kinds:
-            raise bad(f"{at}.type", f"{str(block.get('type'))[:80]!r} is not possible here")
+            raise bad(f"{at}.type", f"{str(block.get('type'))[:80]!r} is not supported")
     return blocks
 
 
@@ -139,7 +139,7 @@ def _part(block: dict[str, Any], place: str) -> Part:
         case "document":
             return text_part(_document(block, place))
         case kind:
-            raise bad(f"{place}.type", f"{str(kind)[:80]!r} is not possible here")
+            raise bad(f"{place}.type", f"{str(kind)[:80]!r} is not supported")
 
 
 def _image_url(source: dict[str, Any], place: str) -> str:
@@ -150,11 +150,11 @@ def _image_url(source: dict[str, Any], place: str) -> str:
             kind, data = (string(source, name, place) for name in ("media_type", "data"))
             return f"data:{kind};base64,{data}"
         case kind:
-            raise bad(f"{place}.type", f"{str(kind)[:80]!r} is not possible here")
+            raise bad(f"{place}.type", f"{str(kind)[:80]!r} is not supported")
 
 
 def _document(block: dict[str, Any], place: str) -> str:
-    """A document's title, context and text, line by line."""
+    """Returns a document's title, context and text, line by line."""
     source, at = mapping(block, "source", place), f"{place}.source"
     match source.get("type"):
         case "text":
@@ -163,6 +163,6 @@ def _document(block: dict[str, Any], place: str) -> str:
             given = _blocks(source, "content", at, ("text",))
             text = "\n".join(string(part, "text", where) for part, where in given)
         case kind:
-            raise bad(f"{at}.type", f"{str(kind)[:80]!r} is not possible here: only text is")
+            raise bad(f"{at}.type", f"{str(kind)[:80]!r} is not supported: only text is")
     heads = [string(block, n, place) for n in ("title", "context") if block.get(n) is not None]
     return "\n".join([*heads, text])

@@ -1,8 +1,8 @@
-"""A request of Anthropic's messages API -> the fields of the chat API.
+"""Converts a request of Anthropic's messages API to the fields of the chat API. Pure.
 
-What cannot be done here is refused by name; what has no meaning for an engine of one's own (prices,
-caches, accounts) is left out. How long the model thinks is its own affair: `budget_tokens` is not
-enforced, since tokens that an engine forces are not sampled. Pure.
+What is not supported is refused by name; what has no meaning for a private engine (prices, caches,
+accounts) is left out. `budget_tokens` for thinking is not enforced, since tokens that an engine
+forces are not sampled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REFUSED = {
     "compaction": "there are no summaries but the agent's own",
 }
 _NO_THREADS = "thread_unsupported_request"
-"""The error at which Anthropic's client goes on without threads, with the whole conversation."""
+"""The error code on which Anthropic's client sends the whole conversation instead of a thread."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _THINKING = ("enabled", "adaptive", "between_tools")
 
@@ -29,14 +29,14 @@ _THINKING = ("enabled", "adaptive", "between_tools")
 def refuse_impossible(body: dict[str, Any]) -> None:
     """
     Raises:
-        InputError: the request asks for what is not possible here.
+        InputError: the request asks for something unsupported.
     """
     for name, reason in _REFUSED.items():
         if body.get(name):
-            raise bad(name, f"is not possible here: {reason}")
+            raise bad(name, f"is not supported: {reason}")
     if body.get("thread"):
         raise InputError(
-            "thread is not possible here: send the whole conversation.",
+            "thread is not supported: send the whole conversation.",
             place="thread",
             error_code=_NO_THREADS,
         )
@@ -45,7 +45,7 @@ def refuse_impossible(body: dict[str, Any]) -> None:
 
 
 def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The tools in the chat API's shape.
+    """Returns the tools in the chat API's format.
 
     Raises:
         InputError: a tool is not one that the agent itself describes and runs.
@@ -54,10 +54,10 @@ def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def wants_thinking(body: dict[str, Any]) -> bool:
-    """Whether the agent asked to see what the model thinks.
+    """Whether the agent asked to see the reasoning.
 
     Raises:
-        InputError: `thinking` has another form.
+        InputError: `thinking` is malformed.
     """
     thinking = mapping(body, "thinking")
     kind = thinking.get("type", "disabled")
@@ -69,10 +69,10 @@ def wants_thinking(body: dict[str, Any]) -> bool:
 def fields_of(
     body: dict[str, Any], tools: list[dict[str, Any]], messages: list[Message]
 ) -> dict[str, Any]:
-    """What the engine is to be sent beside messages and tools.
+    """Returns the engine's fields other than messages and tools.
 
     Raises:
-        InputError: a field has the wrong form, or is not possible.
+        InputError: a field is malformed or not supported.
     """
     fields = engine_fields(body)
     stop = body.get("stop_sequences")
@@ -96,8 +96,8 @@ def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         raise bad(
             f"{place}.type",
-            f"{str(tool['type'])[:80]!r} is not possible here: there are no tools but the agent's"
-            " own, each with its input_schema",
+            f"{str(tool['type'])[:80]!r} is not supported: all tools must be the agent's own,"
+            " each with its input_schema",
         )
     schema = mapping(tool, "input_schema", place)
     function = {
@@ -132,7 +132,7 @@ def _tool_fields(body: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str,
 
 
 def _prefill_fields(messages: list[Message]) -> dict[str, Any]:
-    """Where the assistant spoke last the model goes on with it, as it stands."""
+    """Returns the fields that let the model continue the assistant's message at the end, if any."""
     last = messages[-1]
     if last["role"] != "assistant":
         return {}
@@ -142,7 +142,7 @@ def _prefill_fields(messages: list[Message]) -> dict[str, Any]:
     if not text or text != text.rstrip():
         raise bad(
             "messages",
-            "end with what the assistant is to go on with; that must have text, and not end with"
+            "end with an assistant message to continue: it must have text and not end with"
             " whitespace",
         )
     return {"continue_final_message": True, "add_generation_prompt": False}

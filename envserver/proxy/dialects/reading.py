@@ -1,4 +1,4 @@
-"""Checks of request fields that dialects share."""
+"""Field checks that the dialects share."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from envserver_records.errors import InputError
 
 MAX_CHOICES = 128
 _REFUSED = {
-    "truncate_prompt_tokens": "it would cut the prompt where nobody sees it",
-    "use_beam_search": "beams are not sampled",
-    "best_of": "the answers that are thrown away would be lost",
+    "truncate_prompt_tokens": "it would cut the prompt silently",
+    "use_beam_search": "beams are not samples",
+    "best_of": "discarded answers would be lost",
 }
 
 
@@ -21,27 +21,27 @@ def refuse_inexact(body: dict[str, Any]) -> None:
     """
     for name, reason in _REFUSED.items():
         if body.get(name) not in (None, False):
-            raise bad(name, f"is not possible here: {reason}")
+            raise bad(name, f"is not supported: {reason}")
 
 
 def objects(body: dict[str, Any], name: str, *, needed: bool = False) -> list[dict[str, Any]]:
-    """The list of objects in field `name`, empty without one.
+    """Returns the list of objects in field `name`, or [].
 
     Raises:
-        InputError: it is no such list, or is empty though `needed`.
+        InputError: it is not such a list, or is empty though `needed`.
     """
     values = body.get(name)
     if not needed and not values:
         return []
     if not isinstance(values, list) or (needed and not values):
-        raise bad(name, "must be a list of at least one" if needed else "must be a list")
+        raise bad(name, "must be a list of at least one item" if needed else "must be a list")
     if not all(isinstance(value, dict) for value in values):
-        raise bad(name, "must hold objects only")
+        raise bad(name, "must only hold objects")
     return values
 
 
 def choices(body: dict[str, Any]) -> int:
-    """Field `n`."""
+    """Returns field `n`, the number of choices."""
     count_ = count(body, "n") or 1
     if count_ > MAX_CHOICES:
         raise bad("n", f"must be at most {MAX_CHOICES}")
@@ -49,7 +49,7 @@ def choices(body: dict[str, Any]) -> int:
 
 
 def count(body: dict[str, Any], name: str) -> int | None:
-    """The whole number of at least 1 in field `name`, None without one.
+    """Returns the positive integer in field `name`, or None.
 
     Raises:
         InputError: it is something else.
@@ -63,15 +63,15 @@ def count(body: dict[str, Any], name: str) -> int | None:
 
 
 def bad(name: str, what: str) -> InputError:
-    """The error that says what is wrong with field `name`."""
+    """Returns the error that says what is wrong with field `name`."""
     return InputError(f"{name} {what}.", place=name)
 
 
 def string(holder: dict[str, Any], name: str, place: str = "") -> str:
-    """The text in field `name` of `holder`, which stands at `place` in the request.
+    """Returns the string in field `name` of `holder`, which is at `place` in the request.
 
     Raises:
-        InputError: it is none.
+        InputError: it is not a string.
     """
     value = holder.get(name)
     if not isinstance(value, str):
@@ -80,7 +80,7 @@ def string(holder: dict[str, Any], name: str, place: str = "") -> str:
 
 
 def mapping(holder: dict[str, Any], name: str, place: str = "") -> dict[str, Any]:
-    """The object in field `name` of `holder`, which stands at `place`; empty without one.
+    """Returns the object in field `name` of `holder`, which is at `place`, or {}.
 
     Raises:
         InputError: it is something else.
@@ -94,7 +94,7 @@ def mapping(holder: dict[str, Any], name: str, place: str = "") -> dict[str, Any
 
 
 def boolean(holder: dict[str, Any], name: str, place: str = "") -> bool | None:
-    """The truth value in field `name` of `holder`, which stands at `place`; None without one.
+    """Returns the boolean in field `name` of `holder`, which is at `place`, or None.
 
     Raises:
         InputError: it is something else.

@@ -1,13 +1,13 @@
 """OpenAI's responses API.
 
-    responses_request   fields of a request -> fields of the chat API
-    responses_input     input items -> chat messages
-    responses_answer    a whole chat answer -> the response object
-    responses_events    a streamed one -> events; responses_items has those of each item
+responses_request   fields of a request -> fields of the chat API
+responses_input     input items -> chat messages
+responses_answer    a whole chat answer -> the response object
+responses_events    a streamed one -> events; responses_items has those of each item
     responses_memory    what later requests of the attempt can refer to
 
-Reasoning that the model gave is shown as it is, as the content of a reasoning item; nothing is
-summarised or encrypted.
+Reasoning is shown unchanged as the content of a reasoning item; nothing is summarised or
+encrypted.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from .responses_request import fields_of, refuse_impossible, tools_of, wants_log
 
 
 class ResponsesDialect:
-    """See Api."""
+    """See DialectAdapter."""
 
     name: Dialect = "responses"
 
     def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
-        """See Api."""
+        """See DialectAdapter."""
         refuse_inexact(body)
         refuse_impossible(body)
         mapping(body, "metadata")
@@ -59,18 +59,18 @@ class ResponsesDialect:
     def whole(
         self, request: ModelRequest, answer: dict[str, Any], memory: Memory
     ) -> dict[str, Any]:
-        """See Api."""
+        """See DialectAdapter."""
         ending = ending_of(answer)
         response = Head(request, answer).response(status_of(ending), output_of(answer), ending)
         remember(memory, request, response, parts_of(choice_of(answer)["message"]))
         return response
 
     def writer(self, request: ModelRequest, memory: Memory) -> ResponsesWriter:
-        """See Api."""
+        """See DialectAdapter."""
         return ResponsesWriter(request, memory)
 
     def error(self, error: EnvserverError) -> dict[str, Any]:
-        """See Api."""
+        """See DialectAdapter."""
         return error_body(error)
 
 

@@ -1,4 +1,4 @@
-"""A chat answer -> the response object of OpenAI's responses API. Pure."""
+"""Converts a chat answer to the response object of OpenAI's responses API. Pure."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _ECHOED = (
     "user",
 )
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
-"""Why an answer is not whole, by the engine's finish reason."""
+"""Reasons for incomplete answers, by the engine's finish reason."""
 _WHOLE = ("stop", "tool_calls", "function_call")
 
 
 class Head:
-    """What all states of one response share; `response` tells one of them."""
+    """What all states of one response share; `response` builds one state."""
 
     def __init__(self, request: ModelRequest, answer: dict[str, Any]) -> None:
         """
         Args:
-            answer: or its first chunk; empty where the engine gave none.
+            answer: the answer or its first chunk; empty if the engine gave none.
         """
         self._request = request
         self.id = new_id("resp")
@@ -49,7 +49,7 @@ class Head:
         ending: AnswerEnd | None = None,
         error: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The response object; one that is in progress has no `ending`."""
+        """Returns the response object; while in progress it has no `ending`."""
         body = self._request.body
         reason = None if ending is None else _INCOMPLETE.get(ending.finish_reason or "")
         return {
@@ -76,12 +76,12 @@ class Head:
 
 
 def status_of(ending: AnswerEnd) -> Literal["completed", "incomplete"]:
-    """Whether the model came to its end."""
+    """Returns "completed" if the model ended its answer, else "incomplete"."""
     return "completed" if ending.finish_reason in _WHOLE else "incomplete"
 
 
 def output_of(answer: dict[str, Any]) -> list[Item]:
-    """The items of a whole answer; the last one is incomplete where the answer is."""
+    """Returns the items of a whole answer; if the answer is incomplete, so is the last item."""
     choice = choice_of(answer)
     logprobs = logprobs_of(choice)
     items = []
@@ -99,7 +99,7 @@ def output_of(answer: dict[str, Any]) -> list[Item]:
 
 
 def reasoning_item(item_id: str, text: str) -> Item:
-    """The item of what the model thought."""
+    """Returns a reasoning item."""
     return {
         "id": item_id,
         "type": "reasoning",
@@ -111,12 +111,12 @@ def reasoning_item(item_id: str, text: str) -> Item:
 
 
 def reasoning_part(text: str) -> dict[str, Any]:
-    """The content part of a reasoning item."""
+    """Returns the content part of a reasoning item."""
     return {"type": "reasoning_text", "text": text}
 
 
 def text_item(item_id: str, text: str, logprobs: list[Any]) -> Item:
-    """The item of what the model said."""
+    """Returns a message item."""
     return {
         "id": item_id,
         "type": "message",
@@ -127,12 +127,12 @@ def text_item(item_id: str, text: str, logprobs: list[Any]) -> Item:
 
 
 def text_part(text: str, logprobs: list[Any]) -> dict[str, Any]:
-    """The content part of a message item."""
+    """Returns the content part of a message item."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def call_item(item_id: str, call: ToolCall) -> Item:
-    """The item of a function call."""
+    """Returns a function call item."""
     return {
         "id": item_id,
         "type": "function_call",
@@ -144,8 +144,11 @@ def call_item(item_id: str, call: ToolCall) -> Item:
 
 
 def logprobs_of(choice: dict[str, Any]) -> list[Any]:
-    """The logprobs in a choice of an answer or chunk: all that were sampled, not of the text only,
-    since an engine does not say which tokens became what."""
+    """Returns the logprobs of an answer's or chunk's choice.
+
+    They cover all sampled tokens, not just the text's, since an engine does not say which tokens
+    became
+    what."""
     entries = (choice.get("logprobs") or {}).get("content") or []
     return [
         _logprob(entry)

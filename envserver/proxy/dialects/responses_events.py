@@ -1,4 +1,4 @@
-"""A streamed chat answer -> the events of OpenAI's responses API. Pure."""
+"""Converts a streamed chat answer to the events of OpenAI's responses API. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .responses_memory import remember
 
 
 class ResponsesWriter:
-    """See EventWriter. Items follow each other: one is open at most, the last until the end."""
+    """See EventWriter. At most one item is open at a time; the last stays open until the end."""
 
     def __init__(self, request: ModelRequest, memory: Memory) -> None:
         self._request = request
@@ -29,7 +29,7 @@ class ResponsesWriter:
         self._ending = AnswerEnd()
 
     def begin(self) -> bytes:
-        """See EventWriter. What the first events say comes with the first chunk."""
+        """See EventWriter. The first events need the first chunk."""
         return b""
 
     def chunk(self, chunk: dict[str, Any]) -> bytes:
@@ -64,7 +64,7 @@ class ResponsesWriter:
         return events + self._tell({"type": "response.failed", "response": response})
 
     def _begun(self, chunk: dict[str, Any]) -> tuple[Head, bytes]:
-        """What all states of the response share; its first events when it has just begun."""
+        """Returns the response's head, with its first events if it has just begun."""
         if self._head is not None:
             return self._head, b""
         self._head = Head(self._request, chunk)
@@ -98,7 +98,7 @@ class ResponsesWriter:
         return events
 
     def _tell_of_item(self, *events: Event) -> bytes:
-        """Events of the item that follows those in `_items`."""
+        """Numbers events of the item that comes after those in `_items`."""
         index = len(self._items)
         return self._tell(*(event | {"output_index": index} for event in events))
 

@@ -1,8 +1,8 @@
-"""The input items of OpenAI's responses API -> chat messages.
+"""Converts the input items of OpenAI's responses API to chat messages. Pure.
 
-What the model once said in one answer comes back as several items (reasoning, a message, function
-calls) and becomes one assistant message again. The model is told what a developer says as what the
-system says, since chat templates leave out roles that they do not know. Pure.
+What the model said in one answer comes back as several items (reasoning, a message, function calls)
+and becomes one assistant message again. Developer messages become system messages, since chat
+templates drop roles that they do not know.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from .conversation import Conversation, Part, image_part, text_part
 from .reading import bad, objects, string
 
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Kinds of content parts that are text, with the field in which it is."""
+"""Types of text content parts, with the field that holds the text."""
 
 Find = Callable[[str], dict[str, Any] | None]
-"""An output item that was given earlier, by its id."""
+"""Finds an earlier output item by its id."""
 
 
 def messages_of(given: Any, find: Find) -> list[Message]:
-    """The messages in field `input`.
+    """Returns the messages in field `input`.
 
     Raises:
-        InputError: an item is not possible here; `place` says which.
+        InputError: an item is not supported; `place` names it.
     """
     reading = _Reading()
     if isinstance(given, str):
@@ -44,18 +44,18 @@ def messages_of(given: Any, find: Find) -> list[Message]:
 
 
 def _resolved(item: dict[str, Any], place: str, find: Find) -> dict[str, Any]:
-    """`item`, or what it refers to."""
+    """Returns `item`, or the item that it refers to."""
     reference = item.get("type") == "item_reference" or set(item) == {"id"}
     if not reference:
         return item
     found = find(string(item, "id", place))
     if found is None:
-        raise bad(f"{place}.id", f"is of no item that this attempt was given: {item['id'][:80]!r}")
+        raise bad(f"{place}.id", f"does not name an item of this attempt: {item['id'][:80]!r}")
     return found
 
 
 class _Reading:
-    """Items in their order; those of one answer are held until it is whole."""
+    """Reads items in order; the items of one answer are held until it is complete."""
 
     def __init__(self) -> None:
         self._conversation = Conversation()
@@ -76,7 +76,7 @@ class _Reading:
                 parts = _parts(item, "output", place)
                 self._conversation.tool(string(item, "call_id", place), parts)
             case _:
-                raise bad(f"{place}.type", f"{str(kind)[:80]!r} is not possible here")
+                raise bad(f"{place}.type", f"{str(kind)[:80]!r} is not supported")
 
     def message(self, item: dict[str, Any], place: str) -> None:
         parts = _parts(item, "content", place)
@@ -110,7 +110,7 @@ class _Reading:
 
 
 class _Answer:
-    """What the model said at once: reasoning, then text, then calls; None where there is none."""
+    """One answer of the model: reasoning, then text, then calls; None for missing parts."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class _Answer:
         return self.reasoning is not None or self.text is not None or bool(self.calls)
 
     def goes_on_with(self, more: _Answer) -> bool:
-        """Whether `more` can belong to it: nothing that comes later in an answer is there yet."""
+        """Whether `more` can belong to it, because no part that comes later is present yet."""
         if more.reasoning is not None:
             return not self.begun
         return bool(more.calls) or (self.text is None and not self.calls)
@@ -139,7 +139,7 @@ class _Answer:
 
 
 def _reasoning(item: dict[str, Any], place: str) -> str:
-    """The text of a reasoning item, or else its summary; what is encrypted can only be left out."""
+    """Returns the text of a reasoning item, or else its summary; encrypted text is left out."""
     for name in ("content", "summary"):
         parts = objects(item, name) if item.get(name) else []
         if parts:
@@ -156,7 +156,7 @@ def _texts(parts: list[Part], place: str) -> str:
 
 
 def _parts(item: dict[str, Any], name: str, place: str) -> list[Part]:
-    """The content of `item` in field `name`: a text or a list of parts."""
+    """Returns the content of `item` in field `name`: a string or a list of parts."""
     given = item.get(name)
     if isinstance(given, str):
         return [text_part(given)]
@@ -172,8 +172,8 @@ def _part(part: Any, place: str) -> Part:
     if isinstance(kind, str) and kind in _TEXTS:
         return text_part(string(part, _TEXTS[kind], place))
     if kind != "input_image":
-        raise bad(f"{place}.type", f"{str(kind)[:80]!r} is not possible here")
+        raise bad(f"{place}.type", f"{str(kind)[:80]!r} is not supported")
     if part.get("image_url") is None:
-        raise bad(place, "must hold its image as image_url: files are not kept here")
+        raise bad(place, "must hold its image as image_url: files are not stored here")
     detail = part.get("detail")
     return image_part(string(part, "image_url", place), detail if isinstance(detail, str) else None)

@@ -1,8 +1,10 @@
-"""What the responses API keeps of an attempt: its answers, for requests that refer to them.
+"""Stores an attempt's responses for requests that refer to them.
 
-Under the id of each response stands the conversation up to its end, without the instructions, which
-hold for one response only; under the id of each output item the item. Nothing is kept of a response
-that the agent asked not to `store`.
+The conversation up to each response is kept under the response's id, without the instructions,
+which
+hold for one response only; each output item is kept under its id. Nothing is kept of a response
+that
+the agent asked not to `store`.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ _ITEMS = "items"
 
 
 def earlier_messages(memory: Memory, body: dict[str, Any]) -> list[Message]:
-    """The conversation that `previous_response_id` names; empty without one.
+    """Returns the conversation that `previous_response_id` names, or [].
 
     Raises:
-        InputError: nothing was kept under it.
+        InputError: no such response was stored.
     """
     if body.get("previous_response_id") is None:
         return []
@@ -35,13 +37,13 @@ def earlier_messages(memory: Memory, body: dict[str, Any]) -> list[Message]:
     if kept is None:
         raise bad(
             "previous_response_id",
-            f"is of no response that was stored in this attempt: {previous[:80]!r}",
+            f"does not name a stored response of this attempt: {previous[:80]!r}",
         )
     return kept
 
 
 def find_item(memory: Memory, item_id: str) -> dict[str, Any] | None:
-    """The output item with this id, None where none was kept."""
+    """Returns the output item with this id, or None."""
     item: dict[str, Any] | None = memory.get(_ITEMS, {}).get(item_id)
     return item
 
@@ -52,7 +54,7 @@ def remember(
     response: dict[str, Any],
     said: Iterable[TextPart | ToolCall],
 ) -> None:
-    """Keeps `response` to `ask`, in which the model said `said`."""
+    """Stores `response` to `request`, in which the model said `said`."""
     if request.body.get("store") is False:
         return
     instructed = bool(request.body.get("instructions"))

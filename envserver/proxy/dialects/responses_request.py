@@ -1,7 +1,8 @@
-"""A request of OpenAI's responses API -> the fields of the chat API.
+"""Converts a request of OpenAI's responses API to the fields of the chat API. Pure.
 
-What cannot be done here, or would make the record inexact, is refused by name. What has no meaning
-for an engine of one's own (prices, caches, accounts) is left out. Pure.
+What is not supported, or would make the record inexact, is refused by name. What has no meaning
+for a
+private engine (prices, caches, accounts) is left out.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from .fields import effort_fields, engine_fields
 from .reading import bad, boolean, mapping, objects, string
 
 _REFUSED = {
-    "background": "answers are given at once",
-    "conversation": "conversations are not kept here; use previous_response_id",
-    "prompt": "prompts are not kept here",
-    "context_management": "it would cut the prompt where nobody sees it",
+    "background": "responses are only returned directly",
+    "conversation": "conversations are not stored here; use previous_response_id",
+    "prompt": "prompts are not stored here",
+    "context_management": "it would cut the prompt silently",
 }
 _LOGPROBS = "message.output_text.logprobs"
 _MAX_TOP_LOGPROBS = 20
@@ -24,22 +25,22 @@ _MAX_TOP_LOGPROBS = 20
 def refuse_impossible(body: dict[str, Any]) -> None:
     """
     Raises:
-        InputError: the request asks for what is not possible here.
+        InputError: the request asks for something unsupported.
     """
     for name, reason in _REFUSED.items():
         if body.get(name):
-            raise bad(name, f"is not possible here: {reason}")
+            raise bad(name, f"is not supported: {reason}")
     if body.get("truncation") not in (None, "disabled"):
-        raise bad("truncation", "must be disabled: it would cut the prompt where nobody sees it")
+        raise bad("truncation", "must be disabled: it would cut the prompt silently")
     if body.get("n") not in (None, 1):
         raise bad("n", "must be 1: a response is one answer")
 
 
 def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The tools in the chat API's shape. Where only some are allowed, the model is shown those.
+    """Returns the tools in the chat API's format; only the allowed ones if the agent limits them.
 
     Raises:
-        InputError: a tool is none of the agent's own functions.
+        InputError: a tool is not one of the agent's own functions.
     """
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(objects(body, "tools"))]
     choice = body.get("tool_choice")
@@ -49,7 +50,7 @@ def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     names = {string(tool, "name", f"tool_choice.tools[{i}]") for i, tool in enumerate(allowed)}
     unknown = names - {tool["function"]["name"] for tool in tools}
     if unknown:
-        raise bad("tool_choice.tools", f"names what is not among the tools: {sorted(unknown)}")
+        raise bad("tool_choice.tools", f"names unknown tools: {sorted(unknown)}")
     return [tool for tool in tools if tool["function"]["name"] in names]
 
 
@@ -62,10 +63,10 @@ def wants_logprobs(body: dict[str, Any]) -> bool:
 
 
 def fields_of(body: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the engine is to be sent beside messages and tools.
+    """Returns the engine's fields other than messages and tools.
 
     Raises:
-        InputError: a field has the wrong form, or is not possible.
+        InputError: a field is malformed or not supported.
     """
     fields = engine_fields(body)
     if wants_logprobs(body):
@@ -86,8 +87,7 @@ def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
     if kind != "function":
         raise bad(
             f"{place}.type",
-            f"{str(kind)[:80]!r} is not possible here: there are no tools but the agent's own"
-            " functions",
+            f"{str(kind)[:80]!r} is not supported: all tools must be the agent's own functions",
         )
     function = {"name": string(tool, "name", place)}
     kept = ("description", "parameters", "strict")
@@ -115,7 +115,7 @@ def _tool_choice(choice: Any, tools: list[dict[str, Any]]) -> Any:
             raise bad("tool_choice.mode", "must be auto or required")
         return choice["mode"]
     if kind != "function":
-        raise bad("tool_choice", f"{str(kind)[:80]!r} is not possible here")
+        raise bad("tool_choice", f"{str(kind)[:80]!r} is not supported")
     name = string(choice, "name", "tool_choice")
     if all(tool["function"]["name"] != name for tool in tools):
         raise bad("tool_choice.name", f"{name[:80]!r} is not among the tools")
@@ -129,7 +129,7 @@ def _response_format(form: dict[str, Any]) -> dict[str, Any] | None:
     if kind == "json_object":
         return {"type": "json_object"}
     if kind != "json_schema":
-        raise bad("text.format.type", f"{str(kind)[:80]!r} is not possible here")
+        raise bad("text.format.type", f"{str(kind)[:80]!r} is not supported")
     if not isinstance(form.get("schema"), dict):
         raise bad("text.format.schema", "must be an object")
     schema = {"name": string(form, "name", "text.format"), "schema": form["schema"]}

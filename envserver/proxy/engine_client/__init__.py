@@ -1,8 +1,9 @@
-"""Asking an engine, by the best way that it has, in one form: OpenAI's chat with vLLM's ids.
+"""Clients for an engine: one interface, OpenAI's chat format with vLLM's token ids.
 
-One module for each way: `tokens` (render, generate, derender), `completions` (continue ids), `chat`
-(the engine does all); `texts` for agents that complete text themselves. In flow a chat-shaped body
-and, where a call continues an earlier one, the ids of its prompt; out flow an answer or chunks.
+One module for each mode: `tokens` (render, generate, derender), `completions` (continue ids),
+`chat`
+(the engine does everything); `texts` serves agents that send text completions. In flow a chat body
+and, if the call continues an earlier one, the ids of its prompt. Out flow an answer or chunks.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ __all__ = [
 def client_for(
     engine: Engine, probe_result: ProbeResult, format: ChatFormat | None
 ) -> EngineClient:
-    """The way in which `engine` is asked.
+    """Returns the client for the engine's mode.
 
     Args:
-        upstream: what is known of the engine.
-        format: the model's template and tokenizer; without it a text cannot be read, so that an
-            engine that only continues ids is asked through chat.
+        probe_result: what the probe found.
+        format: the model's template and tokenizer. Without it sampled text cannot be parsed, so an
+            engine that only continues ids is used through its chat API.
     """
     if probe_result.mode == "tokens":
         return TokensClient(engine, probe_result)

@@ -1,7 +1,7 @@
-"""What every way of asking an engine has in common: the seam, and the line to the engine.
+"""The interface of engine clients, and what they share.
 
-A body is in the shape of OpenAI's chat API with vLLM's extra fields, and so are answers and chunks:
-`prompt_token_ids` at the top, `token_ids`, `logprobs` and, where the engine tells them,
+Bodies are in the format of OpenAI's chat API with vLLM's extra fields, and so are answers and
+chunks: `prompt_token_ids` at the top; `token_ids`, `logprobs` and, if the engine reports them,
 `weight_versions` in each choice.
 """
 
@@ -21,43 +21,44 @@ ChatAnswer = dict[str, Any]
 
 
 class Prompt(Protocol):
-    """What is decided of a call's prompt: its ids, or None where the engine renders it."""
+    """The planned prompt: its ids, or None if the engine renders it."""
 
     @property
     def ids(self) -> Sequence[int] | None: ...
 
 
 class EngineClient(Protocol):
-    """One way of asking an engine.
+    """Samples answers from an engine.
 
-    Every method that asks raises only EngineError and its kinds; EngineGarbage says what an answer
-    lacks. All requests of one `rollout_id` go to the same replica, and together they take
-    `timeout_seconds` at most.
+    Methods that call the engine raise only EngineError and its subclasses; EngineGarbage says what
+    an
+    answer lacks. All requests for one call go to the replica of `rollout_id`, and together they
+    take at
+    most `timeout_seconds`.
     """
 
     def can_continue(self, body: ChatBody) -> str | None:
-        """Why a prompt of our own ids cannot be asked with `body`; None when it can.
+        """Returns why a prompt of given ids cannot be combined with `body`, or None if it can.
 
-        To be asked before the prompt is planned: a call that cannot be continued begins a new
-        branch with this reason.
+        A call that cannot be continued begins a new sequence, with this reason.
         """
 
     def streams(self, body: ChatBody, prompt: Prompt) -> bool:
-        """Whether `stream` is possible and gives the same answer as `whole`."""
+        """Whether `stream` is possible and equals `whole`."""
 
     async def whole(
         self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
     ) -> ChatAnswer:
-        """The whole answer."""
+        """Returns the whole answer."""
 
     def stream(
         self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
     ) -> AbstractAsyncContextManager[AsyncIterator[ChatAnswer]]:
-        """The answer as chunks. One that ends normally was whole."""
+        """Streams the answer as chunks. A stream that ends normally was complete."""
 
 
 class EngineSession:
-    """Several requests for one call: to one replica, within one time.
+    """The requests of one call: to one replica, with one timeout.
 
     Args:
         timeout_seconds: for all of them together, from now on.
@@ -70,7 +71,7 @@ class EngineSession:
         self._deadline = self._now() + timeout_seconds
 
     async def post(self, path: str, body: ChatBody) -> ChatAnswer:
-        """The answer to one request.
+        """Sends one request and returns its answer.
 
         Raises:
             EngineError: as the engine's `post`.
@@ -82,7 +83,7 @@ class EngineSession:
     def stream(
         self, path: str, body: ChatBody
     ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
-        """The chunks of a streamed answer.
+        """Sends one request and streams its answer.
 
         Raises:
             EngineError: as the engine's `stream`.
@@ -104,26 +105,26 @@ def has_tools(body: ChatBody) -> bool:
 
 
 def is_strict(tool: dict[str, Any]) -> bool:
-    """Whether the engine holds the arguments of `tool` to their schema while it samples."""
+    """Whether the engine constrains the arguments of `tool` to their schema while sampling."""
     function = tool.get("function")
     return bool(isinstance(function, dict) and function.get("strict"))
 
 
 def top_logprobs(body: ChatBody) -> int:
-    """How many alternatives are wanted for each token; -1 for all."""
+    """Returns the number of alternatives wanted for each token; -1 for all."""
     wanted = body.get("top_logprobs")
     return wanted if isinstance(wanted, int) else 0
 
 
 def max_tokens(body: ChatBody) -> int | None:
-    """The limit per choice, None where the engine's own applies."""
+    """Returns the limit per choice, or None for the engine's own."""
     newer = body.get("max_completion_tokens")
     limit: int | None = body.get("max_tokens") if newer is None else newer
     return limit
 
 
 def has_media(body: ChatBody) -> bool:
-    """Whether some message holds an image, a sound or anything else that is no text."""
+    """Whether a message holds an image, audio or anything else that is not text."""
     for message in body.get("messages") or []:
         content = message.get("content")
         if isinstance(content, list) and any(_is_media(part) for part in content):
@@ -136,10 +137,10 @@ def _is_media(part: Any) -> bool:
 
 
 def require(holder: Any, name: str, kind: type, where: str) -> Any:
-    """`holder[name]`, which must be a `kind`.
+    """Returns `holder[name]`, which must be a `kind`.
 
     Raises:
-        EngineGarbage: it is not; `where` says in what.
+        EngineGarbage: it is not; `where` names the holder in the message.
     """
     value = holder.get(name) if isinstance(holder, dict) else None
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -148,10 +149,10 @@ def require(holder: Any, name: str, kind: type, where: str) -> Any:
 
 
 def choices_of(answer: ChatAnswer, count: int, where: str) -> list[dict[str, Any]]:
-    """The choices of a whole answer in the order of their indices, which are 0 to `count` - 1.
+    """Returns the choices of a whole answer, ordered by index.
 
     Raises:
-        EngineGarbage: they are not.
+        EngineGarbage: the indices are not 0 to `count` - 1.
     """
     choices = require(answer, "choices", list, where)
     indices = [require(choice, "index", int, f"A choice in {where.lower()}") for choice in choices]
@@ -166,19 +167,47 @@ def _index(choice: dict[str, Any]) -> int:
 
 
 def check_prompt(answer: ChatAnswer, sent: Sequence[int], where: str) -> None:
-    """The engine saw what it was sent.
+    """Checks that the engine saw the prompt that it was sent.
 
     Raises:
-        EngineGarbage: it echoes nothing, or something else.
+        EngineGarbage: it echoes no prompt or another one.
     """
     if require(answer, "prompt_token_ids", list, where) != list(sent):
-        raise EngineGarbage(f"{where} tells of another prompt than was sent.")
+        raise EngineGarbage(f"{where} echoes another prompt than was sent.")
 
 
 def check_ended(unfinished: set[int]) -> None:
     """
     Raises:
-        EngineGarbage: a stream has ended without an end of some choice.
+        EngineGarbage: a stream ended before all its choices did.
     """
     if unfinished:
-        raise EngineGarbage(f"The engine's stream does not end choices {sorted(unfinished)}.")
+        raise EngineGarbage(f"The engine's stream ended before its choices {sorted(unfinished)}.")
+
+
+def chat_id(answer: ChatAnswer, field: str, prefix: str) -> str:
+    """Returns the id of a chat answer: `answer[field]` with its `prefix` replaced."""
+    return "chatcmpl-" + str(answer.get(field) or "").removeprefix(prefix)
+
+
+def role_chunk(head: dict[str, Any], index: int) -> ChatAnswer:
+    """Returns the first chunk of choice `index`, which names the role."""
+    delta = {"role": "assistant", "content": ""}
+    return {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
+
+
+def chunk_head(id: str, created: int, model: Any) -> dict[str, Any]:
+    """Returns the fields that all chunks of a chat answer share."""
+    return {"id": id, "object": "chat.completion.chunk", "created": created, "model": model}
+
+
+def answer_fields(
+    choice: dict[str, Any], ids: list[Any], logprobs: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Returns the fields of a choice besides its message or delta."""
+    return {
+        "finish_reason": choice.get("finish_reason"),
+        "stop_reason": choice.get("stop_reason"),
+        "logprobs": logprobs,
+        "token_ids": ids,
+    }

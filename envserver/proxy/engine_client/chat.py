@@ -1,7 +1,7 @@
-"""Asking through /v1/chat/completions: the engine renders, samples and parses.
+"""Client for /v1/chat/completions: the engine renders, samples and parses.
 
-Nothing can be continued this way. It serves every engine that has no better way, and the calls that
-only the engine itself can render.
+Calls cannot be continued by ids this way. It serves engines that offer nothing better, and calls
+that only the engine can render.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ PATH = "/v1/chat/completions"
 
 
 class ChatClient:
-    """See Asker. `prompt.ids` must be None."""
+    """See EngineClient. `prompt.ids` must be None."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def can_continue(self, body: ChatBody) -> str | None:
-        """See Asker."""
+        """See EngineClient."""
         return "engine_renders"
 
     def streams(self, body: ChatBody, prompt: Prompt) -> bool:
-        """See Asker. What is parsed from a stream may differ from what is from the whole."""
+        """See EngineClient. With tools, a parsed stream may differ from the whole answer."""
         return not has_tools(body)
 
     async def whole(
         self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
     ) -> ChatAnswer:
-        """See Asker."""
+        """See EngineClient."""
         session = EngineSession(self._engine, rollout_id, timeout_seconds)
         return await session.post(PATH, not_streamed(body))
 
@@ -40,17 +40,17 @@ class ChatClient:
     async def stream(
         self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
     ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
-        """See Asker."""
+        """See EngineClient."""
         session = EngineSession(self._engine, rollout_id, timeout_seconds)
         async with session.stream(PATH, streamed(body)) as chunks:
             yield chunks
 
 
 def not_streamed(body: ChatBody) -> ChatBody:
-    """`body` for a whole answer."""
+    """Returns `body` for a whole answer."""
     return {name: body[name] for name in body if name not in ("stream", "stream_options")}
 
 
 def streamed(body: ChatBody) -> ChatBody:
-    """`body` for a stream with the usage at its end."""
+    """Returns `body` for a stream that ends with the usage."""
     return {**body, "stream": True, "stream_options": {"include_usage": True}}

@@ -1,6 +1,8 @@
-"""Asking vLLM through /v1/completions: it continues ids, and parses nothing.
+"""Client for vLLM's /v1/completions, which continues ids and parses nothing.
 
-A call whose prompt the engine renders goes through chat. A continued one gets the text and the ids
+A call whose prompt the engine renders goes through chat. A continued call returns text and ids; the
+text is parsed here as the engine parses its own chat answers. A continued one gets the text and
+the ids
 back; what the text means is read here, as the engine itself reads it in the calls through chat.
 """
 
@@ -19,14 +21,18 @@ from .base import (
     ChatBody,
     EngineSession,
     Prompt,
+    answer_fields,
+    chat_id,
     check_ended,
     check_prompt,
     choices_of,
+    chunk_head,
     has_media,
     has_tools,
     is_strict,
     max_tokens,
     require,
+    role_chunk,
     top_logprobs,
 )
 from .chat import ChatClient, streamed
@@ -86,14 +92,14 @@ _READ_HERE = frozenset(
         "service_tier",
     }
 )
-"""Fields that are not sent: they are used here, belong to the rendering, or change no answer."""
+"""Fields that are not sent: they are used here, affect only the rendering, or change no answer."""
 _WHERE = "The engine's completion"
 _CHUNK = "A chunk of the engine's completion"
 _TOKEN_ID = "token_id:"
 
 
 class CompletionsClient:
-    """See Asker."""
+    """See EngineClient."""
 
     def __init__(self, engine: Engine, probe_result: ProbeResult, format: ChatFormat) -> None:
         self._engine = engine
@@ -103,13 +109,13 @@ class CompletionsClient:
         self._chat = ChatClient(engine)
 
     def can_continue(self, body: ChatBody) -> str | None:
-        """See Asker."""
+        """See EngineClient."""
         if has_media(body):
             return "multimodal"
         return _foreign_field(body) or self._reader.trouble(body)
 
     def streams(self, body: ChatBody, prompt: Prompt) -> bool:
-        """See Asker."""
+        """See EngineClient."""
         if prompt.ids is None:
             return self._chat.streams(body, prompt)
         return not (has_tools(body) or self._reasons)
@@ -117,7 +123,7 @@ class CompletionsClient:
     async def whole(
         self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
     ) -> ChatAnswer:
-        """See Asker."""
+        """See EngineClient."""
         if prompt.ids is None:
             answer = await self._chat.whole(
                 body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
@@ -133,7 +139,7 @@ class CompletionsClient:
     async def stream(
         self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
     ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
-        """See Asker."""
+        """See EngineClient."""
         if prompt.ids is None:
             async with self._chat.stream(
                 body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
@@ -169,20 +175,14 @@ class CompletionsClient:
         begun: set[int] = set()
         unfinished = set(range(count_of(body)))
         async for chunk in stream:
-            head = {
-                "id": _id(chunk),
-                "object": "chat.completion.chunk",
-                "created": chunk.get("created") or 0,
-                "model": chunk.get("model") or body.get("model"),
-            }
+            model = chunk.get("model") or body.get("model")
+            head = chunk_head(_id(chunk), chunk.get("created") or 0, model)
             for choice in require(chunk, "choices", list, _CHUNK):
                 index = require(choice, "index", int, _CHUNK)
                 if index not in begun:
                     begun.add(index)
                     check_prompt(choice, sent, _CHUNK)
-                    role = {"role": "assistant", "content": ""}
-                    part = {"index": index, "delta": role, "finish_reason": None}
-                    yield {**head, "choices": [part], "prompt_token_ids": list(sent)}
+                    yield {**role_chunk(head, index), "prompt_token_ids": list(sent)}
                 text = require(choice, "text", str, _CHUNK)
                 delta = {"content": text} if text else {}
                 facts = self._facts(choice, body, _CHUNK)
@@ -198,15 +198,10 @@ class CompletionsClient:
         logprobs = None
         if body.get("logprobs") and ids:
             logprobs = self._logprobs(require(choice, "logprobs", dict, where), body, where)
-        return {
-            "finish_reason": choice.get("finish_reason"),
-            "stop_reason": choice.get("stop_reason"),
-            "logprobs": logprobs,
-            "token_ids": ids,
-        }
+        return answer_fields(choice, ids, logprobs)
 
     def _logprobs(self, logprobs: dict[str, Any], body: ChatBody, where: str) -> dict[str, Any]:
-        """A completion's logprobs, whose tokens are told by their ids, as those of a chat."""
+        """Converts a completion's logprobs, whose tokens are given by id, to those of a chat."""
         tokens = require(logprobs, "tokens", list, where)
         values = require(logprobs, "token_logprobs", list, where)
         tops = logprobs.get("top_logprobs") or [None] * len(tokens)
@@ -228,12 +223,12 @@ def _request(body: ChatBody, ids: Sequence[int]) -> ChatBody:
     request = {name: body[name] for name in body if name in _SHARED}
     request |= {
         "prompt": list(ids),
-        # An explicit null: without the field the limit is 16.
+        # An explicit null: without the field the limit would be 16.
         "max_tokens": max_tokens(body),
         "return_token_ids": True,
     }
     if body.get("logprobs"):
-        # By their ids: two alternatives may have the same text.
+        # By id: two alternatives may have the same text.
         request |= {"logprobs": top_logprobs(body), "return_tokens_as_token_ids": True}
     if keeps_special(body):
         request["skip_special_tokens"] = False
@@ -241,7 +236,7 @@ def _request(body: ChatBody, ids: Sequence[int]) -> ChatBody:
 
 
 def _foreign_field(body: ChatBody) -> str | None:
-    """The reason why `body` cannot be told in a completion's fields, None when it can."""
+    """Returns why `body` cannot be expressed as a completion request, or None if it can."""
     if has_tools(body) and not calls_are_free(body) and body.get("tool_choice") != "none":
         return "forced_tool"
     if has_tools(body) and _calls_by_grammar(body):
@@ -255,10 +250,10 @@ def _foreign_field(body: ChatBody) -> str | None:
 
 
 def _calls_by_grammar(body: ChatBody) -> bool:
-    """Whether the engine holds free calls to a grammar: to a single one, or to a schema."""
+    """Whether a grammar constrains optional calls: to a single one, or to a schema."""
     strict = any(map(is_strict, body.get("tools") or []))
     return strict or body.get("parallel_tool_calls") is False
 
 
 def _id(answer: ChatAnswer) -> str:
-    return "chatcmpl-" + str(answer.get("id") or "").removeprefix("cmpl-")
+    return chat_id(answer, "id", "cmpl-")

@@ -1,8 +1,8 @@
-"""What the engine's own parsers read in sampled tokens, by /v1/chat/completions/derender.
+"""Parses sampled tokens with the engine's own parsers, by /v1/chat/completions/derender.
 
-It decodes the ids that it is given. A chat answer's text, though, ends before the token that ended
-it, and before the stop string that did: so they are taken away first. Of the facts of a chat answer
-it leaves out that calls of tools end a turn, and that only one may have been wanted.
+That endpoint decodes the ids it is given. A chat answer's text ends before its end token and before
+its stop string, so these are removed first. Two rules of chat answers are applied here, since the
+endpoint leaves them out: tool calls set the finish reason, and parallel calls may be switched off.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ async def derendered(
     *,
     reasons: bool,
 ) -> list[Message]:
-    """The messages in `choices`, as the engine generated them for `request`.
+    """Returns the messages in `choices`, which the engine generated for `request`.
+
+    Sets each choice's `finish_reason` to that of a chat answer.
 
     Args:
-        reasons: the engine tells reasoning from content.
-
-    Sets their `finish_reason` to what a chat answer says.
+        reasons: whether the engine separates reasoning from content.
 
     Raises:
         EngineError: as the engine.
         EngineGarbage: the derendered answer lacks a message.
     """
     texts = [await _text_ids(session, body, choice) for choice in choices]
-    # An answer without a token is refused there; in a chat answer its content is null or empty.
+    # The endpoint refuses empty answers; in a chat answer their content is null or empty.
     nothing = None if reasons else ""
     messages: list[Message] = [{"role": "assistant", "content": nothing} for _ in choices]
     asked = [place for place, ids in enumerate(texts) if ids]
@@ -73,7 +73,7 @@ async def derendered(
 
 
 async def _text_ids(session: EngineSession, body: ChatBody, choice: dict[str, Any]) -> list[int]:
-    """Ids that decode to the text of `choice`."""
+    """Returns ids that decode to the text of `choice`."""
     ids: list[int] = choice["token_ids"]
     if choice.get("finish_reason") != "stop":
         return ids
@@ -81,7 +81,7 @@ async def _text_ids(session: EngineSession, body: ChatBody, choice: dict[str, An
         return ids if body.get("include_stop_str_in_output") else ids[:-1]
     if not choice["text"]:
         return []
-    # The text was cut, perhaps within a token: what is left of it has ids of its own.
+    # The text was cut, perhaps within a token, so it is tokenised again.
     asked = {"model": body.get("model"), "prompt": choice["text"], "add_special_tokens": False}
     cut: list[int] = require(await session.post(TOKENIZE, asked), "tokens", list, _CUT)
     return cut
@@ -90,7 +90,7 @@ async def _text_ids(session: EngineSession, body: ChatBody, choice: dict[str, An
 def _message(body: ChatBody, message: Message) -> Message:
     calls = message.get("tool_calls")
     if calls is not None and not isinstance(calls, list):
-        raise EngineGarbage(f"{_WHERE} holds tool_calls that are no list.")
+        raise EngineGarbage(f"{_WHERE} holds tool_calls that are not a list.")
     if calls and body.get("parallel_tool_calls") is False:
         return {**message, "tool_calls": calls[:1]}
     return message

@@ -1,7 +1,7 @@
-"""What /inference/v1/generate answers -> chat answers and chunks. Pure.
+"""Converts answers of /inference/v1/generate to chat answers and chunks. Pure.
 
-Its logprobs name at least the sampled token among the alternatives even where none were asked for,
-and its streams begin with the first token; a chat answer's do not.
+Unlike chat, the endpoint lists at least the sampled token among the alternatives, and its streams
+begin with the first token instead of a chunk for the role.
 """
 
 from __future__ import annotations
@@ -11,28 +11,40 @@ from typing import Any
 
 from envserver_records.records import Message
 
-from .base import ChatAnswer, ChatBody, check_ended, check_prompt, choices_of, require, top_logprobs
+from .base import (
+    ChatAnswer,
+    ChatBody,
+    answer_fields,
+    chat_id,
+    check_ended,
+    check_prompt,
+    choices_of,
+    chunk_head,
+    require,
+    role_chunk,
+    top_logprobs,
+)
 
 _WHERE = "The engine's generated answer"
 _CHUNK = "A chunk of the engine's generated stream"
 
 
 def count_of(body: ChatBody) -> int:
-    """How many choices `body` asks for."""
+    """Returns the number of choices that `body` asks for."""
     count = body.get("n")
     return count if isinstance(count, int) else 1
 
 
 class GeneratedAnswer:
-    """A whole answer, checked.
+    """A checked whole answer.
 
     Args:
-        answer: of a request for text that echoes its prompt.
-        body: the chat body it comes from.
+        answer: to a request for text that echoes its prompt.
+        body: the chat body of the request.
         sent: the prompt's ids.
 
     Raises:
-        EngineGarbage: something is missing, or the engine saw another prompt.
+        EngineGarbage: a field is missing, or the engine saw another prompt.
     """
 
     def __init__(self, answer: ChatAnswer, body: ChatBody, sent: Sequence[int]) -> None:
@@ -45,7 +57,7 @@ class GeneratedAnswer:
             require(choice, "text", str, _WHERE)
 
     def told(self, messages: Sequence[Message]) -> ChatAnswer:
-        """The chat answer that gives `messages`, one for each choice."""
+        """Returns the chat answer with `messages`, one for each choice."""
         return {
             "id": _id(self._answer),
             "object": "chat.completion",
@@ -64,10 +76,10 @@ class GeneratedAnswer:
 async def chunks_of(
     stream: AsyncIterator[ChatAnswer], body: ChatBody, sent: Sequence[int], created: int
 ) -> AsyncIterator[ChatAnswer]:
-    """A generated stream as the chunks of a chat answer.
+    """Converts a generated stream to the chunks of a chat answer.
 
     Raises:
-        EngineGarbage: something is missing, or the engine saw another prompt.
+        EngineGarbage: a field is missing, or the engine saw another prompt.
     """
     count = count_of(body)
     head: dict[str, Any] = {}
@@ -75,9 +87,10 @@ async def chunks_of(
     async for chunk in stream:
         if not head:
             check_prompt(chunk, sent, _CHUNK)
-            head = _head(chunk, body, created)
+            head = chunk_head(_id(chunk), created, body.get("model"))
             for index in range(count):
-                yield _role(head, index, sent)
+                first = {"prompt_token_ids": list(sent)} if index == 0 else {}
+                yield {**role_chunk(head, index), **first}
         for choice in require(chunk, "choices", list, _CHUNK):
             index = require(choice, "index", int, _CHUNK)
             text = require(choice, "text", str, _CHUNK)
@@ -92,34 +105,13 @@ async def chunks_of(
     check_ended(unfinished)
 
 
-def _head(chunk: ChatAnswer, body: ChatBody, created: int) -> dict[str, Any]:
-    return {
-        "id": _id(chunk),
-        "object": "chat.completion.chunk",
-        "created": created,
-        "model": body.get("model"),
-    }
-
-
-def _role(head: dict[str, Any], index: int, sent: Sequence[int]) -> ChatAnswer:
-    delta = {"role": "assistant", "content": ""}
-    role = {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
-    if index == 0:
-        role["prompt_token_ids"] = list(sent)
-    return role
-
-
 def _id(answer: ChatAnswer) -> str:
-    return "chatcmpl-" + str(answer.get("request_id") or "").removeprefix("generate-tokens-")
+    return chat_id(answer, "request_id", "generate-tokens-")
 
 
 def _facts(choice: dict[str, Any], body: ChatBody, where: str) -> dict[str, Any]:
-    facts = {
-        "finish_reason": choice.get("finish_reason"),
-        "stop_reason": choice.get("stop_reason"),
-        "logprobs": _logprobs(choice, body, where) if body.get("logprobs") else None,
-        "token_ids": choice["token_ids"],
-    }
+    logprobs = _logprobs(choice, body, where) if body.get("logprobs") else None
+    facts = answer_fields(choice, choice["token_ids"], logprobs)
     if choice.get("weight_versions") is not None:
         facts["weight_versions"] = require(choice, "weight_versions", list, where)
     return facts

@@ -1,9 +1,9 @@
-"""What vLLM makes of a chat request besides its prompt: kept, so that it is asked for once.
+"""Caches what vLLM adds to a chat request besides its prompt.
 
 An engine has defaults and rules of its own (its generation config, grammars for tools, what a tool
-parser needs to see). Rather than to copy them we ask: /v1/chat/completions/render answers with the
-complete request for /inference/v1/generate. Of calls that differ only in messages, seed and limit
-all but the prompt is the same, so that a continued call needs no rendering.
+parser needs). These are not copied here: /v1/chat/completions/render returns the complete request
+for /inference/v1/generate. For calls that differ only in messages, seed and limit, everything but
+the prompt is the same, so a continued call needs no rendering.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _WHERE = "The engine's rendered request"
 
 
 class RenderCache:
-    """Rendered requests without their prompts, the last used last."""
+    """Rendered requests without their prompts; the least recently used is dropped first."""
 
     def __init__(self) -> None:
         self._cache: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
 
     def learn(self, body: ChatBody, rendered: ChatAnswer) -> None:
-        """Keeps what `rendered`, the checked rendering of `body`, tells of all such bodies."""
+        """Caches `rendered`, the checked rendering of `body`, for all bodies like it."""
         if rendered["sampling_params"].get("structured_outputs") is not None:
-            # Where a grammar begins to hold depends on how the prompt ends.
+            # Where a grammar starts to apply depends on the end of the prompt.
             return
         self._cache[_key(body)] = {
             name: rendered[name]
@@ -42,7 +42,8 @@ class RenderCache:
             self._cache.popitem(last=False)
 
     def request(self, body: ChatBody, ids: Sequence[int]) -> ChatBody | None:
-        """The request for `body` with the prompt `ids`, None when no such body was rendered."""
+        """Returns the request for `body` with the prompt `ids`, or None if no such body is
+        cached."""
         key = _key(body)
         frame = self._cache.get(key)
         if frame is None:
@@ -52,10 +53,10 @@ class RenderCache:
 
 
 def with_prompt(rendered: ChatAnswer, body: ChatBody, ids: Sequence[int]) -> ChatBody:
-    """A rendered request with another prompt, and with the seed and limit of `body`.
+    """Returns a rendered request with another prompt, and with the seed and limit of `body`.
 
-    The rendered limit is what the rendered prompt left of the context; without one the engine
-    takes what the real prompt leaves.
+    The rendered limit is what the rendered prompt leaves of the context. It is removed, so that the
+    engine uses what the real prompt leaves.
     """
     sampling = dict(rendered["sampling_params"])
     for name, value in (("max_tokens", max_tokens(body)), ("seed", body.get("seed"))):
@@ -70,7 +71,7 @@ def with_prompt(rendered: ChatAnswer, body: ChatBody, ids: Sequence[int]) -> Cha
 def check_rendered(rendered: ChatAnswer) -> None:
     """
     Raises:
-        EngineGarbage: `rendered` is no request with a prompt.
+        EngineGarbage: `rendered` is not a request with a prompt.
     """
     require(rendered, "token_ids", list, _WHERE)
     require(rendered, "sampling_params", dict, _WHERE)

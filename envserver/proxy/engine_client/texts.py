@@ -1,7 +1,7 @@
-"""Text completions: the agent itself brings the prompt, as text or as ids, and no chat is rendered.
+"""Text completions: the agent sends the prompt as text or ids, and no chat is rendered.
 
-Answers and chunks are those of a chat whose assistant says the text; each choice keeps the
-completion's own `logprobs`, and its own `prompt_token_ids`, as there may be several prompts.
+Answers and chunks take the form of a chat whose assistant says the text. Each choice keeps the
+completion's own `logprobs` and `prompt_token_ids`, since there may be several prompts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KEPT = (
 async def whole_text(
     engine: Engine, body: ChatBody, *, rollout_id: str, timeout_seconds: float
 ) -> ChatAnswer:
-    """The answer to `body`, a request for /v1/completions that asks for what it wants to see.
+    """Returns the answer to `body`, a complete request for /v1/completions.
 
     Raises:
         EngineError: as the engine's `post`; EngineGarbage where a choice has no text.
@@ -50,7 +50,7 @@ async def whole_text(
 async def stream_text(
     engine: Engine, body: ChatBody, *, rollout_id: str, timeout_seconds: float
 ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
-    """The answer to `body` as chunks.
+    """Streams the answer to `body` as chunks.
 
     Raises:
         EngineError: as the engine's `stream`; EngineGarbage where a chunk's choice has no text.
@@ -74,7 +74,8 @@ def _kept(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _told(answer: ChatAnswer, choices: list[dict[str, Any]]) -> ChatAnswer:
-    """`answer` with other choices; the prompt's ids at the top where there is only one prompt."""
+    """Returns `answer` with `choices`, and the prompt's ids at the top if there is only one
+    prompt."""
     told = {**answer, "choices": choices}
     prompts = [choice.get("prompt_token_ids") for choice in choices]
     if prompts and isinstance(prompts[0], list) and all(ids == prompts[0] for ids in prompts):

@@ -1,8 +1,8 @@
-"""Asking vLLM's token endpoints: render, generate, derender.
+"""Client for vLLM's token endpoints: render, generate, derender.
 
-A call whose prompt the engine renders is first rendered; a continued one brings its ids. Generating
-gives ids, logprobs, the text, and which weights sampled what. Where the text may hold tool calls or
-reasoning, derendering gives what the engine's own parsers read in it.
+A call whose prompt the engine renders is rendered first; a continued call brings its ids.
+Generating returns ids, logprobs, text, and which weights sampled which tokens. If the text may hold
+tool calls or reasoning, derendering returns what the engine's own parsers find in it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _CHAT_ONLY = (
     "echo",
     "add_special_tokens",
 )
-"""Fields that change answers or prompts in ways in which the token endpoints or we cannot."""
+"""Fields whose effect on answers or prompts only the chat endpoint has."""
 
 
 class TokensClient:
-    """See Asker."""
+    """See EngineClient."""
 
     def __init__(self, engine: Engine, probe_result: ProbeResult) -> None:
         self._engine = engine
@@ -42,11 +42,11 @@ class TokensClient:
         self._cache = RenderCache()
 
     def can_continue(self, body: ChatBody) -> str | None:
-        """See Asker."""
+        """See EngineClient."""
         return _chat_only(body)
 
     def streams(self, body: ChatBody, prompt: Prompt) -> bool:
-        """See Asker. To derender a stream would take time in the square of its length."""
+        """See EngineClient. Derendering a stream would take quadratic time."""
         if _chat_only(body):
             return self._chat.streams(body, prompt)
         return not self._is_parsed(body)
@@ -54,7 +54,7 @@ class TokensClient:
     async def whole(
         self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
     ) -> ChatAnswer:
-        """See Asker."""
+        """See EngineClient."""
         if _chat_only(body):
             return await self._chat.whole(
                 body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
@@ -76,7 +76,7 @@ class TokensClient:
     async def stream(
         self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
     ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
-        """See Asker."""
+        """See EngineClient."""
         if _chat_only(body):
             async with self._chat.stream(
                 body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
@@ -94,20 +94,20 @@ class TokensClient:
         return has_tools(body) or self._reasons
 
     async def _request(self, session: EngineSession, body: ChatBody, prompt: Prompt) -> ChatBody:
-        """What is to be generated: a request for the text that echoes its prompt."""
+        """Returns the request to generate: for text, with the prompt echoed."""
         request = None if prompt.ids is None else self._cache.request(body, prompt.ids)
         if request is None:
             rendered = await session.post(RENDER, body)
             check_rendered(rendered)
             self._cache.learn(body, rendered)
-            # vLLM leaves a limit of 16, its own default, out of what it renders, and then has none.
+            # vLLM omits a limit of 16, its default, from what it renders, and then applies none.
             ids = rendered["token_ids"] if prompt.ids is None else prompt.ids
             request = with_prompt(rendered, body, ids)
         return {**request, "output_mode": "text", "return_token_ids": True}
 
 
 def _chat_only(body: ChatBody) -> str | None:
-    """Why `body` can be asked through chat only; None when it need not."""
+    """Returns why `body` needs the chat endpoint, or None if it does not."""
     if has_media(body):
         return "multimodal"
     return next((f"field_{name}" for name in _CHAT_ONLY if body.get(name)), None)

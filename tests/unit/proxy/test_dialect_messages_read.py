@@ -223,7 +223,7 @@ TOOL_USE = {"type": "tool_use", "id": "c", "name": "add", "input": {}}
         ({"max_tokens": None}, "max_tokens is missing"),
         ({"max_tokens": 0}, "max_tokens must be"),
         ({"messages": []}, "messages must be"),
-        ({"messages": [{"role": "system", "content": ""}]}, "messages must say something"),
+        ({"messages": [{"role": "system", "content": ""}]}, "messages must not be empty"),
         ({"messages": [{"role": "user", "content": []}]}, r"messages\[0\]\.content must not be"),
         ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\]\.role cannot be 'tool'"),
         (
@@ -241,22 +241,22 @@ TOOL_USE = {"type": "tool_use", "id": "c", "name": "add", "input": {}}
                     }
                 ]
             },
-            "'base64' is not possible here: only text is",
+            "'base64' is not supported: only text is",
         ),
         ({"messages": [HI, {"role": "assistant", "content": "So "}]}, "end with whitespace"),
         ({"messages": [HI, {"role": "assistant", "content": [TOOL_USE]}]}, "have no results"),
         (
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-            r"tools\[0\]\.type 'web_search_20250305' is not possible",
+            r"tools\[0\]\.type 'web_search_20250305' is not supported",
         ),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "'x' is not among"),
         ({"thinking": {"type": "hard"}}, "thinking.type cannot be 'hard'"),
         ({"stop_sequences": "END"}, "stop_sequences must be"),
         ({"output_config": {"format": {"type": "xml"}}}, "must be a json_schema"),
-        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not possible"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not supported"),
         ({"n": 2}, "n must be 1"),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not possible"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not supported"),
     ],
 )
 def test_what_is_not_possible_is_refused_by_name(request_: dict[str, Any], complaint: str) -> None:

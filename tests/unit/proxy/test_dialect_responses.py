@@ -266,7 +266,7 @@ def test_items_can_be_referred_to() -> None:
     reference = {"type": "item_reference", "id": item.id}
     (message,) = read(desk.memory, input=[reference]).messages
     assert message["tool_calls"] == CALLS[:1]
-    with pytest.raises(InputError, match=r"input\[0\]\.id is of no item"):
+    with pytest.raises(InputError, match=r"input\[0\]\.id does not name an item"):
         read(input=[reference])
 
 
@@ -274,7 +274,7 @@ def test_items_can_be_referred_to() -> None:
 def test_nothing_is_kept_of_what_is_not_to_be_stored(streamed: bool) -> None:
     desk = Desk(API, chat_answer("Hi"))
     response = create(desk, streamed, store=False)
-    with pytest.raises(openai.UnprocessableEntityError, match="previous_response_id is of no"):
+    with pytest.raises(openai.UnprocessableEntityError, match="previous_response_id does not name"):
         create(desk, previous_response_id=response.id)
 
 

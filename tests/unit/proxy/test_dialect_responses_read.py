@@ -171,19 +171,19 @@ def test_only_allowed_tools_are_shown() -> None:
 @pytest.mark.parametrize(
     ("request_", "complaint"),
     [
-        ({"tools": [{"type": "web_search"}]}, r"tools\[0\]\.type 'web_search' is not possible"),
-        ({"tools": [{"type": "custom", "name": "x"}]}, "'custom' is not possible"),
+        ({"tools": [{"type": "web_search"}]}, r"tools\[0\]\.type 'web_search' is not supported"),
+        ({"tools": [{"type": "custom", "name": "x"}]}, "'custom' is not supported"),
         ({"tool_choice": "required"}, "tool_choice needs tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "'x' is not among"),
         ({"tools": [TOOL], "tool_choice": {"type": "file_search"}}, "'file_search' is not"),
         ({"truncation": "auto"}, "truncation must be disabled"),
-        ({"background": True}, "background is not possible"),
-        ({"conversation": "conv_1"}, "conversation is not possible"),
-        ({"previous_response_id": "resp_1"}, "no response that was stored in this attempt"),
+        ({"background": True}, "background is not supported"),
+        ({"conversation": "conv_1"}, "conversation is not supported"),
+        ({"previous_response_id": "resp_1"}, "does not name a stored response"),
         ({"n": 2}, "n must be 1"),
         ({"max_output_tokens": 0}, "max_output_tokens must be"),
         ({"top_logprobs": 21}, "top_logprobs must be"),
-        ({"text": {"format": {"type": "grammar"}}}, "'grammar' is not possible"),
+        ({"text": {"format": {"type": "grammar"}}}, "'grammar' is not supported"),
         ({"input": []}, "input must be"),
         ({"input": [{"type": "web_search_call"}]}, r"input\[0\]\.type 'web_search_call'"),
         (
@@ -192,9 +192,9 @@ def test_only_allowed_tools_are_shown() -> None:
         ),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
-            "files are not kept here",
+            "files are not stored here",
         ),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not possible"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not supported"),
     ],
 )
 def test_what_is_not_possible_is_refused_by_name(request_: dict[str, Any], complaint: str) -> None:

@@ -244,7 +244,7 @@ async def test_a_stream_that_does_not_end_its_choices_is_no_answer(
 ) -> None:
     spoil = drop(path, "finish_reason", choice=True)
     asked = asking(ScaleOut(format(), "Hello.", spoil=spoil), mode)
-    with pytest.raises(EngineGarbage, match=r"does not end choices \[0\]"):
+    with pytest.raises(EngineGarbage, match=r"ended before its choices \[0\]"):
         await collected(asked, ASK, Prompt([5]))
 
 

@@ -77,7 +77,7 @@ async def test_an_agent_is_told_what_it_did_wrong() -> None:
         assert attempt.flags == {"echoed"}
         with pytest.raises(InputError, match="that is bad"):
             await run.call_tool("a/echo", {"bad": 1})
-        with pytest.raises(InputError, match="there are: a/echo"):
+        with pytest.raises(InputError, match="Known services: a/echo"):
             await run.call_tool("none", {})
         with pytest.raises(InputError, match="over"):
             await run.call_tool("a/echo", {"x": "y" * (2 << 20)})

@@ -78,7 +78,7 @@ async def test_a_version_that_does_not_come_is_the_engines_fault(
         await chat(client, streamed=False)
     assert attempt.engine_failure is not None
     assert attempt.engine_failure.kind == "engine_unavailable"
-    assert "no 'policy@1'" in attempt.engine_failure.message
+    assert "no model 'policy@1'" in attempt.engine_failure.message
     assert len(home.fake.requests) > 2
 
 

@@ -1,8 +1,8 @@
-"""Text that a model wrote -> reasoning, content, tool calls.
+"""Parses a model's text into reasoning, content and tool calls.
 
-For engines that take a prompt of ids but then parse nothing. Formats of calls are those of
-`models.parsers`; whether a text is read as the engine's own parser does is proven on the answers
-that the engine parsed itself.
+Used for engines that take a prompt of ids but do not parse the answer. The call formats are those
+of
+`models.parsers`. Answers that the engine parsed itself are compared with this parser's result.
 """
 
 from .answer_parser import AnswerParser, calls_are_free, format_of_calls, keeps_special

@@ -1,4 +1,4 @@
-"""A text -> the message in it, read as the engine itself reads its own answers, which is proven."""
+"""Parses an answer's text into a message, as the engine parses its own answers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..base import ChatAnswer, ChatBody, has_tools
 from . import thinking
 
 _TAIL_TOKENS = 16
-"""Of a prompt: enough to see whether it ends within reasoning or behind it."""
+"""Last tokens of a prompt: enough to see whether it ends inside or after reasoning."""
 
 
 class AnswerParser:
-    """Reads texts of one model.
+    """Parses answers of one model.
 
     Args:
-        reasons: the engine tells reasoning from content, so that we do, too.
+        reasons: whether the engine separates reasoning from content, so that this parser does.
     """
 
     def __init__(self, format: ChatFormat, *, reasons: bool) -> None:
@@ -32,13 +32,13 @@ class AnswerParser:
         self._differs: str | None = None
 
     def trouble(self, body: ChatBody) -> str | None:
-        """Why answers to `body` cannot be read; None when they can."""
+        """Returns why answers to `body` cannot be parsed, or None if they can."""
         if has_tools(body) and self._calls is None:
             return "tool_format_unknown"
         return self._differs if has_tools(body) or self._reasons else None
 
     def message(self, text: str, body: ChatBody, prompt_ids: list[int]) -> Message:
-        """The assistant's message in `text`, which was sampled behind `prompt_ids`."""
+        """Returns the assistant's message in `text`, which was sampled after `prompt_ids`."""
         content: str | None = text
         message: Message = {"role": "assistant"}
         if self._reasons:
@@ -56,10 +56,10 @@ class AnswerParser:
         return message
 
     def compare(self, body: ChatBody, answer: ChatAnswer) -> None:
-        """Holds our reading against the engine's own in a chat answer.
+        """Compares this parser's result with the engine's own in a chat answer.
 
-        One difference ends the trust for good: agents would see one form of answers in one turn and
-        another in the next.
+        One difference disables this parser for good: otherwise agents would see different forms of
+        answers from turn to turn.
         """
         prompt_ids = answer.get("prompt_token_ids")
         if not isinstance(prompt_ids, list) or not (has_tools(body) or self._reasons):
@@ -72,7 +72,7 @@ class AnswerParser:
                 self._differs = "parser_differs"
 
     def _text(self, body: ChatBody, choice: dict[str, Any]) -> str | None:
-        """The text that the engine parsed; None where the ids do not tell it."""
+        """Returns the text that the engine parsed, or None if the ids do not determine it."""
         ids = choice.get("token_ids")
         if not isinstance(ids, list) or isinstance(choice.get("stop_reason"), str):
             return None
@@ -81,7 +81,7 @@ class AnswerParser:
         special = self._format.vocabulary.is_special
         ends = isinstance(choice.get("stop_reason"), int) or bool(ids and special(ids[-1]))
         if ends and choice["finish_reason"] != "length":
-            # The token that ends a turn is not in its text.
+            # The token that ends a turn is not part of its text.
             ids = ids if body.get("include_stop_str_in_output") else ids[:-1]
         if not keeps_special(body) and any(map(special, ids)):
             return None
@@ -90,7 +90,7 @@ class AnswerParser:
 
 
 def format_of_calls(format: ChatFormat) -> str | None:
-    """The name of the format in which `format` writes calls; None where it is not known here."""
+    """Returns the name of the format in which `format` writes calls, or None if it is unknown."""
 
     def written(messages: list[Message], tools: Tools) -> str | None:
         try:
@@ -102,12 +102,12 @@ def format_of_calls(format: ChatFormat) -> str | None:
 
 
 def calls_are_free(body: ChatBody) -> bool:
-    """Whether the model may call a tool, and need not."""
+    """Whether the model may, but need not, call a tool."""
     return has_tools(body) and body.get("tool_choice", "auto") in (None, "auto")
 
 
 def keeps_special(body: ChatBody) -> bool:
-    """Whether the text is to hold special tokens: marks of calls are such in some models."""
+    """Whether the text must keep special tokens: some models mark calls with them."""
     return calls_are_free(body) or body.get("skip_special_tokens") is False
 
 
@@ -117,7 +117,7 @@ def _tools(body: ChatBody) -> Tools:
 
 
 def _told(message: Message) -> tuple[Any, ...]:
-    """What agents act on; the whitespace around texts is none of it."""
+    """Returns what agents act on, without whitespace around texts."""
     calls = []
     for call in message.get("tool_calls") or []:
         function = call.get("function") or {}

@@ -1,7 +1,7 @@
-"""Reasoning between `<think>` and `</think>`, as DeepSeek R1 and Qwen 3 write it.
+"""Parses reasoning between `<think>` and `</think>`, as DeepSeek R1 and Qwen 3 write it.
 
-A template may have opened it in the prompt, so that a text without any tag is reasoning that did
-not end; or may have closed it there, so that nothing is.
+If the template opened the tag in the prompt, a text without tags is unfinished reasoning; if the
+template closed it there, nothing is reasoning.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ CLOSE = "</think>"
 
 
 def parse(text: str, prompt_tail: str) -> tuple[str | None, str | None]:
-    """(reasoning, what follows it) in `text`, which was sampled behind `prompt_tail`."""
+    """Returns (reasoning, the rest) of `text`, which was sampled after `prompt_tail`."""
     if prompt_tail.rstrip().endswith(CLOSE):
         return None, text
     before, opened, behind = text.partition(OPEN)
