@@ -77,10 +77,10 @@ def train(settings: TrainerSettings, console: Console) -> None:
         source.resume(saved)
         now = replace(saved, version=publisher.first_version(saved.version))
         publisher.publish(now.version)
-        for batch, timer in _until(settings, now.step, metrics, source):
+        for batch, timer in _batches_until_limit(settings, now.step, metrics, source):
             learned = _examples(settings, batch, now)
             numbers = learner.step(learned.examples)
-            timer.took("learning")
+            timer.add_phase("learning")
             metrics.write(_line(now, learned, numbers, timer))
             now = CheckpointInfo(
                 now.step + 1, now.version + 1, batch.lease_id, tuple(learned.group_ids)
@@ -89,10 +89,10 @@ def train(settings: TrainerSettings, console: Console) -> None:
             if kept:
                 checkpoints.save(now, learner.state())
             source.done(batch, now.name if kept else None)
-            timer.took("keeping")
+            timer.add_phase("keeping")
             if now.step % settings.publish_every == 0:
                 publisher.publish(now.version, learned.examples)
-            timer.took("publishing")
+            timer.add_phase("publishing")
     learner.policy.save(settings.output / "model")
 
 
@@ -151,7 +151,7 @@ class _Timer:
         self._begun = self._last = time.monotonic()
         self.seconds: dict[str, float] = {}
 
-    def took(self, name: str) -> None:
+    def add_phase(self, name: str) -> None:
         """Counts the time since the last call as `name`."""
         now = time.monotonic()
         self.seconds[f"seconds_{name}"] = round(now - self._last, 4)
@@ -159,7 +159,7 @@ class _Timer:
         self._last = now
 
 
-def _until(
+def _batches_until_limit(
     settings: TrainerSettings, step: int, metrics: Metrics, source: Source
 ) -> Iterator[tuple[Batch, _Timer]]:
     """Yields batches until a limit is reached.
@@ -182,7 +182,7 @@ def _until(
                 f"No batch arrived for {settings.idle_minutes:g} minutes.",
                 hint="The server's GET /v1/status shows what it waits for.",
             )
-        timer.took("waiting")
+        timer.add_phase("waiting")
         step += 1
         yield batch, timer
 

@@ -217,7 +217,7 @@ def pause_before_next(retries: Retries, tried: int, problem: Exception | Answer)
     if isinstance(problem, Answer) and problem.status not in _PASSING:
         return None
     if tried < retries.tries:
-        return max(retries.pause_seconds(tried), _asked_for(problem))
+        return max(retries.pause_seconds(tried), _server_pause_seconds(problem))
     if isinstance(problem, Answer):
         return None
     raise ServerUnreachable(
@@ -225,7 +225,7 @@ def pause_before_next(retries: Retries, tried: int, problem: Exception | Answer)
     ) from problem
 
 
-def _asked_for(problem: Exception | Answer) -> float:
+def _server_pause_seconds(problem: Exception | Answer) -> float:
     """Returns the seconds that the server asks the client to wait."""
     after = problem.headers.get("retry-after", "") if isinstance(problem, Answer) else ""
     return min(float(after), LONGEST_WAIT_SECONDS) if after.isdecimal() else 0.0

@@ -178,7 +178,7 @@ class TuningJobs:
         if answer.is_success:
             return _object(answer)
         raise EngineRefused(
-            f"The service answers {answer.status_code} to {method} {path}: {_words(answer)}",
+            f"The service answers {answer.status_code} to {method} {path}: {_error_text(answer)}",
             hint=_HINTS.get(answer.status_code, ""),
             status=answer.status_code,
         )
@@ -211,7 +211,7 @@ def _object(answer: httpx.Response) -> Job:
     return found
 
 
-def _words(answer: httpx.Response) -> str:
+def _error_text(answer: httpx.Response) -> str:
     try:
         return str(answer.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
