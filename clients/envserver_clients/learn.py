@@ -96,7 +96,7 @@ def learn(settings: LearnSettings, console: Console) -> int:
 def _tiny_model(folder: Path, console: Console) -> Path:
     if not (folder / "config.json").exists():
         console.print(f"Making a tiny model in {folder}: about two minutes, once.")
-        words = [sys.executable, "-m", "envserver", "models", "make-tiny", str(folder)]
+        words = [sys.executable, "-m", "envserver", "models", "tiny", str(folder)]
         if subprocess.run(words, check=False).returncode:
             raise EnvserverError("The tiny model could not be made.")
     return folder

@@ -11,52 +11,90 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command: the module that has its `run`, and what it does in one line.
+    """A command: where it is, and what it does in one line.
 
     Args:
+        module: the module that has `function` (`run(argv) -> exit status`) and `spec` (its
+            CommandSpec); "" for a group of commands that does nothing by itself.
         has_environment: it takes `--env`.
-        has_debugger: `--debug` means more to it than tracebacks.
+        has_debugger: `--debug` does more in it than show tracebacks.
+        words: its subcommands.
     """
 
     module: str
     summary: str
     has_environment: bool = True
     has_debugger: bool = False
+    function: str = "run"
+    spec: str = "COMMAND"
+    words: Mapping[str, Command] = field(default_factory=dict)
 
+
+def _other(module: str, summary: str, function: str = "run", spec: str = "COMMAND") -> Command:
+    """A command without an environment."""
+    return Command(module, summary, False, function=function, spec=spec)
+
+
+_EVALUATE = {
+    "compare": _other("evaluate_compare", "compare two evaluations"),
+    "report": _other("evaluate_report", "write the report of an evaluation again"),
+}
+_SFT = {
+    "build": _other("sft_build_command", "make rows for each tool from unified trajectories"),
+    "preview": _other("sft_preview_command", "show what `sft build` would write"),
+    "router": _other("sft_prepare_command", "prepare queries and plans", "run_router", "ROUTER"),
+    "math": _other("sft_prepare_command", "prepare problems with solutions", "run_math", "MATH"),
+    "code": _other("sft_prepare_command", "prepare programs", "run_code", "CODE"),
+}
+_MODELS = {
+    "list": _other("models_list", "list the models that have names"),
+    "start": _other("models_start", "start an engine for a model and keep it running"),
+    "tiny": _other("models_tiny", "train a tiny language model on a laptop"),
+    "probe": _other("models_probe", "show how an engine can be asked, and what it lacks"),
+    "sim": _other("models_sim", "serve the simulated engine over HTTP"),
+}
+_TOKEN = {
+    "create": _other("token_command", "make a token for a role; print it", "run_create", "CREATE"),
+    "list": _other("token_command", "list tokens: name, role, expiry", "run_list", "LIST"),
+    "revoke": _other("token_command", "revoke a token by name or id", "run_revoke", "REVOKE"),
+}
 
 COMMANDS = {
     "process": Command("process", "make scored rollouts and write them to a JSONL file"),
-    "evaluate": Command("evaluate_command", "measure a model: pass@k, pass^k, beside baselines"),
-    "lm-eval": Command("lm_eval_command", "run tasks of lm-evaluation-harness on a model", False),
+    "evaluate": Command(
+        "evaluate_command", "measure a model: pass@k, pass^k, next to baselines", words=_EVALUATE
+    ),
+    "lm-eval": _other("lm_eval_command", "run tasks of lm-evaluation-harness on a model"),
     "serve": Command("serve", "run an environment and serve its groups to trainers over HTTP"),
     "sft-gen": Command("sft_command", "write the best rollouts as rows for supervised training"),
-    "run-api": Command("run_api", "serve trainers and others' environments, run none", False),
+    "run-api": _other("run_api", "serve trainers and environments that run elsewhere"),
     "join": Command("join", "run an environment here for a server elsewhere"),
-    "run": Command("run_command", "ask an environment's agent one question, keep what it did"),
-    "export": Command("export_command", "write stored rollouts in another form, filtered", False),
-    "verify": Command("verify_command", "check delivered tokens against the engine again", False),
-    "score": Command("score_command", "score given answers, without any model"),
+    "run": Command("run_command", "ask an environment's agent one question, save the trajectory"),
+    "export": _other("export_command", "filter stored rollouts and write them in another format"),
+    "verify": _other("verify_command", "check delivered tokens against the engine"),
+    "score": Command("score_command", "score given answers, without a model"),
     "rescore": Command("rescore_command", "score stored rollouts again, or by another rubric"),
-    "replay": Command("replay_command", "run one recorded rollout again", False, True),
-    "scenarios": Command("scenarios_command", "run models in a scenario, keep traces", False),
-    "convert": Command("convert_command", "make unified trajectories of other formats", False),
-    "validate": Command("validate_command", "check files of unified trajectories", False),
-    "sft": Command("sft_words_command", "build data for supervised fine-tuning", False),
-    "merge": Command("merge_command", "make a model of others': base + alpha * (rl - sft)", False),
+    "replay": Command("replay_command", "run one recorded rollout again", has_debugger=True),
+    "scenarios": _other("scenarios_command", "run models in a scenario, keep traces"),
+    "convert": _other("convert_command", "make unified trajectories from other formats"),
+    "validate": _other("validate_command", "check files of unified trajectories"),
+    "sft": Command("", "build data for supervised fine-tuning", False, words=_SFT),
+    "merge": _other("merge_command", "merge models: base + alpha * (rl - sft)"),
     "check": Command("check_command", "check that an environment's rewards cannot be cheated"),
-    "models": Command("models_command", "start a model, make a tiny one, look at an engine", False),
-    "token": Command("token_command", "make, list and revoke access tokens", False),
-    "doctor": Command(
-        "doctor_command", "show what this machine can do, sandboxes above all", False
-    ),
-    "list": Command("list_command", "show the environments that are installed", False),
+    "models": Command("", "start a model, make a tiny one, probe an engine", False, words=_MODELS),
+    "token": Command("", "create, list and revoke access tokens", False, words=_TOKEN),
+    "doctor": _other("doctor_command", "show what this machine can do, sandboxes first"),
+    "list": _other("list_command", "list the installed environments"),
+    "completion": _other("completion", "print the completion script of bash, zsh or fish"),
 }
+
+_RENAMED_WORDS = {("models", "make-tiny"): "tiny"}
 
 
 def main(argv: Sequence[str] | None = None, *, environment: str | None = None) -> int:
@@ -97,35 +135,58 @@ def _main(argv: Sequence[str] | None, environment: str | None) -> int:
     if name not in commands:
         _complain(f"There is no command {name!r}.", _hint(name, commands))
         return 2
+    command = commands[name]
+    if rest and command.words:
+        word = _RENAMED_WORDS.get((name, rest[0]), rest[0])
+        if word != rest[0]:
+            _complain(f"`{name} {rest[0]}` is now `{name} {word}`.")
+        if word in command.words:
+            return _run(command.words[word], rest[1:], debug)
+    if not command.module:
+        return _group(name, command, rest)
     if environment is not None:
         rest = ["--env", environment, *rest]
-    if debug and commands[name].has_debugger:
+    if debug and command.has_debugger:
         rest.append("--debug")
-    return _run(commands[name], rest, debug)
+    return _run(command, rest, debug)
+
+
+def _group(name: str, group: Command, rest: Sequence[str]) -> int:
+    """Shows the help of a group of commands; 2 where none of them was named right."""
+    if rest and rest[0] in ("-h", "--help", "help"):
+        print(_help_of_group(name, group))
+        return 0
+    if rest:
+        _complain(f"There is no command `{name} {rest[0]}`.", _hint(rest[0], group.words))
+    else:
+        known = ", ".join(f"`envserver {name} {word}`" for word in group.words)
+        _complain(f"`envserver {name}` needs a command: {known}.")
+    return 2
 
 
 def _run(command: Command, argv: list[str], debug: bool) -> int:
-    from envserver_records.errors import EnvserverError, UsageError
-
     try:
         module = importlib.import_module(f".{command.module}", __name__)
-        return int(module.run(argv))
+        return int(getattr(module, command.function)(argv))
     except KeyboardInterrupt as stop:
         return int(getattr(stop, "status", 130))
     except BrokenPipeError:
         raise
-    except EnvserverError as error:
-        if debug:
-            raise
-        _complain(error.message, error.hint)
-        return 2 if isinstance(error, UsageError) else 1
     except Exception as error:
         if debug:
             raise
-        _complain(
-            f"Internal error: {type(error).__name__}: {error}", "--debug shows the traceback."
-        )
-        return 1
+        return _explain(error)
+
+
+def _explain(error: Exception) -> int:
+    """Shows an error in one line; returns the exit status."""
+    from envserver_records.errors import EnvserverError, UsageError
+
+    if isinstance(error, EnvserverError):
+        _complain(error.message, error.hint)
+        return 2 if isinstance(error, UsageError) else 1
+    _complain(f"Internal error: {type(error).__name__}: {error}", "--debug shows the traceback.")
+    return 1
 
 
 def _open_closed_streams() -> None:
@@ -151,7 +212,7 @@ def _help(commands: dict[str, Command], environment: str | None) -> str:
         example = f"--env math {example}"
     return "\n".join(
         [
-            "Hosts environments in which language-model agents are trained.",
+            "Runs environments that train language-model agents.",
             "",
             f"Usage: {program} COMMAND [--name value ...] [--config run.yaml] [--debug]",
             "",
@@ -159,12 +220,25 @@ def _help(commands: dict[str, Command], environment: str | None) -> str:
             *lines,
             "",
             f"For example: {program} process {example}",
-            f"All settings of a command: {program} COMMAND --help",
+            f"Settings of a command: {program} COMMAND --help",
         ]
     )
 
 
-def _hint(name: str, commands: dict[str, Command]) -> str:
+def _help_of_group(name: str, group: Command) -> str:
+    width = max(map(len, group.words))
+    return "\n".join(
+        [
+            f"Usage: envserver {name} COMMAND [--name value ...]",
+            "",
+            *(f"  {word:<{width}}  {command.summary}" for word, command in group.words.items()),
+            "",
+            f"Settings of a command: envserver {name} COMMAND --help",
+        ]
+    )
+
+
+def _hint(name: str, commands: Mapping[str, Command]) -> str:
     import difflib
 
     near = difflib.get_close_matches(name, commands, n=1)

@@ -22,7 +22,7 @@ from ..running.sandboxes import sandboxes_of
 from ..running.spec import RunSpec
 from ..running.tally import counted
 from ..sandbox.watched import WatchedSandboxes
-from .command_line import read_command_line
+from .command_line import CommandSpec, read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
 
@@ -30,7 +30,6 @@ SUMMARY = """Checks an environment without any model: right results score what t
 absurd and cheating ones nothing; tasks are the same whenever they are listed, and show nothing that
 is hidden. Exit status 0: all is as expected; 1: it is not; 2: the command line is wrong."""
 
-ALIASES = {"json": "as_json"}
 
 _WRONG_SHOWN = 5
 
@@ -47,13 +46,16 @@ class CheckSettings(EnvironmentSettings):
     sandbox: SandboxConfig = SandboxConfig()
 
 
+COMMAND = CommandSpec("check", SUMMARY, CheckSettings, usage="--env NAME")
+
+
 def run(argv: list[str]) -> int:
     """The command.
 
     Raises:
         UsageError: a setting is wrong, there is no such environment, or it has no tasks.
     """
-    line = read_command_line("check", SUMMARY, argv, settings_class=CheckSettings, aliases=ALIASES)
+    line = read_run_spec(COMMAND, argv)
     if line is None:
         return 0
     configure_logs(line.settings.log_level, line.settings.log_format)

@@ -1,34 +1,164 @@
-"""What a command does first: its help, or its checked settings and the environment they name.
+"""What a command declares, and what it does first: shows its help, or reads its settings.
 
-class ProcessSettings(Settings):
-    resume: bool = False
-    \"\"\"Go on with a file that exists.\"\"\"
+COMMAND = CommandSpec(
+    "convert", "Makes ...", ConvertSettings, usage="SOURCE...", arguments=("sources",)
+)
 
 def run(argv: list[str]) -> int:
-    line = read_command_line("process", "Makes ...", argv, settings_class=ProcessSettings)
-    if line is None:
+    settings = COMMAND.read(argv)
+    if settings is None:
         return 0  # the help was shown
-    ... line.settings.resume, line.make_environment(), line.reference ...
+    ...
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from envserver_records.errors import UsageError
 
-from ..config import EnvironmentSettings
+from ..config import EnvironmentSettings, Section, Settings
 from ..registry import find
+from ..running.options import Option, options_of
 from ..running.spec import RunSpec
-from .help import show_help
-from .settings import load_settings
+from ..running.validation import with_environment
+from .flags import ALIASES, argument_name, path_of, read_flags
+from .help import help_topic, show_help
+from .settings import load_settings, named_environment, to_stderr
+from .sources import Given
 
+C = TypeVar("C", bound=Section)
 S = TypeVar("S", bound=EnvironmentSettings)
+
+
+@dataclass(frozen=True)
+class CommandSpec(Generic[C]):
+    """A command as help, reading and completion know it.
+
+    Args:
+        name: as it is typed: `sft build`.
+        summary: what it does, in a sentence or two.
+        settings_class: its settings.
+        usage: what follows the name in the usage line.
+        arguments: dotted paths of the settings that are given by position, in order; the last one
+            takes all that is left where it is a list.
+        aliases: short flags -> dotted paths, beside those of `flags.ALIASES`.
+        frequent: dotted paths of the settings that `--help` shows; none: all of them.
+    """
+
+    name: str
+    summary: str
+    settings_class: type[C]
+    usage: str = ""
+    arguments: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    frequent: tuple[str, ...] = ()
+
+    def read(
+        self,
+        argv: Sequence[str],
+        *,
+        defaults: Mapping[str, Any] | None = None,
+        environment: str | None = None,
+        over_file: tuple[str, Mapping[str, Any]] = ("", {}),
+        warn: Callable[[str], None] = to_stderr,
+    ) -> C | None:
+        """Reads the settings; None where help was asked for, and shown.
+
+        Args:
+            argv: the arguments after the command.
+            defaults, environment, over_file, warn: as for `load_settings`.
+
+        Raises:
+            ConfigError, NotFoundError: as for `load_settings`.
+        """
+        if (topic := help_topic(argv)) is not None:
+            self._show_help(topic, argv)
+            return None
+        return load_settings(
+            argv,
+            settings_class=self.settings_class,
+            defaults=defaults,
+            environment=environment,
+            aliases=self.aliases,
+            arguments=self.arguments,
+            over_file=over_file,
+            warn=warn,
+        )
+
+    def flags(self, argv: Sequence[str]) -> list[Given]:
+        """The command line by itself, before the environment's own settings are known."""
+        options = options_of(Settings) | options_of(self.settings_class)
+        return read_flags(argv, options, aliases=self.aliases, arguments=self.arguments)
+
+    def named_environment(self, argv: Sequence[str]) -> str | None:
+        """The environment that the sources name, if any."""
+        if "env" not in self.settings_class.model_fields:
+            return None
+        return named_environment(self.flags(argv))
+
+    def options(self, argv: Sequence[str]) -> dict[str, Option]:
+        """All settings, with those of the environment that the sources name."""
+        reference = self.named_environment(argv)
+        model = self.settings_class
+        return options_of(with_environment(model, reference) if reference else model)
+
+    def path_of(self, flag: str, options: Mapping[str, Option]) -> str:
+        """The dotted path that `flag` means."""
+        return path_of(flag.removeprefix("--"), options, {**ALIASES, **self.aliases})
+
+    def shown_names(self) -> dict[str, str]:
+        """Dotted path -> how it is shown, where that is not `--path`: `--port`, `SOURCE`."""
+        flags = {**ALIASES, **self.aliases}
+        names = {path: f"--{name}" for name, path in flags.items() if len(name) > 1}
+        names["environment"] = "--env"
+        return names | {path: argument_name(path) for path in self.arguments}
+
+    def _show_help(self, topic: str, argv: Sequence[str]) -> None:
+        words = [word for word in argv if word not in ("--help", "-h", topic)]
+        show_help(
+            topic,
+            usage=f"envserver {self.name} {self.usage}".rstrip(),
+            summary=self.summary,
+            settings_class=self.settings_class,
+            reference=self.named_environment(words),
+            names=self.shown_names(),
+            frequent=self.frequent,
+        )
+
+
+def read_run_spec(
+    command: CommandSpec[S],
+    argv: Sequence[str],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    environment: str | None = None,
+) -> RunSpec[S] | None:
+    """Reads the settings of a command that needs an environment; None where help was shown.
+
+    Args:
+        defaults, environment: as for `load_settings`.
+
+    Raises:
+        UsageError: no environment is named.
+        ConfigError, NotFoundError: as for `load_settings`.
+    """
+    settings = command.read(argv, defaults=defaults, environment=environment)
+    if settings is None:
+        return None
+    if settings.environment is None:
+        raise UsageError(
+            f"`envserver {command.name}` needs an environment: --env NAME or "
+            "--env path/to/file.py.",
+            hint="`envserver list` shows the names.",
+        )
+    return RunSpec(settings, settings.environment, find(settings.environment))
 
 
 def program() -> str:
@@ -44,42 +174,3 @@ def _typed(path: str) -> str:
     found = shutil.which(Path(path).name)
     known = found is not None and Path(found).absolute() == Path(path).absolute()
     return quote(Path(path).name if known else path)
-
-
-def read_command_line(
-    command: str,
-    summary: str,
-    argv: Sequence[str],
-    *,
-    settings_class: type[S],
-    defaults: Mapping[str, Any] | None = None,
-    aliases: Mapping[str, str] | None = None,
-) -> RunSpec[S] | None:
-    """The settings of a command that needs an environment; None when its help was asked and shown.
-
-    Args:
-        command: its name, as it is typed.
-        summary: what it does, in a sentence or two.
-        argv: the words after the command.
-        settings_class: `EnvironmentSettings` or `Settings`, with the command's own flags as further
-            fields.
-        defaults, aliases: as for `load_settings`.
-
-    Raises:
-        UsageError: no environment is named.
-        ConfigError, NotFoundError: as for `load_settings`.
-    """
-    usage = f"envserver {command} --env NAME"
-    if show_help(
-        argv, usage=usage, summary=summary, settings_class=settings_class, aliases=aliases
-    ):
-        return None
-    settings = load_settings(
-        argv, settings_class=settings_class, defaults=defaults, aliases=aliases
-    )
-    if settings.environment is None:
-        raise UsageError(
-            f"`envserver {command}` needs an environment: --env NAME or --env path/to/file.py.",
-            hint="`envserver list` shows the names.",
-        )
-    return RunSpec(settings, settings.environment, find(settings.environment))

@@ -8,16 +8,13 @@ from pathlib import Path
 from rich.console import Console
 
 from ..config import Section
-from .file_words import named_sources, reading_bar
-from .help import show_help
-from .settings import load_settings
+from .command_line import CommandSpec
+from .reading_bar import reading_bar
 
 SUMMARY = """Makes unified trajectories of files: trajectories of other agents (JSON with steps or
 messages), traces of the text protocol, groups of `process`, and what is unified already. Each is
 checked and written to OUT/DOMAIN/TASK_ID.json. What cannot become one is listed as `path: reason`;
 the others are written all the same. Exit status 0: all of them became one; 1: not all."""
-
-ALIASES = {"out_dir": "out", "input": "sources"}
 
 
 class ConvertSettings(Section):
@@ -32,6 +29,16 @@ class ConvertSettings(Section):
     """Folder, or a .jsonl file, which then appears whole."""
 
 
+COMMAND = CommandSpec(
+    "convert",
+    SUMMARY,
+    ConvertSettings,
+    usage="SOURCE... --domain DOMAIN",
+    arguments=("sources",),
+    aliases={"input": "sources"},
+)
+
+
 def run(argv: list[str]) -> int:
     """The command.
 
@@ -42,12 +49,9 @@ def run(argv: list[str]) -> int:
     from ..export.convert import convert
     from ..export.documents import files_of
 
-    usage = "envserver convert SOURCE... --domain DOMAIN"
-    if show_help(
-        argv, usage=usage, summary=SUMMARY, settings_class=ConvertSettings, aliases=ALIASES
-    ):
+    settings = COMMAND.read(argv)
+    if settings is None:
         return 0
-    settings = load_settings(named_sources(argv), settings_class=ConvertSettings, aliases=ALIASES)
     size = sum(path.stat().st_size for path in files_of(settings.sources))
     with reading_bar("documents", size) as told:
         report = convert(

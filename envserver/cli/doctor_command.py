@@ -20,16 +20,14 @@ from ..config import LogLevel, SandboxConfig, Section
 from ..sandbox.probe import ProbeReport
 from ..sandbox.selection import ORDER
 from ..sandbox.service import probe
-from .help import show_help
+from .command_line import CommandSpec
 from .logs import configure_logs
 from .loop import run_loop
-from .settings import load_settings
 
 SUMMARY = """Shows what this machine can do: Python, git, memory, and which backends really hold
 programs that a model wrote (small ones are run behind each, and try to get out). Exit status 0:
 there are sandboxes; 1: none can be made, and what to do about it is said."""
 
-ALIASES = {"json": "as_json"}
 
 _LEAST_OPEN_FILES = 4096
 _MB = 2**20
@@ -53,18 +51,22 @@ class Fact(msgspec.Struct, frozen=True):
     note: str = ""
 
 
+COMMAND = CommandSpec(
+    "doctor",
+    SUMMARY,
+    DoctorSettings,
+)
+
+
 def run(argv: list[str]) -> int:
     """The command.
 
     Raises:
         UsageError: a setting is wrong.
     """
-    usage = "envserver doctor"
-    if show_help(
-        argv, usage=usage, summary=SUMMARY, settings_class=DoctorSettings, aliases=ALIASES
-    ):
+    settings = COMMAND.read(argv)
+    if settings is None:
         return 0
-    settings = load_settings(argv, settings_class=DoctorSettings, aliases=ALIASES)
     configure_logs(settings.log_level)
     facts = machine_facts()
     reports = run_loop(_probe(settings.sandbox))

@@ -6,7 +6,6 @@ makes the report of one anew.
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,10 @@ from ..evaluation.suite import Suite
 from ..evaluation.tables import TextTable, notes_of, summary_of, tables_of, warnings_of
 from ..running.prices import pricing_of
 from ..running.run_settings import EvaluateSettings
+from .command_line import CommandSpec
 from .evaluate import Choice, evaluate
 from .evaluate_members import read_members
-from .help import show_help
+from .help import help_topic
 from .logs import configure_logs
 from .loop import run_loop
 
@@ -38,8 +38,10 @@ The report of one made anew, without a model: envserver evaluate report DIR
 Tasks of lm-evaluation-harness: envserver lm-eval TASKS"""
 
 DEFAULTS = {"env": {"split": "test"}, "rollouts": {"min_group_size": 1}}
-_WORDS = {"compare": "evaluate_compare", "report": "evaluate_report"}
 _SHOWN_OF_SEVERAL = ("What happened", "What it took")
+
+
+COMMAND = CommandSpec("evaluate", SUMMARY, EvaluateSettings, usage="--env NAME[,NAME...]|FOLDER")
 
 
 def run(argv: list[str]) -> int:
@@ -49,13 +51,10 @@ def run(argv: list[str]) -> int:
         EnvserverError: it cannot be run, nothing could be evaluated, or it ended by failures (then
             there is a report of what was done before).
     """
-    if argv and argv[0] in _WORDS:
-        module = importlib.import_module(f".{_WORDS[argv[0]]}", __package__)
-        return int(module.run(argv[1:]))
-    usage = "envserver evaluate --env NAME[,NAME...]|DIR"
-    if show_help(argv, usage=usage, summary=SUMMARY, settings_class=EvaluateSettings):
+    if help_topic(argv) is not None:
+        COMMAND.read(argv)
         return 0
-    members = read_members(argv, settings_class=EvaluateSettings, defaults=DEFAULTS)
+    members = read_members(COMMAND, argv, defaults=DEFAULTS)
     settings = members[0].settings
     configure_logs(settings.log_level, settings.log_format)
     for member in members:

@@ -27,16 +27,13 @@ from ..evaluation.page import comparison_page
 from ..evaluation.report import Failures, Report, Truncated
 from ..export.unified import write_json
 from ..running.evaluation_folder import write_text
+from .command_line import CommandSpec
 from .evaluate_command import show_tables
-from .help import show_help
-from .settings import load_settings
 
 SUMMARY = """Compares two evaluations: folders of `evaluate` or `lm-eval`, or JSONL files of
 `process`. Tasks are paired by environment and id; told are the difference of B less A with its
 interval, an exact paired test, and the tasks that differ most. What only one of them has is named
 and left out. Both are counted by the same rules, from their groups."""
-
-ALIASES = {"json": "as_json"}
 
 
 class CompareSettings(Section):
@@ -61,6 +58,11 @@ class CompareSettings(Section):
     """Print the comparison as one JSON object."""
 
 
+COMMAND = CommandSpec(
+    "evaluate compare", SUMMARY, CompareSettings, usage="A B", arguments=("a", "b")
+)
+
+
 def run(argv: list[str]) -> int:
     """The command: 0 whatever came out.
 
@@ -68,12 +70,9 @@ def run(argv: list[str]) -> int:
         UsageError: there are not two runs, or they have no environment in common.
         InputError: the files of one cannot be read.
     """
-    usage = "envserver evaluate compare A B"
-    if show_help(
-        argv, usage=usage, summary=SUMMARY, settings_class=CompareSettings, aliases=ALIASES
-    ):
+    settings = COMMAND.read(argv)
+    if settings is None:
         return 0
-    settings = load_settings(_words(argv), settings_class=CompareSettings, aliases=ALIASES)
     found = _compared(settings)
     if settings.out is not None:
         _write(settings.out, found)
@@ -88,15 +87,6 @@ def run(argv: list[str]) -> int:
     if settings.out is not None:
         console.print(f"Written to {settings.out}", highlight=False, markup=False, soft_wrap=True)
     return 0
-
-
-def _words(argv: list[str]) -> list[str]:
-    """The first words without a flag are A and B."""
-    words = list(argv)
-    named: list[str] = []
-    while words and len(named) < 4 and not words[0].startswith("-"):
-        named += [("--a", "--b")[len(named) // 2], words.pop(0)]
-    return [*named, *words]
 
 
 def _compared(settings: CompareSettings) -> Comparison:

@@ -28,8 +28,9 @@ from ..registry import (
 )
 from ..registry.folders import is_environment_folder
 from ..running.spec import RunSpec
-from .mixing import entries_of, without_environment
-from .settings import load_settings, named_environment
+from .command_line import CommandSpec
+from .mixing import entries_of
+from .settings import once, to_stderr
 
 M = TypeVar("M", bound=MixSettings)
 Tree = Mapping[str, Any]
@@ -68,7 +69,7 @@ class _Wanted:
 
 
 def read_members(
-    argv: Sequence[str], *, settings_class: type[M], defaults: Tree
+    command: CommandSpec[M], argv: Sequence[str], *, defaults: Tree
 ) -> list[Member[M]]:
     """The environments that a command line names, one at least.
 
@@ -77,16 +78,17 @@ def read_members(
         ConfigError, NotFoundError: as for `load_settings`; or a folder holds none.
         InputError: a file of a folder cannot be read.
     """
-    wanted = _wanted(argv, settings_class)
-    words = without_environment(argv)
+    warn = once(to_stderr)
     found = []
-    for one in wanted:
-        settings = load_settings(
-            [*words, "--env", one.reference],
-            settings_class=settings_class,
+    for one in _wanted(command, argv):
+        settings = command.read(
+            argv,
+            environment=one.reference,
             defaults=defaults,
             over_file=(one.place, dict(one.tree)),
+            warn=warn,
         )
+        assert settings is not None  # no help was asked for
         environment_class = find(one.reference)
         name = one.name or environment_class.name
         found.append(Member(name, RunSpec(settings, one.reference, environment_class)))
@@ -105,15 +107,15 @@ def _named_apart(members: Sequence[Member[M]]) -> list[Member[M]]:
     return found
 
 
-def _wanted(argv: Sequence[str], settings_class: type[M]) -> list[_Wanted]:
-    entries, place = entries_of(argv, settings_class, {})
+def _wanted(command: CommandSpec[M], argv: Sequence[str]) -> list[_Wanted]:
+    entries, place = entries_of(command, argv)
     if entries is not None:
         return [
             one
             for number, entry in enumerate(entries)
             for one in _of_entry(entry, f"{place}[{number}]")
         ]
-    reference = named_environment(argv)
+    reference = command.named_environment(argv)
     if reference is None:
         raise UsageError(
             "`envserver evaluate` needs an environment: --env NAME, --env path/to/file.py, "

@@ -12,9 +12,8 @@ from ..evaluation.folders import View
 from ..evaluation.report import Failures, Truncated
 from ..running.evaluation_folder import write_report
 from ..running.prices import PricesConfig, pricing_of
+from .command_line import CommandSpec
 from .evaluate_command import show_report
-from .help import show_help
-from .settings import load_settings
 
 SUMMARY = """Makes the report of an evaluation anew (report.json, report.md, report.html), from the
 groups in its folder and without a model: it is the same byte for byte, or counts the same attempts
@@ -38,17 +37,20 @@ class ReportSettings(Section):
     """Where models may have prices."""
 
 
+COMMAND = CommandSpec(
+    "evaluate report", SUMMARY, ReportSettings, usage="FOLDER", arguments=("folder",)
+)
+
+
 def run(argv: list[str]) -> int:
     """The command.
 
     Raises:
         EnvserverError: there is no evaluation, or its files cannot be read.
     """
-    usage = "envserver evaluate report DIR"
-    if show_help(argv, usage=usage, summary=SUMMARY, settings_class=ReportSettings):
+    settings = COMMAND.read(argv)
+    if settings is None:
         return 0
-    words = ["--folder", *argv] if argv and not argv[0].startswith("-") else argv
-    settings = load_settings(words, settings_class=ReportSettings)
     view = View(
         pass_at=settings.pass_at,
         failures=settings.failures,

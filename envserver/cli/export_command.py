@@ -16,10 +16,8 @@ from ..config import LogLevel, Section
 from ..export.formats import Format, Options, format_of
 from ..running.exporting import DROPPED, Tally, Wanted, export
 from ..running.tally import counted
-from .file_words import named_sources
-from .help import show_help
+from .command_line import CommandSpec
 from .logs import configure_logs
-from .settings import load_settings
 
 SUMMARY = """Writes stored rollouts in another form, those that you want, with checksums:
 `envserver export FILE... --to messages --out FOLDER`. The export appears whole or not at all."""
@@ -84,6 +82,15 @@ class ExportSettings(Section):
     """Least serious event that is logged."""
 
 
+COMMAND = CommandSpec(
+    "export",
+    SUMMARY,
+    ExportSettings,
+    usage="SOURCE... --to FORMAT --out PLACE",
+    arguments=("source",),
+)
+
+
 def run(argv: list[str]) -> int:
     """The command.
 
@@ -91,10 +98,9 @@ def run(argv: list[str]) -> int:
         UsageError: a setting is wrong, there is no such source, or a line of it is no group.
         StoreError: the output cannot be written.
     """
-    usage = "envserver export SOURCE... --to FORMAT --out PLACE"
-    if show_help(argv, usage=usage, summary=SUMMARY, settings_class=ExportSettings):
+    settings = COMMAND.read(argv)
+    if settings is None:
         return 0
-    settings = load_settings(named_sources(argv, "--source"), settings_class=ExportSettings)
     configure_logs(settings.log_level)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:

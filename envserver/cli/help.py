@@ -1,6 +1,8 @@
-"""`COMMAND --help`: every setting of a command with its docstring, type and default, by section.
+"""`COMMAND --help`: the settings of a command with type, default and docstring.
 
-With `--env NAME` (or in `python -m environments.NAME`) the environment's own are shown too.
+`--help` shows the frequent settings, each in a line or two; `--help all` shows every setting by
+section, `--help SECTION` those of one section. With `--env NAME` (or `python -m environments.NAME`)
+the settings that only this environment has are among them.
 """
 
 from __future__ import annotations
@@ -14,49 +16,81 @@ from collections.abc import Iterator, Mapping, Sequence
 from ..config import EnvironmentConfig, Section
 from ..running.options import ANY_NAME, Option, options_of, sections_of
 from ..running.validation import with_environment
-from .settings import named_environment
 
 _INDENT = "      "
+_COLUMN = 34
 _SOURCES = """\
-Each setting can be given, from the weakest, in a YAML file (--config run.yaml), in `.env` or as a
-variable (ENVSERVER_ENV__GROUP_SIZE=8), or as a flag (--env.group_size 8)."""
+A setting can be given in a YAML file (--config run.yaml), in `.env` or as an environment variable
+(ENVSERVER_ENV__GROUP_SIZE=8), or as a flag (--env.group_size 8); the later one wins."""
+
+
+def help_topic(command_line: Sequence[str]) -> str | None:
+    """What help is asked for: "" for the frequent settings, "all", or a section; None: no help."""
+    for at, word in enumerate(command_line):
+        if word in ("-h", "--help"):
+            following = command_line[at + 1] if at + 1 < len(command_line) else ""
+            return "" if following.startswith("-") else following
+    return None
 
 
 def show_help(
-    command_line: Sequence[str],
+    topic: str,
     *,
     usage: str,
     summary: str,
     settings_class: type[Section],
-    aliases: Mapping[str, str] | None = None,
-) -> bool:
-    """Prints the help where it is asked for; says whether it was.
+    reference: str | None = None,
+    names: Mapping[str, str] | None = None,
+    frequent: Sequence[str] = (),
+) -> None:
+    """Prints the help of a command.
 
     Args:
-        command_line: the words after the command.
+        topic: "" for the frequent settings, "all", or a section.
         usage: `envserver process --env NAME`, for example.
         summary: what the command does, in a sentence or two.
         settings_class: as for `load_settings`.
-        aliases: short flags -> dotted paths, as for `load_settings`.
+        reference: the environment that is named.
+        names: dotted path -> the name to show for it, as typed: `--port` or `SOURCE`.
+        frequent: dotted paths of the settings to show first; none: all of them.
 
     Raises:
-        NotFoundError: the environment that is named does not exist.
+        NotFoundError: there is no such environment.
     """
-    if "--help" not in command_line and "-h" not in command_line:
-        return False
-    words = [word for word in command_line if word not in ("--help", "-h")]
-    reference = named_environment(words) if "env" in settings_class.model_fields else None
     model = with_environment(settings_class, reference) if reference else settings_class
-    bold, plain = ("\033[1m", "\033[0m") if _colors() else ("", "")
-    names = {path: name for name, path in (aliases or {}).items()}
-    lines = [f"Usage: {usage} [--name value ...]", "", summary, "", _SOURCES]
     options = options_of(model)
-    for title, members in _groups(options, model, reference):
-        lines += ["", f"{bold}{title}{plain}"]
-        for option in members:
-            lines += _lines(option, names.get(option.path, option.path), bold, plain)
+    groups = dict(_groups(options, model, reference))
+    sections = [title for title in groups if title.partition(":")[0].split(".")[0] == topic]
+    bold, plain = ("\033[1m", "\033[0m") if _colors() else ("", "")
+    lines = [f"Usage: {usage} [--name value ...]", "", summary]
+    if frequent and topic != "all" and not sections:
+        lines += ["", f"{bold}Frequent settings{plain}"]
+        own = groups.get(_only(reference), [])
+        for option in [*(options[path] for path in frequent), *own]:
+            lines += _short_lines(option, _name(option.path, names), bold, plain)
+        lines += ["", *_more(options, groups)]
+    else:
+        for title in sections or groups:
+            lines += ["", f"{bold}{title}{plain}"]
+            for option in groups[title]:
+                lines += _lines(option, _name(option.path, names), bold, plain)
+        lines += ["", _SOURCES]
     print("\n".join(lines))
-    return True
+
+
+def _only(reference: str | None) -> str:
+    return f"env: what only {reference} has"
+
+
+def _more(options: Mapping[str, Option], groups: Mapping[str, list[Option]]) -> list[str]:
+    names = [title.partition(":")[0].split(".")[0] for title in groups]
+    sections = ", ".join(dict.fromkeys(name for name in names if name != "General"))
+    text = f"All {len(options)} settings: --help all. One section: --help SECTION ({sections})."
+    return [*textwrap.wrap(text, 100), _SOURCES]
+
+
+def _name(path: str, names: Mapping[str, str] | None) -> str:
+    return (names or {}).get(path) or f"--{path.replace(ANY_NAME, 'NAME')}"
 
 
 def _groups(
@@ -75,19 +109,35 @@ def _groups(
         members = [o for o in options.values() if o.group == group and o not in own]
         if group == "env":
             if own:
-                yield f"env: what only {reference} has", own
+                yield _only(reference), own
             yield "env: what every environment has", members
         else:
             title = group.replace(ANY_NAME, "NAME")
             yield f"{title}: {sections[group]}" if group else "General", members
 
 
+def _short_lines(option: Option, name: str, bold: str, plain: str) -> list[str]:
+    """The setting in two columns: name, then the first sentence of its docstring and default."""
+    default = "" if option.default_text in ("unset", "needed") else f" [{option.default_text}]"
+    width = min(110, shutil.get_terminal_size((100, 24)).columns) - _COLUMN
+    text = textwrap.wrap(f"{option.first_sentence}{default}".strip(), width)
+    shown = f"  {bold}{name}{plain}"
+    if len(name) + 3 > _COLUMN:
+        return [shown, *(" " * _COLUMN + line for line in text)]
+    head = shown + " " * (_COLUMN - 2 - len(name)) + (text[0] if text else "")
+    return [head.rstrip(), *(" " * _COLUMN + line for line in text[1:])]
+
+
 def _lines(option: Option, name: str, bold: str, plain: str) -> list[str]:
-    flag = "env" if option.path == "environment" else name.replace(ANY_NAME, "NAME")
     width = min(100, shutil.get_terminal_size((100, 24)).columns) - len(_INDENT)
     text = textwrap.wrap(" ".join(option.description.split()), width, break_on_hyphens=False)
+    if option.is_switch and name.startswith("--"):
+        name = f"--[no-]{name[2:]}"
+        kind = ""
+    else:
+        kind = f" {option.type_name}"
     return [
-        f"  {bold}--{flag}{plain} {option.type_name} [{option.default_text}]",
+        f"  {bold}{name}{plain}{kind} [{option.default_text}]",
         *(_INDENT + line for line in text),
     ]
 

@@ -39,7 +39,7 @@ from ..running.curricula import MOST_ESTIMATES, Book, has_curriculum
 from ..running.spec import RunSpec
 from ..running.stopping import run_until_stopped
 from ..running.tally import Tally, counted
-from .command_line import read_command_line
+from .command_line import CommandSpec, read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
 
@@ -83,28 +83,22 @@ class JoinSettings(Settings):
 Line = RunSpec[JoinSettings]
 
 
+COMMAND = CommandSpec("join", SUMMARY, JoinSettings, usage="URL --env NAME", arguments=("url",))
+
+
 def run(argv: list[str]) -> int:
     """The command.
 
     Raises:
         EnvserverError: it cannot be run.
     """
-    words = _with_named_url(argv)
-    line = read_command_line("join URL", SUMMARY, words, settings_class=JoinSettings)
+    line = read_run_spec(COMMAND, argv)
     if line is None:
         return 0
     if not line.settings.url:
         raise ConfigError("Which server?", hint="envserver join http://host:8000 --env NAME")
     configure_logs(line.settings.log_level, line.settings.log_format)
     return run_loop(join(line, Console(stderr=True)))
-
-
-def _with_named_url(argv: list[str]) -> list[str]:
-    """The first word is the URL, also behind the environment of `python -m environments.math`."""
-    at = 2 if argv[:1] == ["--env"] else 0
-    if len(argv) <= at or argv[at].startswith("-"):
-        return argv
-    return [*argv[:at], "--url", *argv[at:]]
 
 
 async def join(line: Line, console: Console) -> int:

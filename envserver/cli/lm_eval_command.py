@@ -31,11 +31,10 @@ from ..running.lm_eval import (
     this_python,
 )
 from ..running.prices import PricesConfig, pricing_of
+from .command_line import CommandSpec
 from .evaluate_command import show_report
-from .help import show_help
 from .logs import configure_logs
 from .loop import run_loop
-from .settings import load_settings
 
 SUMMARY = """Runs tasks of lm-evaluation-harness (gsm8k, aime24, ifeval ...) against an engine and
 writes their results like those of `evaluate`: a report with intervals, that `evaluate compare`
@@ -91,6 +90,9 @@ class LmEvalSettings(Section):
     """Least serious event that is logged."""
 
 
+COMMAND = CommandSpec("lm-eval", SUMMARY, LmEvalSettings, usage="TASKS", arguments=("tasks",))
+
+
 def run(argv: list[str]) -> int:
     """The command.
 
@@ -98,11 +100,9 @@ def run(argv: list[str]) -> int:
         UsageError: a setting is wrong, the harness is not installed, or ended by an error.
         EngineError: the engine does not answer.
     """
-    usage = "envserver lm-eval TASKS"
-    if show_help(argv, usage=usage, summary=SUMMARY, settings_class=LmEvalSettings):
+    settings = COMMAND.read(argv)
+    if settings is None:
         return 0
-    words = ["--tasks", *argv] if argv and not argv[0].startswith("-") else argv
-    settings = load_settings(words, settings_class=LmEvalSettings)
     configure_logs(settings.log_level)
     run_loop(_lm_eval(settings, Console(stderr=True)))
     return 0

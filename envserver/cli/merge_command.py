@@ -22,16 +22,14 @@ from rich.progress import (
 )
 
 from ..config import Section
-from .help import show_help
+from .command_line import CommandSpec
 from .loop import Terminated
-from .settings import load_settings
 
 SUMMARY = """Makes a model of others' weights: base + alpha * (rl - sft), or base + alpha * the sum
 of weight * (model - base), for several alphas in one pass, a few megabytes in memory. Other methods
 (ties, dare_ties, slerp, ...) by mergekit, where it is installed."""
 
 ARITHMETIC = "arithmetic"
-_USAGE = "envserver merge --base DIR --sft DIR --rl DIR --alpha 0.5,1.0 --out DIR"
 
 
 class MergeSettings(Section):
@@ -67,6 +65,11 @@ class MergeSettings(Section):
     """Replace merged models that are there."""
 
 
+COMMAND = CommandSpec(
+    "merge", SUMMARY, MergeSettings, usage="--base DIR --sft DIR --rl DIR --alpha 0.5,1.0 --out DIR"
+)
+
+
 def run(argv: list[str]) -> int:
     """The command; prints the folder of each model.
 
@@ -75,9 +78,9 @@ def run(argv: list[str]) -> int:
         StoreError: the output cannot be written.
         KeyboardInterrupt: it was stopped; nothing was written.
     """
-    if show_help(argv, usage=_USAGE, summary=SUMMARY, settings_class=MergeSettings):
+    settings = COMMAND.read(argv)
+    if settings is None:
         return 0
-    settings = load_settings(argv, settings_class=MergeSettings)
     console = Console(stderr=True)
     with _ended_by_sigterm():
         try:

@@ -7,7 +7,7 @@ in the file is stronger than the rest of the file, and weaker than variables and
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,27 +20,36 @@ from ..rollouts.mixing import Share, targets
 from ..running.mix import Member
 from ..running.options import options_of
 from ..running.spec import RunSpec
-from .settings import load_settings
-from .sources import YamlFile, read_flags
+from .command_line import CommandSpec
+from .help import help_topic
+from .settings import once, to_stderr
+from .sources import YamlFile
 
 M = TypeVar("M", bound=MixSettings)
 
 
-def read_mix(
-    argv: Sequence[str], *, settings_class: type[M], aliases: Mapping[str, str] | None = None
-) -> list[Member[M]] | None:
-    """The environments that a command line names, with their settings; None: not several.
+def read_mix(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]] | None:
+    """The environments that a command line names, with their settings; None: not several, or help.
 
     Raises:
         ConfigError, NotFoundError: as for `load_settings`; or they cannot be mixed.
     """
-    entries, place = entries_of(argv, settings_class, aliases or {})
+    if help_topic(argv) is not None:
+        return None
+    entries, place = entries_of(command, argv)
     if entries is None:
         return None
-    words = without_environment(argv)
+    warn = once(to_stderr)
     members = []
     for number, entry in enumerate(entries):
-        line = _line(words, entry, f"{place}[{number}]", settings_class, aliases)
+        over_file = (f"{place}[{number}]", {"env": entry.env})
+        try:
+            settings = command.read(argv, environment=entry.name, over_file=over_file, warn=warn)
+        except ConfigError as error:
+            error.message = f"{entry.name}: {error.message}"
+            raise
+        assert settings is not None  # no help was asked for
+        line = RunSpec(settings, entry.name, find(entry.name))
         environment = line.make_environment()
         share = Share(environment.name, entry.weight, entry.minimum_share)
         members.append(Member(line, environment, share))
@@ -48,38 +57,16 @@ def read_mix(
     return members
 
 
-def _line(
-    words: list[str],
-    entry: MixEntry,
-    place: str,
-    settings_class: type[M],
-    aliases: Mapping[str, str] | None,
-) -> RunSpec[M]:
-    try:
-        settings = load_settings(
-            [*words, "--env", entry.name],
-            settings_class=settings_class,
-            aliases=aliases,
-            over_file=(place, {"env": entry.env}),
-        )
-    except ConfigError as error:
-        error.message = f"{entry.name}: {error.message}"
-        raise
-    return RunSpec(settings, entry.name, find(entry.name))
-
-
-def entries_of(
-    argv: Sequence[str], settings_class: type[M], aliases: Mapping[str, str]
-) -> tuple[list[MixEntry] | None, str]:
+def entries_of(command: CommandSpec[M], argv: Sequence[str]) -> tuple[list[MixEntry] | None, str]:
     """What is to be mixed (None: nothing), and where that is said.
 
     Raises:
         ConfigError: it is said in two places, or cannot be read.
     """
-    flags = read_flags(argv, {"env": "environment", **aliases})
+    flags = command.flags(argv)
     path = next((one.value for one in flags if one.path == "config"), None)
     file = YamlFile(Path(path) if path else None)
-    in_file = {one.path: one for one in file.read(options_of(settings_class))}
+    in_file = {one.path: one for one in file.read(options_of(command.settings_class))}
     named = [one for one in flags if one.path == "environment"]
     text = str(named[0].value) if len(named) == 1 else ""
     from_flag = text if "," in text or "=" in text else ""
@@ -126,15 +113,3 @@ def _validated(listed: Any, origin: str) -> list[MixEntry]:
     if problems:
         raise ConfigError("\n".join(problems), problems=problems)
     return entries
-
-
-def without_environment(argv: Sequence[str]) -> list[str]:
-    kept: list[str] = []
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        if word == "--env":
-            words = words[1:]
-        elif not word.startswith("--env="):
-            kept.append(word)
-    return kept

@@ -11,13 +11,9 @@ from rich.table import Table
 
 from ..config import EngineConfig, Section
 from ..models.catalogue import ModelEntry, read_catalogue
-from .help import show_help
-from .settings import load_settings
+from .command_line import CommandSpec
 
 SUMMARY = "Shows the models that have names, and how each is served and sampled."
-
-_USAGE = "envserver models list"
-_ALIASES = {"json": "as_json"}
 
 
 class ListSettings(Section):
@@ -29,17 +25,22 @@ class ListSettings(Section):
     """JSON, not a table."""
 
 
+COMMAND = CommandSpec(
+    "models list",
+    SUMMARY,
+    ListSettings,
+)
+
+
 def run(argv: list[str]) -> int:
     """The command; its status is 1 where no model has a name.
 
     Raises:
         ConfigError: a setting is wrong, or the file is.
     """
-    if show_help(
-        argv, usage=_USAGE, summary=SUMMARY, settings_class=ListSettings, aliases=_ALIASES
-    ):
+    settings = COMMAND.read(argv)
+    if settings is None:
         return 0
-    settings = load_settings(argv, settings_class=ListSettings, aliases=_ALIASES)
     entries = list(read_catalogue(settings.models_file).values())
     if settings.as_json:
         facts = [entry.model_dump(mode="json", exclude_none=True) for entry in entries]

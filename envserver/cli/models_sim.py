@@ -14,10 +14,9 @@ from ..registry import find
 from ..running.sandboxes import sandboxes_of
 from ..running.simulated_server import demonstration_solver, run_sim
 from ..running.spec import RunSpec
-from .help import show_help
+from .command_line import CommandSpec
 from .logs import configure_logs
 from .loop import run_loop
-from .settings import load_settings
 
 SUMMARY = """Serves the simulated engine as an OpenAI-compatible server. It is no language model: it
 plays the solutions of the tasks of --env, right or spoiled, and babbles without one."""
@@ -34,6 +33,13 @@ class ModelsSettings(EnvironmentSettings):
     sandbox: SandboxConfig = SandboxConfig()
 
 
+COMMAND = CommandSpec(
+    "models sim",
+    SUMMARY,
+    ModelsSettings,
+)
+
+
 def run(argv: list[str]) -> int:
     """The command.
 
@@ -43,10 +49,9 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigError: a setting is wrong, or the port cannot be had.
     """
-    usage = "envserver models sim"
-    if show_help(argv, usage=usage, summary=SUMMARY, settings_class=ModelsSettings):
+    settings = COMMAND.read(argv)
+    if settings is None:
         return 0
-    settings = load_settings(argv, settings_class=ModelsSettings)
     configure_logs(settings.log_level, settings.log_format)
     solver = _solver(settings)
     run_loop(

@@ -10,10 +10,9 @@ from pydantic import Field
 from ..config import EngineConfig, LogLevel, Section
 from ..models.catalogue import find_model, read_catalogue
 from ..models.manager import engine_spec, running_engine
-from .help import show_help
+from .command_line import CommandSpec
 from .logs import configure_logs
 from .loop import run_loop
-from .settings import load_settings
 
 SUMMARY = """Starts an engine for a model: vLLM where it is installed and comes up, else the local
 one, and says why. Prints its address when it answers; starts it again when it dies; ends it with
@@ -27,7 +26,6 @@ ALIASES = {
     )
 }
 PORT = 9001
-_USAGE = "envserver models start NAME"
 
 
 class StartSettings(Section):
@@ -40,6 +38,11 @@ class StartSettings(Section):
     engine: EngineConfig = EngineConfig()
 
 
+COMMAND = CommandSpec(
+    "models start", SUMMARY, StartSettings, usage="NAME", arguments=("name",), aliases=ALIASES
+)
+
+
 def run(argv: list[str]) -> int:
     """The command; ends by a signal, or when the engine died too often.
 
@@ -50,19 +53,14 @@ def run(argv: list[str]) -> int:
         ConfigError, NotFoundError: a setting is wrong, or there is no such model.
         EngineUnavailable: the engine did not come up, or died too often.
     """
-    if show_help(
-        argv, usage=_USAGE, summary=SUMMARY, settings_class=StartSettings, aliases=ALIASES
-    ):
+    settings = COMMAND.read(argv, defaults={"engine": {"port": PORT}})
+    if settings is None:
         return 0
-    words = argv if not argv or argv[0].startswith("-") else ["--name", *argv]
-    settings = load_settings(
-        words,
-        settings_class=StartSettings,
-        aliases=ALIASES,
-        defaults={"engine": {"port": PORT}},
-    )
     if not settings.name:
-        raise UsageError(f"Which model? {_USAGE}", hint="`envserver models list` shows the names.")
+        raise UsageError(
+            "Which model? envserver models start NAME",
+            hint="`envserver models list` shows the names.",
+        )
     configure_logs(settings.log_level)
     run_loop(_start(settings))
     return 0

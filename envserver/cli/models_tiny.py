@@ -1,4 +1,4 @@
-"""`envserver models make-tiny DIR`: expert trajectories by `process`, then a supervised start.
+"""`envserver models tiny DIR`: expert trajectories by `process`, then a supervised start.
 
 What the model is stands in `envserver/models/tiny`; torch is imported only when it is trained.
 """
@@ -22,9 +22,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..config import Section
-from .help import show_help
+from .command_line import CommandSpec
 from .loop import run_loop
-from .settings import load_settings
 
 SUMMARY = """Makes a language model of a million parameters that answers sums and differences up to
 9, now and then right, alone or with tools: it starts where reinforcement learning can be seen to
@@ -33,14 +32,13 @@ work on a laptop. The same settings give the same weights on one machine."""
 FACTS = "make_tiny.json"
 """In the model's folder: the settings that it was made with."""
 GROUP_SIZE = 8
-_USAGE = "envserver models make-tiny DIR"
 _LAST_WORDS = 2000
 _MODES = ("single", "tools")
 _SECONDS_BETWEEN_LOOKS = 0.5
 
 
 class TinySettings(Section):
-    """The settings that `models make-tiny` has."""
+    """The settings that `models tiny` has."""
 
     folder: Path = Path()
     """Where the model goes; may also stand first, without its name."""
@@ -58,20 +56,23 @@ class TinySettings(Section):
     """Replace a tiny model that is there."""
 
 
+COMMAND = CommandSpec("models tiny", SUMMARY, TinySettings, usage="FOLDER", arguments=("folder",))
+
+
 def run(argv: list[str]) -> int:
     """The command; prints the model's folder.
 
     Args:
-        argv: the words after `models make-tiny`.
+        argv: the words after `models tiny`.
 
     Raises:
         ConfigError: a setting is wrong, or torch and transformers are missing.
         ConflictError: there is something at its place.
         EnvserverError: the experts failed.
     """
-    if show_help(argv, usage=_USAGE, summary=SUMMARY, settings_class=TinySettings):
+    settings = COMMAND.read(argv)
+    if settings is None:
         return 0
-    settings = load_settings(_as_flags(argv), settings_class=TinySettings)
     _check(settings)
     run_loop(make_tiny(settings, Console(stderr=True)))
     print(settings.folder)
@@ -104,14 +105,9 @@ async def make_tiny(settings: TinySettings, console: Console) -> None:
         made.rename(settings.folder)
 
 
-def _as_flags(argv: list[str]) -> list[str]:
-    """The folder in front as the flag that it stands for."""
-    return argv if not argv or argv[0].startswith("-") else ["--folder", *argv]
-
-
 def _check(settings: TinySettings) -> None:
     if settings.folder == Path():
-        raise UsageError(f"Where to? {_USAGE}")
+        raise UsageError("Where to? envserver models tiny FOLDER")
     missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
     if missing:
         raise ConfigError(

@@ -27,7 +27,7 @@ from ..running.run_settings import ProcessSettings
 from ..running.stopping import run_until_stopped
 from ..running.tally import Tally, counted
 from ..tokens.flags import FLAGS, Actions, chosen
-from .command_line import program, read_command_line
+from .command_line import CommandSpec, program, read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
 from .mixing import read_mix
@@ -42,20 +42,22 @@ LONGEST_WORDS = 200
 """Of a failure's message, on the terminal; the whole stands in the failures file."""
 
 
+COMMAND = CommandSpec("process", SUMMARY, ProcessSettings, usage="--env NAME[=WEIGHT,NAME=WEIGHT]")
+
+
 def run(argv: list[str]) -> int:
     """The command.
 
     Raises:
         EnvserverError: it cannot be run, or every group failed.
     """
-    if "--help" not in argv and "-h" not in argv:
-        members = read_mix(argv, settings_class=ProcessSettings)
-        if members is not None:
-            from .mixed_process import process_mix
+    members = read_mix(COMMAND, argv)
+    if members is not None:
+        from .mixed_process import process_mix
 
-            configure_logs(members[0].spec.settings.log_level, members[0].spec.settings.log_format)
-            return run_loop(process_mix(members, Console(stderr=True)))
-    line = read_command_line("process", SUMMARY, argv, settings_class=ProcessSettings)
+        configure_logs(members[0].spec.settings.log_level, members[0].spec.settings.log_format)
+        return run_loop(process_mix(members, Console(stderr=True)))
+    line = read_run_spec(COMMAND, argv)
     if line is None:
         return 0
     configure_logs(line.settings.log_level, line.settings.log_format)

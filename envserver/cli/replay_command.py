@@ -14,11 +14,11 @@ from ..running.replaying import Record, Replayed, read_record, replay
 from ..running.run_settings import ReplaySettings
 from ..running.spec import RunSpec
 from ..running.tally import counted
-from .command_line import read_command_line
+from .command_line import CommandSpec, read_run_spec
+from .help import help_topic
 from .logs import configure_logs
 from .loop import run_loop
-from .rescore_command import with_flag
-from .settings import named_environment
+from .sources import Given, as_list
 
 SUMMARY = """Runs one recorded rollout again, its calls answered with what they were answered then:
 `envserver replay FILE --rollout ID`. It stops at the first difference in what the agent sends, and
@@ -28,33 +28,34 @@ the agent in this process and stops it in pdb."""
 _SHOWN = 70
 
 
+COMMAND = CommandSpec(
+    "replay", SUMMARY, ReplaySettings, usage="FILE --rollout ID", arguments=("source",)
+)
+
+
 def run(argv: list[str]) -> int:
     """The command.
 
     Raises:
         UsageError: there is no such rollout or environment, or it cannot be replayed.
     """
-    words = with_flag(argv, "--source")
-    record, defaults = None, None
-    if not {"-h", "--help"} & set(words):
-        record = read_record(_said(words, "--source"), (_said(words, "--rollout") or [""])[-1])
+    record, environment, defaults = None, None, None
+    if help_topic(argv) is None:
+        record = _named_record(COMMAND.flags(argv))
         defaults = _as_then(record)
-        if named_environment(words) is None:
-            words = ["--env", str(record.facts["env"]), *words]
-    line = read_command_line(
-        "replay", SUMMARY, words, settings_class=ReplaySettings, defaults=defaults
-    )
+        environment = COMMAND.named_environment(argv) or str(record.facts["env"])
+    line = read_run_spec(COMMAND, argv, defaults=defaults, environment=environment)
     if line is None or record is None:
         return 0
     settings = line.settings
     configure_logs("warning" if settings.debug else settings.log_level, settings.log_format)
-    environment = _environment(line)
+    played = _environment(line)
     live = settings.services == "live" or (settings.services == "auto" and not record.kept)
     done = run_loop(
         replay(
             record,
             settings,
-            environment,
+            played,
             line.reference,
             live_services=live,
             debug=settings.debug,
@@ -64,22 +65,20 @@ def run(argv: list[str]) -> int:
     return 0 if done.same else 1
 
 
-def _said(words: Sequence[str], flag: str) -> list[str]:
-    """The values of `flag`, before the environment is known with which all can be read.
+def _named_record(flags: Sequence[Given]) -> Record:
+    """Reads the rollout, before the environment and so all settings are known.
 
     Raises:
-        UsageError: it has none.
+        UsageError: none is named, or there is no such rollout.
     """
-    found = [
-        words[at + 1] if word == flag else word.partition("=")[2]
-        for at, word in enumerate(words)
-        if (word == flag and at + 1 < len(words)) or word.startswith(f"{flag}=")
-    ]
-    if not found:
+    sources = [str(item) for one in flags if one.path == "source" for item in as_list(one.value)]
+    if not sources:
         raise UsageError(
-            f"`envserver replay` needs {flag}.", hint="envserver replay FILE --rollout ID"
+            "`envserver replay` needs a file of rollouts.",
+            hint="envserver replay FILE --rollout ID",
         )
-    return found
+    ids = [str(one.value) for one in flags if one.path == "rollout" and one.value]
+    return read_record(sources, ids[-1] if ids else "")
 
 
 def _as_then(record: Record) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from ..running.rescoring import LEFT_OUT, Tally, rescore
 from ..running.run_settings import RescoreSettings
 from ..running.spec import RunSpec
 from ..running.tally import counted
-from .command_line import read_command_line
+from .command_line import CommandSpec, read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
 
@@ -23,6 +23,15 @@ SUMMARY = """Scores stored rollouts again, by the environment or another rubric;
 never a 0. Exit status 1 where something failed, or nothing was scored."""
 
 
+COMMAND = CommandSpec(
+    "rescore",
+    SUMMARY,
+    RescoreSettings,
+    usage="FILE... --env NAME --out FILE",
+    arguments=("source",),
+)
+
+
 def run(argv: list[str]) -> int:
     """The command.
 
@@ -30,8 +39,7 @@ def run(argv: list[str]) -> int:
         UsageError: there is no such file, environment or rubric, or the output exists.
         StoreError: the output cannot be written.
     """
-    words = with_flag(argv, "--source")
-    line = read_command_line("rescore", SUMMARY, words, settings_class=RescoreSettings)
+    line = read_run_spec(COMMAND, argv)
     if line is None:
         return 0
     settings = line.settings
@@ -73,16 +81,6 @@ def _rescored(line: RunSpec[RescoreSettings], console: Console, bad: list[InputE
                 told=tell,
             )
         )
-
-
-def with_flag(argv: list[str], flag: str) -> list[str]:
-    """`argv` whose bare words at the start have `flag`; `--env NAME` may be put before them."""
-    at = 2 if argv[:1] == ["--env"] else 0
-    words = list(argv[:at])
-    while at < len(argv) and not argv[at].startswith("--"):
-        words += [flag, argv[at]]
-        at += 1
-    return [*words, *argv[at:]]
 
 
 def _line_of(console: Console) -> Progress:

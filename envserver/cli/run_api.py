@@ -29,15 +29,12 @@ from ..running.bootstrap import beside, front
 from ..running.metrics import Deliveries
 from ..store import Store
 from ..store.demand import Demand, Staleness
-from .help import show_help
+from .command_line import CommandSpec
 from .logs import configure_logs
 from .loop import run_loop
-from .settings import load_settings
 
 SUMMARY = """Serves trainers, and environments that others run, over the Atropos wire and /v1.
 Ctrl-C or SIGTERM ends it; what was accepted stays in the store."""
-
-ALIASES = {"host": "server.host", "port": "server.port"}
 
 
 class RunApiSettings(Section):
@@ -55,6 +52,9 @@ class RunApiSettings(Section):
     rollouts: DeliveryConfig = DeliveryConfig()
 
 
+COMMAND = CommandSpec("run-api", SUMMARY, RunApiSettings)
+
+
 def run(argv: list[str]) -> int:
     """The command.
 
@@ -62,12 +62,9 @@ def run(argv: list[str]) -> int:
         ConfigError: a setting is wrong, or the port cannot be had.
         StoreError: the store cannot be opened.
     """
-    usage = "envserver run-api"
-    if show_help(
-        argv, usage=usage, summary=SUMMARY, settings_class=RunApiSettings, aliases=ALIASES
-    ):
+    settings = COMMAND.read(argv)
+    if settings is None:
         return 0
-    settings = load_settings(argv, settings_class=RunApiSettings, aliases=ALIASES)
     configure_logs(settings.log_level, settings.log_format)
     return run_loop(run_api(settings))
 

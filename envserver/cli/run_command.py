@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,10 +25,9 @@ from ..registry import find
 from ..rollouts.single import run_single
 from ..running.context import rollout_context
 from ..running.spec import RunSpec
-from .command_line import read_command_line
+from .command_line import CommandSpec, read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
-from .settings import named_environment
 
 S = TypeVar("S", bound=Section)
 
@@ -38,10 +38,13 @@ trajectory: its readable actions, the final answer, and the reward where the ans
 class RunSettings(Settings):
     """Settings with the flags that only `run` has."""
 
-    output: Path | None = None
+    out: Path | None = None
     """Where the trajectory is written (also -o); unset: runs/ENVIRONMENT_TASK.traj.json."""
     include_tokens: bool = False
     """Write the training rows (tokens, masks, logprobs), too."""
+
+
+COMMAND = CommandSpec("run", SUMMARY, RunSettings, usage="--env NAME --question TEXT")
 
 
 def run(argv: list[str]) -> int:
@@ -50,9 +53,9 @@ def run(argv: list[str]) -> int:
     Raises:
         EnvserverError: it cannot be run, or the rollout failed for good.
     """
-    words = ["--output" if word == "-o" else word for word in argv]
-    asked_class = _question_class(words)
-    line = read_command_line("run", SUMMARY, words, settings_class=_with_fields_of(asked_class))
+    asked_class = _question_class(argv)
+    command = replace(COMMAND, settings_class=_with_fields_of(asked_class))
+    line = read_run_spec(command, argv)
     if line is None:
         return 0
     configure_logs(line.settings.log_level, line.settings.log_format)
@@ -94,7 +97,7 @@ async def ask(line: RunSpec[Any], environment: Environment, asked: Any) -> int:
         source="envserver run",
         tokens=settings.include_tokens,
     )
-    path = settings.output or _free_path(environment.name, task.id)
+    path = settings.out or _free_path(environment.name, task.id)
     write_json(path, document)
     _show(document["final_answer"], trajectory, path)
     return 0
@@ -116,7 +119,7 @@ def _show(answer: str, trajectory: Trajectory, path: Path) -> None:
 
 def _question_class(words: Sequence[str]) -> type[Environment.Question]:
     kept = [word for word in words if word not in ("--help", "-h")]
-    reference = named_environment(kept)
+    reference = COMMAND.named_environment(kept)
     return find(reference).Question if reference else Environment.Question
 
 

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..config import Settings
 from ..running.scenarios import Embed, Runs, run_scenarios, runners
 from ..running.tally import counted
-from .command_line import read_command_line
+from .command_line import CommandSpec, read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
 
@@ -50,6 +50,9 @@ class ScenarioSettings(Settings):
     """Folder where embeddings are kept by their text and model."""
 
 
+COMMAND = CommandSpec("scenarios", SUMMARY, ScenarioSettings, usage="--models NAME,NAME")
+
+
 def run(argv: list[str]) -> int:
     """The command.
 
@@ -58,8 +61,7 @@ def run(argv: list[str]) -> int:
         EngineError: an engine does not answer.
         StoreError: a trace cannot be written.
     """
-    named = ["--env", ENVIRONMENT, *argv]
-    line = read_command_line("scenarios", SUMMARY, named, settings_class=ScenarioSettings)
+    line = read_run_spec(COMMAND, argv, environment=ENVIRONMENT)
     if line is None:
         return 0
     settings = line.settings

@@ -9,12 +9,15 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from ..running.run_settings import ScoreSettings
 from ..running.scoring import Summary, run_score
-from .command_line import read_command_line
+from .command_line import CommandSpec, read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
 
 SUMMARY = """Scores rows {"task": a row of a data set or a task id, "response": "text"} (or a row
 with "messages"), without any model: reward, components, metrics and error of each, in order."""
+
+
+COMMAND = CommandSpec("score", SUMMARY, ScoreSettings, usage="--env NAME --input FILE --out FILE")
 
 
 def run(argv: list[str]) -> int:
@@ -25,7 +28,7 @@ def run(argv: list[str]) -> int:
         StoreError: the output cannot be written.
         KeyboardInterrupt: it was stopped.
     """
-    line = read_command_line("score", SUMMARY, argv, settings_class=ScoreSettings)
+    line = read_run_spec(COMMAND, argv)
     if line is None:
         return 0
     settings = line.settings
@@ -38,16 +41,16 @@ def run(argv: list[str]) -> int:
                 line.reference,
                 settings.env.model_dump(mode="json"),
                 settings.input,
-                settings.output,
+                settings.out,
                 processes=settings.processes,
                 sandbox=settings.sandbox,
                 progress=lambda rows, share: bar.update(shown, completed=share, rows=rows),
             )
             summary = run_loop(scoring)
     except KeyboardInterrupt:
-        console.print(f"Stopped: {settings.output} is as it was.", highlight=False, markup=False)
+        console.print(f"Stopped: {settings.out} is as it was.", highlight=False, markup=False)
         raise
-    _show(console, summary, settings.output)
+    _show(console, summary, settings.out)
     return 0
 
 

@@ -23,7 +23,7 @@ from ..running.mix import Member, Several
 from ..running.stopping import run_until_stopped
 from ..running.tally import counted
 from ..store import Store
-from .command_line import read_command_line
+from .command_line import CommandSpec, read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
 from .mixing import read_mix
@@ -31,11 +31,13 @@ from .mixing import read_mix
 SUMMARY = """Runs rollouts of an environment, or of several, and offers the groups to trainers.
 SIGTERM or Ctrl-C once finishes the open groups and stops; twice stops at once."""
 
-ALIASES = {"host": "server.host", "port": "server.port"}
 
 POLL_SECONDS = 0.2
 
 _log = structlog.get_logger("envserver.serve")
+
+
+COMMAND = CommandSpec("serve", SUMMARY, MixSettings, usage="--env NAME[=WEIGHT,NAME=WEIGHT]")
 
 
 def run(argv: list[str]) -> int:
@@ -44,13 +46,9 @@ def run(argv: list[str]) -> int:
     Raises:
         EnvserverError: it cannot be run.
     """
-    members = None
-    if "--help" not in argv and "-h" not in argv:
-        members = read_mix(argv, settings_class=MixSettings, aliases=ALIASES)
+    members = read_mix(COMMAND, argv)
     if members is None:
-        line = read_command_line(
-            "serve", SUMMARY, argv, settings_class=MixSettings, aliases=ALIASES
-        )
+        line = read_run_spec(COMMAND, argv)
         if line is None:
             return 0
         environment = line.make_environment()

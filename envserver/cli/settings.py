@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,12 +32,11 @@ from ..running.options import (
 )
 from ..running.validation import sampling_of_model, validated, with_environment
 from .atropos_names import EQUIVALENTS, IGNORED, REFUSED
+from .flags import argument_name, read_flags
 from .renamed import current_path, with_old_names
-from .sources import VARIABLE_PREFIX, Given, YamlFile, read_dotenv, read_flags, read_variables
+from .sources import VARIABLE_PREFIX, Given, YamlFile, read_dotenv, read_variables
 
 S = TypeVar("S", bound=Section)
-
-_ALIASES = {"env": "environment"}
 
 
 def to_stderr(line: str) -> None:
@@ -44,42 +44,61 @@ def to_stderr(line: str) -> None:
     print(f"envserver: {line}", file=sys.stderr)
 
 
+def once(tell: Callable[[str], None]) -> Callable[[str], None]:
+    """`tell` for lines that were not told before."""
+    told: set[str] = set()
+
+    def tell_new(line: str) -> None:
+        if line not in told:
+            told.add(line)
+            tell(line)
+
+    return tell_new
+
+
 def load_settings(
     command_line: Sequence[str],
     *,
     settings_class: type[S] = Settings,  # type: ignore[assignment]
     config_class: type[EnvironmentConfig] | None = None,
+    environment: str | None = None,
     defaults: Mapping[str, Any] | None = None,
     aliases: Mapping[str, str] | None = None,
+    arguments: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
     folder: Path | None = None,
     warn: Callable[[str], None] = to_stderr,
     over_file: tuple[str, Mapping[str, Any]] = ("", {}),
 ) -> S:
-    """The settings of one command.
+    """Reads the settings of one command from all sources.
 
     Args:
-        command_line: the words after the command.
+        command_line: the arguments after the command.
         settings_class: `Settings`, or a subclass with the command's own flags as further fields, or
             any Section with fewer of them (then what files and variables say of others is skipped).
         config_class: the environment's Config; unset: that of the environment that is named.
+        environment: the environment, whatever the sources name.
         defaults: a tree of values that are weaker than every source.
-        aliases: short flags -> dotted paths, such as `{"port": "server.port"}`.
+        aliases: short flags -> dotted paths, such as `{"port": "engine.port"}`.
+        arguments: dotted paths of the settings that are given by position.
         environ: environment variables; unset: those of the process.
         folder: where `.env` lies; unset: the working directory.
         over_file: a place in a file and a tree of values there, that are stronger than the rest of
             it.
-        warn: gets one line for each name that is accepted but means nothing here.
+        warn: gets one line for each name that is old, or accepted without an effect.
 
     Raises:
         ConfigError: a name, a value or the form of a source is wrong.
         NotFoundError: there is no such environment or file.
     """
-    flags, file, variables = _sources(command_line, aliases or {}, environ, folder or Path())
+    read = partial(read_flags, aliases=aliases, arguments=arguments)
+    flags, file, variables = _sources(
+        read(command_line, _basic_options(settings_class)), environ, folder or Path()
+    )
     model = settings_class
     if "env" in settings_class.model_fields:
-        basic = options_of(Settings) | options_of(settings_class)
-        reference = _environment([*file.read(basic), *variables, *flags])
+        basic = _basic_options(settings_class)
+        reference = environment or _environment([*file.read(basic), *variables, *flags])
         if config_class is not None or reference is not None:
             model = with_environment(settings_class, reference or "", config_class)
     options = options_of(model)
@@ -88,9 +107,13 @@ def load_settings(
         Given(path, value, origin, "file", is_text=False)
         for path, value in flatten(tree, options).items()
     ]
-    names = [given.path for given in (*over, *variables, *flags)]
+    names = [given.path.removeprefix("no_") for given in (*over, *variables, *flags)]
     names += [name for section in named_sections(options) for name in file.names_in(section)]
     options = expanded(options, names)
+    flags = [given for given in read(command_line, options) if given.path != "config"]
+    if environment is not None:
+        flags = [given for given in flags if given.path != "environment"]
+        flags.append(Given("environment", environment, "--env", "flag"))
     from_file = file.read(with_old_names(options_of(Settings) | options))
 
     problems = _Problems()
@@ -101,18 +124,28 @@ def load_settings(
     said = _parsed(chosen, options, problems)
     problems.raise_if_any()
     values |= sampling_of_model(values | said, options) | said
-    return validated(
-        model,
-        values,
-        options,
-        lambda path: chosen[path][-1].where if path in chosen else f"--{path}",
-    )
+
+    def where(path: str) -> str:
+        if path in chosen:
+            return chosen[path][-1].where
+        return argument_name(path) if path in arguments else f"--{path}"
+
+    return validated(model, values, options, where)
 
 
-def named_environment(command_line: Sequence[str]) -> str | None:
-    """The environment that the sources name, for `--help`; nothing else in them is checked."""
-    flags, file, variables = _sources(command_line, {}, None, Path())
+def named_environment(flags: Sequence[Given]) -> str | None:
+    """The environment that the sources name; nothing else in them is checked.
+
+    Args:
+        flags: the command line, as `read_flags` reads it.
+    """
+    flags, file, variables = _sources(flags, None, Path())
     return _environment([*file.read(options_of(Settings)), *variables, *flags])
+
+
+def _basic_options(settings_class: type[BaseModel]) -> dict[str, Option]:
+    """The settings that are known before the environment is."""
+    return options_of(Settings) | options_of(settings_class)
 
 
 class _Problems:
@@ -131,13 +164,9 @@ class _Problems:
 
 
 def _sources(
-    command_line: Sequence[str],
-    aliases: Mapping[str, str],
-    environ: Mapping[str, str] | None,
-    folder: Path,
+    flags: Sequence[Given], environ: Mapping[str, str] | None, folder: Path
 ) -> tuple[list[Given], YamlFile, list[Given]]:
     """Flags (without --config), the file that --config names, and variables."""
-    flags = read_flags(command_line, {**_ALIASES, **aliases})
     named = [given for given in flags if given.path == "config"]
     if len(named) > 1:
         raise ConfigError("--config is given twice.", hint="Put everything into one file.")

@@ -10,15 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config import Section
-from .file_words import named_sources, reading_bar
-from .help import show_help
-from .settings import load_settings
+from .command_line import CommandSpec
+from .reading_bar import reading_bar
 
 SUMMARY = """Makes rows for supervised fine-tuning from unified trajectories, one folder for each
 tool that has a template: OUT/TOOL/train.jsonl, OUT/TOOL/val.jsonl and OUT/SUMMARY.json. A row is
 {"tool", "instruction", "output", "meta"}. The same files, templates and seed give the same rows."""
-
-ALIASES = {"out_dir": "out", "unified_glob": "sources"}
 
 
 class RowSettings(Section):
@@ -59,6 +56,16 @@ class BuildSettings(RowSettings):
     hub (hf://datasets/OWNER/NAME)."""
 
 
+COMMAND = CommandSpec(
+    "sft build",
+    SUMMARY,
+    BuildSettings,
+    usage="SOURCE...",
+    arguments=("sources",),
+    aliases={"unified_glob": "sources"},
+)
+
+
 def run(argv: list[str]) -> int:
     """The command; `argv` begins with its own word.
 
@@ -70,13 +77,9 @@ def run(argv: list[str]) -> int:
     from ..export.sft_building.per_tool import Choice, build
     from ..export.sft_building.templates import Shown, read_templates
 
-    words = named_sources(argv[1:])
-    usage = "envserver sft build SOURCE..."
-    if show_help(
-        argv[1:], usage=usage, summary=SUMMARY, settings_class=BuildSettings, aliases=ALIASES
-    ):
+    settings = COMMAND.read(argv)
+    if settings is None:
         return 0
-    settings = load_settings(words, settings_class=BuildSettings, aliases=ALIASES)
     check_upload(settings.upload)
     templates = read_templates(settings.templates)
     choice = Choice(

@@ -16,8 +16,8 @@ from envserver_records.errors import ConfigError
 from ..config import SandboxConfig
 from ..registry import find
 from ..running.scoring import run_score
-from .file_words import reading_bar
 from .loop import run_loop
+from .reading_bar import reading_bar
 
 FULL = 0.999
 """Rewards from here on are full ones (floats)."""

@@ -22,15 +22,13 @@ from ..rollouts.stream import group_requests
 from ..running.context import rollout_context
 from ..running.stopping import run_until_stopped
 from ..running.tally import counted
-from .command_line import read_command_line
+from .command_line import CommandSpec, read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
 from .progress import ProgressView
 
 SUMMARY = """Runs rollouts of one environment and writes those with the best scores of each group as
 rows for supervised training: {"messages", "score"}, or {"prefix", "completion", "score"}."""
-
-ALIASES = {"group_size": "env.group_size", "max_token_len": "env.max_token_length"}
 
 
 class SftSettings(Settings):
@@ -54,27 +52,30 @@ class SftSettings(Settings):
     """Go on with a file that exists."""
 
 
+ALIASES = {"group_size": "env.group_size", "max_token_len": "env.max_token_length"}
+
+COMMAND = CommandSpec(
+    "sft-gen",
+    SUMMARY,
+    SftSettings,
+    usage="FILE --env NAME",
+    arguments=("filepath",),
+    aliases=ALIASES,
+)
+
+
 def run(argv: list[str]) -> int:
     """The command.
 
     Raises:
         EnvserverError: it cannot be run, or every group failed.
     """
-    line = read_command_line(
-        "sft-gen", SUMMARY, _named(argv), settings_class=SftSettings, aliases=ALIASES
-    )
+    line = read_run_spec(COMMAND, argv)
     if line is None:
         return 0
     configure_logs(line.settings.log_level, line.settings.log_format)
     environment = line.make_environment()
     return run_loop(generate(line.reference, environment, line.settings, Console(stderr=True)))
-
-
-def _named(argv: list[str]) -> list[str]:
-    """`argv` whose file, where it stands first, has its flag; `--env NAME` may be put before."""
-    at = 2 if argv[:1] == ["--env"] else 0
-    has_file = len(argv) > at and not argv[at].startswith("-")
-    return [*argv[:at], "--filepath", *argv[at:]] if has_file else argv
 
 
 async def generate(

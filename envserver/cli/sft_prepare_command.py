@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 from rich.console import Console
 
 from ..config import SandboxConfig, Section
-from .file_words import named_source, reading_bar
-from .help import show_help
+from .command_line import CommandSpec
 from .logs import configure_logs
-from .settings import load_settings
+from .reading_bar import reading_bar
 from .sft_build_command import check_upload, put
 
-ALIASES = {"output_dir": "out", "out_dir": "out", "gcs_prefix": "upload"}
+ALIASES = {"output_dir": "out", "gcs_prefix": "upload"}
 
 _ENDS = """The rows are shuffled by the seed and split into OUT/train.jsonl, validation.jsonl and
 test.jsonl; OUT/summary.json counts them and says what was dropped, and why."""
@@ -94,16 +92,59 @@ class CodeSettings(PrepareSettings):
     verify: bool = False
 
 
-@dataclass(frozen=True)
-class _Word:
-    settings_class: type[PrepareSettings]
-    summary: str
-    example_of: Callable[[Any], Callable[[dict[str, Any]], Any]]
-    """Settings -> what a row becomes."""
+P = TypeVar("P", bound=PrepareSettings)
+_ExampleOf = Callable[[P], Callable[[dict[str, Any]], Any]]
+
+ROUTER = CommandSpec(
+    "sft router",
+    f"""Prepares queries and their plans for a router: the prompt asks for a plan of ten keys,
+the completion is the plan as JSON. Rows whose plan is not whole are dropped. {_ENDS}""",
+    RouterSettings,
+    usage="SOURCE",
+    arguments=("input",),
+    aliases=ALIASES,
+)
+MATH = CommandSpec(
+    "sft math",
+    f"""Prepares problems with worked solutions: a tutor's conversations. Only rows whose
+solution boxes the expected answer are kept (needs the extra `math`; --verify false keeps
+all). {_ENDS}""",
+    MathSettings,
+    usage="SOURCE",
+    arguments=("input",),
+    aliases=ALIASES,
+)
+CODE = CommandSpec(
+    "sft code",
+    f"""Prepares instructions with their programs: conversations. --verify keeps only rows whose
+program passes the row's tests. {_ENDS}""",
+    CodeSettings,
+    usage="SOURCE",
+    arguments=("input",),
+    aliases=ALIASES,
+)
 
 
-def run(argv: list[str]) -> int:
-    """The command; `argv` begins with its own word.
+def run_router(argv: list[str]) -> int:
+    """`sft router`; see `_prepare`."""
+    return _prepare(ROUTER, _router, argv)
+
+
+def run_math(argv: list[str]) -> int:
+    """`sft math`; see `_prepare`."""
+    return _prepare(MATH, _math, argv)
+
+
+def run_code(argv: list[str]) -> int:
+    """`sft code`; see `_prepare`."""
+    return _prepare(CODE, _code, argv)
+
+
+def _prepare(command: CommandSpec[P], example_of: _ExampleOf[P], argv: list[str]) -> int:
+    """Prepares a data set.
+
+    Args:
+        example_of: settings -> what a row becomes.
 
     Raises:
         UsageError: a setting or the input is wrong, or no row is of use.
@@ -113,13 +154,9 @@ def run(argv: list[str]) -> int:
     from ..export.sft_building.examples import template_of
     from ..export.sft_building.prepare import Plan, prepare
 
-    name, words = argv[0], named_source(argv[1:], "--input")
-    word = _WORDS[name]
-    usage = f"envserver sft {name} SOURCE"
-    shown = {"summary": word.summary, "settings_class": word.settings_class, "aliases": ALIASES}
-    if show_help(argv[1:], usage=usage, **shown):  # type: ignore[arg-type]
+    settings = command.read(argv)
+    if settings is None:
         return 0
-    settings = load_settings(words, settings_class=word.settings_class, aliases=ALIASES)
     configure_logs("warning")
     check_upload(settings.upload)
     plan = Plan(
@@ -128,12 +165,12 @@ def run(argv: list[str]) -> int:
         test_ratio=settings.test_ratio,
         form=settings.form,
         template=None if settings.tokenizer is None else template_of(settings.tokenizer),
-        check=_check(name, settings) if settings.verify else None,
+        check=_check(command.name.rpartition(" ")[2], settings) if settings.verify else None,
     )
     with reading_bar("rows", None) as told:
         summary = prepare(
             rows_of(settings.input, limit=settings.limit),
-            word.example_of(settings),
+            example_of(settings),
             settings.out,
             plan,
             source=settings.input,
@@ -170,29 +207,6 @@ def _code(settings: CodeSettings) -> Callable[[dict[str, Any]], Any]:
     from ..export.sft_building.code_rows import example_of
 
     return example_of
-
-
-_WORDS = {
-    "router": _Word(
-        RouterSettings,
-        f"""Prepares queries and their plans for a router: the prompt asks for a plan of ten keys,
-        the completion is the plan as JSON. Rows whose plan is not whole are dropped. {_ENDS}""",
-        _router,
-    ),
-    "math": _Word(
-        MathSettings,
-        f"""Prepares problems with worked solutions: a tutor's conversations. Only rows whose
-        solution boxes the expected answer are kept (needs the extra `math`; --verify false keeps
-        all). {_ENDS}""",
-        _math,
-    ),
-    "code": _Word(
-        CodeSettings,
-        f"""Prepares instructions with their programs: conversations. --verify keeps only rows whose
-        program passes the row's tests. {_ENDS}""",
-        _code,
-    ),
-}
 
 
 def _show(console: Console, summary: dict[str, Any], out: Path) -> None:

@@ -10,15 +10,11 @@ from typing import Any
 from pydantic import Field
 from rich.console import Console
 
-from .file_words import named_sources
-from .help import show_help
-from .settings import load_settings
+from .command_line import CommandSpec
 from .sft_build_command import RowSettings
 
 SUMMARY = """Shows the first rows of each tool that `sft build` would make of unified trajectories,
 and which tools have no template. Nothing is written."""
-
-ALIASES = {"json": "as_json", "unified_glob": "sources"}
 
 
 class PreviewSettings(RowSettings):
@@ -36,6 +32,16 @@ class PreviewSettings(RowSettings):
     """Print the rows as JSONL, whole, in the order of the trajectories, and nothing else."""
 
 
+COMMAND = CommandSpec(
+    "sft preview",
+    SUMMARY,
+    PreviewSettings,
+    usage="SOURCE...",
+    arguments=("sources",),
+    aliases={"unified_glob": "sources"},
+)
+
+
 def run(argv: list[str]) -> int:
     """The command; `argv` begins with its own word. 1: there is no row.
 
@@ -44,14 +50,9 @@ def run(argv: list[str]) -> int:
     """
     from ..export.sft_building.spool import as_line
 
-    usage = "envserver sft preview SOURCE..."
-    if show_help(
-        argv[1:], usage=usage, summary=SUMMARY, settings_class=PreviewSettings, aliases=ALIASES
-    ):
+    settings = COMMAND.read(argv)
+    if settings is None:
         return 0
-    settings = load_settings(
-        named_sources(argv[1:]), settings_class=PreviewSettings, aliases=ALIASES
-    )
     rows, tools, made = _rows(settings)
     if settings.as_json:
         sys.stdout.write("".join(as_line(row).decode() for row in rows))

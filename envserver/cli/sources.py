@@ -1,4 +1,4 @@
-"""Where settings come from: flags, environment variables, a `.env` file, a YAML file.
+"""Where settings come from beside the command line: environment variables, `.env`, a YAML file.
 
 Each reader gives `Given`s: a dotted path, a value and its origin in words (`--env.seed`,
 `run.yaml:12`). Text of flags and variables is parsed later, when the type is known; nothing is
@@ -8,7 +8,7 @@ checked here but the form of the source itself.
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,33 +45,6 @@ class Given:
     def where(self) -> str:
         """What to name in errors."""
         return f"{self.origin}: {self.path}" if self.kind == "file" else self.origin
-
-
-def read_flags(command_line: Sequence[str], aliases: Mapping[str, str]) -> list[Given]:
-    """Flags `--name value`, `--name=value` and bare `--name` (value None), in order.
-
-    Args:
-        command_line: the words after the command.
-        aliases: short names of flags -> dotted paths (`{"port": "server.port"}`).
-
-    Raises:
-        ConfigError: a word that belongs to no flag.
-    """
-    given: list[Given] = []
-    words = list(command_line)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--") or word == "--":
-            # After a flag the word may be half of a secret: it is not repeated.
-            what = f"after {given[-1].origin} and its value" if given else repr(word)
-            raise ConfigError(f"Unexpected argument {what}.", hint="Settings: --name value.")
-        name, equals, text = word[2:].partition("=")
-        value: str | None = text if equals else None
-        if not equals and words and not words[0].startswith("--"):
-            value = words.pop(0)
-        path = name.replace("-", "_")
-        given.append(Given(aliases.get(path, path), value, f"--{name}", "flag"))
-    return given
 
 
 def read_variables(environ: Mapping[str, str]) -> list[Given]:
@@ -116,6 +89,7 @@ class YamlFile:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._root: yaml.Node | None = None
+        self._names_environment = False
         if path is None:
             return
         if not path.is_file():
@@ -147,10 +121,15 @@ class YamlFile:
 
     def _walk(self, node: yaml.Node, prefix: str, options: Collection[str]) -> list[Given]:
         given: list[Given] = []
-        for name, child in self._items(node, prefix):
+        items = self._items(node, prefix)
+        if prefix == "":
+            self._names_environment = any(name == "environment" for name, _ in items)
+        for name, child in items:
             path = f"{prefix}{name}"
-            if prefix == "" and name == "env" and isinstance(child, yaml.ScalarNode):
+            if path == "env" and isinstance(child, yaml.ScalarNode):
                 path = "environment" if self._value(child) is not None else path
+            elif path == "env.name" and not self._names_environment:
+                path = "environment"
             if path == "openai" and isinstance(child, yaml.SequenceNode):
                 given += self._replicas(child, options)
             elif path in options or not _is_prefix(path, options):
@@ -170,7 +149,7 @@ class YamlFile:
                 if first is None:
                     merged[given.path] = given
                 elif given.path == "openai.base_url":
-                    urls = [*_as_list(first.value), *_as_list(given.value)]
+                    urls = [*as_list(first.value), *as_list(given.value)]
                     merged[given.path] = Given(first.path, urls, first.origin, "file", False)
                 elif given.value != first.value:
                     raise ConfigError(
@@ -222,12 +201,14 @@ def _is_setting(name: str) -> bool:
 
 
 def _variable_path(name: str) -> str:
-    return name[len(VARIABLE_PREFIX) :].lower().replace("__", ".")
+    path = name[len(VARIABLE_PREFIX) :].lower().replace("__", ".")
+    return "environment" if path in ("env", "env.name") else path
 
 
 def _is_prefix(path: str, options: Collection[str]) -> bool:
     return any(known.startswith(f"{path}.") for known in options)
 
 
-def _as_list(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
+    """`value` where it is a list, else a list of it."""
     return list(value) if isinstance(value, list) else [value]

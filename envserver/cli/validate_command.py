@@ -8,9 +8,8 @@ from pydantic import Field
 from rich.console import Console
 
 from ..config import Section
-from .file_words import named_sources, reading_bar
-from .help import show_help
-from .settings import load_settings
+from .command_line import CommandSpec
+from .reading_bar import reading_bar
 
 SUMMARY = """Checks unified trajectories: the schema, steps from 1 without gaps, times in their
 order, the domain, numbers that are numbers, ids that stand once. Lists every problem as
@@ -29,6 +28,11 @@ class ValidateSettings(Section):
     """Only the exit status and the sum."""
 
 
+COMMAND = CommandSpec(
+    "validate", SUMMARY, ValidateSettings, usage="PATH...", arguments=("sources",)
+)
+
+
 def run(argv: list[str]) -> int:
     """The command.
 
@@ -39,10 +43,9 @@ def run(argv: list[str]) -> int:
     from ..export.unified import DOMAINS
     from ..export.validation import validate
 
-    usage = "envserver validate PATH..."
-    if show_help(argv, usage=usage, summary=SUMMARY, settings_class=ValidateSettings):
+    settings = COMMAND.read(argv)
+    if settings is None:
         return 0
-    settings = load_settings(named_sources(argv), settings_class=ValidateSettings)
 
     def bad(place: str, reason: str) -> None:
         if not settings.quiet:

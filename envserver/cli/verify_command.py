@@ -22,17 +22,15 @@ from ..running.run_settings import VerifySettings
 from ..running.tally import counted
 from ..running.verifying import Progress as Told
 from ..running.verifying import Report, parse_sample, verify
-from .help import show_help
+from .command_line import CommandSpec
 from .logs import configure_logs
 from .loop import run_loop
-from .settings import load_settings
 
 SUMMARY = """Checks that what was delivered is what the engine sampled: reads a JSONL file of
 `process`, or the groups of a running server (without leasing any), has the engine score the rows
 again (prompt_logprobs), and compares ids, masks and logprobs. Exit status 0: all is right; 1: it is
 not, or nothing could be compared; 2: the command line is wrong."""
 
-ALIASES = {"json": "as_json"}
 
 _FINDINGS_SHOWN = 20
 _WORST_SHOWN = 5
@@ -44,6 +42,11 @@ _VERDICTS = {
 }
 
 
+COMMAND = CommandSpec(
+    "verify", SUMMARY, VerifySettings, usage="FILE|ADDRESS", arguments=("source",)
+)
+
+
 def run(argv: list[str]) -> int:
     """The command.
 
@@ -51,13 +54,9 @@ def run(argv: list[str]) -> int:
         UsageError: a setting is wrong, or there is no such file or server.
         EngineError: the engine does not answer.
     """
-    usage = "envserver verify FILE|ADDRESS"
-    if show_help(
-        argv, usage=usage, summary=SUMMARY, settings_class=VerifySettings, aliases=ALIASES
-    ):
+    settings = COMMAND.read(argv)
+    if settings is None:
         return 0
-    words = ["--source", *argv] if argv and not argv[0].startswith("-") else argv
-    settings = load_settings(words, settings_class=VerifySettings, aliases=ALIASES)
     configure_logs(settings.log_level)
     with _bar(Console(stderr=True)) as told:
         report, model = run_loop(_verify(settings, told))

@@ -120,7 +120,7 @@ def find_model(name: str, catalogue: dict[str, ModelEntry], place: Path) -> Mode
         lack = "no config.json" if entry.path.is_dir() else "no such folder"
         raise NotFoundError(
             f"The model {name!r} is not at {entry.path}: {lack}.",
-            hint=f"A tiny one is made by `envserver models make-tiny {entry.path}`.",
+            hint=f"A tiny one is made by `envserver models tiny {entry.path}`.",
         )
     return entry
 

@@ -56,6 +56,11 @@ class Option:
         return bool in _members(self.annotation)
 
     @property
+    def is_switch(self) -> bool:
+        """Whether it is on or off and nothing else, so that its flag needs no value."""
+        return set(_members(self.annotation)) <= {bool, type(None)}
+
+    @property
     def is_list(self) -> bool:
         return any(_origin(member) in _LISTS for member in _members(self.annotation))
 
@@ -68,6 +73,19 @@ class Option:
         """Its type in words, for people."""
         names = [_type_name(member) for member in _members(self.annotation)]
         return "|".join(dict.fromkeys(names))
+
+    @property
+    def choices(self) -> list[str]:
+        """The values that it may have, where they are few and known."""
+        members = _members(self.annotation)
+        named = [v for m in members if _origin(m) is typing.Literal for v in typing.get_args(m)]
+        return [str(value) for value in named] or (["true", "false"] if self.is_bool else [])
+
+    @property
+    def first_sentence(self) -> str:
+        """The first sentence of its docstring, in one line."""
+        text = " ".join(self.description.split())
+        return f"{text.partition('. ')[0].rstrip('.')}." if text else ""
 
     @property
     def default_text(self) -> str:

@@ -59,7 +59,7 @@ class ScoreSettings(EnvironmentSettings):
 
     input: Path
     """JSONL file of rows to score."""
-    output: Path
+    out: Path
     """JSONL file for the scores; one that exists is replaced at the end."""
     processes: int = Field(default=2, ge=1)
     """Rows that are scored at a time, each in a process."""

@@ -49,7 +49,7 @@ def factory(learn_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     (folder / "clients").symlink_to(ROOT / "clients")
     (folder / "out").mkdir()
     first, *others = commands(0)
-    assert first == ["envserver", "models", "make-tiny", "out/tiny"]
+    assert first == ["envserver", "models", "tiny", "out/tiny"]
     (folder / "out" / "tiny").symlink_to(tiny_model(learn_python))
     for words in others:
         run(words, learn_python, folder)

@@ -1,4 +1,4 @@
-"""`envserver models make-tiny`: what it needs, and what is made of it."""
+"""`envserver models tiny`: what it needs, and what is made of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ARITHMETIC = (
 
 
 def test_without_torch_it_says_what_to_install(tmp_path: Path) -> None:
-    done = envserver("models", "make-tiny", tmp_path / "tiny", folder=tmp_path)
+    done = envserver("models", "tiny", tmp_path / "tiny", folder=tmp_path)
     assert done.returncode == 2
     assert "pip install 'envserver[local]'" in done.stderr
     assert not list(tmp_path.glob("tiny*"))
@@ -36,7 +36,7 @@ def test_made_in_short_it_is_served_and_answers_through_the_proxy(
             check=False,
         )
 
-    making = ("models", "make-tiny", "tiny", "--steps", 4, "--groups", 4, "--threads", 1)
+    making = ("models", "tiny", "tiny", "--steps", 4, "--groups", 4, "--threads", 1)
     made = learner(*making)
     assert made.returncode == 0, made.stderr
     weights = (tmp_path / "tiny" / "model.safetensors").read_bytes()

@@ -24,7 +24,7 @@ def test_vllm_serves_the_tiny_model_and_goes_with_us(
     vllm_python: Path, learn_python: Path, tmp_path: Path
 ) -> None:
     tiny = tmp_path / "tiny"
-    making = ("models", "make-tiny", tiny, "--steps", "4", "--groups", "4", "--threads", "1")
+    making = ("models", "tiny", tiny, "--steps", "4", "--groups", "4", "--threads", "1")
     subprocess.run(
         [learn_python.with_name("envserver"), *making],
         cwd=tmp_path,

@@ -28,7 +28,7 @@ def tiny_model(python: Path) -> Path:
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
     folder = python.parent.parent / f"tiny-{digest}"
     if not (folder / "config.json").exists():
-        words = [python, "-m", "envserver", "models", "make-tiny", folder, "--threads", "1"]
+        words = [python, "-m", "envserver", "models", "tiny", folder, "--threads", "1"]
         made = subprocess.run(words, capture_output=True, text=True, check=False, env=variables())
         assert made.returncode == 0, made.stderr[-3000:]
     return folder

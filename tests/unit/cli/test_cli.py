@@ -81,7 +81,7 @@ def test_help_shows_the_settings_of_the_environment(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "adder.py").write_text(ADDER)
-    assert main(["process", "--env", str(tmp_path / "adder.py"), "--help"]) == 0
+    assert main(["process", "--env", str(tmp_path / "adder.py"), "--help", "all"]) == 0
     told = capsys.readouterr().out
     assert "--env.digits int [3]\n      How many digits." in told
     assert "--env.group_size int [4]" in told
@@ -95,7 +95,11 @@ def test_help_shows_the_settings_of_the_environment(
         (["process"], 2, "needs an environment"),
         (["process", "--env.grop_size", "3"], 2, "Did you mean --env.group_size?"),
         (["score", "--env", "math"], 2, "--input is needed (JSONL file of rows to score)."),
-        (["models"], 2, "`envserver models probe` or `envserver models sim`"),
+        (["models"], 2, "needs a command: `envserver models list`, "),
+        (["models", "prob"], 2, "There is no command `models prob`. Did you mean 'probe'?"),
+        (["token"], 2, "`envserver token revoke`"),
+        (["export", "--to", "parquet"], 2, "--out is needed"),
+        (["verify", "a.jsonl", "b.jsonl"], 2, "Unexpected argument after SOURCE and its value."),
         (["list", "everything"], 2, "takes no arguments"),
         (["run-api", "--port", "no"], 2, "--port: must be a valid integer"),
         (["run-api", "--host", "0.0.0.0"], 2, "--host: must be a loopback address"),

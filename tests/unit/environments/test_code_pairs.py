@@ -290,7 +290,7 @@ def test_answers_to_rows_are_scored_by_the_command(tmp_path: Path) -> None:
         ]},
     ]  # fmt: skip
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = "score --env code --input rows.jsonl --output scores.jsonl"
+    words = "score --env code --input rows.jsonl --out scores.jsonl"
     ran = envserver(*words.split(), folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
     scored = read_jsonl(tmp_path / "scores.jsonl")

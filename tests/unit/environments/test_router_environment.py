@@ -344,7 +344,7 @@ def test_bare_rows_are_scored(tmp_path: Path) -> None:
     ]  # fmt: skip
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
     ran = envserver(
-        "score", "--env", "router", "--input", "rows.jsonl", "--output", "scores.jsonl",
+        "score", "--env", "router", "--input", "rows.jsonl", "--out", "scores.jsonl",
         folder=tmp_path,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr

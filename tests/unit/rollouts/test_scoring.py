@@ -357,7 +357,7 @@ async def test_a_stopped_command_leaves_nothing_behind(
     source = tmp_path / "rows.jsonl"
     row = json.dumps({"task": {}, "response": "hang"})
     source.write_text(f"{row}\n" * 100)
-    words = ["score", "--env", moody, "--input", str(source), "--output", str(tmp_path / "out")]
+    words = ["score", "--env", moody, "--input", str(source), "--out", str(tmp_path / "out")]
     command = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "envserver", *words,
         stderr=asyncio.subprocess.PIPE, start_new_session=True,

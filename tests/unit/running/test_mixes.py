@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from support.commands import envserver, free_port, group_ids, read_jsonl, running, until
 
 from envserver import ConfigError, main
+from envserver.cli.command_line import CommandSpec
 from envserver.cli.mixing import read_mix
 from envserver.cli.settings import load_settings
 from envserver.config import MixSettings
 from envserver.rollouts.mixing import CATCH_UP_GROUPS, Ending, Share, Shares, Turns, targets
 
 NAMES = "abcde"
+COMMAND = CommandSpec("serve", "", MixSettings)
 MIX = st.lists(
     st.tuples(st.floats(0.1, 10), st.floats(0, 0.2)), min_size=1, max_size=len(NAMES)
 ).map(lambda said: [Share(name, *one) for name, one in zip(NAMES, said, strict=False)])
@@ -308,7 +310,7 @@ def test_what_cannot_be_mixed_is_told_before_anything_starts(
     path.write_text("environments: [{name: left.py, wieght: 2}]\n")
     assert main(["process", "--config", str(path)]) == 2
     assert "mix.yaml:1: environments[0].wieght" in capsys.readouterr().err
-    assert read_mix(["--env", "left.py"], settings_class=MixSettings) is None
+    assert read_mix(COMMAND, ["--env", "left.py"]) is None
 
 
 RUNS = [
@@ -320,7 +322,7 @@ RUNS = [
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_what_is_ready_made_can_be_read(path: Path) -> None:
-    members = read_mix(["--config", str(path)], settings_class=MixSettings)
+    members = read_mix(COMMAND, ["--config", str(path)])
     if members is not None:
         parts = targets(member.share for member in members)
         assert parts["math"] == pytest.approx(2 * parts["code"])
