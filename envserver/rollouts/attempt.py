@@ -1,6 +1,6 @@
-"""One attempt at a task: open it at the proxy, run the agent in a worker, read what was recorded.
+"""Runs one attempt: opens it at the proxy, runs the agent in a worker, reads what was recorded.
 
-In: an AttemptSpec. Out: a Finished attempt, or a RolloutError that says whose fault it was. The
+In: an AttemptSpec. Out: a Finished attempt, or a RolloutError with the blame. The
 attempt is sealed at the proxy whatever happens.
 """
 
@@ -49,11 +49,11 @@ from .staleness import StalenessMonitor
 _ERRORS = by_kind(RolloutError)
 
 _CUTTING_LIMITS = ("tokens", "time", "context", "crash")
-"""These end an agent in the middle; where turns are used up, its last answer is whole."""
+"""Limits that cut an agent off; after the last turn, its answer is still complete."""
 
 
 class Finished(msgspec.Struct, kw_only=True):
-    """An attempt that can be scored. `attempt`: its record at the proxy, which is sealed."""
+    """An attempt that can be scored. `attempt`: its sealed record at the proxy."""
 
     result: Result
     sequences: list[Sequence]
@@ -80,12 +80,12 @@ async def run_attempt(
     """Runs the agent once.
 
     Args:
-        staleness: ends it when it becomes too old.
-        proxy_url: where workers reach the proxy, without a trailing slash.
-        keep_calls: give the calls beside the sequences.
+        staleness: cancels the attempt when it becomes too stale.
+        proxy_url: address of the proxy for workers, without a trailing slash.
+        keep_calls: return the calls with the sequences.
 
     Raises:
-        RolloutError: it cannot be scored; `failure().outcome` says whether to try again.
+        RolloutError: it cannot be scored; `failure().outcome` says whether to retry.
     """
     started = time.time()
     attempt = proxy.open(spec)
@@ -139,7 +139,7 @@ async def run_attempt(
 
 @contextmanager
 def _traced(attempt: ProxyAttempt, isolation: Isolation) -> Iterator[None]:
-    """Within: the agent runs, a span of the rollout's trace."""
+    """Traces the agent's run as a span of the rollout."""
     spec = attempt.spec
     about = {
         "gen_ai.operation.name": "invoke_agent",
@@ -153,26 +153,26 @@ def _traced(attempt: ProxyAttempt, isolation: Isolation) -> Iterator[None]:
 
 
 def _checked_sequences(calls: list[Call], actions: Actions) -> list[Sequence]:
-    """The training rows of `calls`; tens of milliseconds for hundreds of long calls."""
+    """Builds the training rows of `calls`; tens of milliseconds for hundreds of long calls."""
     sequences = build(calls, actions)
     check(calls, sequences, actions)
     return sequences
 
 
 def ending_limit(attempt: ProxyAttempt) -> str | None:
-    """The limit that ended the attempt, None when the agent ended by itself.
+    """Returns the limit that ended the attempt; None if the agent ended by itself.
 
     Raises:
-        RolloutError: it ended by a failure that is not the model's fault.
+        RolloutError: a failure that is not the model's fault ended it.
     """
     failure, unanswered = attempt.failure, attempt.engine_failure
-    # Nor is it the model's doing what an agent made of a sandbox or a service that failed.
+    # Nor is the model to blame for what follows a failed sandbox or service.
     ours = attempt.sandbox_failure or attempt.service_failure
     if failure is None:
         if not attempt.posted:
             raise WorkerGarbage("The worker said that it is done, but posted no result.")
         if unanswered is not None and unanswered.outcome is Outcome.RETRY:
-            # The agent made something of the engine's silence; that is not the model's doing.
+            # The agent went on after the engine failed; the model is not to blame.
             raise as_error(unanswered)
         if ours is not None:
             raise as_error(ours)
@@ -191,10 +191,10 @@ def ending_limit(attempt: ProxyAttempt) -> str | None:
 
 
 def dying_limit(attempt: ProxyAttempt, death: WorkerError, isolation: Isolation) -> str:
-    """The limit that the model passed by ending its own worker.
+    """Returns the limit that the model exceeded by ending its own worker.
 
     Raises:
-        RolloutError: the death is, or may be, ours; or something of ours had failed before.
+        RolloutError: the model may not be to blame, or something else had failed before.
     """
     overdue = attempt.seconds_left <= 0
     limit = limit_of_death(death, isolation, spoke=bool(attempt.calls), overdue=overdue)
@@ -207,28 +207,28 @@ def dying_limit(attempt: ProxyAttempt, death: WorkerError, isolation: Isolation)
 
 
 def as_error(failure: Failure) -> RolloutError:
-    """The exception that `failure` describes (an unknown kind is what a broken worker sends)."""
+    """Returns the exception that `failure` describes (a broken worker may send an unknown kind)."""
     error = _ERRORS.get(failure.kind, WorkerGarbage)(failure.message, hint=failure.hint)
-    error.detail = dict(failure.detail)  # a worker's words: they may have any names
+    error.detail = dict(failure.detail)  # sent by a worker: any key is possible
     return error
 
 
 def counted_calls(calls: list[Call], spec: AttemptSpec) -> list[Call]:
-    """Those of the agents that the rollout is about: the trained ones, all where none is."""
+    """Returns the calls of the trained agents, or all calls if no agent is trained."""
     if spec.agents and not any(route.trained for route in spec.agents.values()):
         return calls
     return [call for call in calls if call.trained]
 
 
 def main_call(calls: list[Call], declared: Iterable[str] = ()) -> Call | None:
-    """The last call that was delivered, of the agent that is declared first or else asked first."""
+    """Returns the last delivered call of the first declared agent, or else of the first caller."""
     latest = {call.agent: call for call in _delivered(calls)}
     first = next((name for name in declared if name in latest), next(iter(latest), None))
     return latest.get(first)
 
 
 def other_conversations(calls: list[Call], main: Call | None) -> list[Conversation]:
-    """The last conversation of each agent but that of `main`, in the order of their first calls."""
+    """Returns the last conversation of each agent except `main`, in the order of first calls."""
     latest = {call.agent: call for call in _delivered(calls)}
     return [
         Conversation(

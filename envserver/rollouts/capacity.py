@@ -1,4 +1,4 @@
-"""How many further groups of an environment may be begun, from what waits for whom.
+"""Computes how many more groups of an environment may start, from what waits for trainers.
 
 Pure. Two bounds, the lower one counts: what waits is bounded (a slow trainer makes neither memory
 nor the store grow), and where groups may only be so many versions old, so is what waits and is made
@@ -24,10 +24,10 @@ class Taker(msgspec.Struct, frozen=True, kw_only=True):
     """An open run.
 
     Args:
-        queue: from which it draws: `SHARED`, or one of its own.
-        environments: whose groups it takes; empty: everybody's.
-        batch: groups that it takes between two versions.
-        is_hungry: it has groups and wants more before it publishes: what it has does not count.
+        queue: the queue that it draws from: `SHARED`, or its own.
+        environments: environments whose groups it takes; empty: all.
+        batch: number of groups that it takes between two versions.
+        is_hungry: it wants more groups before it publishes; those it has do not count.
     """
 
     name: str
@@ -48,13 +48,16 @@ class Depth(msgspec.Struct, frozen=True):
 
 
 Depths = Mapping[str, Mapping[str, Depth]]
-"""By queue and environment."""
+"""Depths by queue and environment."""
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """Arguments:
-    most_groups: that wait in a queue, `most_batches` where that is less (but two at least).
-    max_staleness: versions that a group may be behind when it is delivered; None: any.
+    """Bounds on waiting groups.
+
+    Args:
+        most_groups: maximum groups waiting in a queue.
+        most_batches: maximum batches waiting, if that is less (but at least two).
+        max_staleness: versions that a group may be behind at delivery; None: no limit.
     """
 
     most_groups: int
@@ -69,10 +72,10 @@ def free_capacity(
     open_groups: Mapping[str, int],
     bounds: Bounds,
 ) -> int:
-    """Groups of `env` that may be begun now; not positive: none.
+    """Returns how many groups of `env` may start now; zero or less: none.
 
     Args:
-        open_groups: that are being made, by environment.
+        open_groups: number of groups in progress, by environment.
     """
     runs = list(takers)
     queues = {taker.queue for taker in runs if taker.takes(env)}
@@ -91,7 +94,7 @@ def free_capacity(
 
 
 def _capacity_without_takers(takers: list[Taker], depths: Depths, bounds: Bounds) -> int:
-    """Of an environment that no run takes: what nobody takes is bounded together."""
+    """Capacity of an environment without runs: all such groups share one bound."""
     untaken = {
         env: depth
         for env, depth in depths.get(SHARED, {}).items()
@@ -107,7 +110,7 @@ def _capacity_of_queue(
     open_groups: Mapping[str, int],
     bounds: Bounds,
 ) -> int:
-    """In the queue of `takers`: where it is shared, that of the one with most capacity."""
+    """Capacity in the queue of `takers`; in a shared queue the largest of theirs."""
     own = queue.get(env, Depth())
     has_none = not (own.queued or own.leased or open_groups.get(env))
     found = [
@@ -125,7 +128,7 @@ def _capacity_of_taker(
     open_groups: Mapping[str, int],
     bounds: Bounds,
 ) -> int:
-    """For a run, with the help of those who take nothing that it does not take."""
+    """Capacity for one run; runs that take a subset of its environments help to empty its queue."""
     helpers = [one for one in sharing if _is_within(one, taker)]
     batch = sum(one.batch for one in helpers)
     seen = [depth for env, depth in queue.items() if taker.takes(env)]
@@ -149,13 +152,15 @@ def _is_within(one: Taker, other: Taker) -> bool:
 
 
 def most_waiting(batch: int, bounds: Bounds) -> int:
-    """Groups that may wait for a trainer: two batches at least, so that one can be made while the
-    other is fetched."""
+    """Returns how many groups may wait for a trainer.
+
+    At least two batches, so that one can be made while the other is fetched.
+    """
     return max(2 * batch, min(bounds.most_groups, bounds.most_batches * batch))
 
 
 class RunActivity(msgspec.Struct, frozen=True, kw_only=True):
-    """A run and how long ago it last took, held or gave back anything, or found nothing to take."""
+    """A run and the seconds since it last leased, held or returned a group, or found none."""
 
     name: str
     is_broadcast: bool
@@ -163,7 +168,7 @@ class RunActivity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def silent_runs(runs: Iterable[RunActivity], seconds: float | None) -> list[str]:
-    """Broadcast runs that are to be closed: silent for `seconds`, while another run is not."""
+    """Returns the broadcast runs to close: silent for `seconds` while another run is not."""
     if seconds is None:
         return []
     silent, live = [], 0

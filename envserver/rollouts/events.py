@@ -1,4 +1,4 @@
-"""What happens to rollouts and groups, told to whoever shows or writes it."""
+"""Events of rollouts and groups, and the interfaces of what receives them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .estimates import Scored
 
 
 class RolloutFailed(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt ended by a failure. `final`: no other attempt follows, the rollout is lost."""
+    """An attempt failed. `final`: it is not retried, the rollout is lost."""
 
     group_id: str
     index: int
@@ -48,7 +48,7 @@ class GroupDropped(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         reason: zero_variance, incomplete, unscorable, too_long or stale.
         failed: whether that counts as a failure (a filtered group does not).
-        scored: what it says of its task; None where too little of it was scored.
+        scored: its result for the curriculum; None if too few rollouts were scored.
     """
 
     group_id: str
@@ -62,7 +62,7 @@ class GroupDropped(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupDelivered(msgspec.Struct, frozen=True, kw_only=True):
-    """A group is durable in the sink."""
+    """A group is stored durably in the sink."""
 
     group: Group
 
@@ -71,13 +71,13 @@ Event = RolloutFailed | RolloutScored | GroupDropped | GroupDelivered
 
 
 class Observer(Protocol):
-    """Told of each event, on the event loop, in order; must not block."""
+    """Receives each event in order, on the event loop; must not block."""
 
     def __call__(self, event: Event) -> None: ...
 
 
 class GroupSink(Protocol):
-    """Where finished groups go."""
+    """Receives finished groups."""
 
     async def put(self, group: Group) -> None:
         """Returns when `group` is durable; the same `group_id` twice is stored once.
@@ -87,7 +87,7 @@ class GroupSink(Protocol):
         """
 
     async def known(self, group_ids: list[str]) -> set[str]:
-        """Which of these need not be produced any more."""
+        """Returns the ids of groups that need not be made again."""
 
     async def wait_for_capacity(self) -> None:
-        """Returns when another group may be started."""
+        """Waits until another group may start."""

@@ -1,4 +1,4 @@
-"""Several environments in one run: which of them begins a group next.
+"""Chooses which of several environments in one run starts a group next.
 
 `targets` and `Shares` are pure: weights and minimum shares in, a name out. `Turns` gives each
 environment's scheduler its turn when it asks and there is room. What holds: the one that is
@@ -16,21 +16,21 @@ import msgspec
 from envserver_records.errors import ConfigError
 
 Ending = Literal["delivered", "filtered", "failed"]
-"""What became of a group that was begun."""
+"""How a started group ended."""
 CATCH_UP_GROUPS = 16
-"""So many groups, at most, does an environment catch up that did not ask for a while."""
+"""Maximum number of groups an idle environment may catch up."""
 PATIENCE_SECONDS = 0.5
-"""So long is one waited for whose turn it is and that has just had another."""
+"""Seconds to wait for the environment whose turn it is."""
 _FILTERED_COSTS = 0.25
 """Of a turn. It is not free, or one whose groups are all filtered would keep the others waiting."""
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What one environment is to have of all groups.
+    """The share of one environment in all groups.
 
     Args:
-        weight: in proportion to those of the others; positive.
-        minimum: in [0, 1], whatever the weights say.
+        weight: relative to the weights of the others; positive.
+        minimum: minimum share in [0, 1], whatever the weights.
     """
 
     name: str
@@ -73,10 +73,10 @@ def targets(shares: Iterable[Share]) -> dict[str, float]:
 
 
 class Shares:
-    """Who is how far ahead: each has a clock that goes on by 1 / target with a group.
+    """Weighted fair queueing with one virtual clock per environment (1 / target per group).
 
     Args:
-        begun: groups that were begun before.
+        begun: number of groups started before.
     """
 
     def __init__(
@@ -88,16 +88,16 @@ class Shares:
         self._now = 0.0
 
     def asks(self, name: str) -> None:
-        """`name` asks again; what it missed while it did not is made up for only so far."""
+        """Lets `name` ask again after a pause; limits how much it may catch up."""
         earliest = self._now - CATCH_UP_GROUPS / self._targets[name]
         self._clocks[name] = max(self._clocks[name], earliest)
 
     def next(self, asking: Iterable[str]) -> str:
-        """Whose turn it is among `asking`, at least one."""
+        """Returns the environment of `asking` (at least one) whose turn it is."""
         return min(asking, key=lambda name: (self._clocks[name] + 1 / self._targets[name], name))
 
     def begin(self, name: str) -> None:
-        """It begins a group."""
+        """Counts a group that the environment starts."""
         self._now = max(self._now, self._clocks[name])
         self._clocks[name] += 1 / self._targets[name]
 
@@ -110,8 +110,8 @@ class Turns:
     """Gives turns to the schedulers of a mix; see `lane`.
 
     Args:
-        room: rollouts in flight of all of them.
-        wanted: groups to be delivered by all together, None for no such end.
+        room: maximum rollouts in flight, all environments together.
+        wanted: number of groups to deliver, all environments together; None: no limit.
     """
 
     def __init__(self, shares: Shares, *, room: int, wanted: int | None = None) -> None:
@@ -187,7 +187,7 @@ class Turns:
             self._answer([name], True)
 
     def _awaited(self) -> list[str]:
-        """Those that do not ask now, but will in a moment."""
+        """Returns the environments that are not asking now but will in a moment."""
         earliest = asyncio.get_running_loop().time() - PATIENCE_SECONDS
         return [name for name, since in self._silent_since.items() if since > earliest]
 
@@ -199,20 +199,20 @@ class Turns:
 
 
 class Lane:
-    """The turns of one environment in a mix."""
+    """Turns of one environment in a mix."""
 
     def __init__(self, turns: Turns, name: str) -> None:
         self._turns = turns
         self._name = name
 
     async def take(self, size: int) -> bool:
-        """Returns when a group of `size` rollouts may begin; False: no further one is wanted."""
+        """Waits until a group of `size` rollouts may start; False: no more groups are wanted."""
         return await self._turns.take(self._name, size)
 
     def ended(self, size: int, how: Ending) -> None:
-        """A group that had its turn came to its end."""
+        """Notes how a group that had its turn ended."""
         self._turns.ended(self._name, size, how)
 
     def left(self) -> None:
-        """The environment begins no further group."""
+        """Notes that the environment starts no further group."""
         self._turns.left(self._name)

@@ -1,4 +1,4 @@
-"""The stream of groups: how many run at once, when to stop, what to do when everything fails.
+"""Runs the stream of groups: how many at once, when to stop, what to do if everything fails.
 
 Group requests flow in, groups flow to the sink. Only as many groups are open as can fill the
 rollout slots. A group that the sink already has is skipped; resuming needs nothing else.
@@ -30,15 +30,15 @@ log = structlog.get_logger()
 
 
 class Scheduler:
-    """Runs groups until enough are delivered, the tasks end, or it is told to stop.
+    """Runs groups until enough are delivered, the tasks end, or `drain` is called.
 
     Args:
-        wanted: groups to deliver, None for as many as there are tasks.
-        opened: told 1 of each group that is begun, -1 when it has ended.
-        lane: where several environments share a run: gives each group its turn.
-        counted: told durably of each group that was scored and is not delivered.
+        wanted: number of groups to deliver; None: all tasks.
+        opened: called with 1 when a group starts and with -1 when it ends.
+        lane: gives each group its turn if several environments share a run.
+        counted: stores the result of each group that was scored but not delivered.
         stop_on_failures: end with AllFailed after `rollouts.stop_after_failed_groups` failed groups
-            in a row; otherwise pause ever longer (a server outlives its engine).
+            in a row; otherwise pause with growing delays (a server outlives its engine).
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class Scheduler:
 
     @property
     def open_groups(self) -> int:
-        """Groups that are being made now."""
+        """Number of groups in progress."""
         return len(self._open)
 
     @property
     def cut_off(self) -> int:
-        """Groups that were cancelled because `run` was."""
+        """Number of groups cancelled together with `run`."""
         return sum(group.cancelled() for group in self._open)
 
     @property
@@ -85,7 +85,7 @@ class Scheduler:
         return self._draining.is_set()
 
     def drain(self) -> None:
-        """Start no further group; `run` returns when the open ones are done."""
+        """Starts no further group; `run` returns when the open ones are done."""
         self._draining.set()
 
     async def run(self) -> None:
@@ -140,7 +140,7 @@ class Scheduler:
             self._reap()
 
     def _reap(self) -> None:
-        """Forgets the groups that are done; raises what ended one for good."""
+        """Removes finished groups; raises the error of one that failed for good."""
         done = {task for task in self._open if task.done()}
         self._open -= done
         errors = [error for task in done if (error := task.exception()) is not None]
@@ -148,7 +148,7 @@ class Scheduler:
             raise errors[0]
 
     async def _has_capacity(self) -> bool:
-        """Whether there is room at the sink; False when the run is being drained meanwhile."""
+        """Waits until the sink has capacity; False if the run is drained meanwhile."""
         room = asyncio.create_task(self._sink.wait_for_capacity())
         drain = asyncio.create_task(self._draining.wait())
         try:
@@ -162,7 +162,7 @@ class Scheduler:
             await asyncio.gather(room, drain, return_exceptions=True)
 
     async def _next_request(self) -> GroupRequest | None:
-        """None behind the last, and when the run is being drained meanwhile."""
+        """Returns the next request; None after the last, or if the run is drained meanwhile."""
         reading = read(self._requests)
         drain = asyncio.create_task(self._draining.wait())
         try:
@@ -175,7 +175,7 @@ class Scheduler:
             await asyncio.gather(reading, drain, return_exceptions=True)
 
     async def _has_turn(self) -> bool:
-        """Whether a group may begin; False when no other is wanted, or the run is being drained."""
+        """Waits for the turn of the next group; False if none is wanted or the run is drained."""
         if self._lane is None:
             return True
         turn = asyncio.create_task(self._lane.take(self._size))
@@ -218,7 +218,7 @@ class Scheduler:
         return "delivered"
 
     async def _count(self, drop: Drop) -> None:
-        """A store that fails costs an estimate, no more."""
+        """Stores the result for the curriculum; if the store fails, only an estimate is lost."""
         if drop.scored is None or self._counted is None:
             return
         try:
@@ -261,7 +261,7 @@ class Scheduler:
             pause.cancel()
 
     async def _deliver(self, group: Group) -> None:
-        """Puts `group` into the sink; a server tries for ever, a file gets three tries."""
+        """Puts `group` into the sink; a server retries forever, a file gets three attempts."""
         tries = 0
         while True:
             try:

@@ -1,4 +1,4 @@
-"""What runs inside a scorer process: one environment, asked for scores in the main thread.
+"""Runs inside a scorer process: loads one environment and scores in the main thread.
 
 `answer` is the only way in. It never raises: an `Outcome` holds the value or the failure. A score
 that leaves this module is valid: a reward in [0, 1] or None, and finite numbers.
@@ -38,7 +38,7 @@ TRACEBACK_CHARACTERS = 4000
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What came of a call: `value`, or `failure`."""
+    """The result of a call: `value` or `failure`."""
 
     value: Any = None
     failure: Failure | None = None
@@ -83,7 +83,7 @@ def load(
 
 
 def answer(request: bytes) -> Outcome:
-    """Answers a pickled (function of this module, arguments)."""
+    """Runs a pickled (function of this module, arguments) and returns its pickled Outcome."""
 
     def call() -> Any:
         function, arguments = pickle.loads(request)
@@ -93,7 +93,7 @@ def answer(request: bytes) -> Outcome:
 
 
 def score_timeout_seconds() -> float:
-    """How long one score may take."""
+    """Returns the time limit of one score, in seconds."""
     return float(_environment().score_timeout_seconds)
 
 
@@ -126,10 +126,10 @@ def score_row(row: Row) -> Score:
 
 
 def checked_score(score: object) -> Score:
-    """`score` as plain numbers.
+    """Checks a score and returns it as plain numbers.
 
     Raises:
-        ScorerError: it is no Score, says that scoring failed, or breaks its bounds.
+        ScorerError: it is not a Score, reports a failure, or is out of bounds.
     """
     if not isinstance(score, Score):
         raise ScorerError(f"The scorer returned {type(score).__name__}, not a Score.")
@@ -211,7 +211,7 @@ async def _awaited(awaitable: Any) -> Any:
 
 @functools.cache
 def _runner() -> asyncio.Runner:
-    """One event loop for the life of the process: an async scorer may keep clients open."""
+    """Returns the event loop of the process; async scorers may keep clients open on it."""
     return asyncio.Runner()
 
 

@@ -1,4 +1,4 @@
-"""Scores rollouts in processes of their own, each of which may hang or die without harm.
+"""Scores rollouts in separate processes, which may hang or die without harm.
 
 In: a task with its hidden part, and a result. Out: a valid Score, or a ScorerError that says what
 the scorer did. A scorer that takes longer than its environment's `score_timeout_seconds`, and one
@@ -31,7 +31,7 @@ from .scorer_process import Outcome, Row
 
 START_TIMEOUT_SECONDS = 120.0
 KILL_GRACE_SECONDS = 0.5
-"""Between SIGTERM and SIGKILL of a scorer past its time."""
+"""Seconds between SIGTERM and SIGKILL of a scorer past its timeout."""
 
 CONSTS.term_timeout = KILL_GRACE_SECONDS
 
@@ -39,7 +39,7 @@ _SANDBOX_ERRORS = by_kind(SandboxError)
 
 
 class ScoredRow(msgspec.Struct, kw_only=True):
-    """The score of a bare row; `error` says why there is none."""
+    """The score of a bare row; `error` says why it is missing."""
 
     reward: float | None = None
     components: dict[str, float] = msgspec.field(default_factory=dict)
@@ -48,12 +48,12 @@ class ScoredRow(msgspec.Struct, kw_only=True):
 
 
 class ScorerPool:
-    """An async context manager; within it, scores may be asked for concurrently.
+    """Scores concurrently while its async context is entered.
 
     Args:
         env_reference: as `registry.find` takes it; a path should be absolute.
         env_config: the fields of the environment's Config.
-        processes: scorers that work side by side.
+        processes: number of scorer processes.
         sandbox_address: where the environment's `sandboxes` are made; unset: it has none.
         rubric: what scores instead of the environment (see `rubric`); its file should be absolute.
     """
@@ -206,7 +206,7 @@ class _Scorer:
         return pool
 
     async def close(self) -> None:
-        """Ends the process. It is started again when it is needed."""
+        """Ends the process; the next call starts it again."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.stop()  # type: ignore[no-untyped-call]
@@ -239,7 +239,7 @@ def _place_its_socket() -> None:
 
 
 def _raise(failure: Failure) -> NoReturn:
-    """The failure that a process reported, as an error.
+    """Converts the failure that a process reported into an error.
 
     What a person must repair (a setting, a missing library) stops the run.
     """

@@ -1,4 +1,4 @@
-"""The stream of tasks of a run: endless or one pass, the same again after a restart."""
+"""The stream of group requests of a run: endless or one pass, repeatable after a restart."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ T = TypeVar("T")
 
 
 class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One group to be made: the task at position `index` of the stream (from 0); of one that came
-    again, see `again_prefix`, how many had come again before."""
+    """A request for one group.
+
+    `index` is the position of its task in the stream, from 0; for a repeated task (`again_prefix`)
+    it is the number of repeated tasks before it.
+    """
 
     group_id: str
     index: int
@@ -32,36 +35,35 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def id_prefix(environment: Environment) -> str:
-    """With which the ids of all groups of this environment's split and seed begin."""
+    """ID prefix of all groups of this environment's split and seed."""
     config = environment.config
     return stream_prefix(environment.name, config.split, config.seed)
 
 
 def stream_prefix(env: str, split: str, seed: int) -> str:
-    """With which the ids of all groups of one stream begin."""
+    """ID prefix of all groups of one stream."""
     return f"{env}-{split}-{seed}-"
 
 
 def again_prefix(prefix: str) -> str:
-    """With which the ids of those groups of a stream begin whose tasks came again, out of the
-    environment's order; `prefix` is that of the stream."""
+    """ID prefix of groups re-sampled by the curriculum; `prefix` is that of the stream."""
     return f"{prefix}again-"
 
 
 def group_id(prefix: str, index: int, task_id: str) -> str:
-    """Stable id of the group at `index`: the same stream makes the same ids."""
+    """Returns the id of the group at `index`; the same stream gives the same ids."""
     digest = hashlib.blake2b(task_id.encode(), digest_size=4).hexdigest()
     return f"{prefix}{index:06d}-{digest}"
 
 
 def group_requests(environment: Environment, *, repeat: bool) -> Iterator[GroupRequest]:
-    """The tasks of the environment's split as groups to be made, lazily.
+    """Yields a group request for each task of the environment's split, lazily.
 
     Args:
-        repeat: begin again after the last task, for as long as anyone asks.
+        repeat: start again after the last task, endlessly.
 
     Raises:
-        ConfigError: the split has no task, `tasks` raised, or gave something that is no Task.
+        ConfigError: the split has no task, or `tasks` raised or yielded something else.
     """
     config = environment.config
     prefix = id_prefix(environment)
@@ -86,12 +88,12 @@ def group_requests(environment: Environment, *, repeat: bool) -> Iterator[GroupR
 
 
 def read(requests: Iterator[GroupRequest]) -> asyncio.Future[GroupRequest | None]:
-    """The next of `requests`, None behind the last; read `aside`."""
+    """Returns the next request, None after the last; reads it in a thread (`aside`)."""
     return aside(lambda: next(requests, None))
 
 
 def aside(work: Callable[[], T]) -> asyncio.Future[T]:
-    """What `work`, which reads tasks, returns.
+    """Runs `work`, which reads tasks, in a thread.
 
     It is done in a thread, for the first task may come with a data set to be loaded; and in one
     that nobody waits for, so that a stop does not wait for the data set.
@@ -102,7 +104,7 @@ def aside(work: Callable[[], T]) -> asyncio.Future[T]:
     def run() -> None:
         try:
             reading.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - it goes to whoever awaits
+        except BaseException as error:  # noqa: BLE001 - passed to the awaiting task
             reading.set_exception(error)
 
     threading.Thread(target=run, name="tasks", daemon=True).start()
@@ -110,10 +112,10 @@ def aside(work: Callable[[], T]) -> asyncio.Future[T]:
 
 
 def tasks_of(environment: Environment, split: Split) -> Iterator[Task]:
-    """The tasks of a split, lazily.
+    """Yields the tasks of a split, lazily.
 
     Raises:
-        ConfigError: `tasks` raised, or gave something that is no Task.
+        ConfigError: `tasks` raised or yielded something else.
     """
     try:
         for task in environment.tasks(split):

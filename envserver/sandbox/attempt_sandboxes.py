@@ -1,4 +1,4 @@
-"""The sandboxes of the attempts in flight, on the server's side.
+"""Manages the sandboxes of attempts in flight, on the server.
 
 A worker asks over HTTP (`requests`), the proxy says for which attempt, and here each attempt has
 its own sandboxes: no other attempt can name them. A worker may have been taken over by what a model
@@ -25,11 +25,11 @@ from ..sandbox_interface import Sandbox, Sandboxes
 from .requests import Exec, Open, Opened, Read, RunPython, Write
 
 MOST_PER_ATTEMPT = 8
-"""Sandboxes that one attempt may have at a time."""
+"""Maximum concurrent sandboxes of one attempt."""
 MOST_READ_BYTES = 64 << 20
 _MOST_BODY_BYTES = 90 << 20
 _LAST_SECONDS = 5.0
-"""For a sandbox to tell what it used, at its end."""
+"""Seconds for a sandbox to report its usage at its end."""
 _SETTLE_SECONDS = 30.0
 
 T = TypeVar("T")
@@ -54,15 +54,15 @@ class AttemptSandboxes:
         self._most = most
         self._images = images
         self._places = asyncio.Semaphore(concurrent)
-        self._rooms: WeakKeyDictionary[ProxyAttempt, _Room] = WeakKeyDictionary()
+        self._states: WeakKeyDictionary[ProxyAttempt, _AttemptState] = WeakKeyDictionary()
         self._tenants: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for room in list(self._rooms.values()):
-            room.seal()
+        for state in list(self._states.values()):
+            state.seal()
         if self._tenants:
             await asyncio.wait(self._tenants)
 
@@ -83,10 +83,10 @@ class AttemptSandboxes:
 
     async def answer(self, attempt: ProxyAttempt, path: str, body: bytes) -> bytes:
         """See `SandboxHost`."""
-        room = self._rooms.setdefault(attempt, _Room())
+        state = self._states.setdefault(attempt, _AttemptState())
         name, _, action = path.rpartition("/")
         try:
-            answer = await self._answer(attempt, room, name, action, body)
+            answer = await self._answer(attempt, state, name, action, body)
         except (EnvserverError, asyncio.CancelledError):
             raise
         except Exception as error:
@@ -96,36 +96,36 @@ class AttemptSandboxes:
 
     def seal(self, attempt: ProxyAttempt) -> None:
         """See `SandboxHost`."""
-        room = self._rooms.get(attempt)
-        if room is None:
+        state = self._states.get(attempt)
+        if state is None:
             return
-        if any(not tenant.opened.done() for tenant in room.open.values()):
-            attempt.sandbox_failed(_no_room())
-        room.seal()
+        if any(not tenant.opened.done() for tenant in state.open.values()):
+            attempt.sandbox_failed(_none_free())
+        state.seal()
 
     async def settle(self, attempt: ProxyAttempt) -> SandboxUsage | None:
         """See `SandboxHost`."""
-        room = self._rooms.get(attempt)
-        if room is None:
+        state = self._states.get(attempt)
+        if state is None:
             return None
-        if room.tenants:
-            _, late = await asyncio.wait(room.tenants, timeout=_SETTLE_SECONDS)
+        if state.tenants:
+            _, late = await asyncio.wait(state.tenants, timeout=_SETTLE_SECONDS)
             if late:
                 rollout_id = attempt.spec.rollout_id
                 _log.error("sandboxes_do_not_end", rollout_id=rollout_id, sandboxes=len(late))
-        return room.usage
+        return state.usage
 
     async def _answer(
-        self, attempt: ProxyAttempt, room: _Room, name: str, action: str, body: bytes
+        self, attempt: ProxyAttempt, state: _AttemptState, name: str, action: str, body: bytes
     ) -> Any:
         if not name and action == "open":
-            return await self._open(attempt, room, _decoded(body, Open))
-        tenant = room.open.get(name)
+            return await self._open(attempt, state, _decoded(body, Open))
+        tenant = state.open.get(name)
         if tenant is None:
             raise InputError(f"There is no sandbox {name[:40]!r} here, or it is closed.")
         match action:
             case "close":
-                del room.open[name]
+                del state.open[name]
                 return await tenant.close()
             case "total" | "read" | "write":
                 return await tenant.perform(self._look(tenant.sandbox, action, body))
@@ -172,7 +172,7 @@ class AttemptSandboxes:
             raise SandboxLost("The sandbox lost the program that ran in it.")
         return result
 
-    async def _open(self, attempt: ProxyAttempt, room: _Room, asked: Open) -> Opened:
+    async def _open(self, attempt: ProxyAttempt, state: _AttemptState, asked: Open) -> Opened:
         """
         Raises:
             InputError, LimitReached: the asker's fault.
@@ -181,20 +181,20 @@ class AttemptSandboxes:
         """
         spec = self._most if asked.spec is None else self._allowed(attempt, asked.spec)
         attempt.check_time()
-        if room.sealed:
+        if state.sealed:
             raise ended()
-        if len(room.open) >= MOST_PER_ATTEMPT:
+        if len(state.open) >= MOST_PER_ATTEMPT:
             raise InputError(f"An attempt may have {MOST_PER_ATTEMPT} sandboxes at a time.")
         tenant = _Tenant(self._sandboxes, spec, self._places)
         self._tenants.add(tenant.task)
         tenant.task.add_done_callback(self._tenants.discard)
-        name = room.add(tenant)
+        name = state.add(tenant)
         try:
             sandbox = await asyncio.shield(tenant.opened)
         except BaseException as error:
-            room.remove(name)
+            state.remove(name)
             if isinstance(error, asyncio.CancelledError):
-                attempt.sandbox_failed(_no_room())
+                attempt.sandbox_failed(_none_free())
             raise
         attempt.sandbox_opened()
         return Opened(name, sandbox.isolation)
@@ -222,8 +222,8 @@ class AttemptSandboxes:
 
 
 @dataclass(eq=False)
-class _Room:
-    """What one attempt has.
+class _AttemptState:
+    """The sandboxes of one attempt.
 
     Args:
         open: its sandboxes, by the names under which the worker knows them.
@@ -262,7 +262,7 @@ class _Room:
 
 
 class _Tenant:
-    """One sandbox, owned by a task of its own: the requests about it come and go.
+    """One sandbox, owned by its own task; requests about it come and go.
 
     `opened` gets it, or why there is none; the result of `task` is what it used, None without one.
     """
@@ -303,7 +303,7 @@ class _Tenant:
         return work.result()
 
     def end(self) -> None:
-        """It is no longer needed; what runs in it is killed."""
+        """Starts closing the sandbox; running programs are killed."""
         self._over.set()
         for work in self._working:
             _cancel_once(work)
@@ -311,7 +311,7 @@ class _Tenant:
             self.task.cancel()
 
     async def close(self) -> None:
-        """Returns when it is gone."""
+        """Waits until the sandbox is gone."""
         self.end()
         await asyncio.wait({self.task})
 
@@ -346,12 +346,12 @@ def _cancel_once(work: asyncio.Task[Any]) -> None:
         work.cancel()
 
 
-def _no_room() -> SandboxUnavailable:
+def _none_free() -> SandboxUnavailable:
     return SandboxUnavailable("No sandbox could be had in the time of the rollout.")
 
 
 async def _last_total(sandbox: Sandbox) -> SandboxUsage:
-    """What all of its programs used; nothing where it was lost."""
+    """Returns the usage of all its programs; empty if the sandbox was lost."""
     try:
         async with asyncio.timeout(_LAST_SECONDS):
             return await sandbox.total()
@@ -387,7 +387,7 @@ def cut_down(asked: SandboxLimits, most: SandboxLimits) -> SandboxLimits:
     """`asked`, each limit at most that of `most`.
 
     Raises:
-        InputError: one of them is no positive number.
+        InputError: a limit is not a positive number.
     """
     limits = {}
     for name, value in msgspec.structs.asdict(asked).items():

@@ -30,7 +30,7 @@ _SOCKET_BYTES = 212992
 
 
 class Backend(Protocol):
-    """Where one sandbox's programs run."""
+    """Where the programs of one sandbox run, and how they are limited."""
 
     work: str
     """The directory that they call /work (and, in a namespace, that is /work)."""
@@ -39,22 +39,22 @@ class Backend(Protocol):
     """Of programs; nothing else is inherited."""
 
     def furnish(self, disk_bytes: int, inodes: int) -> None:
-        """Makes the writable places, once."""
+        """Creates the writable folders; called once."""
 
     def enclose(self, processes: int) -> None:
-        """In a program's process, just before it begins: takes every right it should not have."""
+        """Drops the rights of a program's process, just before the program starts."""
 
     def programs(self) -> Iterator[int]:
-        """Process ids of all that runs in the backend, dead ones too."""
+        """Returns the process ids of all programs in the sandbox, zombies included."""
 
     def kill(self) -> None:
-        """SIGKILL to all of them; returns when none is left that could start another."""
+        """Kills all programs; returns when none is left that could start another."""
 
     def used(self) -> tuple[int, int]:
-        """Bytes and inodes that are taken of the writable places."""
+        """Returns the bytes and inodes used in the writable folders."""
 
     def kernel_bytes(self) -> int:
-        """The most that may wait in the kernel for programs, beside what they have themselves."""
+        """Returns an upper bound of the kernel memory that programs hold, beyond their own."""
 
 
 class NamespaceBackend:
@@ -213,7 +213,7 @@ class HostBackend:
         return sockets * _SOCKET_BYTES
 
     def _unnamed(self) -> int:
-        """Bytes of files that were removed and that a program still has open."""
+        """Returns the bytes of removed files that a program still has open."""
         device = os.stat(self._root).st_dev
         found = {}
         for place in self._descriptors():
@@ -226,7 +226,7 @@ class HostBackend:
         return sum(found.values())
 
     def _descriptors(self) -> Iterator[str]:
-        """Paths in /proc of all that the programs have open."""
+        """Yields the paths in /proc of all descriptors that programs have open."""
         for pid in self.programs():
             try:
                 yield from [entry.path for entry in os.scandir(f"/proc/{pid}/fd")]

@@ -1,4 +1,4 @@
-"""Sandboxes for asyncio, over the supervisor's socket: what `sandbox_interface.Sandboxes` promises.
+"""Sandboxes for asyncio, over the supervisor's socket; implements `sandbox_interface.Sandboxes`.
 
 The supervisor gives a socket to the sandbox itself, and its pidfd: programs, files and answers do
 not pass through the supervisor. The connection owns the sandboxes: they die with it.
@@ -32,13 +32,13 @@ from .wire import (
 T = TypeVar("T")
 
 _GRACE_SECONDS = 10.0
-"""Beyond its wall limit, until a sandbox that does not answer is taken for lost."""
+"""Seconds beyond the wall limit until a sandbox that does not answer counts as lost."""
 _FILE_SECONDS = 60.0
 _CLOSE_SECONDS = 10.0
 
 
 class SandboxClient:
-    """One connection to a supervisor, made when it is first needed, and again when it broke.
+    """One connection to a supervisor; connects when first needed and reconnects after a break.
 
     Args:
         address: path of the supervisor's socket.
@@ -57,7 +57,7 @@ class SandboxClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Ends the connection, and with it every sandbox of it."""
+        """Closes the connection, which ends all its sandboxes."""
         self._disconnect("the connection was closed")
 
     @asynccontextmanager
@@ -69,7 +69,7 @@ class SandboxClient:
             await asyncio.shield(sandbox.close())
 
     async def create(self, spec: SandboxSpec) -> ConnectedSandbox:
-        """A sandbox that the caller closes; raises like `open`."""
+        """Opens a sandbox that the caller closes; raises like `open`."""
         isolation, channel, pidfd = await self._request(spec.preload)
         sandbox = ConnectedSandbox(isolation, channel, pidfd)
         try:
@@ -171,7 +171,7 @@ class ConnectedSandbox:
         self._closed = False
 
     async def set_up(self, spec: SandboxSpec) -> None:
-        """Gives it its files, variables and limits.
+        """Sends the files, variables and limits of the sandbox.
 
         Raises:
             InputError, SandboxLost, SandboxUnavailable: see `Sandboxes.open`.
@@ -241,7 +241,7 @@ class ConnectedSandbox:
 
     @property
     def _dies_whole(self) -> bool:
-        """Its programs die with its server inside; else that one must be let clean up."""
+        """Whether killing the server inside kills all programs; otherwise it has to clean up."""
         return self.isolation in NAMESPACE_BACKENDS
 
     async def _gone(self) -> None:
@@ -280,9 +280,9 @@ class ConnectedSandbox:
         return self._checked(answer, ExecResult)
 
     async def _ask(self, seconds: float, *request: Any) -> Any:
-        """One request and its answer; requests of several tasks take turns.
+        """Sends one request and returns its answer; requests of several tasks take turns.
 
-        A cancelled one cancels what runs inside, and waits until that has ended.
+        A cancelled request cancels the program inside and waits for its end.
         """
         frame = _framed(request)
         async with self._turn:
@@ -341,7 +341,7 @@ class ConnectedSandbox:
                 return frames[0]
 
     def _lost(self, reason: str) -> SandboxLost:
-        """What is half told cannot be continued: it is killed, and closed to whoever waits."""
+        """Kills a sandbox after a broken exchange, which cannot be continued."""
         with contextlib.suppress(ProcessLookupError):
             if not self._closed:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 FIRST_LOOK_SECONDS = 0.005
 LOOK_SECONDS = 0.025
 OUTPUT_KILL_FACTOR = 8
-"""A program that writes this many times what is kept is killed; until then the rest is dropped."""
+"""Multiple of the kept output at which a writing program is killed; before, the rest is dropped."""
 _READ_BYTES = 65536
 _DRAIN_SECONDS = 1.0
 
 
 class _Output:
-    """What comes through one pipe: the beginning is kept, the rest counted."""
+    """The output of one pipe: the beginning is kept, the rest is only counted."""
 
     def __init__(self, keep: int) -> None:
         self.reading, self.writing = os.pipe2(os.O_CLOEXEC)
@@ -43,7 +43,7 @@ class _Output:
         self._keep = keep
 
     def take(self) -> bool:
-        """Reads what is there; False at the end."""
+        """Reads the available output; False at its end."""
         try:
             data = os.read(self.reading, _READ_BYTES)
         except BlockingIOError:
@@ -110,7 +110,7 @@ class Execution:
         channel: int,
         asked_to_cancel: Callable[[], bool],
     ) -> None:
-        """Returns when the program has ended or must be killed."""
+        """Waits until the program has ended or must be killed."""
         poll = select.poll()
         for descriptor in (pidfd, channel, *(output.reading for output in self._outputs)):
             poll.register(descriptor, select.POLLIN)
@@ -204,7 +204,7 @@ class Execution:
 
 
 def _readable(data: bytes) -> int:
-    """A descriptor from which `data` can be read, and that cannot be grown into a hiding place."""
+    """Returns a descriptor to read `data` from, sealed so that programs cannot write to it."""
     descriptor = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with os.fdopen(os.dup(descriptor), "wb") as file:
         file.write(data)

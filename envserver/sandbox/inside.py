@@ -1,4 +1,4 @@
-"""The server inside a sandbox: runs programs, bounds them, and tells how they ended.
+"""The server inside a sandbox: runs programs under limits and reports how they ended.
 
 It is process 1 of the sandbox's pid namespace (behind weaker backends: the ancestor of all its
 programs) and the only one that holds the socket to the outside. It was forked from a zygote, so it
@@ -35,7 +35,7 @@ _LONGEST_PLACE = 4096
 
 
 class Refused(Exception):
-    """A request that cannot be carried out, by the asker's fault."""
+    """A request that the caller got wrong."""
 
 
 def serve(channel: socket.socket, make_backend: Callable[[], Backend]) -> NoReturn:
@@ -141,7 +141,7 @@ class _Server:
             raise RuntimeError(f"the program could not be run: {error}") from error
 
     def _asked_to_cancel(self) -> bool:
-        """Reads what has come while a program runs."""
+        """Reads requests that arrive while a program runs."""
         self._receive()
         return any(request[0] == "cancel" for request in self._waiting)
 
@@ -170,7 +170,7 @@ def _tighter(own: dict[str, Any], wanted: dict[str, Any] | None) -> dict[str, An
 
 
 def _read(path: str, most: int) -> bytes:
-    """Never blocks (a FIFO, a device), never more than `most` bytes."""
+    """Reads at most `most` bytes of a file without blocking (on a FIFO or a device)."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     with os.fdopen(descriptor, "rb") as file:
         _check_regular(descriptor, path)

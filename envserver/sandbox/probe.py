@@ -1,4 +1,4 @@
-"""Whether a backend holds on this machine: programs are really run behind it, and try to get out.
+"""Tries whether a backend works on this machine: runs programs in it that try to get out.
 
 `examine` makes one sandbox with a few small programs in it; each check says what was tried and in
 which words it was refused, or that it was not. It takes about a second and never raises: what goes
@@ -33,12 +33,12 @@ _LONGEST_SECONDS = 30.0
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that a backend promises.
+    """One promise of a backend.
 
     Args:
-        name: what, in a few words.
-        held: whether it was kept.
-        tried: what was done, each with the words that it ended in.
+        name: the promise in a few words.
+        held: whether the backend kept it.
+        tried: what was tried, each with its outcome.
     """
 
     name: str
@@ -47,14 +47,14 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backend does on this machine.
+    """The result of trying a backend on this machine.
 
     Args:
-        works: all checks hold.
-        checks: what was tried; empty where no sandbox could be made.
-        failure: why it does not work, "" where it does.
+        works: whether all checks passed.
+        checks: the checks; empty if no sandbox could be made.
+        failure: why it does not work; "" if it works.
         remedies: what a person can do about it.
-        weaknesses: what this backend does not hold even where it works.
+        weaknesses: what this backend does not prevent even if it works.
     """
 
     backend: str
@@ -77,7 +77,7 @@ WEAKNESSES = {
 
 
 def unavailable(backend: str, failure: str) -> ProbeReport:
-    """The report where not even a sandbox could be made."""
+    """Returns the report for a backend that cannot make any sandbox."""
     words = failure.strip() or "without a word"
     return ProbeReport(backend=backend, works=False, failure=words, remedies=remedies(backend))
 
@@ -314,7 +314,7 @@ _CHECKS: list[Callable[[Sandbox], Awaitable[Check]]] = [
 
 
 def _words(result: ExecResult) -> str:
-    """How a program ended, in one line."""
+    """Describes in one line how a program ended."""
     if result.killed_by:
         return f"killed by its limit of {result.killed_by}"
     lines = result.stderr.decode(errors="replace").strip().splitlines()

@@ -1,4 +1,4 @@
-"""The server's side of the supervisor: the backend is chosen, the process started and kept alive.
+"""The server's side of the supervisor: chooses the backend, starts the process, keeps it alive.
 
 The kernel ends a supervisor with the thread that started it, so the loop must run in one that
 stays.
@@ -29,7 +29,7 @@ START_SECONDS = 30.0
 _PAUSE_SECONDS = 0.2
 
 _held: dict[tuple[str, str], ProbeReport] = {}
-"""Walls (and images) that this process has examined: a machine does not change while it runs."""
+"""Reports on backends (and images) that this process has already tried."""
 
 _log = structlog.get_logger("envserver.sandbox")
 
@@ -38,7 +38,7 @@ class SandboxService:
     """`async with` it: sandboxes can be opened at `address` until the end.
 
     Args:
-        config: which backend, and how many sandboxes at a time.
+        config: the backend and the maximum number of sandboxes.
     """
 
     def __init__(self, config: SandboxConfig) -> None:
@@ -53,7 +53,7 @@ class SandboxService:
     async def __aenter__(self) -> Self:
         """
         Raises:
-            ConfigError: no backend that is allowed can be made here.
+            ConfigError: none of the allowed backends works here.
         """
         failed: list[ProbeReport] = []
         for backend in candidates(self._config.backend):
@@ -67,7 +67,7 @@ class SandboxService:
         raise nothing_works(failed)
 
     async def attempt(self, backend: str) -> ProbeReport:
-        """Starts a supervisor with this backend and tries whether it holds; it runs until `end`."""
+        """Starts a supervisor with this backend and tries it; it runs until `end`."""
         report = missing(backend, by_name=self._config.backend != "auto")
         if report is not None:
             return report
@@ -132,7 +132,7 @@ class SandboxService:
             raise ConfigError("The sandboxes' supervisor did not start.", hint="See its output.")
 
     async def _keep(self) -> None:
-        """Starts another supervisor when one has ended: its sandboxes ended with it."""
+        """Restarts the supervisor when it has ended; its sandboxes ended with it."""
         loop = asyncio.get_running_loop()
         while True:
             await loop.sock_recv(self._control, 16)
@@ -141,7 +141,7 @@ class SandboxService:
             await self._start_again()
 
     async def _start_again(self) -> None:
-        """Until it works: what hinders it (no memory, no process) may pass."""
+        """Retries until it works: the cause (no memory, no process) may pass."""
         while True:
             await asyncio.sleep(_PAUSE_SECONDS)
             try:
@@ -161,7 +161,7 @@ class SandboxService:
             self._process = None
 
     async def end(self) -> None:
-        """When it returns, the supervisor, the zygotes and the sandboxes are gone."""
+        """Ends the supervisor, the zygotes and the sandboxes, and waits until they are gone."""
         if self._process is not None:
             self._control.close()  # for the supervisor, the sign to end
             try:
@@ -188,7 +188,7 @@ class SandboxService:
 
 
 async def probe(backend: str, config: SandboxConfig) -> ProbeReport:
-    """Whether `backend` holds on this machine; `config` says the rest. Never raises."""
+    """Tries whether `backend` works on this machine with `config`. Never raises."""
     service = SandboxService(config)
     try:
         return await service.attempt(backend)

@@ -20,16 +20,16 @@ from .frames import BEATS_PER_SILENCE, FrameReader, encode
 from .pool import Assignment
 
 START_SECONDS = 20.0
-"""For a fork to say that it is ready; a machine out of breath may need some."""
+"""Start-up timeout in seconds; overloaded machines are slow."""
 NEARLY = 0.75
-"""Of the grace: a rollout that was cancelled so long ago has had its chance to obey."""
+"""Share of the grace after which a cancelled rollout counts as hanging."""
 LAST_WORDS_SECONDS = 1.0
-"""Between the end of a process and the end of its socket, and the other way round."""
+"""Seconds between the end of a process and the end of its socket, or the other way round."""
 
 
 @dataclass(eq=False)
 class _RunningRollout:
-    """A rollout on its way: `done` gets None, or a WorkerError."""
+    """A rollout in this worker; `done` gets None or a WorkerError."""
 
     assignment: Assignment
     done: asyncio.Future[None]

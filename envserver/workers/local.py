@@ -28,11 +28,11 @@ from .supervisor import Listen, Supervisor
 MAX_SUSPECTS = 4096
 _BACKOFF = Backoff(first_seconds=0.05, max_seconds=5.0)
 _SPARE_WORKERS = 8
-"""Those that are still ending while others begin."""
+"""Extra processes for workers that are still ending while others start."""
 
 
 class _Slot:
-    """The place of one pooled process; the process may change, the load stays."""
+    """A slot for one pooled process; the process may be replaced, the load stays."""
 
     def __init__(self) -> None:
         self.load = 0
@@ -54,9 +54,9 @@ class LocalPool:
     """A WorkerPool of processes forked from one warm parent. `async with` it.
 
     Args:
-        config: how many processes, and how patient to be with them.
+        config: number of processes and their timeouts.
         env_references: environments that the parent imports once; others are imported when needed.
-        sandbox: what all processes live behind (each then runs one rollout); None: none.
+        sandbox: sandbox of every process (each then runs one rollout); None: no sandbox.
         listen: with a wall, serves the proxy on a listening socket.
     """
 
@@ -145,7 +145,7 @@ class LocalPool:
         return await _spent(worker) if alone else None
 
     def snapshot(self) -> dict[str, Any]:
-        """The numbers of the moment, and counts since the start, for the status page."""
+        """Returns current numbers and counts since the start, for the status page."""
         handles = self._supervisor.handles.values() if self._slots else []
         return {
             "processes": len(handles),
@@ -170,7 +170,7 @@ class LocalPool:
 
     @asynccontextmanager
     async def _pooled_worker(self, deadline: float) -> AsyncIterator[WorkerHandle]:
-        """Room in the least loaded process."""
+        """Reserves a place in the least loaded process."""
         async with self._waiting_until(deadline):
             await self._pooled_room.acquire()
         try:
@@ -191,7 +191,7 @@ class LocalPool:
 
     @asynccontextmanager
     async def _own_worker(self, deadline: float) -> AsyncIterator[WorkerHandle]:
-        """A fresh process; its room is free again when it is gone, which may be later."""
+        """Starts a fresh process; its slot is free again when the process is gone."""
         async with self._waiting_until(deadline):
             await self._dedicated_room.acquire()
         try:
@@ -234,14 +234,14 @@ class LocalPool:
             self._dedicated_room.release()
 
     def _suspect(self, rollout_id: str) -> None:
-        """Its next attempts run alone, until one succeeds."""
+        """Makes the next attempts of this rollout run alone, until one succeeds."""
         self._suspects[rollout_id] = None
         if len(self._suspects) > MAX_SUSPECTS:
             del self._suspects[next(iter(self._suspects))]
 
 
 async def _spent(worker: WorkerHandle) -> Spent | None:
-    """What a process used that was told to end; None where nobody saw its end."""
+    """Resource usage of a stopped worker; None if its exit was not observed."""
     await worker.gone.wait()
     end = worker.end
     if end is None or end.status is None:

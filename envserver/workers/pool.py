@@ -1,4 +1,4 @@
-"""The seam between the scheduler and whatever runs agents.
+"""The interface between the scheduler and whatever runs agents.
 
 An Assignment goes in; when `run` returns, the worker has posted the result (or the failure) to
 `{url}/result` over HTTP. What a worker gets is the Assignment and what `{url}/rollout` answers,
@@ -34,14 +34,14 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process used in all its life, with all that it waited for. MB are 2**20 bytes."""
+    """Resource usage of a process and the children it waited for. MB are 2**20 bytes."""
 
     cpu_seconds: float
     peak_memory_mb: float
 
 
 class WorkerPool(Protocol):
-    """Runs assignments, as many at a time as it has room for; more wait."""
+    """Runs assignments concurrently up to its capacity; further ones wait."""
 
     async def run(self, assignment: Assignment) -> Spent | None:
         """Returns when the worker has posted what became of the attempt, and, where it ran in a
@@ -59,4 +59,4 @@ class WorkerPool(Protocol):
         """
 
     def snapshot(self) -> dict[str, Any]:
-        """JSON-like facts for people: processes, what runs, restarts and deaths by kind."""
+        """Returns JSON-like facts for people: processes, rollouts, restarts and deaths by kind."""

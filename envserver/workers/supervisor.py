@@ -25,20 +25,20 @@ from .sandboxed import WorkerSandbox
 Listen = Callable[[socket.socket], Coroutine[Any, Any, asyncio.AbstractServer]]
 
 KILL_SECONDS = 5.0
-"""For the forkserver to report the end of a worker that it was told to kill."""
+"""Seconds for the forkserver to report the exit of a killed worker."""
 _BACKOFF = Backoff(first_seconds=0.1, max_seconds=5.0)
 
 _log = structlog.get_logger("envserver.workers")
 
 
 class Supervisor:
-    """The processes of one pool.
+    """Manages the processes of one pool.
 
     Args:
         references: environments to import once.
         on_gone: called once for every worker, when it is gone.
-        sandbox: what they live behind, None for none.
-        most_workers: that live at a time.
+        sandbox: sandbox of every worker; None: no sandbox.
+        most_workers: maximum number of live workers.
         listen: serves the proxy on a listening socket, until the returned server is closed.
     """
 
@@ -86,7 +86,7 @@ class Supervisor:
             self._up.set()
 
     async def keep(self) -> None:
-        """Starts a new forkserver whenever the last one is gone; ends by being cancelled."""
+        """Restarts the forkserver whenever it is gone, until cancelled."""
         failures = 0
         while True:
             await self._lost.wait()
@@ -101,14 +101,14 @@ class Supervisor:
                 self._lost.set()
 
     async def watch(self) -> None:
-        """Looks for workers that have gone silent; ends by being cancelled."""
+        """Checks the heartbeats of all workers, until cancelled."""
         while True:
             await asyncio.sleep(self._heartbeat_seconds / BEATS_PER_SILENCE)
             for handle in list(self.handles.values()):
                 handle.tick()
 
     async def fork(self) -> WorkerHandle:
-        """A new worker; it takes rollouts at once. Waits while there is no forkserver."""
+        """Forks a worker that takes rollouts at once; waits while there is no forkserver."""
         handle = WorkerHandle(
             f"worker-{next(self._ids)}",
             kill_grace_seconds=self._kill_grace_seconds,
@@ -131,7 +131,7 @@ class Supervisor:
         return handle
 
     async def stop(self) -> None:
-        """Ends all workers, first kindly, and the forkserver. Nothing is left when it returns."""
+        """Stops all workers, gracefully at first, and the forkserver; returns when all are gone."""
         self._up.clear()
         handles = list(self.handles.values())
         for handle in handles:

@@ -228,5 +228,5 @@ def test_a_group_says_how_it_came_about_and_older_ones_can_still_be_read() -> No
 
 def test_a_grace_without_a_least_size_is_refused() -> None:
     for wrong in ({}, {"min_group_size": 2, "stragglers": "wait"}):
-        with pytest.raises(ValueError, match="straggler_grace_seconds is for groups"):
+        with pytest.raises(ValueError, match="straggler_grace_seconds works only"):
             RolloutsConfig.model_validate({"straggler_grace_seconds": 5} | wrong)
