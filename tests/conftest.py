@@ -14,6 +14,7 @@ import gc
 import importlib.util
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,6 +31,7 @@ collect_ignore = [] if importlib.util.find_spec("torch") else ["peers/learning"]
 # here and in every process that the tests start: one certificate, of nobody, will do.
 os.environ.setdefault("SSL_CERT_FILE", str(ROOT / "tests" / "support" / "one_authority.pem"))
 _TOLD: list[str] = []
+_PEERS = {"vllm_server", "vllm_python", "atropos_python", "learn_python", "trainers_python"}
 _FIRST = ("vllm", "tests/hostile/test_hostile.py")
 
 
@@ -47,7 +49,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure() -> None:
+    # Tests that a shell starts in the background ignore Ctrl-C, and so would what they start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _PEERS & set(getattr(item, "fixturenames", ())):
+            item.add_marker("peer")
     items.sort(key=lambda item: _turn(_group(item.nodeid)))
 
 
@@ -65,6 +76,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Groups(LoadScopeScheduling):  # type: ignore[misc]  # a class of a library without types
         def _split_scope(self, nodeid: str) -> str:
+            if "not peer" in config.getoption("markexpr"):
+                return nodeid.partition("::")[0]
             return _group(nodeid)
 
     return Groups(config, log)

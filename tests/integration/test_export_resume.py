@@ -54,6 +54,7 @@ OF_THE_MOMENT = frozenset(
 @pytest.mark.parametrize(
     ("kills", "groups"), [(3, 16), pytest.param(20, 160, marks=pytest.mark.slow)]
 )
+@pytest.mark.thorough
 def test_exports_of_a_killed_and_resumed_run_equal_those_of_an_undisturbed_one(
     tmp_path: Path, kills: int, groups: int
 ) -> None:

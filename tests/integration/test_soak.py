@@ -1,6 +1,6 @@
 """Full load for as long as one likes: nothing in the server grows but what it has delivered.
 
-`make test` holds half a minute of it, `make test-slow` ten minutes, `make soak` an hour.
+`make test-all` holds half a minute of it, `make test-slow` ten minutes, `make soak` an hour.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ def report(looks: list[Look], groups: int, seconds: float) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("minutes", [0.3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "minutes",
+    [pytest.param(0.3, marks=pytest.mark.thorough), pytest.param(10, marks=pytest.mark.slow)],
+)
 async def test_nothing_grows_under_full_load(
     minutes: float, tmp_path: Path, tell: Callable[[str], None], request: pytest.FixtureRequest
 ) -> None:

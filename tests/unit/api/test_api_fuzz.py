@@ -128,6 +128,7 @@ def _judge(operation: Any, mode: GenerationMode, examples: int) -> None:
             ask()
 
 
+@pytest.mark.thorough
 async def test_the_api_keeps_to_its_own_document(tmp_path: Path) -> None:
     async with busy_api(tmp_path) as api:
         await asyncio.to_thread(judge, api.url, 1)

@@ -39,6 +39,7 @@ def shown(messages: list[dict[str, Any]]) -> list[str]:
     return [one["content"] for one in messages[2:] if one["role"] in ("user", "tool")]
 
 
+@pytest.mark.thorough
 async def test_a_recorded_run_is_repeated_offline_byte_for_byte(tmp_path: Path) -> None:
     pytest.importorskip("smolagents", reason="smolagents (extra gaia) is not installed")
     (tmp_path / "copy").mkdir()

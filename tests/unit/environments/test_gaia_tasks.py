@@ -383,7 +383,10 @@ def test_plans_have_model_calls_of_their_own() -> None:
     assert Gaia.Config(max_steps=7, max_turns=20).max_turns == 20
 
 
-@pytest.mark.parametrize("agent", ["code", "tools", "plain"])
+@pytest.mark.parametrize(
+    "agent",
+    ["code", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("tools", "plain"))],
+)
 def test_a_model_that_is_right_gets_everything_by_each_agent(agent: str, tmp_path: Path) -> None:
     if agent != "plain":
         pytest.importorskip("smolagents", reason="smolagents (extra gaia) is not installed")

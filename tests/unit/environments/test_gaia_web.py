@@ -45,6 +45,7 @@ def observed(group: dict[str, Any]) -> list[str]:
     return [rollout["output"]["steps"][0]["observation"] for rollout in rollouts]
 
 
+@pytest.mark.thorough
 async def test_a_recorded_run_is_seen_again_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
