@@ -36,7 +36,7 @@ def main() -> int:
         page = PAGES / "reference" / f"{package}.md"
         page.parent.mkdir(exist_ok=True)
         page.write_text(f"# {package}\n\n{purpose}\n\n::: {package}\n")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     command += ["-f", str(ROOT / "docs" / "mkdocs.yml")]
     return subprocess.run(command, env=environ, check=False).returncode

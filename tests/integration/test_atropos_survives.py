@@ -23,6 +23,8 @@ from support.api import (
 )
 from support.commands import free_port
 
+pytestmark = pytest.mark.thorough
+
 KILLS = 3
 POSTS = 12
 """That are accepted in each life."""

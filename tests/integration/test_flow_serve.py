@@ -76,6 +76,7 @@ def test_what_a_trainer_gets_is_never_older_than_it_may_be_and_what_is_is_counte
     assert found["policy_version"] == published
 
 
+@pytest.mark.thorough
 def test_rollouts_in_flight_that_became_too_old_end_and_are_counted(tmp_path: Path) -> None:
     words = ("--rollouts.max_staleness", 0, "--sim.seconds_per_token", 0.1)
     with (

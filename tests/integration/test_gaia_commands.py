@@ -79,6 +79,7 @@ def test_sft_rows_of_conversations(tmp_path: Path) -> None:
     assert all(row["score"] > 0 and row["messages"][0]["role"] == "system" for row in rows)
 
 
+@pytest.mark.thorough
 def test_sft_rows_of_tokens(tmp_path: Path) -> None:
     words = ["sft-gen", "rows.jsonl", "--tokenizer", ASSETS, "--env", "math", *SOLVED]
     words += ["--allow-negative-scores", "--sim.solve_probability", 1, "--num-seqs-to-save"]

@@ -16,6 +16,8 @@ from envserver_clients.http import SyncEnvClient
 from support.api import REGISTRATION, api_process
 from support.commands import Running, free_port, running, until
 
+pytestmark = pytest.mark.thorough
+
 JOIN = (
     "--env", "math", "--model", "sim", "--sim.latency_seconds", 0.3, "--env.group_size", 2,
     "--env.ensure_scores_are_not_same", "false", "--workers.processes", 1,

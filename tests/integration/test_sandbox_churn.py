@@ -24,6 +24,8 @@ from support.waiting import until
 
 from envserver import ExecResult, SandboxError, Sandboxes, SandboxLimits, SandboxSpec
 
+pytestmark = pytest.mark.thorough
+
 AT_A_TIME = 16
 TESTS = Path(__file__).parents[1]
 

@@ -76,6 +76,7 @@ def test_mistakes_are_told_in_the_words_of_the_command(
         settings_of(Taken)
 
 
+@pytest.mark.thorough
 async def test_a_repository_is_worked_on_in_a_copy(tmp_path: Path) -> None:
     repository = tmp_path / "repo"
     repository.mkdir()

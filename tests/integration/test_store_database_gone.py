@@ -24,6 +24,8 @@ from support.stores import group, ids, noise, patiently
 from envserver.store import Store, database, open_store
 from envserver.store.reach import DatabaseUnreachable, Reach
 
+pytestmark = pytest.mark.thorough
+
 
 class Load:
     """Producers and trainers that go on through failures; knows what they were promised."""

@@ -36,6 +36,7 @@ def made_of(url: str) -> int:
     return int(httpx.get(f"{url}/v1/status").json()["groups"]["dropped"])
 
 
+@pytest.mark.thorough
 def test_named_tasks_get_their_rollouts_in_order_once_also_over_a_kill(tmp_path: Path) -> None:
     words = ("--sim.seconds_per_token", 0.005, "--rollouts.max_concurrent", 4)
     with serving(tmp_path, *words) as (server, url), SyncEnvClient(url, run=None) as client:

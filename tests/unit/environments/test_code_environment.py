@@ -129,6 +129,7 @@ async def test_no_cheat_is_rewarded() -> None:
         await check_all(env, [first, second])
 
 
+@pytest.mark.thorough
 async def test_no_program_that_never_ends_is_rewarded_or_takes_the_scorer_with_it() -> None:
     async with code() as env:
         task = next(t for t in env.tasks("test") if t.public["entry_point"] == "is_balanced")
@@ -417,6 +418,7 @@ async def test_a_cut_off_answer_is_not_acted_on() -> None:
         assert output["code"] is None
 
 
+@pytest.mark.thorough
 async def test_endless_programs_end_and_say_so() -> None:
     script = [call("python", code="while True: pass"), call("run_tests", code="while True: pass")]
     async with playing([*script, call("submit", code=RIGHT)]) as (run, _):

@@ -217,6 +217,7 @@ async def test_programs_get_the_share_of_tests_that_they_pass() -> None:
     assert got == {name: wanted for name, _, wanted in PROGRAMS}
 
 
+@pytest.mark.thorough
 async def test_no_cheat_is_rewarded() -> None:
     async with code() as env:
         task = env.task_from_row(TESTS)

@@ -18,6 +18,8 @@ from envserver.config import WorkersConfig
 from envserver.workers.local import LocalPool
 from envserver.workers.sandboxed import WorkerSandbox
 
+pytestmark = pytest.mark.thorough
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 

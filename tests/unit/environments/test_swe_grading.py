@@ -93,6 +93,7 @@ def wrong(scored: list[tuple[Task, KnownResult, Score]]) -> list[tuple[str, str]
     ]
 
 
+@pytest.mark.thorough
 async def test_cheats_gain_nothing(rooms: Sandboxes) -> None:
     swe = environment(rooms)
     scored = await all_scores(swe, list(swe.tasks("train"))[:1])

@@ -30,6 +30,7 @@ sys.exit(status)
 """Linux counts what a process had before it became another program: it comes from a small one."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rollouts", [5_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_many_trajectories_are_exported_filtered_and_validated_in_bounded_memory(
     tmp_path: Path, rollouts: int

@@ -355,6 +355,7 @@ def mixed_groups(path: Path) -> int:
     return sum(len(one) > 1 for one in rewards)
 
 
+@pytest.mark.thorough
 def test_process_makes_more_groups_to_learn_from_and_goes_on_with_what_it_knew(
     thirds: str, tmp_path: Path
 ) -> None:
@@ -391,6 +392,7 @@ def serving(thirds: str, folder: Path, port: int, *words: object) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_serve_counts_what_it_drops_and_brings_unsolved_tasks_back_also_after_a_kill(
     thirds: str, tmp_path: Path
 ) -> None:

@@ -218,6 +218,7 @@ rollouts: {{max_concurrent: 8, stop_after_failed_groups: 2, max_attempts: 1}}
     return path
 
 
+@pytest.mark.thorough
 def test_a_file_makes_one_mix_with_the_shares_that_were_asked(folder: Path) -> None:
     path = mixed(folder, all="data_path_to_save_groups: out.jsonl")
     words = ("process", "--config", path, "--total_groups")
@@ -268,6 +269,7 @@ def test_a_server_offers_all_of_them_to_one_trainer(folder: Path) -> None:
     assert status["environments"] == by_name
 
 
+@pytest.mark.thorough
 def test_one_whose_groups_are_all_filtered_keeps_no_trainer_waiting(folder: Path) -> None:
     """Though it has the larger weight, a full queue holds all back, and old groups are dropped."""
     name = "ensure_scores_are_not_same"

@@ -422,6 +422,7 @@ def test_where_namespaces_are_forbidden_landlock_is_taken() -> None:
     assert "Traceback" not in told.stderr
 
 
+@pytest.mark.thorough
 @is_root
 def test_all_of_this_holds_for_an_ordinary_user() -> None:
     from support.ordinary_user import run_as_ordinary_user

@@ -143,6 +143,7 @@ def processes_with(marker: str) -> list[int]:
     return found
 
 
+@pytest.mark.thorough
 async def test_a_command_runs_walled_agents(tmp_path: Path) -> None:
     coder = Path(__file__).parents[2] / "support" / "walled_coder.py"
     groups = tmp_path / "groups.jsonl"
