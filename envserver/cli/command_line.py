@@ -36,6 +36,27 @@ from .sources import Given
 C = TypeVar("C", bound=Section)
 S = TypeVar("S", bound=EnvironmentSettings)
 
+FREQUENT = (
+    "environment",
+    "model",
+    "openai.base_url",
+    "openai.model_name",
+    "openai.api_key",
+    "openai.server_type",
+    "env.group_size",
+    "env.total_steps",
+    "env.max_token_length",
+    "env.split",
+    "env.seed",
+    "sampling.temperature",
+    "sampling.top_p",
+    "sampling.max_tokens",
+    "rollouts.max_concurrent",
+    "workers.processes",
+    "log_level",
+)
+"""Settings that `--help` of every command that makes rollouts shows first."""
+
 
 @dataclass(frozen=True)
 class CommandSpec(Generic[C]):

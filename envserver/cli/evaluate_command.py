@@ -19,7 +19,7 @@ from ..evaluation.suite import Suite
 from ..evaluation.tables import TextTable, notes_of, summary_of, tables_of, warnings_of
 from ..running.prices import pricing_of
 from ..running.run_settings import EvaluateSettings
-from .command_line import CommandSpec
+from .command_line import FREQUENT, CommandSpec
 from .evaluate import Choice, evaluate
 from .evaluate_members import read_members
 from .help import help_topic
@@ -41,7 +41,13 @@ DEFAULTS = {"env": {"split": "test"}, "rollouts": {"min_group_size": 1}}
 _SHOWN_OF_SEVERAL = ("What happened", "What it took")
 
 
-COMMAND = CommandSpec("evaluate", SUMMARY, EvaluateSettings, usage="--env NAME[,NAME...]|FOLDER")
+COMMAND = CommandSpec(
+    "evaluate",
+    SUMMARY,
+    EvaluateSettings,
+    usage="--env NAME[,NAME...]|FOLDER",
+    frequent=(*FREQUENT, "out", "resume", "overwrite", "pass_at", "no_baselines"),
+)
 
 
 def run(argv: list[str]) -> int:

@@ -39,7 +39,7 @@ from ..running.curricula import MOST_ESTIMATES, Book, has_curriculum
 from ..running.spec import RunSpec
 from ..running.stopping import run_until_stopped
 from ..running.tally import Tally, counted
-from .command_line import CommandSpec, read_run_spec
+from .command_line import FREQUENT, CommandSpec, read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
 
@@ -83,7 +83,14 @@ class JoinSettings(Settings):
 Line = RunSpec[JoinSettings]
 
 
-COMMAND = CommandSpec("join", SUMMARY, JoinSettings, usage="URL --env NAME", arguments=("url",))
+COMMAND = CommandSpec(
+    "join",
+    SUMMARY,
+    JoinSettings,
+    usage="URL --env NAME",
+    arguments=("url",),
+    frequent=(*FREQUENT, "url", "token", "name", "weight"),
+)
 
 
 def run(argv: list[str]) -> int:

@@ -27,7 +27,7 @@ from ..running.run_settings import ProcessSettings
 from ..running.stopping import run_until_stopped
 from ..running.tally import Tally, counted
 from ..tokens.flags import FLAGS, Actions, chosen
-from .command_line import CommandSpec, program, read_run_spec
+from .command_line import FREQUENT, CommandSpec, program, read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
 from .mixing import read_mix
@@ -42,7 +42,13 @@ LONGEST_WORDS = 200
 """Of a failure's message, on the terminal; the whole stands in the failures file."""
 
 
-COMMAND = CommandSpec("process", SUMMARY, ProcessSettings, usage="--env NAME[=WEIGHT,NAME=WEIGHT]")
+COMMAND = CommandSpec(
+    "process",
+    SUMMARY,
+    ProcessSettings,
+    usage="--env NAME[=WEIGHT,NAME=WEIGHT]",
+    frequent=(*FREQUENT, "env.data_path_to_save_groups", "resume", "overwrite"),
+)
 
 
 def run(argv: list[str]) -> int:

@@ -23,7 +23,7 @@ from ..running.mix import Member, Several
 from ..running.stopping import run_until_stopped
 from ..running.tally import counted
 from ..store import Store
-from .command_line import CommandSpec, read_run_spec
+from .command_line import FREQUENT, CommandSpec, read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
 from .mixing import read_mix
@@ -37,7 +37,20 @@ POLL_SECONDS = 0.2
 _log = structlog.get_logger("envserver.serve")
 
 
-COMMAND = CommandSpec("serve", SUMMARY, MixSettings, usage="--env NAME[=WEIGHT,NAME=WEIGHT]")
+COMMAND = CommandSpec(
+    "serve",
+    SUMMARY,
+    MixSettings,
+    usage="--env NAME[=WEIGHT,NAME=WEIGHT]",
+    frequent=(
+        *FREQUENT,
+        "server.port",
+        "server.host",
+        "server.tokens_file",
+        "store",
+        "rollouts.max_staleness",
+    ),
+)
 
 
 def run(argv: list[str]) -> int:
