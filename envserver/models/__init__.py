@@ -1,10 +1,12 @@
-"""Engines behind the proxy.
+"""Engines behind the proxy; README.md draws the path of a request.
 
-engine       the seam: what every engine offers
+engine       the interface that every engine implements
 openai       any OpenAI-compatible server, or several replicas of one; below it
-             connections, decoding, sse (HTTP), replicas, retrying (which one, how often),
-             breaker, watch (who is well), slots, adaptive (how many calls at once)
-upstream     how an engine can be asked, found by probing; below it probe_modes, probing
+             connections, decoding, sse (HTTP), replicas, retrying (choice and retries),
+             breaker, monitor (health), slots, adaptive (calls in flight)
+probe        finds out what an engine can do; below it probe_modes, probe_client
 model_files  where a served model's tokenizer and chat template are
-sim          the simulated engine: a script for tests, load and demos
+manager      starts engines and keeps them running
+sim          the simulated engine, for tests, load and demos
+local        a small engine on transformers
 """

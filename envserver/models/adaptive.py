@@ -1,9 +1,9 @@
-"""How many calls a replica should have in flight, from what it says of itself. Pure.
+"""Adapts the number of calls in flight at a replica to its load. Pure.
 
-A call that waits inside an engine holds memory there, is preempted and done again; one that waits
-here may still go to another replica. So the number grows by a step while the engine works on all
-that it has and more calls want to go there, and shrinks by a share when calls wait in the engine or
-are preempted (additive increase, multiplicative decrease).
+A call that waits inside an engine holds memory there and may be preempted and repeated; a call that
+waits here may still go to another replica. So the limit grows by a step while the engine works on
+all its calls and more want to go there, and shrinks by a share when calls wait in the engine or are
+preempted (additive increase, multiplicative decrease).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import re
 import msgspec
 
 FLOOR = 4
-"""Never fewer, so that the engine's answers go on telling how it does."""
+"""Minimum limit, so that the engine keeps reporting its load."""
 
 _SHRINK = 0.85
 _QUEUED_POLLS = 2
-"""A queue that stands for so many polls in a row is one: calls that have just arrived wait too."""
+"""Polls in a row that must show a queue: calls that have just arrived wait, too."""
 _FULL = 0.95
 
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
@@ -31,12 +31,12 @@ _LINE = re.compile(
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What an engine says of itself, over all of its schedulers.
+    """The load that an engine reports, over all its schedulers.
 
     Args:
-        running, waiting: requests, whoever sent them.
-        preempted: requests so far that were stopped for lack of memory; counts from its start.
-        cache: share of the memory for keys and values that is in use, 0 to 1.
+        running, waiting: number of requests, from any client.
+        preempted: requests stopped for lack of memory since its start.
+        cache: share of the KV cache in use, 0 to 1.
     """
 
     running: float
@@ -46,9 +46,10 @@ class Load(msgspec.Struct, frozen=True):
 
 
 def read_load(text: str) -> Load | None:
-    """The load in Prometheus' text format, by vLLM's or SGLang's names; None if it is not there.
+    """Reads vLLM's or SGLang's load from Prometheus text; None if it is missing.
 
-    Only a few lines of some hundred matter, and they are wanted every second: no parser reads all.
+    A regular expression instead of a full parser, since only a few of some hundred lines matter and
+    they are read every second.
     """
     found: dict[str, list[float]] = {}
     for name, value in _LINE.findall(text):
@@ -75,7 +76,7 @@ def _first(found: dict[str, list[float]], names: tuple[str, ...]) -> list[float]
 
 
 class AdaptiveLimit:
-    """The number for one replica: `limit`, from min(FLOOR, most) to `most`, where it begins."""
+    """The limit of one replica: from min(FLOOR, most) to `most`, where it starts."""
 
     def __init__(self, most: int) -> None:
         self.limit = most
@@ -86,13 +87,14 @@ class AdaptiveLimit:
         self._preempted: float | None = None
 
     def observe(self, load: Load, in_flight: int) -> int:
-        """The new limit, given the load at one poll and our own calls in flight then."""
+        """Updates and returns the limit, given the load and our calls in flight at one poll."""
         preempted = self._preempted is not None and load.preempted > self._preempted
         self._preempted = load.preempted
         self._queued_polls = self._queued_polls + 1 if load.waiting else 0
         if preempted or self._queued_polls >= _QUEUED_POLLS:
-            # Calls in flight are never ended: until they are fewer, the last step is not in force.
-            # With hardly any of ours there, it is others who make the engine's calls wait.
+            # Calls in flight are never stopped: wait until the last step has taken effect. If
+            # hardly any
+            # calls are ours, other clients cause the queue.
             if self._floor <= in_flight <= self.limit:
                 crowd = max(in_flight, self.limit // 2)
                 self.limit = max(self._floor, int(_SHRINK * crowd))
@@ -102,6 +104,6 @@ class AdaptiveLimit:
         return self.limit
 
     def forget(self) -> int:
-        """The limit where an engine says nothing of itself: the most."""
+        """Resets the limit to its maximum, for an engine that reports no load."""
         self.limit, self._queued_polls, self._preempted = self._most, 0, None
         return self.limit

@@ -1,11 +1,11 @@
-"""Whether calls may go to a replica: a circuit breaker, without I/O.
+"""A circuit breaker: decides whether calls may go to a replica. No I/O.
 
-Closed: calls go there. Open: none do; it refused a connection, missed a health check, or failed
-half of its recent calls. Half-open: one call at a time tries whether it is well again; its success
-closes the breaker, its failure opens it for twice as long. What calls report that were begun before
-it opened changes nothing: they tell of the time before.
+Closed: calls go there. Open: none do, because it refused a connection, missed a health check, or
+failed half of its recent calls. Half-open: one call at a time tests it; a success closes the
+breaker, a failure opens it for twice as long. Results of calls that began before it opened are
+ignored.
 
-A request that is itself at fault (HTTP 4xx) is a success here: the replica answered it.
+A request that is itself at fault (HTTP 4xx) counts as a success: the replica answered it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ State = Literal["closed", "open", "half_open"]
 _WINDOW_SECONDS = 30.0
 _RECENT = 10
 _FAILURES = 5
-"""So many among the last calls, and within the window, open it."""
+"""Failures among the last calls, within the window, that open it."""
 _ASIDE = Backoff(first_seconds=0.5, max_seconds=30.0)
 
 
 class Breaker:
-    """One replica's. Times are those of `clock`, in seconds.
+    """The breaker of one replica. Times are those of `clock`, in seconds.
 
     Args:
         reason: why it opened last.
@@ -57,17 +57,17 @@ class Breaker:
 
     @property
     def until(self) -> float:
-        """When it opened last, the end of its time aside."""
+        """The time at which it becomes half-open."""
         return self._until
 
     def begin(self) -> bool:
-        """A call begins; whether it is one that tries, for `end`."""
+        """Registers a call; returns whether it is a test call, for `end`."""
         tries = self._opened_at is not None
         self._trying += tries
         return tries
 
     def end(self, tries: bool) -> None:
-        """A call of `begin` ended, after it reported or without a word."""
+        """Registers the end of a call, whether or not it reported a result."""
         self._trying -= tries
 
     def succeeded(self, begun_at: float) -> None:
@@ -78,7 +78,7 @@ class Breaker:
             self._close()
 
     def failed(self, begun_at: float, reason: str) -> None:
-        """A call that began at `begun_at` was answered badly or not at all."""
+        """A call that began at `begun_at` failed or was not answered."""
         if self._opened_at is None:
             self._failed_at.append(self._clock())
             if self._recent_failures() >= _FAILURES:
@@ -87,12 +87,12 @@ class Breaker:
             self._open(reason, by_calls=True)
 
     def refused(self, reason: str) -> None:
-        """It took no connection."""
+        """Registers a refused connection."""
         if self.state != "open":
             self._open(reason, by_calls=False)
 
     def checked(self, well: bool, reason: str = "") -> None:
-        """Its health was asked for. Being well brings it back, unless it was calls that failed."""
+        """Registers a health check. A healthy result closes the breaker unless calls opened it."""
         self._unwell = not well
         if self._opened_at is None:
             if not well:

@@ -1,7 +1,7 @@
-"""Models by name: what stands in `configs/models.yaml`, and what a name means that is not there.
+"""Looks up models by name in `configs/models.yaml`.
 
-In: a file, and what the user typed. Out: an entry that says where the model's files are and how it
-is served. A folder and a name on the hub (`owner/name`) need no entry.
+In: a file, and what the user typed. Out: an entry that says where the model's files are and how to
+serve it. A folder or a hub name (`owner/name`) needs no entry.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ class ModelEntry(Section):
     path: Path | None = None
     """Folder with its files, in place of `hf_id`."""
     backend: Backend = "auto"
-    """vllm, local, or auto: vLLM where it is installed and comes up, else local."""
+    """vllm, local, or auto: vLLM if it is installed and starts, else local."""
     dtype: Dtype = "auto"
-    """Of the weights."""
+    """Data type of the weights."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Longest answer, where the user sets none."""
+    """Default maximum tokens of an answer."""
     temperature: float | None = Field(default=None, ge=0)
-    """Sampling temperature, where the user sets none."""
+    """Default sampling temperature."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Nucleus sampling, where the user sets none."""
+    """Default nucleus sampling probability."""
     load_in_4bit: bool = False
-    """By bitsandbytes."""
+    """Quantise to 4 bits with bitsandbytes."""
     max_model_len: int | None = Field(default=None, ge=1)
-    """Tokens of prompt and answer together; unset: what the model can."""
+    """Maximum tokens of prompt and answer together; default: the model's own."""
     served_name: str | None = None
-    """What requests call it; unset: its name."""
+    """Model name in requests; default: its name here."""
     prompt_price: float | None = Field(default=None, ge=0)
-    """Of a million prompt tokens, where `evaluate` tells costs."""
+    """Price of a million prompt tokens, for the costs that `evaluate` shows."""
     completion_price: float | None = Field(default=None, ge=0)
-    """Of a million completion tokens."""
+    """Price of a million completion tokens."""
     vllm_args: tuple[str, ...] = ()
-    """Further words for vLLM's command line."""
+    """Further arguments for vLLM's command line."""
     local_args: tuple[str, ...] = ()
-    """Further words for the local engine's command line."""
+    """Further arguments for the local engine's command line."""
 
     @model_validator(mode="after")
     def _is_somewhere(self) -> ModelEntry:
@@ -63,21 +63,21 @@ class ModelEntry(Section):
 
     @property
     def files(self) -> str:
-        """Where its files are, as engines are told."""
+        """Where its files are, as passed to engines."""
         return self.hf_id or os.fspath(self.path or "")
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """How it is sampled where the user sets nothing: names of `sampling.*`."""
+        """Default sampling settings, under the names of `sampling.*`."""
         chosen = self.model_dump(include={"max_tokens", "temperature", "top_p"})
         return {name: value for name, value in chosen.items() if value is not None}
 
 
 def read_catalogue(path: Path) -> dict[str, ModelEntry]:
-    """The entries of a file (see `shipped`), by name; none where there is no file.
+    """Reads the entries of a file (see `shipped`), by name; {} if there is no file.
 
     Raises:
-        ConfigError: it is no catalogue; the entry and what is wrong with it are in the message.
+        ConfigError: it is malformed; the message names the entry and the fault.
     """
     try:
         tree = yaml.safe_load(shipped(path).read_text(encoding="utf-8"))
@@ -100,13 +100,13 @@ def read_catalogue(path: Path) -> dict[str, ModelEntry]:
 
 
 def find_model(name: str, catalogue: dict[str, ModelEntry], place: Path) -> ModelEntry:
-    """The entry of that name, or one for the folder or the model on the hub that it means.
+    """Returns the entry `name`, or a new one for the folder or hub model that it means.
 
     Args:
         place: the catalogue's file, for messages.
 
     Raises:
-        NotFoundError: it means nothing; the message has the nearest name. Or its folder is missing.
+        NotFoundError: it is unknown (the message has the nearest name), or its folder is missing.
     """
     entry = catalogue.get(name) or _unlisted(name)
     if entry is None:

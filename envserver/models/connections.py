@@ -1,7 +1,8 @@
-"""Requests over HTTP to the replicas of an engine, and what their failures mean.
+"""HTTP requests to the replicas of an engine, and what their failures mean.
 
-What aiohttp raises leaves this module as `TryAgain`. Connections die with their peer: one whose
-machine has vanished is found out by TCP itself, however long an answer may take.
+aiohttp's errors leave this module as `RetryableError`. TCP keep-alive detects a peer whose machine
+has
+vanished, however long an answer may take.
 """
 
 from __future__ import annotations
@@ -22,24 +23,25 @@ from .replicas import Replica
 T = TypeVar("T")
 
 Fault = Literal["refused", "failed", "busy"]
-"""No connection was taken; a bad answer or a broken connection; the engine asks for patience."""
+"""refused: no connection; failed: a bad answer or a broken connection; busy: the engine asks to
+wait."""
 
 _CONNECT_SECONDS = 10.0
 _IDLE_CONNECTION_SECONDS = 4.0
-"""Below the five seconds after which uvicorn, and so vLLM, closes an idle connection: a request
-would else now and then meet a connection that is just being closed."""
+"""Below the five seconds after which uvicorn, and so vLLM, closes an idle connection: otherwise a
+request would sometimes use a connection that is just being closed."""
 _PEER_SECONDS = 60
-"""A peer that acknowledges nothing for this long is gone."""
+"""A peer that acknowledges nothing for so long counts as gone."""
 _MAX_ANSWER_BYTES = 512 * 1024 * 1024
 
 
 class RetryableError(Exception):
-    """The request failed with `error`, and another one may do better.
+    """The request failed with `error`, and a retry may succeed.
 
     Args:
-        fault: what it tells about the replica.
-        wait_seconds: for which the replica asks to be left alone.
-        elsewhere: the same replica would hardly do better.
+        fault: what the failure says about the replica.
+        wait_seconds: how long the replica asks to wait.
+        elsewhere: retry only on another replica.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class RetryableError(Exception):
 
 
 class Connections:
-    """`async with` it for as long as requests are sent; `key` goes with each of them."""
+    """An HTTP session for all replicas; use with `async with`. Each request carries `key`."""
 
     def __init__(self, key: str, decoder: Decoder) -> None:
         self._key = key
@@ -89,10 +91,10 @@ class Connections:
     async def open(
         self, replica: Replica, method: str, path: str, payload: bytes | None = None
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """The open answer to one request, whatever its status.
+        """Opens the answer to one request, whatever its status.
 
         Raises:
-            TryAgain: there is none, or it breaks off while it is read.
+            RetryableError: there is none, or it breaks off while it is read.
             EngineUnavailable: the connections are closed.
         """
         if self._session is None:
@@ -113,8 +115,8 @@ class Connections:
         """Returns if the status of `response` is 2xx.
 
         Raises:
-            TryAgain: another request may do better.
-            EngineRefused: none will.
+            RetryableError: a retry may succeed.
+                EngineRefused: no retry will.
         """
         status = response.status
         if 200 <= status < 300:
@@ -123,7 +125,7 @@ class Connections:
         if is_refusal(status):
             raise self._decoder.refused(status, data)
         seconds = retry_after(response.headers)
-        # Who names a time, or a limit on our requests, is at work.
+        # An engine that names a time or a rate limit is working.
         busy = status in (408, 429) or seconds > 0
         if seconds:
             replica.busy(seconds)
@@ -132,10 +134,10 @@ class Connections:
 
 
 async def whole(response: aiohttp.ClientResponse, max_bytes: int = _MAX_ANSWER_BYTES) -> bytes:
-    """The whole body, inflated.
+    """Reads the whole body.
 
     Raises:
-        EngineGarbage: it is over `max_bytes`.
+        EngineGarbage: it exceeds `max_bytes`.
     """
     parts: list[bytes] = []
     size = 0
@@ -149,11 +151,11 @@ async def whole(response: aiohttp.ClientResponse, max_bytes: int = _MAX_ANSWER_B
 
 @contextmanager
 def typed(replica: Replica) -> Iterator[None]:
-    """Turns what aiohttp raises into `TryAgain`."""
+    """Turns aiohttp's errors into `RetryableError`."""
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        message = f"The engine at {replica.url} takes no connections: {_reason(error)}."
+        message = f"The engine at {replica.url} accepts no connection: {_reason(error)}."
         raise RetryableError(EngineUnavailable(message, base_url=replica.url), "refused") from None
     except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, ConnectionError):
         message = f"The engine at {replica.url} closed the connection before its answer."
@@ -164,7 +166,7 @@ def typed(replica: Replica) -> Iterator[None]:
 
 
 async def in_time(deadline: float, work: Awaitable[T]) -> T:
-    """`work`, until the loop's time is `deadline`.
+    """Awaits `work` until the loop's time is `deadline`.
 
     Raises:
         TimeoutError: it did not end by then.
@@ -175,9 +177,9 @@ async def in_time(deadline: float, work: Awaitable[T]) -> T:
 
 @contextmanager
 def read_by(deadline: float, response: aiohttp.ClientResponse) -> Iterator[None]:
-    """From the loop's time `deadline` on, reading the body within raises TimeoutError.
+    """Makes reads of the body raise TimeoutError from the loop's time `deadline` on.
 
-    One timer for a whole stream, which may have thousands of reads.
+    This takes one timer for a whole stream, which may have thousands of reads.
     """
     loop = asyncio.get_running_loop()
     timer = loop.call_at(deadline, response.content.set_exception, TimeoutError())
@@ -190,8 +192,8 @@ def read_by(deadline: float, response: aiohttp.ClientResponse) -> Iterator[None]
 def watchful_socket(address: tuple[Any, ...]) -> socket.socket:
     """A socket for `address` (an entry of getaddrinfo) that notices when its peer is gone.
 
-    Neither a machine that lost its power nor a router that forgot about a silent connection says
-    so; and an answer that does not stream is minutes of silence.
+    Needed because a machine that lost power, or a router that dropped an idle connection, sends
+    nothing, while a valid answer may also take minutes of silence.
     """
     family, kind, protocol = address[:3]
     made = socket.socket(family, kind, protocol)
@@ -203,7 +205,7 @@ def watchful_socket(address: tuple[Any, ...]) -> socket.socket:
         "TCP_USER_TIMEOUT": _PEER_SECONDS * 1000,
     }
     for name, value in options.items():
-        # Each system has some of them.
+        # Not every system has all of them.
         if hasattr(socket, name):
             made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return made
@@ -216,7 +218,7 @@ def _reason(error: aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError
 
 
 async def _beginning(response: aiohttp.ClientResponse) -> bytes:
-    """Enough of the body of an error."""
+    """Reads enough of an error's body."""
     data = b""
     async for part in response.content.iter_any():
         data += part

@@ -1,7 +1,8 @@
-"""What an engine's bytes say: an answer, or whose fault it is that there is none.
+"""Decodes an engine's bytes: an answer, or an error and who is at fault.
 
-What `decode` gives is JSON in the strict sense, of finite numbers and valid text: an engine that
-writes NaN where a logprob belongs has computed nothing that could be trained on.
+`decode` accepts strict JSON only, with finite numbers and valid text: an engine that writes NaN
+for a
+logprob has computed nothing to train on.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ _HINTS = {
 
 
 class Decoder:
-    """Reads the answers of an engine whose key is `key`, which no message tells."""
+    """Decodes the answers of an engine; `key` is removed from all messages."""
 
     def __init__(self, key: str) -> None:
         self._key = key
 
     def decode(self, data: bytes) -> dict[str, Any]:
-        """`data` as a JSON object that is no error.
+        """Decodes `data` as a JSON object that is not an error.
 
         Raises:
-            EngineGarbage: no JSON object.
-            EngineRefused, EngineError: an error in an answer whose HTTP status says otherwise.
+            EngineGarbage: it is not a JSON object.
+            EngineRefused, EngineError: it is an error, despite its HTTP status.
         """
         try:
             answer = orjson.loads(data)
         except orjson.JSONDecodeError:
             words = self.words(data[:MAX_REFUSAL_BYTES])
-            raise EngineGarbage(f"The engine's answer is no JSON: {words}") from None
+            raise EngineGarbage(f"The engine's answer is not JSON: {words}") from None
         if not isinstance(answer, dict):
-            raise EngineGarbage("The engine's answer is no JSON object.")
+            raise EngineGarbage("The engine's answer is not a JSON object.")
         error = answer.get("error")
         if error or answer.get("object") == "error":
             facts = error if isinstance(error, dict) else answer
@@ -53,17 +54,17 @@ class Decoder:
         return answer
 
     def refused(self, status: int, data: bytes) -> EngineRefused:
-        """The request was refused with HTTP `status` and `data` as the body."""
+        """Returns the error for a refusal with HTTP `status` and body `data`."""
         message = f"The engine refused the request (HTTP {status}): {self.words(data)}"
         return EngineRefused(message, hint=_HINTS.get(status, ""), status=status)
 
     def failed(self, status: int, data: bytes) -> EngineError:
-        """The engine failed with HTTP `status` and `data` as the body."""
+        """Returns the error for a failure with HTTP `status` and body `data`."""
         kind = EngineError if status == 500 else EngineUnavailable
         return kind(f"The engine failed (HTTP {status}): {self.words(data)}", status=status)
 
     def words(self, data: bytes) -> str:
-        """What the engine says in the body of an error, short and without its key."""
+        """Returns the engine's error message, shortened and without its key."""
         words = _error_message(data)
         if self._key:
             words = words.replace(self._key, "***")
@@ -71,12 +72,12 @@ class Decoder:
 
 
 def is_refusal(status: int) -> bool:
-    """Whether the request is at fault: another engine would refuse it too."""
+    """Whether the request is at fault, so that every replica would refuse it."""
     return 300 <= status < 500 and status not in (408, 429)
 
 
 def retry_after(headers: Mapping[str, str]) -> float:
-    """The seconds in a Retry-After header, which may also be a date; 0 without a usable one."""
+    """Returns the seconds of a Retry-After header (a number or a date); 0 without a usable one."""
     value = headers.get("retry-after", "").strip()
     if value.isdecimal():
         return float(value[:9])
@@ -90,7 +91,7 @@ def retry_after(headers: Mapping[str, str]) -> float:
 
 
 def first_model(answer: dict[str, Any]) -> str:
-    """The name of the first model in an answer to `/v1/models`.
+    """Returns the first model's name in an answer to `/v1/models`.
 
     Raises:
         EngineGarbage: there is none.
@@ -105,7 +106,7 @@ def first_model(answer: dict[str, Any]) -> str:
 
 
 def _error_message(data: bytes) -> str:
-    """The message in the body of an error, in one of the shapes that servers use."""
+    """Extracts the message of an error body, in any of the forms that servers use."""
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""The seam between the proxy and whatever samples tokens."""
+"""The interface between the proxy and whatever samples tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from .breaker import State
 
 
 class ReplicaHealth(msgspec.Struct, frozen=True):
-    """Whether one address of an engine answers, and in how many seconds, or why not.
+    """The health of one address of an engine.
 
     Args:
-        in_flight, limit: calls there now, and the most that are sent there at once as things are.
-        waiting: calls that wait here for one of these to end.
-        state: closed: it is used; open: it failed and is set aside; half_open: one call at a time
-            tries whether it is well again.
+        seconds: how long its answer took.
+        reason: why it is not healthy, or "".
+        in_flight, limit: calls there now, and the current limit.
+        waiting: calls that wait for a slot.
+        state: of the circuit breaker. closed: used; open: set aside; half_open: being tested with
+            one call at a time.
     """
 
     base_url: str
@@ -35,8 +37,9 @@ class Engine(Protocol):
     """An OpenAI-compatible engine. Bodies and answers are decoded JSON, unvalidated.
 
     Every method raises only EngineError and its kinds: EngineUnavailable (no replica answers),
-    EngineTimeout, EngineRefused (HTTP 4xx, with the engine's words), EngineGarbage (not JSON, not a
-    stream of server-sent events, ended early). Each retries by itself what is safe to retry.
+    EngineTimeout, EngineRefused (HTTP 4xx, with the engine's message), EngineGarbage (not JSON,
+    not a
+    stream of server-sent events, ended early). Each method retries what is safe to retry.
     """
 
     kind: str
@@ -49,26 +52,26 @@ class Engine(Protocol):
     async def __aexit__(self, *exc: object) -> None: ...
 
     async def model_name(self) -> str:
-        """The name under which the engine serves the model (asks it once)."""
+        """Returns the name under which the engine serves the model (asked once)."""
 
     async def post(
         self, path: str, body: dict[str, Any], *, rollout_id: str, timeout_seconds: float
     ) -> dict[str, Any]:
-        """The answer to one request that does not stream. `path` begins with /v1/ or is /generate.
+        """Returns the answer to one request that does not stream.
 
-        Requests of one `rollout_id` go to the same replica while it is well and has room.
+        Requests of one `rollout_id` go to the same replica while it is healthy and has slots.
         """
 
     def stream(
         self, path: str, body: dict[str, Any], *, rollout_id: str, timeout_seconds: float
     ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
-        """The chunks of a streamed answer; ends normally only after the engine's `[DONE]`."""
+        """Streams an answer's chunks; it ends normally only after the engine's `[DONE]`."""
 
     async def get(self, path: str) -> dict[str, Any]:
-        """A plain GET (such as /v1/models)."""
+        """Sends a GET request (such as /v1/models)."""
 
     async def health(self) -> list[ReplicaHealth]:
-        """One entry per address."""
+        """Asks every address for its health; one entry per address."""
 
     def replicas(self) -> list[ReplicaHealth]:
-        """The same as far as it is known without asking; `healthy`: it is not set aside."""
+        """Returns the known state of each address without asking; `healthy`: not set aside."""

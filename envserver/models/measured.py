@@ -1,7 +1,8 @@
-"""An engine, with how long its answers take and how it fails.
+"""Wraps an engine to measure its answers' times and failures.
 
-What always holds: bodies and answers pass as they are; a call that its caller gave up is no failure
-and has no time.
+What always holds: bodies and answers pass unchanged; a call that its caller cancelled counts
+neither
+as a failure nor as a time.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _MOST_PATHS: Final = 20
 
 
 class Stopwatch:
-    """The time that one request of an agent was waiting for others than us.
+    """The time that one request of an agent spent waiting for others than the proxy.
 
     Args:
-        calls: answers that it waited for.
+        calls: number of answers that it waited for.
     """
 
     __slots__ = ("calls", "seconds")

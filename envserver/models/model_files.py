@@ -1,9 +1,9 @@
-"""Where the tokenizer and the chat template of a served model lie on this machine.
+"""Finds the tokenizer and chat template of a served model on this machine.
 
-In flow what is known of an engine; out flows a folder, or a sentence that says why there is none
-and what to do. Looked for, in this order: the folder that the user names; the model's own folder,
-if the engine was given one that is here too; the Hugging Face cache; the Hugging Face hub, from
-which only the few small files are fetched (not with HF_HUB_OFFLINE).
+In flows a probe's result; out flows a folder, or a sentence that says why there is none and what to
+do. Searched in this order: the folder that the user names; the model's own folder, if it exists on
+this machine; the Hugging Face cache; the Hugging Face hub, from which only a few small files are
+downloaded (not with HF_HUB_OFFLINE).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_model_files(probe_result: ProbeResult, explicit: Path | None = None) -> ModelFiles:
-    """The files of the model that an engine serves. May wait for the network.
+    """Finds the files of the model that an engine serves. May wait for the network.
 
     Args:
         explicit: the folder that the user names.
@@ -77,7 +77,7 @@ def find_model_files(probe_result: ProbeResult, explicit: Path | None = None) ->
 
 
 def find_tokenizer(name: str) -> Path:
-    """The folder of a tokenizer that a user names: a folder here, or a model of the hub.
+    """Finds a tokenizer by the user's name for it: a local folder, or a model on the hub.
 
     Raises:
         ConfigError: there is none.
@@ -91,14 +91,14 @@ def find_tokenizer(name: str) -> Path:
 
 
 def tokenizer_here(name: str) -> Path | None:
-    """Like `find_tokenizer`, of what is on this machine; None: it is not."""
+    """Like `find_tokenizer`, but only on this machine; None if it is not here."""
     folders = [Path(name), *_cached(name)] if name else []
     found = (folder for folder in folders if (folder / _TOKENIZER).is_file())
     return next((folder.absolute() for folder in found), None)
 
 
 def _lack(folder: Path) -> str:
-    """What is missing for our own rendering; "" if nothing."""
+    """Returns what is missing for rendering here, or ""."""
     if not (folder / _TOKENIZER).is_file():
         return f"no {_TOKENIZER}"
     if any((folder / name).is_file() for name in _TEMPLATES):
@@ -112,7 +112,7 @@ def _lack(folder: Path) -> str:
 
 
 def _cached(name: str) -> Iterator[Path]:
-    """The model's snapshots in the Hugging Face cache: that of `main` first, then the newest."""
+    """Yields the model's snapshots in the Hugging Face cache: `main` first, then the newest."""
     if not _REPOSITORY.fullmatch(name):
         return
     model = _cache_folder() / f"models--{name.replace('/', '--')}"
@@ -129,7 +129,7 @@ def _changed_at(folder: Path) -> float:
 
 
 def _cache_folder() -> Path:
-    """As huggingface_hub has it: HF_HUB_CACHE, else in HF_HOME, else in the user's cache."""
+    """Returns huggingface_hub's cache: HF_HUB_CACHE, else in HF_HOME, else in the user's cache."""
     if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(cache).expanduser()
     user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -138,9 +138,9 @@ def _cache_folder() -> Path:
 
 
 def _fetch(name: str) -> ModelFiles:
-    """The files from the Hugging Face hub; only for names such as owner/model."""
+    """Downloads the files from the Hugging Face hub; only for names such as owner/model."""
     if "/" not in name or not _REPOSITORY.fullmatch(name):
-        return ModelFiles(reason=f"{name} is no folder on this machine.")
+        return ModelFiles(reason=f"{name} is not a folder on this machine.")
     try:
         import httpx
         from huggingface_hub import snapshot_download
@@ -150,6 +150,6 @@ def _fetch(name: str) -> ModelFiles:
         folder = Path(snapshot_download(name, allow_patterns=_FETCHED))
     except (OSError, ValueError, httpx.HTTPError) as error:
         words = str(error).strip().partition("\n")[0]
-        return ModelFiles(reason=sentence(f"{name} cannot be fetched: {words}"))
+        return ModelFiles(reason=sentence(f"{name} cannot be downloaded: {words}"))
     lack = _lack(folder)
     return ModelFiles(reason=f"{name} has {lack}.") if lack else ModelFiles(folder=folder)

@@ -1,11 +1,13 @@
-"""What is asked of each replica in the background, while an engine is open.
+"""Checks each replica in the background while an engine is open.
 
-Its health: every few seconds, at once when a call failed there, and with growing pauses while it is
-not well. Its load, from its metrics: about once a second while it has calls in flight.
+Health: every few seconds, at once after a failed call, and with growing pauses while it is
+unhealthy. Load, from its metrics: about once a second while it has calls in flight.
 
-A process that is gone breaks its connections; one that hangs keeps them and answers nothing. So the
-calls at a replica that missed several checks in a row, and was not heard of otherwise since, are
-ended and sent to another one.
+A process that is gone breaks its connections; one that hangs keeps them and answers nothing. So
+calls
+at a replica that missed several checks in a row, without any other sign of life, are stopped and
+sent
+to another one.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from .replicas import Replica, Replicas
 
 _LONGEST_PAUSE_SECONDS = 30.0
 _MISSES = 3
-"""So many missed checks in a row, and its calls are given up."""
+"""Missed checks in a row after which its calls are given up."""
 _MAX_METRICS_BYTES = 16 * 1024 * 1024
 
 
 class ReplicaMonitor:
-    """`async with` it: the background of an engine.
+    """The background checks of an engine; use with `async with`.
 
     Args:
         check_seconds: between two health checks, and the longest that one may take. An engine's
@@ -89,10 +91,11 @@ class ReplicaMonitor:
             replica.give_up_requests()
 
     async def _miss(self, replica: Replica) -> tuple[str, bool]:
-        """Why its check was missed ("": it was not), and whether its calls may be lost by that.
+        """Returns why its check failed ("" if not), and whether its calls may be lost.
 
-        A server without a `/health` is well if it says so. One that takes no connections may still
-        answer the calls it has: servers that end in an orderly way do.
+        A server without `/health` that answers so is healthy. One that accepts no connections may
+        still
+        answer its current calls, as servers do that shut down in order.
         """
         try:
             status, _ = await self._get(replica, "/health")
@@ -107,7 +110,7 @@ class ReplicaMonitor:
         return "", False
 
     async def _pause(self, replica: Replica, misses: int) -> None:
-        """Until the next check; a suspicion makes it short."""
+        """Waits until the next check, which a failed call brings forward."""
         seconds = self._check_seconds
         if misses:
             backoff = Backoff(self._check_seconds / 5, _LONGEST_PAUSE_SECONDS)
@@ -120,7 +123,7 @@ class ReplicaMonitor:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await replica.suspected.wait()
-            # Calls fail in swarms; one check is enough for all of them.
+            # Calls fail in bursts; one check is enough for all of them.
             await asyncio.sleep(self._check_seconds / 50)
 
     async def _measure(self, replica: Replica) -> None:
@@ -131,7 +134,7 @@ class ReplicaMonitor:
             try:
                 status, text = await self._get(replica, "/metrics")
             except (TimeoutError, RetryableError, EngineError):
-                # Whether it is well is not asked here.
+                # Health is checked elsewhere.
                 continue
             if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 continue

@@ -1,13 +1,13 @@
 """Any OpenAI-compatible server, or several replicas of one, over HTTP.
 
-In flow decoded request bodies, out flow decoded answers or chunks. What always holds: nothing but
-EngineError and its kinds is raised; a call ends within its seconds; the key of the engine stands in
-no message; a stream that ended normally was whole.
+In flow decoded request bodies, out flow decoded answers or chunks. What always holds: only
+EngineError and its subclasses are raised; a call ends within its timeout; no message holds the
+engine's key; a stream that ended normally was complete.
 
-Sampling changes nothing in an engine, so a request whose answer did not arrive is sent again, to
-another replica where there is one: after refused or broken connections, HTTP 408, 429 and 5xx, and
-when its replica hangs. What is no answer at all (garbage, an error that calls itself a success) is
-asked for again only elsewhere. A stream is sent again only before its first chunk.
+Sampling changes nothing in an engine, so a request without an answer is sent again, to another
+replica if there is one: after refused or broken connections, HTTP 408, 429 and 5xx, and when its
+replica hangs. After garbage (or an error with a success status) it is sent again only to another
+replica. A stream is sent again only before its first chunk.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class OpenAIEngine:
     async def _sent(
         self, request: ReplicaRequest, path: str, payload: bytes
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """The open answer, with status 2xx, to one call; holds a slot of the replica."""
+        """Sends one call; yields its open answer with status 2xx while holding a slot."""
         replica = request.replica
         async with replica.slots:
             request.sent()
@@ -198,7 +198,7 @@ class OpenAIEngine:
                 yield response
 
     async def _get(self, replica: Replica, path: str) -> Json:
-        # Health checks and the like do not wait behind the calls in flight.
+        # Health checks and the like do not wait for a slot.
         async with self._connections.open(replica, "GET", path) as response:
             await self._connections.check(replica, response)
             return self._decoder.decode(await whole(response))
@@ -206,11 +206,11 @@ class OpenAIEngine:
     async def _chunks(
         self, replica: Replica, response: aiohttp.ClientResponse, deadline: float
     ) -> AsyncGenerator[Json]:
-        """The chunks of a stream, which is read to its very end.
+        """Reads the chunks of a stream to its end.
 
         Raises:
-            TryAgain: the connection broke, or closed before `[DONE]`.
-            EngineError: what came is no chunk.
+            RetryableError: the connection broke, or closed before `[DONE]`.
+                EngineError: a chunk is malformed.
             TimeoutError: the deadline passed.
         """
         parser = SseParser()
@@ -231,7 +231,8 @@ class OpenAIEngine:
     async def _handed_out(
         self, request: ReplicaRequest, first: Json | None, rest: AsyncGenerator[Json]
     ) -> AsyncGenerator[Json]:
-        """The chunks of a stream that is not asked for again, as its consumer has seen some."""
+        """Yields the chunks of a stream that can no longer be retried, since its consumer has
+        seen some."""
         replica = request.replica
         error: EngineError
         async with aclosing(rest):
@@ -254,16 +255,16 @@ class OpenAIEngine:
 
 
 async def _drain(response: aiohttp.ClientResponse) -> None:
-    """Reads the end of the body behind `[DONE]`, so that the connection can be used again."""
+    """Reads the rest of the body after `[DONE]`, so that the connection can be reused."""
     with suppress(TimeoutError, aiohttp.ClientError, ConnectionError):
         await in_time(asyncio.get_running_loop().time() + 0.1, response.content.readany())
 
 
 def _root(address: str) -> str:
-    """`address` in the one form that paths are put behind: no `/v1`, no slash at the end."""
+    """Returns `address` without `/v1` and without a trailing slash."""
     url = URL(address)
     if url.user or url.password:
-        # They would stand in every message that names the address.
+        # They would appear in every message that names the address.
         raise ConfigError(
             "An address in openai.base_url holds credentials.",
             hint="Put the key into openai.api_key.",

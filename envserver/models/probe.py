@@ -1,4 +1,4 @@
-"""How an engine can be asked, found out by asking it a few tiny things.
+"""Probes what an engine can do, with a dozen tiny requests.
 
 The modes, from the best:
 
@@ -9,7 +9,7 @@ The modes, from the best:
     opaque        no ids: text only
 
 What always holds: a mode is chosen only if its requests gave what a chat call gave, token by token;
-for every better one there is a sentence that says why it was not.
+for every better mode a sentence says why it was not chosen.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from .probe_modes import (
 EngineMode = Literal["tokens", "completions", "chat", "opaque"]
 
 _BETTER: tuple[EngineMode, ...] = ("tokens", "completions", "chat")
-"""Than opaque, from the best."""
+"""Modes better than opaque, best first."""
 _NOT_PAUSABLE = (
-    "It has no /is_paused. Where nobody else can reach it, start vLLM with VLLM_SERVER_DEV_MODE=1."
+    "It has no /is_paused. If nobody else can reach it, start vLLM with VLLM_SERVER_DEV_MODE=1."
 )
 
 
 class Echo(msgspec.Struct, frozen=True, kw_only=True):
-    """A small conversation, and the ids of the prompt that the engine made of it."""
+    """A small conversation and the engine's prompt ids for it."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
@@ -53,25 +53,25 @@ class Echo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an engine.
+    """What a probe found out about an engine.
 
     Args:
-        mode: the best in which it can be asked, or the one that was wanted.
+        mode: the best possible mode, or the one that was requested.
         model: the name that it serves.
-        server: who it says that it is, such as "vllm 0.32.0"; "" if it does not say.
-        max_model_len: tokens of prompt and answer together.
-        root: the folder or the name from which the model was loaded, as the engine says; of an
+        server: its name and version, such as "vllm 0.32.0"; "" if unknown.
+        max_model_len: maximum tokens of prompt and answer together.
+        root: the folder or name from which the model was loaded, as the engine reports it; for an
             adapter its base model's.
-        tools: whether it takes tools and leaves to the model whether to call one.
+        tools: whether it accepts tools and lets the model decide about calling one.
         has_parser: whether it parses calls or reasoning when it turns ids into a message.
-        reasoning_parser: whether it was seen to tell reasoning from content.
-        weight_versions: whether it says with which weights each token was sampled.
-        logprobs: of the model itself (raw), after temperature and the like (processed), or unknown.
-        pausable: whether sampling can be held while weights change.
-        metrics: whether it tells numbers about itself at /metrics.
-        reasons: for each better mode, and for other things that it lacks, by the name of the field,
-            why not and what to do.
-        echoes: conversations by which a rendering of one's own can be compared.
+        reasoning_parser: whether it was seen to separate reasoning from content.
+        weight_versions: whether it reports which weights sampled each token.
+        logprobs: the model's own (raw), after temperature and the like (processed), or unknown.
+        pausable: whether sampling can be paused while weights change.
+        metrics: whether it serves /metrics.
+        reasons: for each better mode and each missing ability, by field name, why it is missing
+            and what to do.
+        echoes: conversations with which our rendering can be compared.
     """
 
     mode: EngineMode
@@ -91,17 +91,17 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def probe(engine: Engine, *, wanted: Mode = "auto", model: str) -> ProbeResult:
-    """Asks about a dozen tiny things, each to be answered within 30 seconds.
+    """Probes an engine with a dozen tiny requests of at most 30 seconds each.
 
     Args:
-        wanted: the mode to use; auto: the best that is possible.
+        wanted: the mode to use; auto: the best possible.
         model: the name that the engine serves.
 
     Raises:
         EngineUnavailable, EngineTimeout: it does not answer.
-        EngineRefused: it does not take our key, serves no such model, or does not chat.
-        EngineError: it fails at a plain chat call, or answers with something else.
-        ConfigError: the mode that is wanted is not possible; says why.
+        EngineRefused: it rejects our key, does not serve the model, or has no chat API.
+            EngineError: it fails at a plain chat call or gives a malformed answer.
+            ConfigError: the requested mode is not possible; the message says why.
     """
     ask = ProbeClient(engine, model)
     card = await _card(ask)
@@ -139,10 +139,10 @@ async def probe(engine: Engine, *, wanted: Mode = "auto", model: str) -> ProbeRe
 async def _best(
     ask: ProbeClient, chat: ChatProbe, wanted: Mode
 ) -> tuple[EngineMode, TokensMode, dict[str, str]]:
-    """The mode, what trying it showed, and why not a better one.
+    """Returns the mode, what trying it showed, and why better ones are not possible.
 
     Raises:
-        ConfigError: the mode that is wanted is not possible.
+        ConfigError: the requested mode is not possible.
     """
     reasons: dict[str, str] = {}
     for mode in _BETTER:
@@ -155,8 +155,8 @@ async def _best(
             reasons[mode] = str(no)
             if wanted == mode:
                 raise ConfigError(
-                    f"openai.mode is {mode}, but this engine cannot be asked so: {no}",
-                    hint="With openai.mode auto the best possible mode is used.",
+                    f"openai.mode is {mode}, but this engine does not support it: {no}",
+                    hint="openai.mode auto uses the best possible mode.",
                 ) from None
     return "opaque", TokensMode(), reasons
 
@@ -165,7 +165,7 @@ async def _tried(ask: ProbeClient, chat: ChatProbe, mode: EngineMode) -> TokensM
     """Tries one mode.
 
     Raises:
-        Cannot: it is not possible.
+        NotSupported: it is not possible.
     """
     if mode == "tokens":
         return await try_tokens(ask, chat)
@@ -196,7 +196,7 @@ class _Cards(msgspec.Struct):
 
 
 async def _card(ask: ProbeClient) -> _Card:
-    """What the engine's list says of the model; of an adapter with its base model's root."""
+    """Returns the engine's entry for the model; for an adapter with its base model's root."""
     try:
         cards = convert(await ask.get("/v1/models") or {}, _Cards, "/v1/models").data
     except NotSupported:

@@ -1,8 +1,8 @@
-"""The tiny requests by which an engine shows how it can be asked, and how their answers are read.
+"""Sends a probe's tiny requests and reads their answers.
 
-In flow an engine's answers, unvalidated; out flow small structs, or `Cannot`: a sentence that says
-why the engine cannot be asked in some way. An engine that is down or too slow is no such answer:
-EngineUnavailable and EngineTimeout pass through. The places of the fields are those of vLLM.
+In flow an engine's unvalidated answers; out flow small structs, or `NotSupported` with a sentence
+that says what the engine lacks. An engine that is down or too slow is another matter:
+EngineUnavailable and EngineTimeout pass through. Fields are where vLLM has them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .engine import Engine
 _SECONDS = 30.0
 _SIMULATED_TRIES = 6
 _TIE = 0.05
-"""Two tokens whose logprobs are this close may change places from one request to the next: a GPU
-adds up in another order when other requests run beside. Neither can then have more than half."""
+"""Two tokens with logprobs this close may swap ranks between requests: a GPU sums in another order
+when other requests run in parallel. Neither can then have a probability above one half."""
 _HALF = math.log(0.5)
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ Token = tuple[str, tuple[int, ...]]
 
 
 class NotSupported(Exception):
-    """The engine cannot be asked in some way; the text is a sentence that says why."""
+    """The engine lacks an ability; the text is a sentence that says why."""
 
 
 class TopToken(msgspec.Struct, frozen=True):
@@ -54,13 +54,13 @@ class ScoredToken(msgspec.Struct, frozen=True):
 
 
 class Logprobs(msgspec.Struct, frozen=True):
-    """Of one choice; `content` in chat and generate, `token_logprobs` in completions."""
+    """Logprobs of one choice: `content` in chat and generate, `token_logprobs` in completions."""
 
     content: list[ScoredToken] | None = None
     token_logprobs: list[float | None] | None = None
 
     def values(self) -> list[float]:
-        """One number a token; without those that are null."""
+        """Returns one number for each token, without nulls."""
         if self.content is not None:
             return [scored.logprob for scored in self.content]
         return [logprob for logprob in self.token_logprobs or () if logprob is not None]
@@ -76,7 +76,7 @@ class ProbeMessage(msgspec.Struct, frozen=True):
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether the engine told reasoning from content."""
+        """Whether the engine separated reasoning from content."""
         return bool(self.reasoning or self.reasoning_content)
 
     def same(self, other: ProbeMessage) -> bool:
@@ -87,7 +87,7 @@ class ProbeMessage(msgspec.Struct, frozen=True):
 
 
 class ProbeChoice(msgspec.Struct, frozen=True):
-    """One choice of an answer. `prompt_token_ids` stands here in completions only."""
+    """One choice of an answer; `prompt_token_ids` is here in completions only."""
 
     message: ProbeMessage | None = None
     token_ids: list[int] | None = None
@@ -97,19 +97,19 @@ class ProbeChoice(msgspec.Struct, frozen=True):
     weight_versions: list[Any] | None = None
 
     def scores(self) -> list[float]:
-        """The logprobs of the sampled tokens; none if they have another form than vLLM's."""
+        """Returns the sampled tokens' logprobs; [] if they do not have vLLM's form."""
         return self._logprobs().values()
 
     def lacks(self) -> list[str]:
-        """What is missing for an exact record."""
+        """Returns what is missing for an exact record."""
         if not self.token_ids:
             return ["token_ids"]
         return [] if len(self.scores()) == len(self.token_ids) else ["a logprob for each token"]
 
     def first_place(self) -> dict[Token, float]:
-        """The logprobs of the likeliest first tokens, by their text.
+        """Returns the logprobs of the likeliest first tokens, by their text.
 
-        Without texts that stand twice: parts of a character may all be written as nothing.
+        Texts that occur twice are left out: parts of a character may all decode to nothing.
         """
         content = self._logprobs().content
         tops = (content[0].top_logprobs if content else None) or []
@@ -125,7 +125,7 @@ class ProbeChoice(msgspec.Struct, frozen=True):
 
 
 class ProbeAnswer(msgspec.Struct, frozen=True):
-    """What a sampling endpoint answers."""
+    """The answer of a sampling endpoint."""
 
     choices: list[ProbeChoice]
     prompt_token_ids: list[int] | None = None
@@ -141,14 +141,14 @@ class ProbeClient:
     def __init__(self, engine: Engine, model: str) -> None:
         self._engine = engine
         self.model = model
-        # In this process the simulated engine fails by chance, and does not ask itself again.
+        # The in-process simulated engine fails at random and does not retry by itself.
         self._tries = _SIMULATED_TRIES if engine.kind == "sim" else 1
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The answer to one request.
 
         Raises:
-            EngineError: of every kind.
+            EngineError: any subclass.
         """
         for left in reversed(range(self._tries)):
             try:
@@ -164,10 +164,10 @@ class ProbeClient:
         raise AssertionError("there is at least one try")
 
     async def may(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """As `post`, for what the engine need not be able to do.
+        """Like `post`, for an optional ability.
 
         Raises:
-            Cannot: it refuses, fails or answers garbage.
+            NotSupported: the engine refuses, fails or answers garbage.
             EngineUnavailable, EngineTimeout: it does not answer.
         """
         try:
@@ -177,7 +177,7 @@ class ProbeClient:
             raise NotSupported(f"{path} {refusal(error)}") from None
 
     async def get(self, path: str) -> dict[str, Any] | None:
-        """The answer to a GET; None where the engine has none.
+        """Returns the answer to a GET, or None if the engine has none.
 
         Raises:
             EngineUnavailable, EngineTimeout: it does not answer.
@@ -189,7 +189,7 @@ class ProbeClient:
             return None
 
     async def has_metrics(self) -> bool:
-        """Whether /metrics gives numbers in the form of Prometheus.
+        """Whether /metrics serves Prometheus text.
 
         Raises:
             EngineUnavailable, EngineTimeout: it does not answer.
@@ -197,7 +197,7 @@ class ProbeClient:
         try:
             await self._engine.get("/metrics")
         except EngineGarbage as error:
-            # An Engine reads JSON only; its complaint quotes the beginning of the text.
+            # An Engine reads JSON only; its error quotes the beginning of the text.
             return "# HELP" in error.message or "# TYPE" in error.message
         except EngineError as error:
             _raise_if_down(error)
@@ -205,14 +205,14 @@ class ProbeClient:
 
 
 def _raise_if_down(error: EngineError) -> None:
-    """Raises what says nothing about what the engine can do."""
+    """Raises errors that say nothing about the engine's abilities."""
     unknown = error.detail.get("status") == HTTPStatus.NOT_IMPLEMENTED
     if isinstance(error, EngineTimeout | EngineUnavailable) and not unknown:
         raise error
 
 
 def refusal(error: EngineError) -> str:
-    """What the engine did, as the end of a sentence, in its own words."""
+    """Returns what the engine did, with its message, as the end of a sentence."""
     status = error.detail.get("status")
     words = error.message.removeprefix(f"The engine refused the request (HTTP {status}): ")
     verb = f"is refused (HTTP {status})" if isinstance(error, EngineRefused) else "fails"
@@ -220,16 +220,16 @@ def refusal(error: EngineError) -> str:
 
 
 def sentence(words: str) -> str:
-    """`words` with an end."""
+    """Returns `words` with a full stop."""
     words = words.strip()
     return words if words.endswith((".", "!", "?", "…")) else f"{words}."
 
 
 def read(answer: dict[str, Any], path: str) -> ProbeAnswer:
-    """The parts of an answer that matter.
+    """Reads the parts of an answer that the probe needs.
 
     Raises:
-        Cannot: a field has another type than vLLM's, or there is no choice.
+        NotSupported: a field has another type than vLLM's, or there is no choice.
     """
     found = convert(answer, ProbeAnswer, path)
     if not found.choices:
@@ -238,10 +238,10 @@ def read(answer: dict[str, Any], path: str) -> ProbeAnswer:
 
 
 def convert(value: Any, kind: type[T], path: str) -> T:
-    """`value` as `kind`.
+    """Converts `value` to `kind`.
 
     Raises:
-        Cannot: it is something else.
+        NotSupported: it is something else.
     """
     try:
         return msgspec.convert(value, kind)

@@ -1,7 +1,7 @@
-"""The modes in which an engine can be asked, each tried on one small conversation.
+"""Tries each mode of an engine on one small conversation.
 
-Every check is exact: what a mode gives for the conversation must be, token by token, what a chat
-call gave. What fails is a `Cannot` with a sentence for the user.
+Every check is exact: a mode's result must equal a chat call's, token by token. A failure is a
+`NotSupported` with a sentence for the user.
 """
 
 from __future__ import annotations
@@ -51,19 +51,20 @@ _PLAIN: dict[str, Any] = {"messages": MESSAGES, "temperature": 0, "max_tokens": 
 _EXACT: dict[str, Any] = {**_PLAIN, "return_token_ids": True, "logprobs": True}
 _EXACT_WITH_TOP: dict[str, Any] = {**_EXACT, "top_logprobs": 5}
 _BARE: dict[str, Any] = {"messages": MESSAGES, "max_completion_tokens": 64}
-"""OpenAI's reasoning models take neither `temperature` nor `max_tokens`."""
+"""For OpenAI's reasoning models, which accept neither `temperature` nor `max_tokens`."""
 _WRONG_ADDRESS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND)
 
 _TELLING_SPREAD = 0.5
-"""Halving the temperature doubles the distance of two logprobs; this one is far above noise."""
+"""Halving the temperature doubles the distance of two logprobs; this distance is far above
+noise."""
 
 
 class ChatProbe(msgspec.Struct, frozen=True):
-    """What a plain chat call gave.
+    """The result of a plain chat call.
 
     Args:
         body: of the request.
-        inexact: why its tokens cannot be recorded; "" if they can.
+        inexact: why its tokens cannot be recorded, or "".
     """
 
     body: dict[str, Any]
@@ -75,10 +76,10 @@ class ChatProbe(msgspec.Struct, frozen=True):
         return self.answer.choices[0]
 
     def prompt_ids(self) -> list[int]:
-        """The ids of the prompt.
+        """Returns the prompt's ids.
 
         Raises:
-            Cannot: tokens cannot be recorded.
+            NotSupported: tokens cannot be recorded.
         """
         if self.inexact:
             raise NotSupported(self.inexact)
@@ -86,7 +87,7 @@ class ChatProbe(msgspec.Struct, frozen=True):
 
 
 class TokensMode(msgspec.Struct, frozen=True, kw_only=True):
-    """What mode tokens showed of the engine; the fields are those of Upstream."""
+    """What trying mode tokens showed; the fields are those of ProbeResult."""
 
     has_parser: bool = False
     reasoning_parser: bool = False
@@ -94,11 +95,11 @@ class TokensMode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def ask_chat(ask: ProbeClient, *, exact: bool) -> ChatProbe:
-    """A plain chat call, with ids if the engine gives them (and `exact` asks for them).
+    """Makes a plain chat call, with ids if `exact` and the engine gives them.
 
     Raises:
-        EngineRefused: it takes not even the plainest call, or not from us.
-        EngineError: it does not answer, or with something else.
+        EngineRefused: the engine refuses even the plainest call, or our key.
+        EngineError: it does not answer, or the answer is malformed.
     """
     inexact = "" if exact else "Token ids were not asked for."
     forms = [_EXACT_WITH_TOP, _EXACT] if exact else []
@@ -127,17 +128,17 @@ def _inexact(answer: ProbeAnswer) -> str:
 
 
 async def try_tokens(ask: ProbeClient, chat: ChatProbe) -> TokensMode:
-    """Renders, continues ids and parses ids, each by a request of its own.
+    """Renders, continues ids and parses ids, in separate requests.
 
     Raises:
-        Cannot: the engine has not these requests, or they give something else than chat.
+        NotSupported: an endpoint is missing or its result differs from chat.
         EngineUnavailable, EngineTimeout: it does not answer.
     """
     prompt_ids = chat.prompt_ids()
     rendered = await _scale_out(ask, RENDER, chat.body)
     if rendered.get("token_ids") != prompt_ids:
         raise NotSupported(f"{RENDER} gives other ids than a chat call has in its prompt.")
-    # As vLLM's own clients do: what /render answers is the request that /generate takes.
+    # As vLLM's own clients do: the answer of /render is the request for /generate.
     answered = await _scale_out(ask, GENERATE, {**rendered, "return_token_ids": True})
     answer = read(answered, GENERATE)
     _check(chat, answer.choices[0], answer.prompt_token_ids, GENERATE)
@@ -150,10 +151,10 @@ async def try_tokens(ask: ProbeClient, chat: ChatProbe) -> TokensMode:
 
 
 async def try_completions(ask: ProbeClient, chat: ChatProbe) -> None:
-    """Continues the ids of the prompt.
+    """Continues the prompt's ids.
 
     Raises:
-        Cannot: the engine takes or gives no ids there, or others than chat.
+        NotSupported: the endpoint takes or returns no ids, or other ids than chat.
         EngineUnavailable, EngineTimeout: it does not answer.
     """
     body = {
@@ -187,22 +188,22 @@ async def _scale_out(ask: ProbeClient, path: str, body: dict[str, Any]) -> dict[
 
 
 def _advised(no: NotSupported, flags: str) -> str:
-    """The sentence with the flags that vLLM has to be started with, if it does not name them."""
+    """Adds to the sentence the flags that vLLM needs, unless it names them."""
     named = all(word in str(no) for word in flags.split() if word.startswith("--"))
     return str(no) if named else f"{no} Start vLLM with {flags}."
 
 
 async def _try_derender(ask: ProbeClient, chat: ChatProbe) -> tuple[bool, bool]:
-    """Whether a parser is configured, and whether it was seen to find reasoning."""
+    """Returns whether a parser is configured, and whether it was seen to find reasoning."""
     ids = chat.choice.token_ids or []
     ended = chat.choice.finish_reason == "stop"
     has_parser = has_reasoning = False
-    # The end of the turn is text to /derender, and nothing to chat; no ids at all are refused.
+    # /derender shows the end token as text, chat does not; empty ids are refused.
     spoken = ids[:-1] if ended and len(ids) > 1 else ids
     try:
         message, *_ = await _derender(ask, [spoken], None)
     except NotSupported:
-        # Where a parser is configured it needs the request.
+        # A configured parser needs the request.
         rendered = await _scale_out(ask, RENDER, {**chat.body, "messages": _THINKING})
         thought_ids = convert(rendered.get("token_ids"), list[int], RENDER)
         message, thought, *_ = await _derender(ask, [spoken, thought_ids], chat.body)
@@ -216,7 +217,7 @@ async def _try_derender(ask: ProbeClient, chat: ChatProbe) -> tuple[bool, bool]:
 async def _derender(
     ask: ProbeClient, answers: list[list[int]], request: dict[str, Any] | None
 ) -> list[ProbeMessage]:
-    """The messages that the engine makes of the ids of several answers."""
+    """Returns the engine's messages for the ids of several answers."""
     choices = [
         {"index": index, "finish_reason": "stop", "token_ids": ids}
         for index, ids in enumerate(answers)
@@ -232,10 +233,10 @@ async def _derender(
 
 
 async def try_tools(ask: ProbeClient, chat: ChatProbe) -> ProbeAnswer:
-    """A chat call with a tool that the model may call or not.
+    """Makes a chat call with an optional tool.
 
     Raises:
-        Cannot: the engine refuses it.
+        NotSupported: the engine refuses it.
         EngineUnavailable, EngineTimeout: it does not answer.
     """
     body = {**chat.body, "tools": TOOLS, "tool_choice": "auto"}
@@ -247,7 +248,7 @@ async def try_tools(ask: ProbeClient, chat: ChatProbe) -> ProbeAnswer:
 
 
 async def logprobs_kind(ask: ProbeClient, chat: ChatProbe) -> LogprobsKind:
-    """Whether logprobs are the model's own or change with the temperature.
+    """Returns whether logprobs are the model's own or change with the temperature.
 
     Raises:
         EngineUnavailable, EngineTimeout: it does not answer.
@@ -263,7 +264,7 @@ async def logprobs_kind(ask: ProbeClient, chat: ChatProbe) -> LogprobsKind:
     both = greedy.keys() & warm.keys()
     values = [greedy[token] for token in both]
     spread = max(values, default=0.0) - min(values, default=0.0)
-    # Twice the distances are reached only where some logprob moves by half of the largest.
+    # If temperature applied, some logprob would move by at least half of the largest distance.
     if all(abs(greedy[token] - warm[token]) < spread / 4 for token in both) and both:
         return "raw"
     return "processed" if spread >= _TELLING_SPREAD else "unknown"

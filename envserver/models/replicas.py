@@ -1,8 +1,10 @@
-"""The replicas of an engine: which one serves a request, and what its requests tell about it.
+"""The replicas of an engine: which one serves a request, and what requests show about it.
 
-A rollout sticks to one replica (rendezvous hash of its id) so that the engine's prefix cache serves
-its later turns, while that one is well and has room. How its calls and its health checks go decides
-by its breaker whether it is used; what changes there is logged once.
+A rollout sticks to one replica (rendezvous hash of its id), so that the engine's prefix cache
+serves
+its later turns, as long as that replica is healthy and has slots. Results of calls and health
+checks
+decide through its breaker whether it is used; each change is logged once.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from .breaker import Breaker, State
 from .slots import Slots
 
 _FAIR_SECONDS = 5.0
-"""A call that was given less tells nothing about its replica when it runs out of time."""
+"""A call with a shorter timeout says nothing about its replica when it times out."""
 
 _log = structlog.get_logger("envserver.engine")
 
@@ -66,7 +68,7 @@ class Replica:
 
     @contextmanager
     def request(self) -> Iterator[ReplicaRequest]:
-        """A request goes there; it tells the Visit how it went, if there is anything to tell."""
+        """Context of a request to this replica, which reports its result to the ReplicaRequest."""
         request = ReplicaRequest(self)
         tries = self._breaker.begin()
         self._requests.add(request)
@@ -77,24 +79,24 @@ class Replica:
             self._breaker.end(tries)
 
     def checked(self, well: bool, reason: str = "") -> None:
-        """Its health was asked for; a replica that is not well takes no calls."""
+        """Registers a health check; an unhealthy replica gets no calls."""
         with self._noted():
             self._breaker.checked(well, reason)
 
     def measured(self, load: Load | None) -> None:
-        """Adapts the calls in flight to its load; None: it says nothing about that."""
+        """Adapts the limit to the reported load; None: it reports none."""
         if load is None:
             self.slots.resize(self._limit.forget())
         else:
             self.slots.resize(self._limit.observe(load, self.slots.used))
 
     def give_up_requests(self) -> None:
-        """Ends every request that is still without an answer, to be sent elsewhere."""
+        """Stops every unanswered request, to be sent elsewhere."""
         for request in self._requests:
             request.give_up()
 
     def heard(self) -> None:
-        """It sent something that only a working engine sends."""
+        """Registers a sign of life that only a working engine gives."""
         self.heard_at = self.clock()
 
     def answered(self, begun_at: float) -> None:
@@ -113,7 +115,7 @@ class Replica:
             self._breaker.refused(reason)
 
     def busy(self, seconds: float) -> None:
-        """It asks to be left alone for so long."""
+        """Registers the engine's request to wait."""
         self._busy_until = max(self._busy_until, self.clock() + seconds)
 
     @contextmanager
@@ -127,14 +129,15 @@ class Replica:
 
 
 class ReplicaRequest:
-    """One request at a replica, until it is answered: of a stream, until its first chunk.
+    """One request at a replica, until its answer (or the first chunk of a stream) arrives.
 
-    Only calls have slots: questions about health and models are answered by engines that can do
-    nothing else, so their answers tell nothing.
+    Only calls take slots and count for the breaker: even an engine that cannot sample answers
+        requests
+    for its health and models.
 
     Args:
-        sent_at: when it got a slot and was sent, None before.
-        given_up: it was ended because its replica does not live any more.
+        sent_at: when it got a slot and was sent; None before.
+        given_up: it was stopped because its replica no longer responds.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -146,7 +149,7 @@ class ReplicaRequest:
 
     @contextmanager
     def within(self, scope: asyncio.Timeout) -> Iterator[None]:
-        """`scope` is what `give_up` ends, by a TimeoutError."""
+        """Makes `give_up` end `scope` with a TimeoutError."""
         self._scope = scope
         try:
             yield
@@ -177,8 +180,11 @@ class ReplicaRequest:
         self.replica.refused(reason)
 
     def timed_out(self) -> None:
-        """Its time was over. The replica failed if nobody heard of it since the request went out:
-        else it is only slow."""
+        """Registers a timeout.
+
+        It counts as a failure only if the replica has shown no sign of life since the request was
+        sent;
+        otherwise the replica is merely slow."""
         if self.sent_at is None:
             return
         waited = self.replica.clock() - self.sent_at
@@ -195,10 +201,11 @@ class Replicas:
         self.all = [Replica(url, max_in_flight, clock) for url in urls]
 
     def pick(self, rollout_id: str, avoid: Collection[Replica] = ()) -> Replica:
-        """The best for `rollout_id`: usable, not to be avoided, its own, as far as it can be.
+        """Picks the replica for `rollout_id`: usable, not in `avoid`, and its own if possible.
 
-        One that is full loses its calls to others that are less so, by whole limits: else a slow
-        replica would keep the calls that it has no time for.
+        A full replica loses its calls to less loaded ones, counted in multiples of its limit:
+            otherwise a
+        slow replica would keep calls that it has no time for.
         """
         if len(self.all) == 1:
             return self.all[0]

@@ -23,7 +23,7 @@ _MAX_PAUSE_SECONDS = 5.0
 
 
 class Retrying:
-    """Calls to `replicas`.
+    """Sends calls to `replicas`.
 
     Args:
         tries: requests sent for one call, over all replicas.
@@ -38,14 +38,14 @@ class Retrying:
     async def until_answered(
         self, once: Callable[[ReplicaRequest], Awaitable[T]], rollout_id: str, deadline: float
     ) -> T:
-        """What `once` gives, at the first replica where it gives something.
+        """Runs `once` on one replica after another until it succeeds.
 
         Args:
-            once: raises TryAgain, or an EngineError; only EngineRefused is final.
+            once: raises RetryableError or an EngineError; only EngineRefused is final.
             deadline: in the time of the loop.
 
         Raises:
-            EngineError: that of the last try.
+            EngineError: the last try's.
         """
         now = asyncio.get_running_loop().time
         tried: list[Replica] = []
@@ -62,7 +62,7 @@ class Retrying:
             await asyncio.sleep(pause)
 
     def _pause(self, retryable: RetryableError, tried: list[Replica]) -> float | None:
-        """Seconds until the next try, None if there should be none."""
+        """Returns the seconds until the next try, or None if there should be none."""
         if self._replicas.other_usable(tried):
             return 0.0
         if retryable.elsewhere:
@@ -73,11 +73,11 @@ class Retrying:
 async def _try(
     once: Callable[[ReplicaRequest], Awaitable[T]], request: ReplicaRequest, deadline: float
 ) -> T:
-    """`once`, ended in time.
+    """Runs `once` until `deadline` and tells the replica how it went.
 
     Raises:
-        TryAgain: another try may do better.
-        EngineError: it may not.
+        RetryableError: a retry may succeed.
+        EngineError: a retry will not.
     """
     try:
         async with asyncio.timeout_at(deadline) as scope:
@@ -104,16 +104,16 @@ async def _try(
 def _overdue(request: ReplicaRequest) -> Exception:
     replica = request.replica
     if request.given_up:
-        message = f"The engine at {replica.url} does not live any more: {replica.reason}."
+        message = f"The engine at {replica.url} no longer responds: {replica.reason}."
         return RetryableError(EngineUnavailable(message, base_url=replica.url), "busy")
     request.timed_out()
     return late(replica, has_room=request.sent_at is not None)
 
 
 def late(replica: Replica, *, has_room: bool = True) -> EngineTimeout:
-    """`replica` did not answer in time; `has_room`: it was asked at all."""
+    """Returns the timeout error of `replica`; `has_room`: the call got a slot and was sent."""
     if not has_room:
-        message = "The engine had no room for the call in time."
-        hint = "Ask for fewer rollouts at once by --rollouts.max_concurrent."
+        message = "The engine had no free slot for the call in time."
+        hint = "Lower --rollouts.max_concurrent."
         return EngineTimeout(message, hint=hint, base_url=replica.url)
     return EngineTimeout("The engine did not answer in time.", base_url=replica.url)

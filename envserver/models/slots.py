@@ -1,4 +1,4 @@
-"""Calls in flight to one replica, bounded by a number that may change while calls wait."""
+"""Limits the calls in flight to one replica; the limit may change while calls wait."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 
 
 class Slots:
-    """`async with` it: waits for one of `limit` slots, first come, first served.
+    """`limit` slots, taken with `async with`, first come, first served.
 
     Args:
         used: slots that are taken; over `limit` for a time after it was lowered.
@@ -20,16 +20,16 @@ class Slots:
 
     @property
     def waiting(self) -> int:
-        """Calls that have no slot yet."""
+        """Number of calls that have no slot yet."""
         return len(self._waiting)
 
     @property
     def rounds(self) -> int:
-        """How many times all slots must be given back before a call that comes now gets one."""
+        """How often all slots must be released before a call that arrives now gets one."""
         return (self.used + len(self._waiting)) // self.limit
 
     def resize(self, limit: int) -> None:
-        """Changes the limit; whoever has a slot keeps it."""
+        """Changes the limit; calls that have a slot keep it."""
         self.limit = limit
         self._hand_out()
 

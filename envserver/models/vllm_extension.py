@@ -1,7 +1,7 @@
-"""How vLLM is started so that it takes new weights: `vllm_worker/envserver_reload.py` in its path.
+"""Starts vLLM with our worker extension, `vllm_worker/envserver_reload.py`, which reloads weights.
 
-In flows the environment that vLLM is to be started with, out flows one in which it finds our
-extension of its worker. Nothing of vLLM is imported here.
+In flow the environment variables for vLLM, out flow those with which it finds the extension. vLLM
+itself is not imported here.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Final
 
 FOLDER: Final = Path(__file__).parent / "vllm_worker"
-"""Holds that one module and nothing else: what stands in a path hides what has the same name."""
+"""Holds that one module only, since modules in a path hide others of the same name."""
 ARGUMENTS: Final = ("--worker-extension-cls", "envserver_reload.ReloadWeights")
 METHOD: Final = "envserver_reload"
-"""What `/collective_rpc` is asked for; it takes `weights_path`."""
+"""The method to call by `/collective_rpc`; it takes `weights_path`."""
 
 
 def extended(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` for a vLLM that is started with ARGUMENTS: the routes that change weights, pause
-    and load adapters are on, and the extension can be imported.
+    """Returns `environ` for a vLLM started with ARGUMENTS.
+
+    The routes that change weights, pause and load adapters are on, and the extension can be
+    imported.
     """
     path = [str(FOLDER), environ.get("PYTHONPATH", "")]
     return {

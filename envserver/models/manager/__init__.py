@@ -1,6 +1,6 @@
-"""Engines that are started here: vLLM, or the local one; watched, restarted, ended with us.
+"""Starts vLLM or the local engine, restarts it when it dies, and stops it with us.
 
-async with running(spec, tell=print) as engine:
+async with running_engine(spec, tell=print) as engine:
     engine.base_url, engine.model, engine.backend
 """
 

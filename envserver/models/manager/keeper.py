@@ -1,4 +1,4 @@
-"""A small process between us and an engine: when either is gone, nothing of the engine stays.
+"""A small parent process of an engine: when we or the engine end, it stops all of the engine.
 
     python -I -S keeper.py GRACE_SECONDS COMMAND ...
 
@@ -25,7 +25,7 @@ _LOOK_SECONDS = 0.2
 
 
 class _Told(Exception):
-    """A signal tells us to end."""
+    """A signal asks this process to end."""
 
 
 def main(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""The command lines of engines: which of them are possible here, and why others are not."""
+"""Builds the command lines of the engines that can be started here."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ print(json.dumps(found))
 """
 _LOOK_SECONDS = 60.0
 _SCALE_OUT_SINCE = (0, 32)
-"""The first version known to have the routes that take and give token ids for whole chats."""
+"""The first version with routes that take and return token ids for whole chats."""
 
 
 class Launch(NamedTuple):
-    """How one engine is started: its words, and variables beside ours."""
+    """How one engine is started: its command, and environment variables in addition to ours."""
 
     kind: Kind
     command: list[str]
@@ -42,10 +42,10 @@ class Launch(NamedTuple):
 
 
 class Vllm(NamedTuple):
-    """A vLLM that is installed.
+    """An installed vLLM.
 
     Args:
-        cpu: it is the build for machines without an accelerator.
+        cpu: whether it is the build for machines without an accelerator.
     """
 
     python: str
@@ -54,7 +54,7 @@ class Vllm(NamedTuple):
 
 
 def find_vllm(python: Path | None) -> Vllm | str:
-    """The vLLM of `python` (None: ours), or why there is none. Takes a moment: runs it."""
+    """Finds vLLM in `python` (None: this one) by running it; returns a reason if there is none."""
     program = os.fspath(python) if python else sys.executable
     try:
         done = subprocess.run(
@@ -73,10 +73,10 @@ def find_vllm(python: Path | None) -> Vllm | str:
 
 
 def launches(spec: EngineSpec, vllm: Vllm | str, port: int) -> list[Launch]:
-    """The engines to try, the first first; never empty.
+    """Returns the engines to try, in order; never empty.
 
     Raises:
-        ConfigError: the only one that is wanted is not there.
+        ConfigError: the requested backend is not installed.
     """
     local = Launch("local", _local(spec, port), {})
     if spec.backend == "local":
@@ -84,7 +84,7 @@ def launches(spec: EngineSpec, vllm: Vllm | str, port: int) -> list[Launch]:
     if isinstance(vllm, str):
         if spec.backend == "vllm":
             raise ConfigError(
-                f"The backend vllm is wanted, but {vllm}.",
+                f"The backend vllm was requested, but {vllm}.",
                 hint="Name the Python that has it by --engine.vllm_python, or --engine.backend "
                 "auto to fall back to the local engine.",
             )
@@ -111,8 +111,7 @@ def _vllm(spec: EngineSpec, vllm: Vllm, port: int) -> list[str]:
     if spec.load_in_4bit:
         words += ["--quantization", "bitsandbytes"]
     if vllm.cpu:
-        # To compile takes minutes there; and a prompt that is worked on in parts ends this build
-        # if its request has a seed.
+        # Compiling takes minutes there, and this build crashes on a chunked prompt with a seed.
         words += ["--enforce-eager", "--max-num-batched-tokens", "32768"]
     return [*words, *spec.vllm_args]
 
@@ -124,7 +123,7 @@ def _common(spec: EngineSpec, port: int) -> list[str]:
 
 
 def _vllm_environ(vllm: Vllm) -> dict[str, str]:
-    """Weights can be changed while it runs, and it tells nobody that it does."""
+    """Returns variables that allow weight updates and switch vLLM's usage statistics off."""
     chosen = {"VLLM_NO_USAGE_STATS": "1"}
     if vllm.cpu:
         chosen["VLLM_CPU_KVCACHE_SPACE"] = "1"

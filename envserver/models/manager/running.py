@@ -1,4 +1,4 @@
-"""One engine's life: started, waited for, started again when it dies, ended with us.
+"""Runs one engine: starts it, waits for it, restarts it when it dies, and stops it with us.
 
 In: a `Spec`. Out: an address that stays the same. Always: what was started is ended on the way
 out, and by the keeper (`keeper.py`) where we are killed. An engine that dies is started again after
@@ -32,7 +32,7 @@ _KEEPER_SECONDS = _GRACE_SECONDS + 5.0
 _LOOK_SECONDS = 0.2
 _TELL_SECONDS = 10.0
 _STEADY_SECONDS = 60.0
-"""An engine that lived for so long has earned all its restarts again."""
+"""After this uptime the count of restarts starts again."""
 _BACKOFF = Backoff(first_seconds=1.0, max_seconds=30.0)
 _LAST_WORDS_BYTES = 4096
 
@@ -42,9 +42,9 @@ class RunningEngine:
 
     Args:
         base_url: its address, with `/v1`; the same after a restart.
-        model: what requests call its model.
-        backend: what it is.
-        log: what it writes.
+        model: the model's name in requests.
+        backend: vllm or local.
+        log: the file with its output.
     """
 
     def __init__(self, base_url: str, model: str, backend: Kind, log: Path) -> None:
@@ -53,7 +53,7 @@ class RunningEngine:
         self.backend = backend
         self.log = log
         self.restarts = 0
-        """So far."""
+        """Number of restarts so far."""
         self._lost: asyncio.Future[EngineUnavailable] = asyncio.get_running_loop().create_future()
 
     async def until_lost(self) -> None:
@@ -65,21 +65,21 @@ class RunningEngine:
         raise await asyncio.shield(self._lost)
 
     def give_up(self, error: EngineUnavailable) -> None:
-        """It died too often."""
+        """Marks the engine as lost: it died too often."""
         if not self._lost.done():
             self._lost.set_result(error)
 
 
 @contextlib.asynccontextmanager
 async def running_engine(spec: EngineSpec, *, tell: Tell) -> AsyncIterator[RunningEngine]:
-    """The engine, as soon as it answers, and for as long as this lasts.
+    """Yields the engine as soon as it answers, and stops it on exit.
 
     Args:
         tell: gets lines for people: what is started, how long it takes, restarts.
 
     Raises:
         ConfigError: what is wanted cannot be started here, or the port is taken.
-        EngineUnavailable: it did not come up; its last words are in the message.
+        EngineUnavailable: it did not come up; the message has its last output.
     """
     port = _free_port(spec.host, spec.port)
     vllm = "" if spec.backend == "local" else await asyncio.to_thread(find_vllm, spec.vllm_python)
@@ -118,7 +118,7 @@ async def _first(starter: _Starter, possible: list[Launch], tell: Tell) -> tuple
 async def _kept(
     starter: _Starter, launch: Launch, child: _Child, engine: RunningEngine, most: int
 ) -> None:
-    """Starts it again whenever it dies, at most so often in a row; ends it when cancelled."""
+    """Restarts the engine when it dies, at most `most` times in a row; stops it when cancelled."""
     current: _Child | None = child
     deaths, began = 0, time.monotonic()
     try:
@@ -152,7 +152,7 @@ async def _kept(
 
 
 class _Child:
-    """A keeper and its engine.
+    """A keeper process and its engine.
 
     Args:
         engine_pid: of the engine's first process, which leads its group.
@@ -163,7 +163,7 @@ class _Child:
         self.engine_pid = engine_pid
 
     async def end(self) -> None:
-        """Tells the keeper to end all of it, and waits."""
+        """Tells the keeper to stop everything, and waits for it."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         try:
@@ -174,7 +174,7 @@ class _Child:
         self.clean_up()
 
     def clean_up(self) -> None:
-        """Where the keeper was killed, what the engine had started is left: it goes now."""
+        """Kills the engine's process group if the keeper was killed."""
         if self.process.returncode is not None and self.process.returncode < 0:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.engine_pid, 9)
@@ -192,7 +192,7 @@ class _Starter:
         """A process that answers.
 
         Raises:
-            EngineUnavailable: it ended, or took too long; its last words are in the message.
+            EngineUnavailable: it ended, or took too long; the message has its last output.
         """
         log = self._spec.log
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -241,7 +241,7 @@ async def _spawned(launch: Launch, words: IO[bytes]) -> _Child:
         stdout=asyncio.subprocess.PIPE,
         stderr=words,
         env={**os.environ, **launch.environ},
-        # Ctrl-C reaches us alone: we end it in order.
+        # Ctrl-C must reach us alone, so that we stop the engine in order.
         start_new_session=True,
     )
     assert process.stdout is not None
@@ -263,8 +263,8 @@ def _free_port(host: str, port: int) -> int:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"Port {port} of {host} cannot be had: {error.strerror}.",
-                hint="Name another by --port, or 0 for a free one.",
+                f"Port {port} of {host} is not available: {error.strerror}.",
+                hint="Choose another by --port, or 0 for a free one.",
             ) from error
         return int(probe.getsockname()[1])
 

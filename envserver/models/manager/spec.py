@@ -1,4 +1,4 @@
-"""Which engine is to be started: an entry of the catalogue and the user's own settings together."""
+"""Combines an entry of the catalogue with the user's settings into the engine to start."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..catalogue import ModelEntry
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine to be started.
+    """An engine to start.
 
     Args:
         model: a folder, or a name on the hub.
-        name: what requests call it.
-        port: 0: a free one.
-        vllm_python: the Python that has vLLM; None: the one that we run in.
-        restarts: in a row, before it is given up.
-        log: file for what the engine writes; appended to.
+        name: the model's name in requests.
+        port: 0 for a free one.
+        vllm_python: the Python that has vLLM; None: this one.
+        restarts: maximum number in a row.
+        log: file to which the engine's output is appended.
     """
 
     model: str
@@ -40,7 +40,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def engine_spec(entry: ModelEntry, config: EngineConfig) -> EngineSpec:
-    """What `entry` says, and stronger what `config` does."""
+    """Combines `entry` with `config`, which takes precedence."""
     plain = re.sub(r"[^\w.-]+", "-", entry.name).strip("-.") or "engine"
     return EngineSpec(
         model=entry.files,

@@ -1,11 +1,12 @@
-"""What a vLLM worker learns from us: to take new weights from a folder, also where they are tied.
+"""Lets a vLLM worker load new weights from a folder, tied ones included.
 
 In: the path of a folder with safetensors, over `/collective_rpc`. Out: an engine whose every layer
-computes with them. vLLM's own `reload_weights` leaves one out on a CPU: an embedding that is the
-output layer too was packed for its matrix product when it was loaded, and the packed copy stays as
-it was. Here it is packed anew.
+uses them. vLLM's own `reload_weights` misses one case on a CPU: an embedding that is also the
+output
+layer was packed for its matrix product when it was loaded, and the packed copy stays old. It is
+packed again here.
 
-This file stands alone in its folder, for a Python that has vLLM and nothing of ours:
+This file is alone in its folder, for a Python that has vLLM but not this package:
 
     PYTHONPATH=.../envserver/models/vllm_worker vllm serve ... \\
         --worker-extension-cls envserver_reload.ReloadWeights
@@ -20,11 +21,11 @@ class ReloadWeights:
     """Becomes a base of vLLM's worker class, so that `self` is the worker."""
 
     def envserver_can_reload(self) -> bool:
-        """Tells who asks that this extension is here."""
+        """Returns True: this extension is installed."""
         return True
 
     def envserver_reload(self, weights_path: str) -> dict[str, Any]:
-        """Takes the weights in the folder; how many layers had to be packed anew."""
+        """Loads the weights in the folder; returns how many layers had to be packed again."""
         worker: Any = self
         worker.reload_weights(weights_path=weights_path)
         return {"packed": _pack_again(worker.model_runner.get_model())}
@@ -40,7 +41,7 @@ def _pack_again(model: Any) -> int:
 
     packed = 0
     for module in model.modules():
-        # Only where vLLM packed it before: on a CPU, where its weights are not quantised.
+        # vLLM packs it only on a CPU and if its weights are not quantised.
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
             packed += 1

@@ -104,9 +104,9 @@ def test_small_files_are_fetched_from_the_hub(
 def test_a_model_that_is_nowhere_gives_a_reason_and_a_remedy() -> None:
     found = find_model_files(served(NAME))
     assert found.folder is None
-    assert found.reason.startswith("owner/model cannot be fetched: Name or service not known.")
+    assert found.reason.startswith("owner/model cannot be downloaded: Name or service not known.")
     assert "--tokens.tokenizer DIR" in found.reason
-    assert "no folder" in find_model_files(served("/somewhere/else")).reason
+    assert "not a folder" in find_model_files(served("/somewhere/else")).reason
 
 
 def test_the_simulated_engine_brings_its_own() -> None:

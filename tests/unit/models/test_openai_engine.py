@@ -119,7 +119,7 @@ async def test_with_one_of_two_replicas_dead_every_call_is_answered() -> None:
 
 async def test_all_dead_is_unavailable() -> None:
     async with engine(dead_url(), dead_url()) as opened:
-        with pytest.raises(EngineUnavailable, match="takes no connections"):
+        with pytest.raises(EngineUnavailable, match="accepts no connection"):
             await ask(opened)
 
 

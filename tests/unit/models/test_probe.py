@@ -154,7 +154,7 @@ async def test_the_command_shows_an_engine_and_what_would_be_better(tmp_path: Pa
     assert "\033" not in shown.stdout
     text = " ".join(shown.stdout.split())
     assert "mode completions: token ids in and out" in text
-    assert "stitching no: /models/tiny is no folder on this machine." in text
+    assert "stitching no: /models/tiny is not a folder on this machine." in text
     better = text.partition("To get better:")[2]
     assert "Mode tokens: /v1/chat/completions/render is refused (HTTP 403)" in better
     assert better.count("--enable-scale-out") == 1

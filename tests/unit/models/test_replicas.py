@@ -283,7 +283,7 @@ async def test_a_call_that_gets_no_slot_in_time_says_so() -> None:
     ):
         first = asyncio.create_task(ask(opened, "r"))
         await until(lambda: fake.requests)
-        with pytest.raises(EngineTimeout, match="no room"):
+        with pytest.raises(EngineTimeout, match="no free slot"):
             await ask(opened, "r", seconds=0.05)
         first.cancel()
 
