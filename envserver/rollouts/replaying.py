@@ -33,7 +33,7 @@ class Exchange:
     """One request of an agent and its answers.
 
     Args:
-        line: under which name the engine knows the agent (see `proxy.attempts.line_of`).
+        line: under which name the engine knows the agent (see `proxy.attempts.routing_key`).
         messages, tools: what it sent; None: not known, so not compared.
         answers: one for each choice.
         played: it has been asked for.

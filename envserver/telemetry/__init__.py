@@ -1,6 +1,7 @@
-"""What a person who runs the server can see of it: numbers, traces, log lines.
+"""Metrics, traces and log lines for operators of the server.
 
-In flows what the parts count and time; out flow metrics, spans, lines. What always holds: nothing
-here holds a prompt, an answer or a secret, no label has values without bound, and what is switched
-off costs next to nothing. The names are listed in README.md beside this file.
+In flow counts and times of the server's parts; out flow metrics, spans and log lines. What always
+holds: nothing here holds a prompt, an answer or a secret, no label has unbounded values, and what
+is
+switched off costs next to nothing. README.md lists the names.
 """

@@ -1,4 +1,4 @@
-"""Numbers as the families of samples that Prometheus reads."""
+"""Converts numbers to Prometheus metric families."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Labels = tuple[str, ...]
 def counter(
     name: str, words: str, labels: Labels, values: Iterable[tuple[Labels, float]]
 ) -> Metric:
-    """What only grows; its samples end in `_total`."""
+    """Returns a counter family; its samples end in `_total`."""
     family = CounterMetricFamily(name, words, labels=labels)
     for of, value in values:
         family.add_metric(of, value)
@@ -28,7 +28,7 @@ def counter(
 
 
 def gauge(name: str, words: str, labels: Labels, values: Iterable[tuple[Labels, float]]) -> Metric:
-    """What goes up and down."""
+    """Returns a gauge family."""
     family = GaugeMetricFamily(name, words, labels=labels)
     for of, value in values:
         family.add_metric(of, value)
@@ -38,7 +38,7 @@ def gauge(name: str, words: str, labels: Labels, values: Iterable[tuple[Labels, 
 def histogram(
     name: str, words: str, labels: Labels, values: Iterable[tuple[Labels, Distribution]]
 ) -> Metric:
-    """Distributions; their samples end in `_bucket`, `_sum`, `_count`."""
+    """Returns a histogram family; its samples end in `_bucket`, `_sum`, `_count`."""
     family = HistogramMetricFamily(name, words, labels=labels)
     for of, one in values:
         family.add_metric(of, _buckets(one), one.total)
@@ -46,17 +46,17 @@ def histogram(
 
 
 def single(value: float) -> list[tuple[Labels, float]]:
-    """For a family without labels."""
+    """Returns the values of a family without labels."""
     return [((), value)]
 
 
 def by_key(values: Mapping[str, float]) -> list[tuple[Labels, float]]:
-    """For a family with one label."""
+    """Returns the values of a family with one label."""
     return [((key,), value) for key, value in sorted(values.items())]
 
 
 def info(name: str, words: str, facts: dict[str, str]) -> Metric:
-    """Facts that do not change."""
+    """Returns an info family for facts that do not change."""
     return InfoMetricFamily(name, words, value=facts)
 
 

@@ -1,9 +1,9 @@
-"""How late the event loop is, measured as long as the server runs.
+"""Measures the lag of the event loop while the server runs.
 
-A task asks to be woken every 50 ms; how much later it is woken is the lag that any other callback
-had at that moment. A block of half a second delays everybody who came within it, so it counts as
-all the ticks that it swallowed. Where slow callbacks are looked for, a thread notes what the loop
-was doing when it was late.
+A task wakes every 50 ms; how late it wakes is the lag of any other callback at that moment. A block
+of half a second delays every callback within it, so it counts as all the ticks that it swallowed.
+If
+slow callbacks are logged, a thread records the stack of the loop when it is late.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _log = structlog.get_logger("envserver.loop")
 
 
 class LoopLag:
-    """`async with` it in the loop that is to be measured.
+    """Measures the loop in which it is entered with `async with`.
 
     Args:
-        slow_seconds: a callback that takes longer is logged with its place; None: none is.
+        slow_seconds: slower callbacks are logged with their stack; None: none are.
     """
 
     def __init__(self, slow_seconds: float | None = None) -> None:
         self.seconds = Distribution(SHORT_SECONDS)
-        """Of all ticks so far."""
+        """Lag of all ticks so far."""
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._ticked_at = time.monotonic()
         self._slow_seconds = slow_seconds
@@ -45,16 +45,16 @@ class LoopLag:
 
     @property
     def tick_age_seconds(self) -> float:
-        """Since the loop was last seen alive."""
+        """Seconds since the loop last ran."""
         return time.monotonic() - self._ticked_at
 
     def p99_seconds(self) -> float:
-        """At the 99th percentile of the last minute; 0 before the first tick."""
+        """Returns the 99th percentile of the last minute; 0 before the first tick."""
         recent = sorted(self._recent)
         return recent[int(0.99 * (len(recent) - 1))] if recent else 0.0
 
     def begin_anew(self) -> None:
-        """Forgets what was measured: loading what is needed blocks the loop, serving must not."""
+        """Resets the measurement: start-up may block the loop, serving must not."""
         self.seconds = Distribution(SHORT_SECONDS)
         self._recent.clear()
 

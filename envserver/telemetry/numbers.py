@@ -1,7 +1,7 @@
-"""Numbers that a part of the server keeps of itself, read when `/metrics` is asked for.
+"""Counters and distributions that the server's parts keep for `/metrics`.
 
-Each belongs to the part that counts and is written on its event loop only: no lock, a fraction of a
-microsecond each.
+Each is owned by the part that counts and written on its event loop only: no lock, and a fraction of
+a microsecond for each update.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Final
 SECONDS: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
 )  # fmt: skip
-"""Bounds for what takes from a millisecond to minutes."""
+"""Histogram bounds for durations from a millisecond to minutes."""
 SHORT_SECONDS: Final = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0,
 )  # fmt: skip
-"""Bounds for what should take no time."""
+"""Histogram bounds for very short durations."""
 OTHER: Final = "other"
-"""The value of a label that has too many values."""
+"""The label value used once a label has too many values."""
 
 
 class Distribution:
-    """How often values fell between `bounds` (ascending; a value on a bound is below it)."""
+    """A histogram with ascending `bounds`; a value on a bound counts as below it."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -42,8 +42,8 @@ class Distribution:
 
 
 class Labelled:
-    """One Distribution for each combination of labels, at most `most` of them; `other` for what
-    comes later."""
+    """One Distribution for each of at most `most` label combinations; later ones count as
+    `other`."""
 
     def __init__(self, bounds: tuple[float, ...], most: int = 200) -> None:
         self._bounds = bounds
@@ -63,7 +63,7 @@ class Labelled:
 
 
 class Counts:
-    """A count for each combination of labels, bounded as `Labelled` is."""
+    """A count for each label combination, limited like `Labelled`."""
 
     def __init__(self, most: int = 500) -> None:
         self._most = most

@@ -1,4 +1,4 @@
-"""Traces by OpenTelemetry, sent over OTLP/HTTP. Imported only where an endpoint is set."""
+"""Sends traces with OpenTelemetry over OTLP/HTTP. Imported only if an endpoint is set."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ from .tracing import Attributes, Span
 
 _NANOSECONDS = 1_000_000_000
 _SEND_SECONDS = 5
-"""For one batch, retries included; the longest that a receiver which is gone delays the end."""
+"""Timeout of one batch, retries included; the longest delay at shutdown if the receiver is gone."""
 
 
 @asynccontextmanager
 async def otlp_tracer(
     endpoint: str, *, service_name: str, sample_ratio: float
 ) -> AsyncIterator[OtelTracer]:
-    """Traces go to `endpoint` (`http://host:4318`) in the background; on the way out what waits is
-    sent."""
+    """Sends traces to `endpoint` (`http://host:4318`) in the background; flushes on exit."""
     provider = TracerProvider(
         resource=Resource.create({"service.name": service_name, "service.version": __version__}),
         sampler=ParentBased(TraceIdRatioBased(sample_ratio)),
@@ -110,7 +109,7 @@ def _open(
     parent: ApiSpan | None,
     kind: SpanKind,
 ) -> Iterator[_OtelSpan]:
-    # What an error says may hold an answer or an address: only its kind is told.
+    # An error's message may hold an answer or an address: only its kind is recorded.
     context = None if parent is None else set_span_in_context(parent)
     span = tracer.start_span(name, context=context, kind=kind, attributes=dict(attributes))
     try:

@@ -1,4 +1,4 @@
-"""What the server's process and those below it use."""
+"""Resource usage of the server's process and its descendants."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _MOST_CHILDREN: Final = 4096
 
 
 class Resources:
-    """Of this process by `prometheus_client`'s own names, of all its descendants as sums."""
+    """This process under `prometheus_client`'s names; its descendants as sums."""
 
     def __init__(self) -> None:
         self._own = ProcessCollector(registry=None)
 
     async def families(self) -> Iterable[Metric]:
-        """The numbers of the moment; the files of `/proc` are read in a thread."""
+        """Returns the current numbers; `/proc` is read in a thread."""
         return await asyncio.to_thread(self._read)
 
     def _read(self) -> list[Metric]:
@@ -46,14 +46,14 @@ class Resources:
 
 
 def _descendants() -> tuple[int, int, float]:
-    """How many there are, their resident bytes, their CPU seconds; 0 where /proc does not say."""
+    """Returns the descendants' count, resident bytes and CPU seconds; 0 without /proc."""
     page, ticks = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
     count = rss_pages = cpu_ticks = 0
     waiting = _children(os.getpid())
     while waiting and count < _MOST_CHILDREN:
         pid = waiting.pop()
         try:
-            # Behind the name, which may hold anything: state is the first field.
+            # Skip the name, which may hold anything: state is the first field.
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue  # it has just ended
@@ -70,5 +70,5 @@ def _children(pid: int) -> list[int]:
         for task in Path(f"/proc/{pid}/task").iterdir():
             found += [int(child) for child in (task / "children").read_text().split()]
     except OSError:
-        return found  # it has just ended, or this system does not say
+        return found  # it has just ended, or this system does not list children
     return found

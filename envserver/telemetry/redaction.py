@@ -1,6 +1,7 @@
-"""The last line before a log line is written: what looks like a secret is struck out.
+"""Removes what looks like a secret from each log line before it is written.
 
-Nobody should log one in the first place; this catches what a library or an exception says.
+Secrets should not be logged in the first place; this catches those in messages of libraries and
+exceptions.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _HINTS: Final = (
     "sk-", "pk-", "rk-", "sk_", "pk_", "rk_", "hf_", "hf-", "evs_", "gh",
     "glpat", "xox", "nvapi", "tvly",
 )  # fmt: skip
-"""One of them is in everything that is found, in lower case: most lines hold none."""
+"""Every secret contains one of these, in lower case: a quick check, since most lines hold none."""
 
 
 def redacted(text: str) -> str:
-    """`text` without what looks like a key, a token or a password."""
+    """Returns `text` without anything that looks like a key, a token or a password."""
     low = text.lower()
     return _SECRETS.sub(_strike, text) if any(hint in low for hint in _HINTS) else text
 

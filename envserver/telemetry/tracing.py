@@ -1,8 +1,8 @@
-"""Spans of a rollout's life, for whoever collects them; without a collector they do nothing.
+"""Trace spans of rollouts; without a collector they do nothing.
 
 A rollout is one trace: its task, each attempt of its agent, each model call, its scoring, and the
-storing of its group. Where a part of it runs in a task of its own (a request of an agent), it is
-given the Span that it belongs to; within one task the current Span is known by itself.
+storing of its group. A part that runs in another asyncio task (a request of an agent) is given its
+parent Span; within one task the current Span is found through a context variable.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ Attributes = Mapping[str, Any]
 
 
 class Span(Protocol):
-    """Something that takes time, as a part of a trace."""
+    """A timed part of a trace."""
 
     @property
     def traceparent(self) -> str:
-        """The W3C header that names it to others; "" where nothing is traced."""
+        """The W3C header that identifies the span to other servers; "" if nothing is traced."""
 
     def child(self, name: str, attributes: Attributes, *, client: bool = False) -> _Opened:
-        """A span within this one, ended with the block; an error that leaves the block marks it.
+        """Opens a child span for a block; an error that leaves the block marks it as failed.
 
         Args:
-            attributes: neither prompts nor answers nor secrets.
-            client: somebody else is asked.
+            attributes: must hold no prompts, answers or secrets.
+            client: whether the span covers a request to another server.
         """
 
     def note(self, attributes: Attributes) -> None:
-        """More of what is known of it."""
+        """Adds attributes."""
 
     def past(self, name: str, attributes: Attributes, started_at: float, ended_at: float) -> None:
-        """A child that is over; seconds since the epoch."""
+        """Adds a finished child; times are seconds since the epoch."""
 
 
 _Opened = AbstractContextManager[Span]
@@ -44,7 +44,7 @@ class Tracer(Protocol):
     """Where traces go."""
 
     def trace(self, name: str, attributes: Attributes) -> _Opened:
-        """A new trace with this span as its root, open within the block."""
+        """Opens a new trace with this root span for a block."""
 
 
 class _NoSpan:
@@ -74,13 +74,13 @@ _roots: ContextVar[list[Span] | None] = ContextVar("envserver_roots", default=No
 
 
 def current() -> Span:
-    """The span within which the caller runs."""
+    """Returns the current span of this task."""
     return _current.get()
 
 
 @contextmanager
 def within(opened: _Opened) -> Iterator[Span]:
-    """Within: the span is the current one of this task, and of those that it starts."""
+    """Makes a span the current one for this task and the tasks that it starts."""
     with opened as span:
         token = _current.set(span)
         try:
@@ -91,7 +91,7 @@ def within(opened: _Opened) -> Iterator[Span]:
 
 @contextmanager
 def root(tracer: Tracer, name: str, attributes: Attributes) -> Iterator[Span]:
-    """Within: a new trace, whose root is the current span."""
+    """Opens a new trace and makes its root the current span."""
     with within(tracer.trace(name, attributes)) as span:
         known = _roots.get()
         if span.traceparent and known is not None:
@@ -101,7 +101,7 @@ def root(tracer: Tracer, name: str, attributes: Attributes) -> Iterator[Span]:
 
 @contextmanager
 def gathered() -> Iterator[list[Span]]:
-    """The roots that are begun within, by this task and those that it starts."""
+    """Collects the root spans begun in the block by this task and the tasks that it starts."""
     roots: list[Span] = []
     token = _roots.set(roots)
     try:
