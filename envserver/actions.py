@@ -14,10 +14,10 @@ import msgspec
 import orjson
 
 MAX_FIELD_BYTES = 32 * 1024
-"""Of the JSON of one input or output; more is cut off."""
+"""Maximum size of the JSON of one input or output; the rest is cut off."""
 MAX_STEPS = 2000
 MAX_BYTES = 8 * 1024 * 1024
-"""Of all steps of an attempt together."""
+"""Maximum size of all steps of an attempt together."""
 MAX_TOOL_CHARACTERS = 120
 CUT = "actions_cut_off"
 """The tool of a last step that stands for those which were left out."""
@@ -31,7 +31,7 @@ def encode(tool: str, input: Any, output: Any, ts: float) -> bytes:
     """One step as JSON.
 
     Raises:
-        ValueError: `tool` is no name.
+        ValueError: `tool` is not a valid name.
     """
     if not isinstance(tool, str) or not tool.strip():
         raise ValueError("an action needs the name of a tool")

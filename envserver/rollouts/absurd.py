@@ -1,4 +1,4 @@
-"""Results that no model should get a reward for, whatever the environment: nothing, noise, echoes.
+"""Results that must not be rewarded in any environment: nothing, noise, echoes.
 
 Pure. In: the public part of a task, and outputs that its agents really leave. Out: results with
 their names; most come in the form of such an output, for that is what a scorer looks into.
@@ -15,7 +15,7 @@ from ..environment import KnownResult
 
 HUGE_CHARACTERS = 1 << 20
 MAY_RAISE = ("wrong type", "odd message")
-"""What no agent leaves that is in its right mind: a scorer that raises at it gives no reward."""
+"""Outputs that no real agent leaves; a scorer may raise on them, as that gives no reward."""
 
 _WRONG_TYPES: tuple[Any, ...] = (0, True, -1.5, [], [None], {}, [[["x"]]], {"": {"": [None, 1]}})
 _ODD_MESSAGES: tuple[dict[str, Any], ...] = (

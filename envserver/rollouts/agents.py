@@ -27,7 +27,7 @@ def roles_of(environment: Environment) -> dict[str, AgentRole]:
     """The agents of `environment` in its order, trained as the settings say.
 
     Raises:
-        ConfigError: a declared name is none, or the settings name an agent that is not declared.
+        ConfigError: a declared name is invalid, or the settings name an undeclared agent.
     """
     declared, settings = environment.agents(), environment.config.agents
     for name in declared:

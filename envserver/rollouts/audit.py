@@ -91,7 +91,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
     @property
     def differences(self) -> NDArray[np.float64]:
-        """What the engine says now less what was recorded."""
+        """Logprobs of the engine now minus the recorded ones."""
         return self.again - self.recorded
 
     def worst(self) -> Difference:

@@ -27,7 +27,7 @@ _log = structlog.get_logger("envserver.audit")
 
 _MOST_WAITING: Final = 64
 _LAST_SECONDS: Final = 10.0
-"""For what still waits at an orderly end."""
+"""Seconds to finish the queue at an orderly shutdown."""
 
 
 class Auditor:
@@ -92,7 +92,7 @@ class Auditor:
         return True
 
     def report(self) -> dict[str, Any]:
-        """What was found so far: JSON-like."""
+        """Returns the findings so far, JSON-like."""
         return {
             "fraction": self.fraction,
             "rollouts": self._rollouts,

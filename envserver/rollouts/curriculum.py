@@ -27,7 +27,7 @@ from ..curriculum_config import CurriculumConfig
 from .estimates import Estimate
 
 LONGEST_REST: Final = 32
-"""So many groups later, at most, a task may come again."""
+"""Maximum number of groups before a task may be repeated."""
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -116,7 +116,7 @@ def _is_unsolved(estimate: Estimate, rules: CurriculumConfig) -> bool:
 
 
 def _rested(candidates: Sequence[Candidate], number: int) -> list[tuple[str, Estimate]]:
-    """Those that were scored and may come again, with their estimates."""
+    """Returns the scored tasks that may be repeated, with their estimates."""
     rest = min(LONGEST_REST, len(candidates) // 2)
     return [
         (one.task_id, one.estimate)

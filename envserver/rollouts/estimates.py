@@ -28,11 +28,11 @@ import msgspec
 from envserver_records.records import Group, Split
 
 DISCOUNT: Final = 0.98
-"""For each policy version: half of the weight is left after 34."""
+"""Default discount per policy version: half of the weight is left after 34 versions."""
 LONGEST_TASK_ID: Final = 512
 """Characters; tasks with longer names have no estimates."""
 _LEAST_WEIGHT: Final = 1e-300
-"""Of less there is no mean."""
+"""Below this weight the mean is undefined."""
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,12 +74,12 @@ class Estimate(msgspec.Struct, frozen=True):
 
     @property
     def mean_reward(self) -> float | None:
-        """Of what was scored, late versions counting more; None where nothing of it holds."""
+        """Mean reward, later versions count more; None if the weight is too small."""
         return self.solved / self.weight if self.weight > _LEAST_WEIGHT else None
 
     @property
     def variance(self) -> float:
-        """Of the posterior, in (0, 1/12]: how little is known."""
+        """Variance of the posterior, in (0, 1/12]: the uncertainty."""
         return self.success * (1.0 - self.success) / (self.weight + 3.0)
 
 
@@ -87,7 +87,7 @@ UNTRIED: Final = Estimate()
 
 
 def scored_of(group: Group) -> Scored | None:
-    """What `group` says of its task; None when none of it has a reward."""
+    """Returns the result of `group` for its task; None if no rollout has a reward."""
     rewards = [one.score.reward for one in group.trajectories if one.score.reward is not None]
     return scored(
         group.group_id, group.env, group.split, group.task_id, rewards, group.policy_version

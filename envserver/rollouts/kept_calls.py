@@ -49,7 +49,7 @@ def service_calls_in(kept: Mapping[str, Any]) -> list[ServiceCall]:
 def _as_list(value: object) -> list[Any]:
     if isinstance(value, np.ndarray):
         return list(value.tolist())
-    raise NotImplementedError(f"{type(value).__name__} is no JSON")
+    raise NotImplementedError(f"{type(value).__name__} is not JSON")
 
 
 def _as_array(kind: type, value: Any) -> Any:

@@ -22,7 +22,7 @@ CATCH_UP_GROUPS = 16
 PATIENCE_SECONDS = 0.5
 """Seconds to wait for the environment whose turn it is."""
 _FILTERED_COSTS = 0.25
-"""Of a turn. It is not free, or one whose groups are all filtered would keep the others waiting."""
+"""Cost of a turn. Without it, an environment whose groups are all filtered would block others."""
 
 
 class Share(msgspec.Struct, frozen=True):

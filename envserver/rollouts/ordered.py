@@ -1,4 +1,4 @@
-"""Groups that a trainer orders: of tasks that it names, with as many rollouts as it says.
+"""Makes groups on request: a trainer names the tasks and the number of rollouts.
 
 In: an order. Out: one group for each of its tasks, in their order, durable. What holds: groups of
 an order have ids that follow from the order alone, so that asking again, also of a server that was
@@ -66,7 +66,7 @@ class Order(msgspec.Struct, frozen=True):
         return len(self.task_ids) * self.group_size
 
     def group_ids(self) -> list[str]:
-        """Of its groups, in the order of its tasks."""
+        """IDs of its groups, in the order of its tasks."""
         said = msgspec.msgpack.encode(msgspec.structs.astuple(self))
         digest = hashlib.blake2b(said, digest_size=12).hexdigest()
         return [f"ordered-{digest}-{number:05d}" for number in range(len(self.task_ids))]
@@ -176,7 +176,7 @@ class Orders:
         return len(tasks)
 
     async def _missing(self, order: Order, tasks: Sequence[Task]) -> list[GroupRequest]:
-        """What is still to be made of an order."""
+        """Returns the requests of an order that are not stored yet."""
         config = self.environment(order.environment).config
         group_ids = order.group_ids()
         known = await self._sink.known(group_ids)

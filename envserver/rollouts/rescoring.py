@@ -144,5 +144,5 @@ def _prompt_logprobs(choice: dict[str, Any], tokens: Tokens) -> Logprobs:
     except (KeyError, TypeError, ValueError) as error:
         raise EngineGarbage(f"The engine gives no logprob for token {place} of a row.") from error
     if not np.isfinite(logprobs).all():
-        raise EngineGarbage("The engine gives a logprob that is no number.")
+        raise EngineGarbage("The engine returned a logprob that is not a number.")
     return logprobs

@@ -217,11 +217,13 @@ def _runner() -> asyncio.Runner:
 
 def _finite(name: str, value: object) -> float:
     if not isinstance(value, Real) or not math.isfinite(value):
-        raise ScorerError(f"The scorer gave {name} = {str(value)[:50]}, which is no finite number.")
+        raise ScorerError(
+            f"The scorer gave {name} = {str(value)[:50]}, which is not a finite number."
+        )
     return float(value)
 
 
 def _finite_numbers(field: str, values: object) -> dict[str, float]:
     if not isinstance(values, dict):
-        raise ScorerError(f"The scorer gave {field} that are no dict.")
+        raise ScorerError(f"The scorer gave {field} that are not a dict.")
     return {str(name): _finite(f"{field}[{name!r}]", value) for name, value in values.items()}

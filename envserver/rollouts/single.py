@@ -1,4 +1,4 @@
-"""One rollout of one task, without a group: for a question that a person asks."""
+"""Runs one rollout of one task without a group, for `envserver run`."""
 
 from __future__ import annotations
 

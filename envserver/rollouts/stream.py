@@ -120,7 +120,7 @@ def tasks_of(environment: Environment, split: Split) -> Iterator[Task]:
     try:
         for task in environment.tasks(split):
             if not isinstance(task, Task):
-                raise TypeError(f"{type(task).__name__} is no Task")
+                raise TypeError(f"{type(task).__name__} is not a Task")
             if not (isinstance(task.id, str) and isinstance(task.public, dict)):
                 raise TypeError(f"the id of task {task.id!r} must be text, its public part a dict")
             yield task

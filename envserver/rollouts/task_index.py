@@ -1,4 +1,4 @@
-"""The tasks of an environment by their ids, for those who name them.
+"""Finds the tasks of an environment by their ids.
 
 In: the environment's lazy, perhaps endless stream of tasks. Out: those that are asked for. What
 holds: the stream of a split is read once, no further than needed, never on the event loop, and at
@@ -25,7 +25,7 @@ _MOST_NAMED: Final = 5
 
 @dataclass
 class _Page:
-    """What is known of one split: its tasks in their order, and the rest of its stream."""
+    """The tasks of one split that were read so far, in order, and the rest of its stream."""
 
     stream: Iterator[Task]
     tasks: list[Task] = field(default_factory=list)

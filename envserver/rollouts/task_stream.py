@@ -145,7 +145,7 @@ class TaskStream:
         )
 
     def _unmade(self, own: Iterator[GroupRequest]) -> Iterator[GroupRequest]:
-        """Those of the environment's order whose groups are to be made."""
+        """Yields the requests in the environment's order whose groups must be made."""
         passed = 0
         while True:
             # As long as made ones are to be met, many are asked for at once.

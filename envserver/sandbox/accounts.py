@@ -1,4 +1,4 @@
-"""What the programs of a sandbox used, added up."""
+"""Adds up what the programs of a sandbox used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PEAKS = ("peak_memory", "disk_bytes", "peak_processes")
 
 
 class Totals:
-    """What all programs of a sandbox used."""
+    """Total usage of all programs of a sandbox."""
 
     wall_seconds = 0.0
     cpu_seconds = 0.0

@@ -361,7 +361,7 @@ async def _last_total(sandbox: Sandbox) -> SandboxUsage:
 
 
 def summed(usages: Iterable[SandboxUsage]) -> SandboxUsage:
-    """Of several sandboxes: sums, and the highest peaks; exact where all are."""
+    """Combines the usage of several sandboxes: sums and highest peaks; exact if all are exact."""
     all_of_them = list(usages)
     killed: dict[str, int] = {}
     for usage in all_of_them:
@@ -401,7 +401,7 @@ def _decoded(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"This is no request for a sandbox: {error}.") from None
+        raise InputError(f"This is not a valid sandbox request: {error}.") from None
 
 
 def _plain(text: str) -> str:

@@ -313,7 +313,7 @@ class ConnectedSandbox:
         try:
             return msgspec.convert(answer, kind)
         except msgspec.ValidationError as error:
-            raise self._lost(f"its answer is none: {error}") from error
+            raise self._lost(f"its answer is not valid: {error}") from error
 
     async def _cancel(self, exchange: asyncio.Future[list[Any]]) -> None:
         loop = asyncio.get_running_loop()
@@ -352,7 +352,7 @@ def _framed(request: tuple[Any, ...]) -> bytes:
     try:
         frame = encode(*request)
     except UnicodeEncodeError as error:  # half a surrogate pair: a model can write that
-        raise InputError(f"For a sandbox there is no such text: {error}.") from error
+        raise InputError(f"Text for a sandbox must be valid Unicode: {error}.") from error
     if len(frame) > MAX_FRAME_BYTES:
         raise InputError(f"{len(frame)} bytes are too many for a sandbox at once.")
     return frame

@@ -93,7 +93,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
-    """What a maker is started with, as JSON in its arguments; see `zygote.Boot`."""
+    """Arguments of a maker, passed as JSON; see `zygote.Boot`."""
 
     control_fd: int
     supervisor_pid: int
@@ -202,10 +202,10 @@ def usable(engine: Engine, spec: Mapping[str, Any]) -> str:
     """Why no container can be made of the image that `spec` names, "" where one can."""
     image = spec["image"]
     if image and not _IMAGE.fullmatch(image):
-        return f"{image[:80]!r} is no name of an image"
+        return f"{image[:80]!r} is not an image name"
     for place in spec["image_hides"]:
         if not _DIRECTORY.fullmatch(place) or ".." in place:
-            return f"{place[:80]!r} is no directory of an image"
+            return f"{place[:80]!r} is not a directory of an image"
     if not image or image == engine.image:
         return ""
     return _asked(engine.program, engine.variables, "image", "inspect", image)

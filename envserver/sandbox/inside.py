@@ -188,7 +188,7 @@ def _write(path: str, data: bytes) -> None:
 
 def _check_regular(descriptor: int, path: str) -> None:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise Refused(f"{path} is no regular file")
+        raise Refused(f"{path} is not a regular file")
 
 
 def _unpack(archive: bytes, directory: str) -> None:

@@ -30,7 +30,7 @@ _ADDRESS_SPACE_MB = 4096
 
 
 class Program:
-    """What is to be run: `code` in a warm Python where it is not None, else `argv`."""
+    """A program to run: `code` in a warm Python, or `argv` if `code` is None."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a worker asks of its attempt's sandboxes, over HTTP: `POST {url}/sandbox/...`.
+"""Requests of a worker to the sandboxes of its attempt: `POST {url}/sandbox/...`.
 
     open                Open -> Opened
     {id}/exec           Exec -> ExecResult

@@ -16,7 +16,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Sample:
-    """Of all programs together; CPU time is of those that still live."""
+    """Usage of all programs together; CPU time only of those still alive."""
 
     def __init__(self, memory_bytes: int, cpu_seconds: float, processes: int) -> None:
         self.memory_bytes = memory_bytes
@@ -25,7 +25,7 @@ class Sample:
 
 
 def numbers(proc: str = "/proc") -> Iterator[int]:
-    """Of all processes that the file system `proc` shows."""
+    """Yields the ids of all processes that the file system `proc` shows."""
     for entry in os.scandir(proc):
         if entry.name.isdigit():
             yield int(entry.name)

@@ -51,7 +51,7 @@ _START = (
 
 
 class SupervisorBoot(msgspec.Struct, frozen=True, kw_only=True):
-    """What the supervisor is started with, as JSON in its arguments.
+    """Arguments of the supervisor, passed as JSON.
 
     Args:
         control_fd: SOCK_SEQPACKET whose other end only the server holds.

@@ -94,9 +94,9 @@ def _decode(body: bytes, text_size: int) -> list[Any]:
             start += length
         message = _restored(plain, pieces) if pieces else plain
     except (ValueError, TypeError, IndexError, RecursionError) as error:
-        raise ValueError(f"a frame that is no message: {error}") from None
+        raise ValueError(f"a frame that is not a message: {error}") from None
     if not isinstance(message, list) or not message or not isinstance(message[0], str):
-        raise ValueError("a frame that is no message")
+        raise ValueError("a frame that is not a message")
     return message
 
 

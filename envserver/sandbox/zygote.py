@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Boot:
-    """What a zygote is started with, as a JSON object in its arguments.
+    """Arguments of a zygote, passed as JSON.
 
     Args:
         control_fd: SOCK_SEQPACKET to the supervisor.
@@ -48,7 +48,7 @@ class Boot:
         self.root = root
         self.preload = preload
         self.seen: dict[str, Any] = {}
-        """What programs see; see `layout`."""
+        """What programs can see; see `layout`."""
 
 
 def main(boot_json: str) -> None:

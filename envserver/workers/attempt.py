@@ -1,4 +1,4 @@
-"""One attempt in a worker: fetch what it is about, run the agent, post what became of it.
+"""One attempt in a worker: fetches its description, runs the agent, posts the result.
 
 In: the url of the attempt. Out: one POST to `{url}/result` with the agent's output or a failure;
 none when the server itself cancelled the attempt before its deadline.
@@ -31,14 +31,14 @@ from .run import AttemptRun, Job
 HTTP_TRIES = 3
 HTTP_SECONDS = 30.0
 CLOCK_TOLERANCE_SECONDS = 0.1
-"""A cancel that comes this close before the deadline comes because of it."""
+"""A cancel this close to the deadline counts as caused by it."""
 
 _JSON_ONLY = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
 
 
 @dataclass(frozen=True)
 class Workshop:
-    """What the attempts of one worker share.
+    """Resources shared by the attempts of one worker.
 
     Args:
         patiently: a context in which blocking the loop is no sign of a hang.
@@ -64,7 +64,7 @@ class Attempt:
         self._run: AttemptRun | None = None
 
     def cancel(self) -> None:
-        """Cancels the agent, not the telling of what became of it."""
+        """Cancels the agent; its result is still posted."""
         if self._cancelled or (self._agent is not None and self._agent.done()):
             return
         self._cancelled = True
@@ -74,7 +74,7 @@ class Attempt:
             self._agent.cancel()
 
     async def run(self) -> None:
-        """Everything. Whatever goes wrong on the way to the server is told on stderr."""
+        """Runs the attempt from start to end; writes connection failures to stderr."""
         try:
             job = msgspec.json.decode(await self._request("GET", "rollout"), type=Job)
             shop = self._workshop
@@ -89,7 +89,7 @@ class Attempt:
             sys.stderr.write(f"{self.rollout_id}: {type(error).__name__}: {error}\n")
 
     async def _body(self, job: Job, run: AttemptRun) -> bytes | None:
-        """What to post, None for nothing."""
+        """Runs the agent and returns the body to post; None: nothing to post."""
         agent = self._agent = asyncio.create_task(self._output(job, run))
         if self._cancelled:
             agent.cancel()

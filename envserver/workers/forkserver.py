@@ -5,7 +5,7 @@
 It imports the worker's code and the environments once, so that a fork is ready in milliseconds.
 What always holds: it dies with the server; a worker's whole tree dies with the worker (each worker
 adopts the orphans among its descendants, the forkserver those of a dead worker, and it kills
-every child that is no worker); nobody waits for the server to read what workers print.
+every child that is not a worker); nobody waits for the server to read what workers print.
 
 It runs in a process of its own (`supervisor` starts it) and never sees a secret: its environment
 variables are an allow-list, its arguments the struct Boot.
@@ -48,7 +48,7 @@ KILL_ALL_SECONDS = 5.0
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
-    """What the forkserver is started with, as JSON in its arguments.
+    """Arguments of the forkserver, passed as JSON.
 
     Args:
         control_fd: of a SOCK_SEQPACKET socket whose other end only the server holds.
@@ -103,7 +103,7 @@ def main(boot_json: str) -> None:
     except OSError as error:
         if boot.sandbox is None:
             raise
-        message = f"The wall {boot.sandbox.backend!r} around workers cannot be made: {error}."
+        message = f"The sandbox {boot.sandbox.backend!r} of workers cannot be made: {error}."
         hint = "`envserver doctor` shows what this machine can do."
         control.send(msgspec.msgpack.encode(["broken", ConfigError.kind, message, hint]))
     finally:
@@ -139,14 +139,14 @@ class Forkserver:
     ) -> None:
         self._boot = boot
         self.seen = seen
-        """What workers behind a wall see; see `sandbox.layout`."""
+        """What sandboxed workers see; see `sandbox.layout`."""
         self._users = users
-        """Those that no worker has at present."""
+        """User ids that no worker uses at present."""
         self._control = control
         self._kept_descriptors = opened_by_imports
         self._workers: dict[int, _Worker] = {}
         self._others: set[int] = set()
-        """Children that are no workers but may live: started by imports, or removing files."""
+        """Children that are not workers but may live: started by imports, or removing files."""
         self._selector = selectors.DefaultSelector()
         self._wakeup = socket.socketpair()
         self._stopping = False
@@ -340,7 +340,7 @@ class Forkserver:
         self._tell("exit", worker.id, status, tail, starved, cpu_seconds, peak_memory_mb)
 
     def _kill_orphans(self) -> None:
-        """Kills what dead workers left: our children that are no workers can be nothing else."""
+        """Kills what dead workers left: children that are not workers can be nothing else."""
         for pid in linux.children():
             if pid not in self._workers and pid not in self._others:
                 linux.kill(pid)

@@ -31,7 +31,7 @@ from .output import OutputLimiter
 from .sandboxed import WorkerSandbox
 
 IMPORT_SECONDS = 300.0
-"""For the environments' imports; some load a machine-learning framework."""
+"""Seconds for the environments' imports; some load a machine-learning framework."""
 END_SECONDS = 8.0
 
 _INHERITED = {

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 AGENT_HEADER = "x-agent"
 CLOSE_SECONDS = 10.0
-"""Beyond the deadline, for sandboxes to be closed."""
+"""Seconds beyond the deadline to close sandboxes."""
 CLIENT_RETRIES = 1
-"""Of the OpenAI clients, for broken connections; the proxy retries engines by itself."""
+"""Retries of the OpenAI clients on broken connections; the proxy retries the engine itself."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What the proxy tells a worker about its attempt (GET rollout)."""
+    """Description of an attempt that the worker gets from the proxy (GET rollout)."""
 
     rollout_id: str
     attempt: int
@@ -189,7 +189,7 @@ class AttemptRun:
         try:
             return orjson.loads(content)
         except orjson.JSONDecodeError as error:
-            raise ServiceError(f"The server's answer is no JSON: {error}") from error
+            raise ServiceError(f"The server's answer is not JSON: {error}") from error
 
     def call_tool_blocking(self, name: str, arguments: dict[str, Any]) -> Any:
         return self._wait(self.call_tool(name, arguments))
@@ -211,7 +211,7 @@ class AttemptRun:
         self._loop.call_soon_threadsafe(self._uploader.step, step)
 
     def end(self) -> None:
-        """No more requests: those from threads end now, later ones raise LimitReached."""
+        """Ends all requests from threads; later requests raise LimitReached."""
         self._ended = True
         for asked in list(self._asked_from_threads):
             asked.cancel()
@@ -282,10 +282,10 @@ class AttemptRun:
 
 
 def reply_of(answer: bytes) -> Reply:
-    """The Reply in the body of a chat completion.
+    """Decodes a chat completion into a Reply.
 
     Raises:
-        EngineGarbage: it is none.
+        EngineGarbage: the body is not a chat completion.
     """
     try:
         completion = _completions.decode(answer)
@@ -293,7 +293,9 @@ def reply_of(answer: bytes) -> Reply:
         content = choice.message.get("content") or ""
         tool_calls = choice.message.get("tool_calls") or []
     except (msgspec.DecodeError, IndexError) as error:
-        raise EngineGarbage(f"The model's endpoint sent no chat completion: {error}") from error
+        raise EngineGarbage(
+            f"The model's endpoint did not send a chat completion: {error}"
+        ) from error
     return Reply(content, tool_calls, choice.finish_reason or "stop", choice.message)
 
 

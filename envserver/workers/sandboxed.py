@@ -44,7 +44,7 @@ _HEARD = {
 
 
 class WorkerSandbox(msgspec.Struct, frozen=True, kw_only=True):
-    """What workers live behind.
+    """The sandbox of workers.
 
     Args:
         backend: "namespace", "bubblewrap" or "landlock".
@@ -102,7 +102,7 @@ class Watch:
     def trouble(self) -> str:
         """Why it is to be ended, in words that follow "the worker"; "" while all is well.
 
-        One that has ended is no trouble, one that cannot be looked at is.
+        A worker that has ended is not reported; one that cannot be sampled is.
         """
         try:
             if Path(self._place).stat().st_dev == Path("/proc").stat().st_dev:

@@ -1,4 +1,4 @@
-"""What a freshly forked child does before it is a worker, and what it is given for that."""
+"""Turns a freshly forked child into a worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXIT_CRASHED = 70
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a child needs to become a worker.
+    """Everything that a forked child needs to become a worker.
 
     Args:
         control: its socket to the server.

@@ -69,7 +69,7 @@ def test_the_commands_that_are_suggested_can_be_typed(tmp_path: Path) -> None:
         ("def tasks", "class Config: pass\n    def tasks", "class Config(Environment.Config):"),
         ("def tasks", "def __init__(self, config): 1 / 0\n    def tasks", "ZeroDivisionError"),
         (TASKS, "yield 1 / 0", "cannot give its tasks: ZeroDivisionError: division by zero."),
-        (TASKS, "yield 'one'", "cannot give its tasks: TypeError: str is no Task."),
+        (TASKS, "yield 'one'", "cannot give its tasks: TypeError: str is not a Task."),
         (TASKS, "yield Task(1, {})", "the id of task 1 must be text"),
         ("return [{", "1 / 0; return [{", "cannot demonstrate its task 'one': ZeroDivisionError"),
         (TASKS, "return []", "has no tasks in its split 'train'"),
