@@ -1,4 +1,4 @@
-"""An engine on transformers and torch, in a process of its own, that speaks vLLM's dialect.
+"""An engine on transformers and torch, in its own process, with vLLM's API.
 
     python -m envserver.models.local --model DIR_OR_HUB_ID --port 8000
 

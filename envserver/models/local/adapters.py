@@ -1,8 +1,8 @@
-"""LoRA adapters beside each other: each row of a batch may wear another one, or none.
+"""Several LoRA adapters at once: each row of a batch may use another adapter, or none.
 
-An adapter in PEFT's form (adapter_config.json, adapter_model.safetensors) adds B A x times its
-scale to what the layers it names compute. That is done where the layer is, by a hook, for the rows
-that wear it: the weights themselves are never changed, so that any number can be loaded at once.
+An adapter in PEFT's form (adapter_config.json, adapter_model.safetensors) adds scale * B A x to the
+output of the layers it names. A hook on the layer does this for the rows that use the adapter; the
+weights are never changed, so any number of adapters can be loaded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""From a request to rows, and the wait for them: what the routes share.
+"""Turns a request into rows and waits for them; shared by the routes.
 
-A request's model is the engine's own name or an adapter's. Whoever stops waiting, because the
-client hung up or the server ends, takes the request's rows out of the batch.
+A request's model is the engine's own name or an adapter's. If the client hangs up or the server
+stops, the request's rows leave the batch.
 """
 
 from __future__ import annotations

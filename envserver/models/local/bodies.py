@@ -1,7 +1,7 @@
-"""The bodies that the endpoints take, beyond what the simulated engine knows of them.
+"""The request bodies of the endpoints, beyond those that the simulated engine shares.
 
-A field of a wrong type is refused with its place; what this engine cannot do and would change an
-answer is refused by name; any other field is ignored, as vLLM ignores unknown ones.
+A field of a wrong type is refused with its place; a field that would change the answer and is not
+supported is refused by name; any other field is ignored, as vLLM does.
 """
 
 from __future__ import annotations

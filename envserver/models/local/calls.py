@@ -1,4 +1,4 @@
-"""Calls of tools in what a model said, in the format that its own chat template writes them in."""
+"""Parses tool calls in a model's text, in the format of its chat template."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Before it serves: does the engine compute this model as transformers does?
+"""Checks at start-up that the engine computes the model as transformers does.
 
-Masks, positions, cache and attention are this engine's own. A model whose architecture hangs on
-something else would babble, or worse, be slightly wrong: a few tokens sampled here are held against
-a plain pass over them, without a cache and with transformers' own attention.
+Masks, positions, cache and attention are this engine's own, and may be wrong for an unknown
+architecture. So a few tokens sampled here are compared with a plain pass without a cache and with
+transformers' own attention.
 """
 
 from __future__ import annotations

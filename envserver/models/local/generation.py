@@ -1,8 +1,11 @@
-"""A batch of rows and the model: rows join and leave between steps, a step gives each a token.
+"""Continuous batching: rows join and leave between steps, and each step samples a token for each
+row.
 
-A row that joins has all of its tokens but the last put into the cache (rows that join together in
-passes of several); its last token then goes through the next step with everybody else's. So there
-is one kind of step, and nobody's past is computed twice.
+A joining row puts all its tokens but the last into the cache (rows that join together share
+passes);
+its last token then takes part in the next step with the others. So there is one kind of step, and
+no
+prefix is computed twice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Keys and values of all running answers: one padded block a layer, one slot an answer.
+"""Keys and values of all running answers: one padded block per layer, one slot per answer.
 
-Slot `s` holds its tokens at 0, 1, ...; what lies behind them is masked and overwritten. Slots
-0 to n - 1 are in use and nothing in between is free, so that a step reads views and copies nothing.
-The block grows as slots and lengths need it, and never moves an answer but on purpose.
+Slot `s` holds its tokens at 0, 1, ...; what follows them is masked and overwritten. Slots 0 to n -
+1
+are in use without gaps, so a step reads views and copies nothing. The block grows as needed, and
+only moves an answer to close a gap.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model and its tokenizer, from a folder or the hub, ready to be sampled from."""
+"""Loads a model and its tokenizer from a folder or the hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's numbers in the form of Prometheus, under the names that vLLM gives them."""
+"""The engine's metrics as Prometheus text, under vLLM's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine is started with."""
+"""The engine's command-line options."""
 
 from __future__ import annotations
 

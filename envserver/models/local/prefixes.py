@@ -1,8 +1,9 @@
-"""Keys and values of answers that ended, for prompts that begin as they did.
+"""A prefix cache: keys and values of finished answers, for prompts that begin with the same tokens.
 
-A conversation goes on with its last prompt and answer, and the rollouts of a group begin with one
-prompt: both find here what need not be computed again. What is found was computed by the same
-weights and adapter: whoever changes weights clears this.
+A conversation continues its last prompt and answer, and the rollouts of a group share a prompt:
+both
+reuse what was computed before. Entries belong to one set of weights and one adapter, so a change of
+weights clears the cache.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""/v1/chat/completions: the template renders, rows are sampled, calls of tools are read.
+"""/v1/chat/completions: render with the template, sample rows, parse tool calls.
 
-A stream gives text as it comes, unless calls may be in it: then the text is read once, at its end,
+A stream sends text as it comes, unless it may hold calls: then the text is parsed once at the end,
 while ids and logprobs still come token by token.
 """
 

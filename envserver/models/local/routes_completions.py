@@ -1,4 +1,4 @@
-"""/v1/completions: texts or ids are continued, and nothing is rendered or read."""
+"""/v1/completions: continues texts or ids, without rendering or parsing."""
 
 from __future__ import annotations
 

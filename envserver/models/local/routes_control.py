@@ -1,7 +1,7 @@
-"""What is no sampling: health, names, metrics, pausing, weights and their version, adapters.
+"""Routes other than sampling: health, names, metrics, pausing, weights and their version, adapters.
 
-The routes and their answers are those of vLLM's development mode; whoever can reach this engine can
-change its weights, so that it listens on this machine only unless it is told otherwise.
+They are those of vLLM's development mode. Anybody who can reach this engine can change its weights,
+so by default it listens on this machine only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM's token endpoints: render, generate, derender, tokenize, detokenize.
 
-What is rendered is the whole request for generating, with every setting said; what is generated
-tells which version of the weights sampled what.
+Rendering returns the whole request for generating, with every setting; generating reports which
+version of the weights sampled which tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One answer while it is sampled, and what it was asked to be.
+"""One answer while it is sampled, and its settings.
 
-A row belongs to the engine's thread, which only appends to its lists; whoever waits for it reads
-them, and its end once `finish` is set.
+A row belongs to the engine's thread, which only appends to its lists. Waiting code reads them, and
+the row's end once `finish` is set.
 """
 
 from __future__ import annotations

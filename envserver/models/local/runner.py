@@ -1,4 +1,4 @@
-"""The thread in which torch works: it obeys commands between steps, and tells what came out.
+"""The thread that runs torch: it executes commands between steps and reports results.
 
 In flow rows and commands from the event loop, out flow calls of the rows' `told`, all of one step
 together. What always holds: the model, its adapters and the batch are touched by this thread only;

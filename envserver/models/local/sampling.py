@@ -1,4 +1,4 @@
-"""From logits to tokens: pure, and for a whole batch at once.
+"""Samples tokens from logits, for a whole batch at once. Pure.
 
 A row's choice depends on its own logits, settings, seed and place only: the uniform number for a
 place is a hash of seed and place, and a token is found where the summed probabilities pass it. So

@@ -1,7 +1,7 @@
-"""Which rows join the batch, and when: pure, no torch and no clock.
+"""Decides which rows join the batch, and when. Pure: no torch and no clock.
 
-Rows join in the order in which they came, as soon as there is room; while sampling is paused none
-does. What holds always: a row is waiting, running or gone, and never in two of these.
+Rows join in order of arrival as soon as a slot is free; none joins while sampling is paused. What
+always holds: a row is in exactly one state: waiting, running or gone.
 """
 
 from __future__ import annotations

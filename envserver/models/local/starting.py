@@ -1,4 +1,4 @@
-"""The process's life: load, listen, say where, serve, end in order."""
+"""Runs the process: load, listen, print the address, serve, shut down in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New weights for a model that runs: a folder of safetensors, read into the tensors that are there.
+"""Loads new weights into a running model from a folder of safetensors.
 
 Everything is checked before anything is changed: every parameter is in the folder, of its shape,
 and nothing else is. Tied weights are one tensor, and may be given under either name or both.

@@ -1,4 +1,4 @@
-"""The simulated engine: a seeded script that behaves like a model's server. No language model.
+"""The simulated engine: a seeded script that behaves like a model server, without a language model.
 
     SimEngine(SimConfig(), solver)        in this process
     serve_sim(SimConfig(), host, port)    over HTTP, with vLLM's paths

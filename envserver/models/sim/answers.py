@@ -1,7 +1,7 @@
 """The answers of the endpoints, field by field where vLLM 0.32 puts them.
 
-Token ids: `prompt_token_ids` stands at the top of a chat answer and of its first chunk, but inside
-the choice in completions; `token_ids` always stands in the choice. The end-of-turn token is among
+Token ids: `prompt_token_ids` is at the top of a chat answer and of its first chunk, but inside the
+choice in completions; `token_ids` is always in the choice. The end-of-turn token is among
 the ids and logprobs and has no text.
 """
 

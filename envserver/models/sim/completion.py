@@ -1,4 +1,4 @@
-"""Where an answer ends, and the tokens and logprobs it then has.
+"""Finds where an answer ends, and its tokens and logprobs.
 
 Follows vLLM: a stop string cuts the text, but every token that was sampled stays, the one that
 completed the stop string included; the end-of-turn token is a token without text; a stop token too.

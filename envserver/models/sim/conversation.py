@@ -1,7 +1,7 @@
-"""What is being talked about, from the messages of a chat request or from the text of a prompt.
+"""Reads the conversation from a chat request's messages or from a prompt's text.
 
-Both ways lead to the same conversation, so that the policy says the same whether an agent sends
-messages or a proxy sends the ids of the rendered prompt.
+Both give the same conversation, so the policy says the same whether an agent sends messages or a
+proxy sends the ids of the rendered prompt.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From the body of a request to its answer, at once: all that the simulated engine does but wait.
+"""Computes the answer to a request body: everything the simulated engine does except waiting.
 
 What always holds: the same seed and the same requests in the same order give the same answers;
 `/v1/chat/completions`, `/v1/completions` and `/generate` give the same tokens for the same prompt

@@ -1,4 +1,4 @@
-"""What the simulated model says next: a script with chance in it, no language model.
+"""Decides what the simulated model says next: a script with random choices, not a language model.
 
 In flow the conversation and what the request allows, out flows the text of the next assistant turn.
 What always holds: the same seed, key and conversation give the same text; calls name a tool of the

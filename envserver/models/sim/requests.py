@@ -1,5 +1,5 @@
-"""The bodies that the endpoints take. Fields that change nothing here (such as top_p) are ignored,
-as vLLM ignores unknown ones; a field of a wrong type is refused with its place.
+"""The request bodies of the endpoints. Fields without effect here (such as top_p) are ignored, as
+vLLM ignores unknown ones; a field of a wrong type is refused with its place.
 """
 
 from __future__ import annotations

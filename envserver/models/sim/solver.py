@@ -1,4 +1,4 @@
-"""Where the simulated policy gets right answers from: an environment's demonstrations."""
+"""Gives the simulated policy correct answers, from an environment's demonstrations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A wrong answer from a right one: one digit or letter becomes another, the shape stays."""
+"""Makes a wrong answer from a right one by changing one digit or letter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is found out about an engine at the start: how it can be asked, what it lacks and why."""
+"""What a probe finds out about an engine: its mode, what it lacks, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each way of asking an engine gives what the engine's chat API gives, or says why it cannot."""
+"""Each engine client gives what the engine's chat API gives, or says why it cannot."""
 
 from __future__ import annotations
 

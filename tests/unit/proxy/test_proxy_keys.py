@@ -1,4 +1,4 @@
-"""Who may ask the proxy what: attempts, their workers, guests."""
+"""Access to the proxy: attempts, their workers, guests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""While the engine's weights change, calls wait; those at the engine end, go on or come again."""
+"""While the engine's weights change, calls wait; those at the engine finish, continue or are sent again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server does for agents: asked over the proxy, bounded, ended with the attempt."""
+"""Services for agents: called over the proxy, limited, stopped with the attempt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the proxy makes of weights that change, are missing, or went lost with their engine."""
+"""Weights that change, are missing, or were lost when their engine was restarted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent did to an answer before sending it back is told by what the two messages say."""
+"""An agent's change to an answer is classified by comparing the two messages."""
 
 from __future__ import annotations
 

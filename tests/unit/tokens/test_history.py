@@ -1,4 +1,4 @@
-"""A request is continued from the recorded tokens of the call it goes on from, or is a root."""
+"""A request continues the recorded tokens of an earlier call, or is a root."""
 
 from __future__ import annotations
 

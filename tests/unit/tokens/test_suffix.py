@@ -1,4 +1,4 @@
-"""What is put behind a sampled answer: what the template itself would write there, or nothing.
+"""The suffix of a sampled answer is what the template itself would write, or is refused.
 
 The oracle samples what the template renders for an answer, up to the token that ends it. Then
 prompt, completion and suffix must be the tokens of the whole conversation's rendering, or the
