@@ -1,4 +1,4 @@
-"""Several agents in one rollout: their engines, which of them are trained, and whose limits count."""
+"""Several agents in one rollout: their engines, which are trained, and whose limits count."""
 
 from __future__ import annotations
 

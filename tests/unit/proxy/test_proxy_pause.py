@@ -1,4 +1,4 @@
-"""While the engine's weights change, calls wait; those at the engine finish, continue or are sent again."""
+"""Calls wait during weight updates; those at the engine finish, continue or are sent again."""
 
 from __future__ import annotations
 
