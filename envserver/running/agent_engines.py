@@ -16,7 +16,7 @@ from ..rollouts.agents import has_own_source
 from .engines import look_at, make_endpoint
 
 
-class OwnSource(msgspec.Struct, frozen=True):
+class OwnEndpoint(msgspec.Struct, frozen=True):
     """Where one agent is asked.
 
     Args:
@@ -37,7 +37,7 @@ async def own_endpoints(
     endpoint: EngineEndpoint,
     *,
     must_answer: bool,
-) -> AsyncIterator[dict[str, OwnSource]]:
+) -> AsyncIterator[dict[str, OwnEndpoint]]:
     """By name those agents that are asked for another model or at another engine, which is open.
 
     Several at one engine share its connections.
@@ -49,7 +49,7 @@ async def own_endpoints(
     Raises:
         EngineError: an engine must answer, and does not.
     """
-    found: dict[str, OwnSource] = {}
+    found: dict[str, OwnEndpoint] = {}
     opened: dict[object, Engine] = {}
     async with contextlib.AsyncExitStack() as stack:
         for name, role in roles.items():
@@ -59,7 +59,7 @@ async def own_endpoints(
             if config.base_url is None:
                 model = str(config.model_name)
                 made = make_endpoint(settings, engine, gate=endpoint.gate, model=model)
-                found[name] = OwnSource(made, model, False)
+                found[name] = OwnEndpoint(made, model, False)
                 continue
             with _naming(name):
                 own = opened.get(_address(config))
@@ -71,7 +71,7 @@ async def own_endpoints(
             # Weights that are trained change at the same moments as the policy's.
             gate = endpoint.gate if role.trained else None
             made = make_endpoint(settings, own, gate=gate, model=model, is_elsewhere=True)
-            found[name] = OwnSource(made, model, True)
+            found[name] = OwnEndpoint(made, model, True)
         yield found
 
 

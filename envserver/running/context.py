@@ -30,7 +30,7 @@ from ..telemetry.tracing import Tracer
 from ..tokens.flags import chosen
 from ..workers.local import LocalPool
 from ..workers.sandboxed import WorkerSandbox
-from .agent_engines import OwnSource, own_endpoints
+from .agent_engines import OwnEndpoint, own_endpoints
 from .engines import look_at, make_endpoint, make_engine, started
 from .sandboxes import sandboxes_of, try_sandbox
 from .tracing import tracer_of
@@ -218,7 +218,7 @@ def _check_trained(roles: Mapping[str, AgentRole], needed: bool) -> None:
 
 
 async def _check_own(
-    own: Mapping[str, OwnSource], roles: Mapping[str, AgentRole], need_exact: bool
+    own: Mapping[str, OwnEndpoint], roles: Mapping[str, AgentRole], need_exact: bool
 ) -> None:
     """Finds out now how the engines of single agents can be asked, as far as they answer."""
     for name, one in own.items():

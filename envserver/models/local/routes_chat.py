@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from . import answers
-from .asking import Asking, check
 from .bodies import ChatBody
 from .bodies import check as check_body
 from .calls import CallReader
+from .row_requests import Asking, check
 from .rows import Row
 from .text import Growing
 

@@ -9,9 +9,9 @@ import msgspec
 from envserver_records.errors import EngineRefused
 
 from . import answers
-from .asking import Asking, check
 from .bodies import CompletionBody
 from .bodies import check as check_body
+from .row_requests import Asking, check
 from .rows import Row
 from .text import Growing
 

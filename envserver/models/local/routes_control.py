@@ -20,9 +20,9 @@ from starlette.routing import Route
 from ... import __version__
 from ..sim.requests import read
 from . import weights
-from .asking import Asking
 from .bodies import LoraBody, RpcBody, VersionBody
 from .metrics import Metrics
+from .row_requests import Asking
 from .scheduler import PauseMode
 
 Json = dict[str, Any]

@@ -14,10 +14,10 @@ from envserver_records.errors import EngineRefused
 
 from ..sim.requests import DetokenizeBody, read
 from . import answers
-from .asking import Asking, check
 from .bodies import ChatBody, GenerateBody, TokenizeBody
 from .calls import CallReader
 from .routes_chat import Chat
+from .row_requests import Asking, check
 from .rows import Row
 from .text import Growing
 

@@ -18,13 +18,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from ..sim.requests import DetokenizeBody, read
-from .asking import Asking
 from .bodies import ChatBody, CompletionBody, GenerateBody, TokenizeBody, refuse_foreign
 from .calls import CallReader
 from .routes_chat import Chat
 from .routes_completions import Completions
 from .routes_control import Control
 from .routes_tokens import Tokens
+from .row_requests import Asking
 
 Json = dict[str, Any]
 Answering = Callable[[Request, Any], Awaitable[Response]]

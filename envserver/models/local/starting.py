@@ -12,11 +12,11 @@ from envserver_records.errors import EnvserverError
 
 from ..sim.server import QuietServer, listening_socket
 from .adapters import Adapters
-from .asking import Asking
 from .checking import check
 from .generation import Generator
 from .loading import Loaded, load
 from .options import Options
+from .row_requests import Asking
 from .runner import Runner
 from .scheduler import Scheduler
 from .server import local_app
