@@ -1,4 +1,4 @@
-"""`envserver evaluate`: its settings and what it shows; the work: `evaluate.py`.
+"""`envserver evaluate`: its settings and what it shows; the work: `running.evaluating`.
 
 Its words: `evaluate compare A B` holds two evaluations against each other, `evaluate report DIR`
 makes the report of one anew.
@@ -6,6 +6,7 @@ makes the report of one anew.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..config import MixSettings
 from ..evaluation.folders import View
 from ..evaluation.report import Report
 from ..evaluation.suite import Suite
 from ..evaluation.tables import TextTable, notes_of, summary_of, tables_of, warnings_of
+from ..running.evaluating import Choice, EvaluationView, evaluate
+from ..running.group_run import GroupRun
 from ..running.prices import pricing_of
 from ..running.run_settings import EvaluateSettings
 from .command_line import FREQUENT, CommandSpec
-from .evaluate import Choice, evaluate
 from .evaluate_members import read_members
 from .help import help_topic
 from .logs import configure_logs
 from .loop import run_loop
+from .process import show_result
+from .progress import ProgressView
+from .signals import SignalStop
 
 SUMMARY = """Measures a model on the tasks of an environment, of several (--env math,code) or of a
 folder of them (--env DIR): mean reward, pass@k and pass^k with intervals, overall and by kind of
@@ -79,7 +85,26 @@ def run(argv: list[str]) -> int:
             pricing=pricing_of(settings.prices, settings.model, settings.engine.models_file),
         ),
     )
-    return run_loop(evaluate(members, choice, Console(stderr=True), show_report))
+    console = Console(stderr=True)
+    done = run_loop(evaluate(members, choice, view=_Shown(console), stop=SignalStop(console.print)))
+    return 130 if done.stopped else 0
+
+
+class _Shown(EvaluationView):
+    """Shows an evaluation on a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self.show = partial(ProgressView, console)
+
+    def say(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def ended(self, run: GroupRun, settings: MixSettings) -> None:
+        show_result(self._console, run, settings)
+
+    def report(self, report: Report | Suite, folder: Path) -> None:
+        show_report(self._console, report, folder)
 
 
 def show_report(console: Console, report: Report | Suite, folder: Path) -> None:

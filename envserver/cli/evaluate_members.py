@@ -12,13 +12,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from envserver_records.errors import ConfigError, InputError, UsageError
 
 from ..config import MixEntry, MixSettings
-from ..environment import Environment
 from ..registry import (
     builtin_names,
     defines_environment,
@@ -27,6 +26,7 @@ from ..registry import (
     is_path,
 )
 from ..registry.folders import is_environment_folder
+from ..running.evaluating import Member
 from ..running.spec import RunSpec
 from .command_line import CommandSpec
 from .mixing import entries_of
@@ -36,26 +36,6 @@ M = TypeVar("M", bound=MixSettings)
 Tree = Mapping[str, Any]
 _NOT_AN_ENVIRONMENT = ("_", "test_", ".")
 _OF_A_FILE = {"environment", "env", "sampling"}
-
-
-@dataclass(frozen=True)
-class Member(Generic[M]):
-    """One environment to be evaluated, with its settings."""
-
-    name: str
-    line: RunSpec[M]
-
-    @property
-    def settings(self) -> M:
-        return self.line.settings
-
-    def make_environment(self) -> Environment:
-        """See `RunSpec`; its errors name the member."""
-        try:
-            return self.line.make_environment()
-        except ConfigError as error:
-            error.message = f"{self.name}: {error.message}"
-            raise
 
 
 @dataclass(frozen=True)
@@ -103,7 +83,7 @@ def _named_apart(members: Sequence[Member[M]]) -> list[Member[M]]:
         seen[member.name] += 1
         number = seen[member.name]
         name = member.name if number == 1 else f"{member.name}-{number}"
-        found.append(Member(name, member.line))
+        found.append(Member(name, member.spec))
     return found
 
 

@@ -42,6 +42,7 @@ from ..running.tally import Tally, counted
 from .command_line import FREQUENT, CommandSpec, read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
+from .signals import SignalStop
 
 SUMMARY = """Runs rollouts of an environment here for the server at URL (`serve` or `run-api`).
 It reconnects by itself, and goes on with its own groups when it is started again. SIGTERM or
@@ -166,7 +167,7 @@ async def join(line: Line, console: Console) -> int:
                 ending = await run_until_stopped(
                     _work(scheduler, link),
                     scheduler,
-                    console.print,
+                    SignalStop(console.print),
                     drain_seconds=settings.server.drain_seconds,
                 )
         console.print(f"{counted(tally.groups, 'group')} delivered.", highlight=False)

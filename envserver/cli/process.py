@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from textwrap import shorten
 
-from envserver_records.errors import ConfigError
 from rich.console import Console
+from rich.table import Table
 
 from ..config import OpenAIConfig, Settings
-from ..environment import Environment
-from ..export.jsonl import FailuresFile, JsonlSink, open_sink
-from ..rollouts.estimates import Scored
-from ..rollouts.events import Event, Observer
-from ..rollouts.group import RolloutContext
-from ..rollouts.scheduler import Scheduler
-from ..rollouts.stream import GroupRequest
-from ..running.context import SharedEngine, rollout_context
-from ..running.curricula import Book, has_curriculum, stream_of
 from ..running.engines import SIMULATED
+from ..running.group_run import GroupRun
+from ..running.mix import Member, alone
+from ..running.processing import process_run
 from ..running.run_settings import ProcessSettings
-from ..running.stopping import run_until_stopped
-from ..running.tally import Tally, counted
+from ..running.tally import Tally, counted, mean_text
 from ..tokens.flags import FLAGS, Actions, chosen
 from .command_line import FREQUENT, CommandSpec, program, read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
 from .mixing import read_mix
 from .progress import ProgressView, summary_table
+from .signals import SignalStop
 
 SUMMARY = """Runs rollouts of an environment, or of several, and writes each finished group as a
 line of JSON. Ctrl-C once finishes the open groups and stops; twice stops at once. Nothing written
@@ -58,164 +52,57 @@ def run(argv: list[str]) -> int:
         EnvserverError: it cannot be run, or every group failed.
     """
     members = read_mix(COMMAND, argv)
-    if members is not None:
-        from .mixed_process import process_mix
-
-        configure_logs(members[0].spec.settings.log_level, members[0].spec.settings.log_format)
-        return run_loop(process_mix(members, Console(stderr=True)))
-    line = read_run_spec(COMMAND, argv)
-    if line is None:
-        return 0
-    configure_logs(line.settings.log_level, line.settings.log_format)
-    environment = line.make_environment()
-    return run_loop(process(line.reference, environment, line.settings, Console(stderr=True)))
+    if members is None:
+        line = read_run_spec(COMMAND, argv)
+        if line is None:
+            return 0
+        members = [alone(line)]
+    settings = members[0].spec.settings
+    configure_logs(settings.log_level, settings.log_format)
+    return run_loop(process(members, Console(stderr=True)))
 
 
-async def process(
-    reference: str, environment: Environment, settings: ProcessSettings, console: Console
-) -> int:
-    """Makes the groups; returns the exit status: 0, or 130 when it was stopped before its end.
-
-    Raises:
-        AllFailed: too many groups failed in a row; what was written stays.
-        ConfigError, InputError, StoreError: see `open_sink`; or the file is of another model.
-    """
-    config = environment.config
-    steps = config.total_steps
-    output = config.data_path_to_save_groups or Path("data") / f"{environment.name}.jsonl"
-    rules = settings.curriculum
-    book = Book(environment, rules) if has_curriculum(rules) else None
-    written = await write_groups(
-        reference,
-        environment,
-        settings,
-        stream_of(environment, None if book is None else book.curriculum, repeat=steps is not None),
-        output,
-        console,
-        resume=settings.resume,
-        overwrite=settings.overwrite,
-        wanted=steps,
-        expected=steps,
-        drop_zero_variance=bool(config.ensure_scores_are_not_same),
-        observer=None if book is None else book.observe,
-        tell=None if book is None else book.read,
-    )
-    if written.stopped:
+async def process(members: Sequence[Member[ProcessSettings]], console: Console) -> int:
+    """Makes the groups and shows them; returns the exit status: 0, or 130 when it was stopped."""
+    run = process_run(members, show=partial(ProgressView, console), stop=SignalStop(console.print))
+    try:
+        await run.run()
+    finally:
+        show_result(console, run, members[0].spec.settings)
+    if run.stopped:
         console.print("Stopped early; the same command with --resume goes on.")
-    elif written.tally.groups:
-        exact = "missing_token_ids" not in written.tally.flags
-        show_suggestions(console, reference, settings, output, exact=exact)
-    return 130 if written.stopped else 0
+    elif len(members) == 1 and run.tally.groups:
+        spec, path = members[0].spec, next(iter(run.files))
+        exact = "missing_token_ids" not in run.tally.flags
+        show_suggestions(console, spec.reference, spec.settings, path, exact=exact)
+    return 130 if run.stopped else 0
 
 
-@dataclass(frozen=True)
-class Written:
-    """What a run did: whether a signal stopped it before its end, and its counts."""
-
-    stopped: bool
-    tally: Tally
-
-
-async def write_groups(
-    reference: str,
-    environment: Environment,
-    settings: Settings,
-    stream: Iterator[GroupRequest],
-    output: Path,
-    console: Console,
-    *,
-    resume: bool,
-    overwrite: bool,
-    wanted: int | None,
-    expected: int | None,
-    drop_zero_variance: bool,
-    room: SharedEngine | None = None,
-    observer: Observer | None = None,
-    tell: Callable[[Scored], None] | None = None,
-) -> Written:
-    """Makes the groups of `stream`, writes them to `output`, shows how it goes and what came out.
-
-    Args:
-        resume, overwrite: what is done about an output that exists.
-        wanted: groups in the output before stopping, None for as many as `stream` has.
-        expected: groups in the end, as far as it is known, for the bar.
-        room: the engine, where others use it too; unset: one of its own.
-        observer: told of each event, too.
-        tell: see `open_sink`.
-
-    Raises:
-        AllFailed: too many groups failed in a row; what was written stays.
-        ConfigError, InputError, StoreError: see `open_sink`; or the file is of another model.
-    """
-    if resume and overwrite:
-        raise ConfigError("--resume and --overwrite exclude each other.")
-    actions = chosen(settings.tokens.train, settings.tokens.mask, settings.tokens.drop)
-    config = environment.config
-    async with open_sink(
-        output,
-        env=environment.name,
-        split=config.split,
-        seed=config.seed,
-        resume=resume,
-        overwrite=overwrite,
-        include_messages=config.include_messages,
-        include_actions=config.include_actions,
-        score_range=config.score_range,
-        tell=tell,
-    ) as sink:
-        failures = FailuresFile(output, resume=resume)
-        view = ProgressView(console, expected, sink.already)
-
-        def observe(event: Event) -> None:
-            failures.write(event)
-            view(event)
-            if observer is not None:
-                observer(event)
-
-        try:
-            async with rollout_context(
-                settings,
-                environment,
-                reference,
-                observer=observe,
-                drop_zero_variance=drop_zero_variance,
-                shared=room,
-            ) as parts:
-                sink.expect(parts.model)
-                left = None if wanted is None else max(0, wanted - sink.already)
-                with view:
-                    stopped = await _run(parts, sink, stream, left, view)
-        finally:
-            show_result(console, view.tally, sink, failures, settings, actions)
-        return Written(stopped, view.tally)
+def show_result(console: Console, run: GroupRun, settings: Settings) -> None:
+    """Shows what came out and where it lies."""
+    if run.tally.first_groups:
+        console.print(summary_table(run.tally))
+        if len(run.shares) > 1:
+            console.print(_shares_table(run))
+    tokens = settings.tokens
+    actions = chosen(tokens.train, tokens.mask, tokens.drop)
+    show_notes(console, run.tally, list(run.written().items()), settings, actions)
+    for file in run.files.values():
+        if file.failures.lines:
+            path = file.failures.path
+            console.print(f"Why: {path}", highlight=False, markup=False, soft_wrap=True)
 
 
-async def _run(
-    parts: RolloutContext,
-    sink: JsonlSink,
-    stream: Iterator[GroupRequest],
-    wanted: int | None,
-    view: ProgressView,
-) -> bool:
-    """Runs the stream; whether it was stopped by a signal."""
-    scheduler = Scheduler(parts, stream, sink, wanted=wanted, stop_on_failures=True)
-    return await run_until_stopped(scheduler.run(), scheduler, view.say) != "done"
-
-
-def show_result(
-    console: Console,
-    tally: Tally,
-    sink: JsonlSink,
-    failures: FailuresFile,
-    settings: Settings,
-    actions: Actions,
-) -> None:
-    """What came out and where it lies."""
-    if tally.first_groups:
-        console.print(summary_table(tally))
-    show_notes(console, tally, [(sink.path, sink.already + tally.groups)], settings, actions)
-    if failures.lines:
-        console.print(f"Why: {failures.path}", highlight=False, markup=False, soft_wrap=True)
+def _shares_table(run: GroupRun) -> Table:
+    """Groups and rewards of each environment of a mix."""
+    table = Table()
+    for name in ("environment", "groups", "share", "wanted", "mean"):
+        table.add_column(name, justify="left" if name == "environment" else "right")
+    for name, wanted in run.shares.items():
+        share = run.groups[name] / max(1, run.groups.total())
+        mean = mean_text(run.rewards[name].mean)
+        table.add_row(name, str(run.groups[name]), f"{share:.0%}", f"{wanted:.0%}", mean)
+    return table
 
 
 def show_notes(

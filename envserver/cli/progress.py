@@ -28,8 +28,8 @@ SECONDS_BETWEEN_LINES = 10.0
 class ProgressView:
     """An Observer that shows a run of `total` groups (None: open end) on `console`."""
 
-    def __init__(self, console: Console, total: int | None, already: int) -> None:
-        self.tally = Tally()
+    def __init__(self, console: Console, tally: Tally, total: int | None, already: int) -> None:
+        self.tally = tally
         self._console = console
         self._total = total
         self._already = already
@@ -60,7 +60,6 @@ class ProgressView:
         self._bar.stop()
 
     def __call__(self, event: Event) -> None:
-        self.tally(event)
         done = self._already + self.tally.groups
         self._bar.update(self._task, completed=done, facts=self.tally.line())
         if not self._console.is_terminal:

@@ -17,15 +17,17 @@ from ..config import Settings
 from ..environment import Environment
 from ..export.sft import Choice, Decode, SftSink
 from ..models.model_files import find_tokenizer
+from ..rollouts.events import Event
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import group_requests
 from ..running.context import rollout_context
 from ..running.stopping import run_until_stopped
-from ..running.tally import counted
+from ..running.tally import Tally, counted
 from .command_line import CommandSpec, read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
 from .progress import ProgressView
+from .signals import SignalStop
 
 SUMMARY = """Runs rollouts of one environment and writes those with the best scores of each group as
 rows for supervised training: {"messages", "score"}, or {"prefix", "completion", "score"}."""
@@ -95,7 +97,13 @@ async def generate(
         pm1=config.score_range == "pm1",
     )
     config.include_messages = True
-    view = ProgressView(console, config.total_steps, 0)
+    tally = Tally()
+    view = ProgressView(console, tally, config.total_steps, 0)
+
+    def observe(event: Event) -> None:
+        tally(event)
+        view(event)
+
     sink = SftSink(
         settings.filepath,
         choice,
@@ -108,7 +116,7 @@ async def generate(
             settings,
             environment,
             reference,
-            observer=view,
+            observer=observe,
             need_exact=not settings.save_messages,
             drop_zero_variance=bool(config.ensure_scores_are_not_same),
         ) as parts:
@@ -121,8 +129,8 @@ async def generate(
             )
             with view:
                 work = _until_full(scheduler, sink)
-                stopped = await run_until_stopped(work, scheduler, view.say) != "done"
-    rows = f"{counted(sink.rows, 'row')} of {counted(view.tally.groups, 'group')} in {sink.path}"
+                stopped = await run_until_stopped(work, scheduler, SignalStop(view.say)) != "done"
+    rows = f"{counted(sink.rows, 'row')} of {counted(tally.groups, 'group')} in {sink.path}"
     console.print(rows, highlight=False, markup=False, soft_wrap=True)
     return 130 if stopped else 0
 

@@ -27,6 +27,16 @@ class Member(Generic[M]):
     share: Share
 
 
+def alone(spec: RunSpec[M]) -> Member[M]:
+    """The only environment of a run.
+
+    Raises:
+        ConfigError: it cannot be made with its settings.
+    """
+    environment = spec.make_environment()
+    return Member(spec, environment, Share(environment.name))
+
+
 class Several:
     """Schedulers of a mix as one."""
 

@@ -1,20 +1,20 @@
-"""Runs a scheduler until its work is done or a signal stops it."""
+"""Runs work on groups to its end, or until it is asked to stop.
+
+What holds: nothing here sets signal handlers; a caller that wants them (the command line) does.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal, Protocol
 
-from .tally import counted
-
 Ending = Literal["done", "stopped", "overdue"]
-"""Of a run: by itself, by a signal, or by the end of the time that a signal left it."""
+"""How a run ended: by itself, asked to, or cancelled when its time to stop was over."""
 
 
 class Stoppable(Protocol):
-    """What makes groups, and can be told to begin no more."""
+    """Makes groups, and can be told to begin no more."""
 
     @property
     def open_groups(self) -> int: ...
@@ -22,52 +22,91 @@ class Stoppable(Protocol):
     def drain(self) -> None: ...
 
 
+class Stop:
+    """Asks one run to stop. All methods belong to the thread of the run's event loop."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        """Whether the run was asked to stop."""
+        self.cancelled = False
+        """Whether its open groups were cancelled."""
+        self._scheduler: Stoppable | None = None
+        self._drain: Callable[[], None] = _nothing
+        self._cancel: Callable[[], object] = _nothing
+
+    @property
+    def open_groups(self) -> int:
+        """Groups that are being made now."""
+        return 0 if self._scheduler is None else self._scheduler.open_groups
+
+    def finish(self) -> None:
+        """Begins no further group; the run ends when the open ones are done."""
+        if not self.asked:
+            self.asked = True
+            self._drain()
+
+    def at_once(self) -> None:
+        """Cancels the open groups."""
+        self.asked = self.cancelled = True
+        self._cancel()
+
+    def attach(
+        self, scheduler: Stoppable, drain: Callable[[], None], cancel: Callable[[], object]
+    ) -> None:
+        """Called when the run has begun: what `finish` and `at_once` do from now on."""
+        self._scheduler, self._drain, self._cancel = scheduler, drain, cancel
+        if self.cancelled:
+            cancel()
+        elif self.asked:
+            drain()
+
+    def detach(self) -> None:
+        """Called when the run has ended."""
+        self._scheduler, self._drain, self._cancel = None, _nothing, _nothing
+
+
 async def run_until_stopped(
     work: Coroutine[Any, Any, None],
     scheduler: Stoppable,
-    say: Callable[[str], object],
+    stop: Stop,
     *,
     on_stop: Callable[[], None] = lambda: None,
     drain_seconds: float | None = None,
 ) -> Ending:
-    """Awaits `work`, which runs `scheduler`; how it ended.
-
-    The first SIGINT or SIGTERM lets the open groups end, the second ends everything at once.
+    """Awaits `work`, which runs `scheduler`, and returns how it ended.
 
     Args:
-        on_stop: called at the first signal.
+        on_stop: called when the run is asked to stop.
         drain_seconds: after which the groups that are still open are cancelled; unset: never.
     """
     loop = asyncio.get_running_loop()
     running = asyncio.ensure_future(work)
-    ending: Ending = "done"
+    overdue = False
 
-    def on_signal() -> None:
-        nonlocal ending
-        if ending != "done":
-            running.cancel()
-            return
-        ending = "stopped"
-        say(f"Finishing {counted(scheduler.open_groups, 'open group')}; again stops at once.")
+    def drain() -> None:
         scheduler.drain()
         on_stop()
         if drain_seconds is not None:
             loop.call_later(drain_seconds, on_deadline)
 
     def on_deadline() -> None:
-        nonlocal ending
+        nonlocal overdue
         if not running.done():
-            ending = "overdue"
+            overdue = True
             running.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+    stop.attach(scheduler, drain, running.cancel)
     try:
         await running
     except asyncio.CancelledError:
-        if ending == "done":
+        if not (stop.cancelled or overdue):
             raise
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-    return ending
+        stop.detach()
+    if overdue:
+        return "overdue"
+    return "stopped" if stop.asked else "done"
+
+
+def _nothing() -> None:
+    """Stands in before a run has begun and after it has ended."""

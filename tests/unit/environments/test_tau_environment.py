@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
@@ -21,7 +20,6 @@ from envserver_environments.tau.users import MAX_REPEATS, ScriptedCustomer
 from envserver_environments.tau.wire import assistant_calls, calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from support.commands import read_jsonl
 from support.fake_vllm import fake_vllm
 
@@ -37,8 +35,9 @@ from envserver import (
     ServiceError,
     Task,
 )
-from envserver.cli.process import process
 from envserver.cli.settings import load_settings
+from envserver.running.mix import alone
+from envserver.running.processing import process_run
 from envserver.running.run_settings import ProcessSettings
 from envserver.running.spec import RunSpec
 
@@ -489,8 +488,7 @@ async def test_process_gives_rows_of_the_assistant_only(tmp_path: Path, user: st
     ]
     loaded = load_settings(words, settings_class=ProcessSettings, environ={}, folder=tmp_path)
     line = RunSpec(loaded, "tau", Tau)
-    console = Console(file=io.StringIO())
-    assert await process("tau", line.make_environment(), loaded, console) == 0
+    await process_run([alone(line)]).run()
     groups = read_jsonl(output)
     assert [group["scores"] for group in groups] == [[1.0, 1.0]] * 2
     for rollout in (one for group in groups for one in group["envserver"]["rollouts"]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,12 @@ import numpy as np
 import pytest
 from envserver_records.records import Call, Conversation, PublicTask, Trajectory, Usage, VersionSpan
 from hypothesis import strategies as st
-from rich.console import Console
 from support.commands import read_jsonl
 from support.fake_vllm import fake_vllm
 from support.proxy_house import House, chat, house
 from support.serving import attempt_spec, serving
 
 from envserver import AgentRole, ConfigError, Environment, Score, Task
-from envserver.cli.process import process
 from envserver.cli.settings import load_settings
 from envserver.config import OpenAIConfig
 from envserver.environment import Rollout
@@ -30,6 +27,8 @@ from envserver.proxy.endpoint import EngineEndpoint
 from envserver.rollouts.agents import roles_of
 from envserver.rollouts.attempt import counted_calls, main_call, other_conversations
 from envserver.rollouts.policy import judge_trajectory
+from envserver.running.mix import alone
+from envserver.running.processing import process_run
 from envserver.running.run_settings import ProcessSettings
 from envserver.running.spec import RunSpec
 from envserver.tokens.builder import build
@@ -90,8 +89,7 @@ async def processed(talk: Path, *flags: str, **variables: str) -> list[dict[str,
         words, settings_class=ProcessSettings, environ=variables, folder=talk.parent
     )
     line = RunSpec(settings, str(talk), _class_of(talk))
-    console = Console(file=io.StringIO())
-    assert await process(str(talk), line.make_environment(), settings, console) == 0
+    await process_run([alone(line)]).run()
     return read_jsonl(output)
 
 

@@ -15,31 +15,32 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from envserver_records.errors import AllFailed, ConfigError, EnvserverError
 from pydantic import ValidationError
-from rich.console import Console
 
-from ..config import MixSettings, Settings
+from ..config import MixSettings
 from ..environment import Environment
 from ..evaluation.folders import Evaluated, RunFile, View, groups_path, read_folder, tasks_path
 from ..evaluation.report import Counted, Report
 from ..evaluation.results import TaskFacts, facts_of, read_tasks
 from ..evaluation.suite import Suite
 from ..rollouts.events import Event, GroupDropped, RolloutFailed
+from ..rollouts.mixing import Share
 from ..rollouts.stream import GroupRequest, group_requests
-from ..running.context import SharedEngine, shared_engine
-from ..running.engines import SIMULATED
-from ..running.evaluation_folder import claim, write_report, write_run_file, write_tasks
-from .evaluate_members import Member
-from .process import write_groups
+from .context import SharedEngine, shared_engine
+from .engines import SIMULATED
+from .evaluation_folder import claim, write_report, write_run_file, write_tasks
+from .group_run import GroupRun, Part, Show, show_nothing
+from .spec import RunSpec
+from .stopping import Stop
 
-Show = Callable[[Console, Report | Suite, Path], object]
+M = TypeVar("M", bound=MixSettings)
 
 _BASELINE = re.compile(r"[a-z0-9_]+")
 _NO_MATTER = {"total_steps", "data_path_to_save_groups", "max_token_length"}
@@ -47,8 +48,60 @@ _NO_MATTER = {"total_steps", "data_path_to_save_groups", "max_token_length"}
 
 
 @dataclass(frozen=True)
+class Member(Generic[M]):
+    """One environment to be evaluated, under a name that no other has."""
+
+    name: str
+    spec: RunSpec[M]
+
+    @property
+    def settings(self) -> M:
+        return self.spec.settings
+
+    def make_environment(self) -> Environment:
+        """See `RunSpec`; its errors name the member."""
+        try:
+            return self.spec.make_environment()
+        except ConfigError as error:
+            error.message = f"{self.name}: {error.message}"
+            raise
+
+
+class EvaluationView:
+    """Told how an evaluation goes; this one shows nothing."""
+
+    show: Show = staticmethod(show_nothing)
+    """Shows the run of one environment or baseline."""
+
+    def say(self, line: str) -> None:
+        """Shows one line."""
+
+    def ended(self, run: GroupRun, settings: MixSettings) -> None:
+        """Shows what came of the run of one environment or baseline, failed or not."""
+
+    def report(self, report: Report | Suite, folder: Path) -> None:
+        """Shows the report."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What came of an evaluation.
+
+    Args:
+        folder: where its groups and its report lie.
+        report: of one environment, or the suite of several; None where it was stopped before there
+            was anything to report.
+        stopped: it was stopped before its end; it can be resumed.
+    """
+
+    folder: Path
+    report: Report | Suite | None
+    stopped: bool
+
+
+@dataclass(frozen=True)
 class Choice:
-    """What a person chose. Arguments as `EvaluateSettings` (`folder`: its `out`)."""
+    """How to evaluate. Arguments as `EvaluateSettings` (`folder`: its `out`)."""
 
     folder: Path | None = None
     resume: bool = False
@@ -103,57 +156,64 @@ class _Part:
     runs: dict[str, _Run]
 
 
-@dataclass
-class _Course:
-    """How far all came."""
-
-    stopped: bool = False
-    failures: list[EnvserverError] = field(default_factory=list)
-
-
 async def evaluate(
-    members: Sequence[Member[Any]], choice: Choice, console: Console, show: Show
-) -> int:
-    """Runs all, writes the report and shows it; 0, or 130 when it was stopped before its end.
+    members: Sequence[Member[Any]],
+    choice: Choice,
+    *,
+    view: EvaluationView | None = None,
+    stop: Stop | None = None,
+) -> Evaluation:
+    """Runs everything and writes the report.
 
     Raises:
         AllFailed: too many groups failed in a row (there is a report of those before), or there is
             nothing to report.
-        ConfigError, InputError, StoreError: as of `write_groups`; or the folder is of another run.
+        ConfigError, InputError, StoreError: as for `GroupRun`; or the folder is of another run.
     """
+    view, stop = view or EvaluationView(), stop or Stop()
     folder = choice.folder or _new_folder(members)
     parts = _claimed(members, folder, choice)
-    settings: Settings = members[0].settings
-    course = _Course()
-    async with shared_engine(settings, need_engine=True, need_exact=False) as room:
+    failures: list[EnvserverError] = []
+    async with shared_engine(members[0].settings, need_engine=True, need_exact=False) as shared:
         for number, part in enumerate(parts, 1):
             if len(parts) > 1:
-                _say(console, f"{part.member.name} ({number} of {len(parts)})")
-            failure = await _make_part(part, choice, console, room, course)
+                view.say(f"{part.member.name} ({number} of {len(parts)})")
+            failure = await _make_part(part, choice, view, shared, stop)
             if failure is not None:
-                course.failures.append(failure)
+                failures.append(failure)
                 if len(parts) > 1:
-                    _say(console, f"{part.member.name}: {failure.message}")
-            if course.stopped:
+                    view.say(f"{part.member.name}: {failure.message}")
+            if stop.asked:
                 break
-    if course.stopped:
-        _say(console, f"Stopped early; the same command with --resume --out {folder} goes on.")
+    return _reported(folder, parts, failures, view, stopped=stop.asked)
+
+
+def _reported(
+    folder: Path,
+    parts: Sequence[_Part],
+    failures: Sequence[EnvserverError],
+    view: EvaluationView,
+    *,
+    stopped: bool,
+) -> Evaluation:
+    """Writes the report of what was made; raises what ended it too early."""
+    if stopped:
+        view.say(f"Stopped early; the same command with --resume --out {folder} goes on.")
     if not any(_has_groups(part) for part in parts):
-        if course.stopped:
-            return 130
-        raise (course.failures or [_nothing()])[0]
+        if stopped:
+            return Evaluation(folder, None, stopped)
+        raise [*failures, _nothing()][0]
     reports = read_folder(folder, View())
     without = [one.name for one in reports if not one.run.counts.scored]
     if len(without) == len(reports):
-        raise (course.failures or [_nothing()])[0]
-    show(console, write_report(folder, View()), folder)
-    if course.stopped:
-        return 130
-    if course.failures:
-        raise course.failures[0]
-    if without:
+        raise [*failures, _nothing()][0]
+    report = write_report(folder, View())
+    view.report(report, folder)
+    if failures and not stopped:
+        raise failures[0]
+    if without and not stopped:
         raise AllFailed(f"{', '.join(without)}: no attempt has a score.")
-    return 0
+    return Evaluation(folder, report, stopped)
 
 
 def _nothing() -> AllFailed:
@@ -163,10 +223,6 @@ def _nothing() -> AllFailed:
 def _has_groups(part: _Part) -> bool:
     run = part.runs[""]
     return run.groups.exists() and run.groups.stat().st_size > 0
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _new_folder(members: Sequence[Member[Any]]) -> Path:
@@ -223,50 +279,63 @@ def _evaluated(environment: Environment, settings: MixSettings, baselines: list[
 
 
 async def _make_part(
-    part: _Part, choice: Choice, console: Console, room: SharedEngine, course: _Course
+    part: _Part, choice: Choice, view: EvaluationView, shared: SharedEngine, stop: Stop
 ) -> EnvserverError | None:
     """Makes the groups of one environment and its baselines; returns what ended it too early."""
     failure = None
     for name, run in part.runs.items():
         if name:
-            _say(console, f"Baseline {name}")
+            view.say(f"Baseline {name}")
         try:
-            course.stopped = await _make(run, part.member, choice, console, room)
+            await _make(run, part.member, choice, view, shared, stop)
         except EnvserverError as error:
             failure = error
         run.write_tasks()
-        if course.stopped or failure is not None:
+        if stop.asked or failure is not None:
             break
-    complete = not course.stopped and failure is None
     part.noted.evaluated = msgspec.structs.replace(
-        part.evaluated, complete=complete, finished_at=time.time()
+        part.evaluated,
+        complete=not stop.asked and failure is None,
+        finished_at=time.time(),
     )
-    part.noted.counted = choice.view.over(Counted(), room.model)
+    part.noted.counted = choice.view.over(Counted(), shared.model)
     write_run_file(part.folder, part.noted)
     return failure
 
 
 async def _make(
-    run: _Run, member: Member[Any], choice: Choice, console: Console, room: SharedEngine
-) -> bool:
-    """Makes the groups of a run; whether a signal stopped it."""
-    run.environment.config.max_token_length = sys.maxsize  # long answers count like others
-    written = await write_groups(
-        member.line.reference,
-        run.environment,
+    run: _Run,
+    member: Member[Any],
+    choice: Choice,
+    view: EvaluationView,
+    shared: SharedEngine,
+    stop: Stop,
+) -> None:
+    """Makes the groups of one environment or baseline."""
+    environment = run.environment
+    environment.config.max_token_length = sys.maxsize  # long answers count like others
+    part = Part(
+        spec=member.spec,
+        environment=environment,
+        share=Share(environment.name),
+        path=run.groups,
+        requests=run.stream(),
+        observe=run.observe,
+    )
+    groups = GroupRun(
+        [part],
         member.settings,
-        run.stream(),
-        run.groups,
-        console,
         resume=choice.resume,
         overwrite=choice.overwrite,
-        wanted=None,
-        expected=run.environment.config.total_steps,
-        drop_zero_variance=False,
-        room=room,
-        observer=run.observe,
+        expected=environment.config.total_steps,
+        shared=shared,
+        show=view.show,
+        stop=stop,
     )
-    return written.stopped
+    try:
+        await groups.run()
+    finally:
+        view.ended(groups, member.settings)
 
 
 def baselines_of(environment: Environment) -> dict[str, Environment]:

@@ -1,0 +1,308 @@
+"""A run that makes groups of one environment or several, and ends: `process` and `evaluate`.
+
+In: `Part`s, one for each environment. Out: groups in files, in memory or at a consumer, and counts.
+What holds: groups are begun by weight, no environment gets less than its minimum share while it has
+tasks; one that ends or fails does not end the others; a group that a file has is not made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from envserver_records.errors import ConfigError
+from envserver_records.records import Group
+
+from ..config import Settings
+from ..environment import Environment
+from ..export.jsonl import FailuresFile, JsonlSink, open_sink
+from ..rollouts.estimates import Scored
+from ..rollouts.events import Event, GroupDelivered, Observer
+from ..rollouts.mixing import Share, Shares, Turns, targets
+from ..rollouts.scheduler import Scheduler
+from ..rollouts.stream import GroupRequest, id_prefix
+from ..tokens.flags import chosen
+from .context import SharedEngine, rollout_context, shared_engine
+from .mix import Several
+from .spec import RunSpec
+from .stopping import Stop, run_until_stopped
+from .tally import Rewards, Tally
+
+Give = Callable[[Group], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One environment of a run.
+
+    Args:
+        share: its part of the groups, where there are several.
+        path: JSONL file for its groups; None: they are in no file.
+        requests: its tasks, as groups to be made.
+        groups: groups before it ends; None: as many as `requests` has.
+        drop_zero_variance: drop groups whose rewards are all equal.
+        observe: told of each event of this environment.
+        learn: told what each group that a file has already says of its task.
+    """
+
+    spec: RunSpec[Any]
+    environment: Environment
+    share: Share
+    path: Path | None
+    requests: Iterator[GroupRequest]
+    groups: int | None = None
+    drop_zero_variance: bool = False
+    observe: Observer | None = None
+    learn: Callable[[Scored], None] | None = None
+
+
+class View(Observer, Protocol):
+    """Shows a run."""
+
+    def say(self, text: str) -> None:
+        """Shows one line."""
+
+
+class NoView:
+    """Shows nothing."""
+
+    def __call__(self, event: Event) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+
+Show = Callable[[Tally, int | None, int], AbstractContextManager[View]]
+"""Makes what shows a run, of its counts, the groups that are expected, and those already there."""
+
+
+def show_nothing(tally: Tally, expected: int | None, already: int) -> AbstractContextManager[View]:
+    """See Show."""
+    return contextlib.nullcontext(NoView())
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A file of groups, and that of the failures beside it."""
+
+    sink: JsonlSink
+    failures: FailuresFile
+
+
+class GroupRun:
+    """Makes the groups of `parts`. What it counted can be read while it runs and afterwards.
+
+    Args:
+        settings: of the whole run: its engine, and how many rollouts are in flight.
+        resume, overwrite: what is done about a file that exists.
+        total_groups: groups of all parts together before it ends; None: each ends by itself.
+        expected: groups in the end, as far as that is known.
+        shared: the engine, where others use it too; unset: one of its own.
+        give: gets each group when its file, if it has one, holds it; the run waits for it.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        settings: Settings,
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+        total_groups: int | None = None,
+        expected: int | None = None,
+        shared: SharedEngine | None = None,
+        give: Give | None = None,
+        show: Show = show_nothing,
+        stop: Stop | None = None,
+    ) -> None:
+        self.tally = Tally()
+        self.groups: Counter[str] = Counter()
+        """Groups that were delivered now, by environment."""
+        self.rewards = {part.share.name: Rewards() for part in parts}
+        self.files: dict[Path, OutputFile] = {}
+        self.stopped = False
+        """Whether the run was stopped before its end."""
+        self._parts = list(parts)
+        self._settings = settings
+        self._resume, self._overwrite = resume, overwrite
+        self._total_groups = total_groups
+        self._expected = expected
+        self._shared = shared
+        self._give = give
+        self._show = show
+        self._stop = stop or Stop()
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The part of all groups that each environment should have."""
+        return targets(part.share for part in self._parts)
+
+    def written(self) -> dict[Path, int]:
+        """Groups in each file."""
+        found = Counter({path: file.sink.already for path, file in self.files.items()})
+        for part in self._parts:
+            if part.path is not None and part.path in found:
+                found[part.path] += self.groups[part.share.name]
+        return dict(found)
+
+    async def run(self) -> None:
+        """Makes the groups.
+
+        Raises:
+            AllFailed: too many groups of an environment failed in a row; what was written stays.
+            ConfigError, InputError, StoreError: see `open_sink`; or a file is of another model.
+            EngineError: the engine does not answer.
+        """
+        if self._resume and self._overwrite:
+            raise ConfigError("--resume and --overwrite exclude each other.")
+        for part in self._parts:  # a flag that does not exist is found before a file is replaced
+            tokens = part.spec.settings.tokens
+            chosen(tokens.train, tokens.mask, tokens.drop)
+        async with contextlib.AsyncExitStack() as stack:
+            await self._open_files(stack)
+            if self._shared is None:
+                self._shared = await stack.enter_async_context(
+                    shared_engine(self._settings, need_engine=True, need_exact=False)
+                )
+            already = {part.share.name: self._already(part) for part in self._parts}
+            view = stack.enter_context(
+                self._show(self.tally, self._expected, sum(already.values()))
+            )
+            several = Several(await self._schedulers(stack, already, view))
+            work = several.run(view.say)
+            self.stopped = await run_until_stopped(work, several, self._stop) != "done"
+
+    def _already(self, part: Part) -> int:
+        if part.path is None:
+            return 0
+        return self.files[part.path].sink.already_of(id_prefix(part.environment))
+
+    async def _schedulers(
+        self, stack: contextlib.AsyncExitStack, already: dict[str, int], view: View
+    ) -> dict[str, Scheduler]:
+        wanted = self._total_groups
+        turns = Turns(
+            Shares(self.shares, already),
+            room=self._settings.rollouts.max_concurrent,
+            wanted=None if wanted is None else max(0, wanted - sum(already.values())),
+        )
+        takes_turns = len(self._parts) > 1 or wanted is not None
+        schedulers = {}
+        for part in self._parts:
+            name = part.share.name
+            context = await stack.enter_async_context(
+                rollout_context(
+                    part.spec.settings,
+                    part.environment,
+                    part.spec.reference,
+                    observer=self._observer(part, view),
+                    drop_zero_variance=part.drop_zero_variance,
+                    shared=self._shared,
+                )
+            )
+            file = None if part.path is None else self.files[part.path].sink
+            if file is not None:
+                file.expect(context.model)
+            schedulers[name] = Scheduler(
+                context,
+                part.requests,
+                _Sink(file, self._give),
+                wanted=None if part.groups is None else max(0, part.groups - already[name]),
+                stop_on_failures=True,
+                lane=turns.lane(name) if takes_turns else None,
+            )
+        return schedulers
+
+    def _observer(self, part: Part, view: View) -> Observer:
+        failures = None if part.path is None else self.files[part.path].failures
+
+        def observe(event: Event) -> None:
+            if failures is not None:
+                failures.write(event)
+            self.tally(event)
+            self._count(event)
+            view(event)
+            if part.observe is not None:
+                part.observe(event)
+
+        return observe
+
+    def _count(self, event: Event) -> None:
+        if isinstance(event, GroupDelivered):
+            self.groups[event.group.env] += 1
+            for trajectory in event.group.trajectories:
+                if trajectory.score.reward is not None:
+                    self.rewards[event.group.env].add(trajectory.score.reward)
+
+    async def _open_files(self, stack: contextlib.AsyncExitStack) -> None:
+        for path in dict.fromkeys(part.path for part in self._parts):
+            if path is not None:
+                parts = [part for part in self._parts if part.path == path]
+                self.files[path] = await self._open_file(path, parts, stack)
+
+    async def _open_file(
+        self, path: Path, parts: Sequence[Part], stack: contextlib.AsyncExitStack
+    ) -> OutputFile:
+        """
+        Raises:
+            ConfigError: the environments write their groups in different forms.
+        """
+        configs = [part.environment.config for part in parts]
+        names = [part.environment.name for part in parts]
+        first = configs[0]
+        if len({(c.include_messages, c.include_actions, c.score_range) for c in configs}) > 1:
+            raise ConfigError(
+                f"{path} is for {' and '.join(names)}, which write their groups in other forms.",
+                hint="Set include_messages, include_actions and score_range alike.",
+            )
+        identities: list[dict[str, Any]] = [
+            {"env": name, "split": config.split, "seed": config.seed}
+            for name, config in zip(names, configs, strict=True)
+        ]
+        learners = {part.environment.name: part.learn for part in parts if part.learn is not None}
+
+        def learn(scored: Scored) -> None:
+            if scored.env in learners:
+                learners[scored.env](scored)
+
+        sink = await stack.enter_async_context(
+            open_sink(
+                path,
+                **identities[0],
+                beside=identities[1:],
+                resume=self._resume,
+                overwrite=self._overwrite,
+                include_messages=first.include_messages,
+                include_actions=first.include_actions,
+                score_range=first.score_range,
+                tell=learn if learners else None,
+            )
+        )
+        return OutputFile(sink, FailuresFile(path, resume=self._resume))
+
+
+class _Sink:
+    """A GroupSink: a file, if there is one, and then a consumer, if there is one."""
+
+    def __init__(self, file: JsonlSink | None, give: Give | None) -> None:
+        self._file = file
+        self._give = give
+
+    async def put(self, group: Group) -> None:
+        if self._file is not None:
+            await self._file.put(group)
+        if self._give is not None:
+            await self._give(group)
+
+    async def known(self, group_ids: list[str]) -> set[str]:
+        return set() if self._file is None else await self._file.known(group_ids)
+
+    async def wait_for_capacity(self) -> None:
+        if self._file is not None:
+            await self._file.wait_for_capacity()

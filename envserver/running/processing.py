@@ -1,0 +1,74 @@
+"""The work of `envserver process`: rollouts of one environment or several into groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..environment import Environment
+from .curricula import Book, has_curriculum, stream_of
+from .group_run import Give, GroupRun, Part, Show, show_nothing
+from .mix import Member
+from .run_settings import ProcessSettings
+from .stopping import Stop
+
+
+def default_path(environment: Environment) -> Path:
+    """The file that `process` writes where none is named."""
+    return Path("data") / f"{environment.name}.jsonl"
+
+
+def process_run(
+    members: Sequence[Member[ProcessSettings]],
+    *,
+    path_of: Callable[[Environment], Path | None] = default_path,
+    give: Give | None = None,
+    show: Show = show_nothing,
+    stop: Stop | None = None,
+) -> GroupRun:
+    """Makes the run that `process` is; the settings of the whole run are the first member's.
+
+    Args:
+        path_of: where groups of an environment go whose settings name no file.
+    """
+    settings = members[0].spec.settings
+    total = settings.total_groups
+    return GroupRun(
+        [_part(member, path_of, total) for member in members],
+        settings,
+        resume=settings.resume,
+        overwrite=settings.overwrite,
+        total_groups=total,
+        expected=_expected(members, total),
+        give=give,
+        show=show,
+        stop=stop,
+    )
+
+
+def _part(
+    member: Member[ProcessSettings],
+    path_of: Callable[[Environment], Path | None],
+    total: int | None,
+) -> Part:
+    environment, rules = member.environment, member.spec.settings.curriculum
+    config = environment.config
+    book = Book(environment, rules) if has_curriculum(rules) else None
+    repeat = config.total_steps is not None or total is not None
+    return Part(
+        spec=member.spec,
+        environment=environment,
+        share=member.share,
+        path=config.data_path_to_save_groups or path_of(environment),
+        requests=stream_of(environment, None if book is None else book.curriculum, repeat=repeat),
+        groups=config.total_steps,
+        drop_zero_variance=bool(config.ensure_scores_are_not_same),
+        observe=None if book is None else book.observe,
+        learn=None if book is None else book.read,
+    )
+
+
+def _expected(members: Sequence[Member[ProcessSettings]], total: int | None) -> int | None:
+    steps = [one.environment.config.total_steps for one in members]
+    of_each = None if None in steps else sum(step or 0 for step in steps)
+    return min((one for one in (total, of_each) if one is not None), default=None)

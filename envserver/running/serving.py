@@ -1,0 +1,146 @@
+"""The work of `envserver serve`: groups of one environment or several, kept for trainers until
+they acknowledge them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import structlog
+from envserver_records.errors import ConfigError
+from fastapi import FastAPI
+
+from ..api.app import create_api
+from ..config import MixSettings
+from .bootstrap import Front, front
+from .hosting import Hosted, Members, hosted, loaded_parts
+from .mix import Several
+from .stopping import Ending, Stop, run_until_stopped
+
+POLL_SECONDS = 0.2
+
+_log = structlog.get_logger("envserver.serve")
+
+
+@dataclass(frozen=True)
+class Served:
+    """How a server ended.
+
+    Args:
+        ending: "done": as many groups as wanted were made and acknowledged; "stopped"; "overdue":
+            stopped, and open groups had to be cancelled when `server.drain_seconds` were over.
+        waiting: groups in the store that no trainer has acknowledged.
+        cut_off: cancelled groups of each environment; they are made anew by the next start.
+        audit: what the audit of logprobs found, in words; "" where there was none.
+    """
+
+    ending: Ending
+    waiting: int
+    cut_off: dict[str, int]
+    audit: str
+
+
+class Serving:
+    """A server that answers; made by `serving`."""
+
+    def __init__(self, settings: MixSettings, front: Front, host: Hosted) -> None:
+        self.url = front.url
+        """Where trainers connect."""
+        context = host.parts[0]
+        self.model_url = f"{context.proxy_url}/r/{context.proxy.open_guest()}/v1"
+        """Endpoint of the model, recorded, for environments that run elsewhere."""
+        self._settings = settings
+        self._front = front
+        self._host = host
+
+    async def run(self, stop: Stop, say: Callable[[str], object]) -> Served:
+        """Makes groups until asked to stop, or until all that are wanted are made and delivered.
+
+        Args:
+            say: gets a line when one of several environments ends by a failure.
+
+        Raises:
+            StoreError, EnvserverError: a group cannot be kept, or tasks cannot be read.
+        """
+        schedulers = self._host.schedulers
+        seconds = self._settings.server.drain_seconds
+        try:
+            ending = await run_until_stopped(
+                self._run_then_wait(say),
+                schedulers,
+                stop,
+                on_stop=self._front.health.drain,
+                drain_seconds=seconds,
+            )
+        finally:
+            await self._front.close()
+        cut_off = schedulers.cut_off()
+        if ending == "overdue":
+            _log.warning("drain_overdue", groups=cut_off, drain_seconds=seconds)
+        auditor = self._host.auditor
+        audit = auditor.summary() if auditor.fraction else ""
+        return Served(ending, await self._waiting(), cut_off, audit)
+
+    async def _run_then_wait(self, say: Callable[[str], object]) -> None:
+        """Runs the schedulers; after the last group waits until trainers have all of them."""
+        schedulers: Several = self._host.schedulers
+        await schedulers.run(say)
+        while not schedulers.drained and await self._waiting():
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _waiting(self) -> int:
+        counts = await self._front.store.counts()
+        return counts["queued"] + counts["buffered"] + counts["leased"]
+
+
+@contextlib.asynccontextmanager
+async def serving(members: Members) -> AsyncIterator[Serving]:
+    """Opens the store and the server, and starts what `members` need.
+
+    Raises:
+        ConfigError: a port cannot be had, or the environments' groups differ in form.
+        StoreError, EngineError: see the parts.
+    """
+    settings = members[0].spec.settings
+    _check_alike(members)
+    expected = ["engine", *loaded_parts(members)]
+    async with (
+        front(settings.server, settings.telemetry, settings.store, expected) as opened,
+        hosted(members, opened) as host,
+    ):
+        await opened.open(_api(members, opened, host))
+        yield Serving(settings, opened, host)
+
+
+def _api(members: Members, front: Front, host: Hosted) -> FastAPI:
+    settings, config = members[0].spec.settings, members[0].environment.config
+    return create_api(
+        front.store,
+        settings=settings.server,
+        status=host.status,
+        on_policy_version=host.publish,
+        gate=host.room.endpoint.gate,
+        metrics=front.metrics,
+        health=front.health,
+        include_messages=config.include_messages,
+        score_range=config.score_range,
+        retention=settings.retention,
+        runners=host.elsewhere,
+        orders=host.orders,
+    )
+
+
+def _check_alike(members: Members) -> None:
+    """
+    Raises:
+        ConfigError: groups of several environments would go to trainers in several forms.
+    """
+    configs = [one.environment.config for one in members]
+    if len({(one.include_messages, one.score_range) for one in configs}) > 1:
+        raise ConfigError(
+            "The environments differ in include_messages or score_range.",
+            hint="One server sends all groups in one form: set them under `env`.",
+        )
