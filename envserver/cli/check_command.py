@@ -15,7 +15,7 @@ from rich.table import Table
 from ..config import EnvironmentSettings, SandboxConfig
 from ..environment import Environment
 from ..registry import absolute
-from ..rollouts.checking import Kind, Report, check
+from ..rollouts.checking import EnvironmentReport, Kind, check
 from ..rollouts.checking import Progress as Told
 from ..rollouts.scoring import ScorerPool
 from ..running.sandboxes import sandboxes_of
@@ -72,7 +72,7 @@ def run(argv: list[str]) -> int:
     return 0 if report.ok else 1
 
 
-async def check_environment(line: RunSpec[CheckSettings], progress: Told) -> Report:
+async def check_environment(line: RunSpec[CheckSettings], progress: Told) -> EnvironmentReport:
     """The report on the environment that the command line names.
 
     Raises:
@@ -105,7 +105,7 @@ def _bar(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True)
 
 
-def _show(console: Console, report: Report) -> None:
+def _show(console: Console, report: EnvironmentReport) -> None:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 

@@ -1,8 +1,8 @@
 """Recorded logprobs held against those that the engine gives now: one row, and sums over rows.
 
-In: a `Row` (a training sequence with its place) and a `Rescorer`. Out: an `Outcome`: a comparison
-of every trained token, or the reason why none can be made (`NOT_COMPARED`), or what is wrong. What
-holds: a row is compared or counted under a reason, never left out silently.
+In: a `AuditedRow` (a training sequence with its place) and a `Rescorer`. Out: an `AuditResult`: a
+comparison of every trained token, or the reason why none can be made (`NOT_COMPARED`), or what is
+wrong. What holds: a row is compared or counted under a reason, never left out silently.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ALTERING: Final = ("temperature_not_one", "top_p_active")
 _LARGEST_EXPONENT: Final = 80.0
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class AuditedRow(msgspec.Struct, frozen=True, kw_only=True):
     """A delivered sequence and its place. The arrays have length T, as in `records.Sequence`.
 
     Args:
@@ -85,7 +85,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 class Comparison(msgspec.Struct, frozen=True):
     """Two logprobs for each of N trained tokens; float64[N], from float32."""
 
-    row: Row
+    row: AuditedRow
     recorded: NDArray[np.float64]
     again: NDArray[np.float64]
 
@@ -167,7 +167,7 @@ class Totals(msgspec.Struct):
         }
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class AuditResult(msgspec.Struct, frozen=True):
     """What came of one row: a comparison, or a key of NOT_COMPARED, or what the engine refused."""
 
     comparison: Comparison | None = None
@@ -175,10 +175,10 @@ class Outcome(msgspec.Struct, frozen=True):
     refused: str = ""
 
 
-def rows_of(trajectory: Trajectory) -> Iterator[Row]:
+def rows_of(trajectory: Trajectory) -> Iterator[AuditedRow]:
     """The rows of `trajectory`, numbered within it."""
     for number, sequence in enumerate(trajectory.sequences):
-        yield Row(
+        yield AuditedRow(
             tokens=sequence.tokens,
             mask=sequence.mask,
             logprobs=sequence.logprobs,
@@ -197,7 +197,7 @@ def is_altered(flags: list[str], generation_params: Mapping[str, Any]) -> bool:
     return any(flag in flags for flag in _ALTERING) or any(one not in (None, 1) for one in params)
 
 
-def why_not_comparable(row: Row, version: int) -> str:
+def why_not_comparable(row: AuditedRow, version: int) -> str:
     """The key of NOT_COMPARED that holds of `row` whatever the engine says; "" for none.
 
     Args:
@@ -215,7 +215,7 @@ def why_not_comparable(row: Row, version: int) -> str:
     return ""
 
 
-async def audit_row(rescorer: Rescorer, row: Row) -> Outcome:
+async def audit_row(rescorer: Rescorer, row: AuditedRow) -> AuditResult:
     """Compares `row`, which is comparable as far as it can tell itself.
 
     Raises:
@@ -223,17 +223,19 @@ async def audit_row(rescorer: Rescorer, row: Row) -> Outcome:
     """
     context = await rescorer.context()
     if context is not None and len(row.tokens) >= context:
-        return Outcome(not_compared="too_long")  # the engine wants to sample one token behind it
+        return AuditResult(
+            not_compared="too_long"
+        )  # the engine wants to sample one token behind it
     if row.altered and not await rescorer.is_raw(row.tokens[: row.trained[0]]):
-        return Outcome(not_compared="processed_logprobs")
+        return AuditResult(not_compared="processed_logprobs")
     try:
         again = await rescorer.score(row.tokens)
     except EngineRefused as error:
         if not await rescorer.takes(len(row.tokens)):
-            return Outcome(not_compared="too_long")
-        return Outcome(refused=error.message)
+            return AuditResult(not_compared="too_long")
+        return AuditResult(refused=error.message)
     places = row.trained
-    return Outcome(
+    return AuditResult(
         Comparison(row, row.logprobs[places].astype(np.float64), again[places].astype(np.float64))
     )
 

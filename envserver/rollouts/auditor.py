@@ -20,7 +20,7 @@ from envserver_records.records import Trajectory
 
 from ..models.engine import Engine
 from ..proxy.gate import Aborted, Gate
-from .audit import Outcome, Row, Totals, audit_row, rows_of, share_of, why_not_comparable
+from .audit import AuditedRow, AuditResult, Totals, audit_row, rows_of, share_of, why_not_comparable
 from .rescoring import Rescorer
 
 _log = structlog.get_logger("envserver.audit")
@@ -129,7 +129,7 @@ class Auditor:
             self._rollouts += 1
             self._queue.task_done()
 
-    async def _audit(self, row: Row) -> None:
+    async def _audit(self, row: AuditedRow) -> None:
         try:
             async with self._gate.passing():
                 outcome = await self._outcome(row)
@@ -141,16 +141,16 @@ class Auditor:
         else:
             self._count(row, outcome)
 
-    async def _outcome(self, row: Row) -> Outcome:
+    async def _outcome(self, row: AuditedRow) -> AuditResult:
         version = self._version()
         if reason := why_not_comparable(row, version):
-            return Outcome(not_compared=reason)
+            return AuditResult(not_compared=reason)
         outcome = await audit_row(self._rescorer, row)
         if self._gate.paused or self._version() != version:
-            return Outcome(not_compared="weights_changed")
+            return AuditResult(not_compared="weights_changed")
         return outcome
 
-    def _count(self, row: Row, outcome: Outcome) -> None:
+    def _count(self, row: AuditedRow, outcome: AuditResult) -> None:
         if outcome.refused:
             self._refused += 1
             _log.warning("audit_refused", rollout_id=row.rollout_id, message=outcome.refused)

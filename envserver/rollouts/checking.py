@@ -1,9 +1,9 @@
 """Whether an environment's tasks are sound and its rewards are what they should be.
 
 In: an environment, and scorers of it. Every result of which the reward is known (the author's own,
-and absurd ones) goes through the real scorer. Out: a Report: one row a kind of result, and every
-task where it went wrong. A scorer that fails is wrong, too (what it cannot score is lost), but at
-what no agent leaves.
+and absurd ones) goes through the real scorer. Out: an EnvironmentReport: one row a kind of result,
+and every task where it went wrong. A scorer that fails is wrong, too (what it cannot score is
+lost), but at what no agent leaves.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Kind(msgspec.Struct, kw_only=True):
     raised: int = 0
 
 
-class Report(msgspec.Struct, kw_only=True):
+class EnvironmentReport(msgspec.Struct, kw_only=True):
     """What a check found.
 
     Args:
@@ -97,7 +97,7 @@ async def check(
     *,
     most_tasks: int,
     progress: Progress = lambda done, of: None,
-) -> Report:
+) -> EnvironmentReport:
     """Checks the first tasks of the environment's split.
 
     Args:
@@ -126,7 +126,7 @@ async def check(
         _count(kind, task, verdict)
         done += 1
         progress(done, len(cases))
-    return Report(
+    return EnvironmentReport(
         environment=environment.name,
         split=environment.config.split,
         tasks=len(tasks),

@@ -45,7 +45,7 @@ class GroupSink(Protocol):
         """Which of these were ever put."""
 
 
-class Order(msgspec.Struct, frozen=True):
+class GroupsOrder(msgspec.Struct, frozen=True):
     """What is to be made.
 
     Args:
@@ -75,7 +75,7 @@ class Order(msgspec.Struct, frozen=True):
 class _Open:
     """An order that is being made."""
 
-    def __init__(self, order: Order, work: asyncio.Task[None]) -> None:
+    def __init__(self, order: GroupsOrder, work: asyncio.Task[None]) -> None:
         self.order = order
         self.work = work
         self.done = 0
@@ -102,7 +102,7 @@ class Orders:
         self._books = {name: TaskIndex(one.environment) for name, one in self._parts.items()}
         self._sink = sink
         self._forgotten_after_seconds = forgotten_after_seconds
-        self._open: dict[Order, _Open] = {}
+        self._open: dict[GroupsOrder, _Open] = {}
         self._room: dict[tuple[str, int], asyncio.Semaphore] = {}
 
     async def __aenter__(self) -> Self:
@@ -129,7 +129,7 @@ class Orders:
         """How things stand."""
         return {"open_orders": len(self._open), "open_rollouts": self.open_rollouts}
 
-    def is_open(self, order: Order) -> bool:
+    def is_open(self, order: GroupsOrder) -> bool:
         """Whether it is being made."""
         return order in self._open
 
@@ -146,7 +146,7 @@ class Orders:
         self.environment(name)
         return self._books[name]
 
-    async def wait(self, order: Order, seconds: float) -> int:
+    async def wait(self, order: GroupsOrder, seconds: float) -> int:
         """Begins `order`, where it is not being made yet, and waits for it.
 
         Returns:
@@ -175,7 +175,7 @@ class Orders:
         made.work.result()
         return len(tasks)
 
-    async def _missing(self, order: Order, tasks: Sequence[Task]) -> list[GroupRequest]:
+    async def _missing(self, order: GroupsOrder, tasks: Sequence[Task]) -> list[GroupRequest]:
         """Returns the requests of an order that are not stored yet."""
         config = self.environment(order.environment).config
         group_ids = order.group_ids()
@@ -193,7 +193,7 @@ class Orders:
             if group_id not in known
         ]
 
-    def _begin(self, order: Order, missing: list[GroupRequest]) -> _Open:
+    def _begin(self, order: GroupsOrder, missing: list[GroupRequest]) -> _Open:
         made = _Open(
             order, asyncio.create_task(self._make(order, missing), name=f"order-{order.key}")
         )
@@ -201,7 +201,7 @@ class Orders:
         self._open[order] = made
         return made
 
-    async def _make(self, order: Order, requests: list[GroupRequest]) -> None:
+    async def _make(self, order: GroupsOrder, requests: list[GroupRequest]) -> None:
         try:
             async with asyncio.TaskGroup() as groups:
                 for request in requests:
@@ -209,7 +209,7 @@ class Orders:
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
-    async def _make_one(self, order: Order, request: GroupRequest) -> None:
+    async def _make_one(self, order: GroupsOrder, request: GroupRequest) -> None:
         context = self._parts[order.environment]
         async with self._room_of(context, order):
             bind_contextvars(group_id=request.group_id, env=request.env)
@@ -232,7 +232,7 @@ class Orders:
             context.observer(GroupDelivered(group=made))
         self._open[order].done += 1
 
-    def _room_of(self, context: RolloutContext, order: Order) -> asyncio.Semaphore:
+    def _room_of(self, context: RolloutContext, order: GroupsOrder) -> asyncio.Semaphore:
         """Groups of this size at a time: the time of a group begins when its rollouts can."""
         key = (order.environment, order.group_size)
         if key not in self._room:
@@ -262,7 +262,7 @@ class Orders:
                 log.warning("order_given_up", key=order.key, groups_done=made.done)
 
 
-def _nothing(request: GroupRequest, drop: Drop, order: Order) -> Group:
+def _nothing(request: GroupRequest, drop: Drop, order: GroupsOrder) -> Group:
     """A group that has lost all its rollouts."""
     return Group(
         group_id=request.group_id,

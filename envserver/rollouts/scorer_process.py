@@ -1,7 +1,7 @@
 """Runs inside a scorer process: loads one environment and scores in the main thread.
 
-`answer` is the only way in. It never raises: an `Outcome` holds the value or the failure. A score
-that leaves this module is valid: a reward in [0, 1] or None, and finite numbers.
+`answer` is the only way in. It never raises: a `ScorerAnswer` holds the value or the failure. A
+score that leaves this module is valid: a reward in [0, 1] or None, and finite numbers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from envserver_records.errors import (
     EnvserverError,
     Failure,
     InputError,
+    Outcome,
     ScorerError,
 )
-from envserver_records.errors import Outcome as Fate
 from envserver_records.records import Result, Score, Task
 from pydantic import ValidationError
 
@@ -37,14 +37,14 @@ from .rubric import with_rubric
 TRACEBACK_CHARACTERS = 4000
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class ScorerAnswer(msgspec.Struct, frozen=True):
     """The result of a call: `value` or `failure`."""
 
     value: Any = None
     failure: Failure | None = None
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class RowToScore(msgspec.Struct, frozen=True, kw_only=True):
     """A row of `envserver score`.
 
     Args:
@@ -82,8 +82,8 @@ def load(
     _loaded = outcome.failure or outcome.value
 
 
-def answer(request: bytes) -> Outcome:
-    """Runs a pickled (function of this module, arguments) and returns its pickled Outcome."""
+def answer(request: bytes) -> ScorerAnswer:
+    """Runs a pickled (function of this module, arguments) and returns its result."""
 
     def call() -> Any:
         function, arguments = pickle.loads(request)
@@ -110,7 +110,7 @@ def score_group(task: Task, results: list[Result], scores: list[Score]) -> list[
     return [checked_score(score) for score in final]
 
 
-def score_row(row: Row) -> Score:
+def score_row(row: RowToScore) -> Score:
     """The score of a bare row."""
     environment = _environment()
     task = row.task if isinstance(row.task, Task) else environment.task_from_row(row.task)
@@ -145,13 +145,13 @@ def checked_score(score: object) -> Score:
     )
 
 
-def _guarded(compute: Callable[[], Any]) -> Outcome:
+def _guarded(compute: Callable[[], Any]) -> ScorerAnswer:
     try:
-        return Outcome(value=compute())
+        return ScorerAnswer(value=compute())
     except EnvserverError as error:
-        return Outcome(failure=error.failure())
+        return ScorerAnswer(failure=error.failure())
     except BaseException as error:  # noqa: BLE001 - SystemExit and the like are failures too
-        return Outcome(failure=_failure_of(error))
+        return ScorerAnswer(failure=_failure_of(error))
 
 
 def _failure_of(error: BaseException) -> Failure:
@@ -159,7 +159,7 @@ def _failure_of(error: BaseException) -> Failure:
     return Failure(
         kind=ScorerError.kind,
         blame=Blame.ENVIRONMENT,
-        outcome=Fate.RETRY,
+        outcome=Outcome.RETRY,
         message=f"The scorer raised {type(error).__name__}: {str(error)[:500]}",
         detail={"traceback": trace},
     )

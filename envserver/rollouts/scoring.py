@@ -27,7 +27,7 @@ from pebble.common.types import CONSTS
 
 from ..sandbox.places import folder_for_sockets
 from . import scorer_process
-from .scorer_process import Outcome, Row
+from .scorer_process import RowToScore, ScorerAnswer
 
 START_TIMEOUT_SECONDS = 120.0
 KILL_GRACE_SECONDS = 0.5
@@ -122,7 +122,7 @@ class ScorerPool:
         final: list[Score] = await self._ask(scorer_process.score_group, task, results, scores)
         return final
 
-    async def score_row(self, row: Row) -> ScoredRow:
+    async def score_row(self, row: RowToScore) -> ScoredRow:
         """The score of a bare row; whatever goes wrong is in its `error`."""
         try:
             score: Score = await self._ask(scorer_process.score_row, row)
@@ -158,7 +158,7 @@ class _Scorer:
 
     async def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], timeout_seconds: float
-    ) -> Outcome:
+    ) -> ScorerAnswer:
         """Runs `function` in the process; one call at a time.
 
         Raises:
@@ -176,14 +176,14 @@ class _Scorer:
                 await self.close()
         raise ScorerError("A scorer process cannot be started.")
 
-    async def _call_once(self, request: bytes, timeout_seconds: float) -> Outcome:
+    async def _call_once(self, request: bytes, timeout_seconds: float) -> ScorerAnswer:
         if self._pool is None:
             self._pool = await asyncio.to_thread(self._start)
         future = self._pool.schedule(
             scorer_process.answer, args=(request,), timeout=timeout_seconds
         )
         try:
-            outcome: Outcome = await asyncio.wrap_future(future)
+            outcome: ScorerAnswer = await asyncio.wrap_future(future)
         except TimeoutError as error:
             raise ScorerError(
                 f"Scoring took longer than {timeout_seconds:g} seconds and was killed."

@@ -16,7 +16,7 @@ import numpy as np
 from envserver_records.records import Group, Sequence, Tokens, Trajectory, unpack
 from numpy.typing import NDArray
 
-from ..rollouts.audit import Row, is_altered
+from ..rollouts.audit import AuditedRow, is_altered
 from ..tokens.invariants import LOGPROB_ROUNDING
 
 _NOT_TRAINED: Final = -100
@@ -63,7 +63,7 @@ class Delivery(msgspec.Struct):
         end: bytes of the file up to here.
     """
 
-    rows: list[Row] = msgspec.field(default_factory=list)
+    rows: list[AuditedRow] = msgspec.field(default_factory=list)
     findings: list[Finding] = msgspec.field(default_factory=list)
     size: int = 0
     not_compared: Counter[str] = msgspec.field(default_factory=Counter)
@@ -234,7 +234,7 @@ class _Reader:
             return
         flags = _flags(rollout, index)
         self._delivery.rows.append(
-            Row(
+            AuditedRow(
                 tokens=ids.astype(np.int32),
                 mask=trained.astype(np.uint8),
                 logprobs=said.astype(np.float32),
@@ -352,7 +352,7 @@ def _read_sequence(
         delivery.findings.append(Finding(kind=kind, message=words, position=position, **place))
     if not faults:
         delivery.rows.append(
-            Row(
+            AuditedRow(
                 tokens=sequence.tokens,
                 mask=sequence.mask,
                 logprobs=sequence.logprobs,

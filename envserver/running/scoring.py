@@ -29,7 +29,7 @@ from envserver_records.files import replacing, storing
 
 from ..config import SandboxConfig
 from ..registry import absolute
-from ..rollouts.scorer_process import Row
+from ..rollouts.scorer_process import RowToScore
 from ..rollouts.scoring import ScoredRow, ScorerPool
 from .sandboxes import sandboxes_of
 from .task_finder import TaskFinder, environment_of
@@ -163,7 +163,7 @@ class _Scoring:
         except EnvserverError as error:
             return ScoredRow(error=f"{error.kind}: {error}")
 
-    async def _read(self, line: _Line) -> Row:
+    async def _read(self, line: _Line) -> RowToScore:
         row = _parsed(line.data)
         if "task" not in row:
             raise InputError("The row has no key 'task'.")
@@ -176,7 +176,7 @@ class _Scoring:
         if finish_reason is not None and not isinstance(finish_reason, str):
             raise InputError("'finish_reason' must be a text.")
         messages = _messages(row)
-        return Row(
+        return RowToScore(
             task=task,
             response=_response(row, messages),
             messages=messages,

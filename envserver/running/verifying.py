@@ -18,7 +18,7 @@ import msgspec
 from envserver_records.errors import ConfigError, EngineError, EngineUnavailable
 
 from ..models.engine import Engine
-from ..rollouts.audit import Difference, Outcome, Row, Totals, audit_row, share_of
+from ..rollouts.audit import AuditedRow, AuditResult, Difference, Totals, audit_row, share_of
 from ..rollouts.audit import why_not_comparable as why_not
 from ..rollouts.rescoring import Rescorer
 from .delivered import Delivery, Finding
@@ -103,7 +103,7 @@ class Report:
         for finding in delivery.findings:
             self.add_finding(finding)
 
-    def add_outcome(self, row: Row, outcome: Outcome) -> None:
+    def add_outcome(self, row: AuditedRow, outcome: AuditResult) -> None:
         """Counts what came of comparing `row`."""
         if outcome.refused:
             self.add_finding(_about(row, "refused", outcome.refused))
@@ -121,7 +121,7 @@ class Report:
                 )
                 self.add_finding(_about(row, "logprobs_differ", words, worst.position))
 
-    def add_failure(self, row: Row, error: EngineError) -> None:
+    def add_failure(self, row: AuditedRow, error: EngineError) -> None:
         """The engine could not score `row`."""
         self.add_finding(_about(row, error.kind, str(error)))
 
@@ -154,7 +154,7 @@ class Report:
             heapq.heappushpop(self._worst, entry)
 
 
-def _about(row: Row, kind: str, message: str, position: int | None = None) -> Finding:
+def _about(row: AuditedRow, kind: str, message: str, position: int | None = None) -> Finding:
     return Finding(
         kind=kind,
         message=message,
@@ -197,7 +197,7 @@ async def verify(
     def tell(share: float | None = None) -> None:
         progress(report.groups, report.totals.rows, share)
 
-    async def compare(rows: AsyncIterator[Row]) -> None:
+    async def compare(rows: AsyncIterator[AuditedRow]) -> None:
         while True:
             async with taking:
                 row = await anext(rows, None)
@@ -225,13 +225,13 @@ async def verify(
 
 async def _chosen(
     source: Source, report: Report, sample: Sample, seed: int, tell: Callable[[float | None], None]
-) -> AsyncGenerator[Row]:
+) -> AsyncGenerator[AuditedRow]:
     """The rows to compare; all others are counted in `report`.
 
     Of a number of rows all that can be compared must be seen first: those with the lowest shares
     are kept, so that the choice does not depend on the order of the rows.
     """
-    kept: list[tuple[float, int, Row]] = []
+    kept: list[tuple[float, int, AuditedRow]] = []
     seen = 0
     async for delivery in source.deliveries():
         report.add_delivery(delivery)

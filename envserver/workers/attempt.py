@@ -37,7 +37,7 @@ _JSON_ONLY = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
 
 
 @dataclass(frozen=True)
-class Workshop:
+class WorkerResources:
     """Resources shared by the attempts of one worker.
 
     Args:
@@ -50,10 +50,10 @@ class Workshop:
     patiently: Callable[[], AbstractContextManager[None]]
 
 
-class Attempt:
+class WorkerAttempt:
     """`run` it once; `cancel` it at most once with effect, at any time."""
 
-    def __init__(self, rollout_id: str, url: str, workshop: Workshop) -> None:
+    def __init__(self, rollout_id: str, url: str, workshop: WorkerResources) -> None:
         self.rollout_id = rollout_id
         self.posted = False
         self._url = url

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 
 from ..registry import find
-from .attempt import Attempt, Workshop
+from .attempt import WorkerAttempt, WorkerResources
 from .instances import Instances
 from .pool import Assignment
 
@@ -32,10 +32,10 @@ class DebugPool:
         unlimited = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(timeout=unlimited, trust_env=False) as http:
             with ThreadPoolExecutor() as threads:
-                shop = Workshop(http, instances, threads, nullcontext)
+                shop = WorkerResources(http, instances, threads, nullcontext)
                 try:
                     with _stopped_in(find(assignment.env_reference).rollout):
-                        await Attempt(assignment.rollout_id, assignment.url, shop).run()
+                        await WorkerAttempt(assignment.rollout_id, assignment.url, shop).run()
                 finally:
                     await instances.close()
 

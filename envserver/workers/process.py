@@ -22,7 +22,7 @@ from weakref import WeakSet
 import aiohttp
 import uvloop
 
-from .attempt import Attempt, Workshop
+from .attempt import WorkerAttempt, WorkerResources
 from .frames import BEATS_PER_SILENCE, FrameReader, encode
 from .instances import Instances
 
@@ -95,7 +95,7 @@ class _Link:
 class _Worker:
     def __init__(self, link: _Link) -> None:
         self._link = link
-        self._attempts: dict[str, Attempt] = {}
+        self._attempts: dict[str, WorkerAttempt] = {}
         self._stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
@@ -109,7 +109,7 @@ class _Worker:
             aiohttp.ClientSession(connector=connector) as http,
             asyncio.TaskGroup() as self._tasks,
         ):
-            self._workshop = Workshop(http, instances, threads, self._link.beating)
+            self._workshop = WorkerResources(http, instances, threads, self._link.beating)
             loop.add_reader(self._link.fileno(), self._obey)
             self._link.send("ready")
             beats = self._tasks.create_task(self._beat())
@@ -135,7 +135,7 @@ class _Worker:
     def _obey_one(self, frame: list[str]) -> None:
         match frame:
             case ["run", rollout_id, url]:
-                attempt = Attempt(rollout_id, url, self._workshop)
+                attempt = WorkerAttempt(rollout_id, url, self._workshop)
                 self._attempts[rollout_id] = attempt
                 self._tasks.create_task(self._perform(attempt))
             case ["cancel", rollout_id]:
@@ -147,7 +147,7 @@ class _Worker:
             case _:
                 raise ValueError(f"the server sent {frame}")
 
-    async def _perform(self, attempt: Attempt) -> None:
+    async def _perform(self, attempt: WorkerAttempt) -> None:
         owned: WeakSet[asyncio.Task[Any]] = WeakSet()
         token = _owner.set(owned)
         try:

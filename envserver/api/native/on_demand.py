@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...rollouts.ordered import Order, Orders
+from ...rollouts.ordered import GroupsOrder, Orders
 from ...store import Lease, Store
 from ...store.damage import DamagedBodies
 from ..access.quotas import TooManyRequests
@@ -137,10 +137,10 @@ def add_on_demand_routes(
         return json_answer({"tasks": tasks, "next": following})
 
 
-def _order_of(wanted: RolloutsRequest, key: str, orders: Orders) -> Order:
+def _order_of(wanted: RolloutsRequest, key: str, orders: Orders) -> GroupsOrder:
     """Raises NotFoundError: there is no such environment. InputError: it is too much at a time."""
     split = wanted.split or orders.environment(wanted.environment).config.split
-    order = Order(
+    order = GroupsOrder(
         key=key,
         environment=wanted.environment,
         split=split,
@@ -156,7 +156,7 @@ def _order_of(wanted: RolloutsRequest, key: str, orders: Orders) -> Order:
     return order
 
 
-def _require_room(orders: Orders, order: Order) -> None:
+def _require_room(orders: Orders, order: GroupsOrder) -> None:
     """Raises TooManyRequests: so much is being made that this must wait."""
     if orders.is_open(order) or not orders.open_rollouts:
         return

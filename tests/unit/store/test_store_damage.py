@@ -16,7 +16,7 @@ from support.api import Api, native_group, put_native, running_api, wire_group
 from support.postgres import Postgres
 from support.stores import group, ids
 
-from envserver.rollouts.ordered import Order
+from envserver.rollouts.ordered import GroupsOrder
 from envserver.store import open_store
 
 Harm = Callable[..., None]
@@ -174,17 +174,19 @@ class MadeOrders:
     def environment(self, name: str) -> MadeOrders:
         return self
 
-    async def wait(self, order: Order, seconds: float) -> int:
+    async def wait(self, order: GroupsOrder, seconds: float) -> int:
         return len(order.task_ids)
 
-    def is_open(self, order: Order) -> bool:
+    def is_open(self, order: GroupsOrder) -> bool:
         return False
 
 
 async def test_an_order_of_which_a_group_was_damaged_says_what_to_do(
     where: str, harm: Harm
 ) -> None:
-    order = Order(key="key", environment="math", split="train", task_ids=("a", "b"), group_size=2)
+    order = GroupsOrder(
+        key="key", environment="math", split="train", task_ids=("a", "b"), group_size=2
+    )
     wanted = {"environment": "math", "task_ids": ["a", "b"], "group_size": 2, "wait_seconds": 1}
     async with running_api(where, orders=MadeOrders()) as api:
         for group_id in order.group_ids():
