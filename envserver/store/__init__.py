@@ -1,7 +1,8 @@
-"""Durable groups, leases, runs and small values: what a producer was told is stored, stays.
+"""Durable groups, leases, runs and small values. What was accepted is never lost.
 
 Groups go in as opaque bytes with the few numbers that batching needs, and come out under leases.
-These names are public; the database library is imported when `Store` or `open_store` is first used.
+`interface.py` says what a store is; `sql.py` implements it for SQLite and PostgreSQL. The database
+library is imported when `Store` or `open_store` is first used.
 """
 
 from __future__ import annotations

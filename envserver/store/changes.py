@@ -1,4 +1,4 @@
-"""Waking those who wait for groups: no one asks again and again."""
+"""Wakes coroutines that wait for something to change, so that nothing has to poll."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from contextlib import suppress
 
 
 class Changes:
-    """A number that grows, and any number of coroutines that wait until it does."""
+    """A number that grows, and any number of coroutines that wait for it to change."""
 
     def __init__(self) -> None:
         self.number = 0
         self._grown = asyncio.Event()
 
     def announce(self, number: int) -> None:
-        """Wakes everybody if `number` is another one than before."""
+        """Sets the number and wakes all waiting coroutines, if it is a new one."""
         if number == self.number:
             return
         self.number = number
@@ -22,7 +22,7 @@ class Changes:
         grown.set()
 
     async def wait(self, since: int, timeout: float | None) -> int:
-        """The number, as soon as it is not `since`, or when `timeout` seconds are over."""
+        """Returns the number as soon as it differs from `since`, or after `timeout` seconds."""
         if self.number == since:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout):

@@ -1,6 +1,6 @@
-"""The SQL of checkpoints: to which of its acks a run can go back.
+"""The SQL of checkpoints: the acks to which a run can rewind.
 
-The acks of a store are numbered; a checkpoint of a run is the number of one of its acks.
+All acks of a store are numbered; a checkpoint is the number of one of its run's acks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .transaction import Transaction
 
 
 async def mark(tx: Transaction, run: str, name: str, ack_number: int) -> None:
-    """The checkpoint `name` holds all acks of the run up to this number; it never goes back."""
+    """Sets the checkpoint `name` to the ack of this number; a checkpoint never moves back."""
     where = (checkpoints.c.run == run, checkpoints.c.name == name)
     known = await tx.connection.scalar(select(checkpoints.c.ack_number).where(*where))
     if known is not None and known >= ack_number:
@@ -30,7 +30,7 @@ async def mark(tx: Transaction, run: str, name: str, ack_number: int) -> None:
 
 
 async def list_checkpoints(connection: AsyncConnection, run: str) -> list[Checkpoint]:
-    """Those of a run, oldest first. Raises NotFoundError: no such run."""
+    """Returns a run's checkpoints, oldest first. Raises NotFoundError if the run does not exist."""
     await get_run(connection, run)
     query = select(checkpoints).where(checkpoints.c.run == run)
     return [
@@ -40,10 +40,10 @@ async def list_checkpoints(connection: AsyncConnection, run: str) -> list[Checkp
 
 
 async def require_whole(tx: Transaction, run: str, name: str) -> int:
-    """The ack number of a checkpoint.
+    """Returns the ack number of a checkpoint to which the run can rewind.
 
     Raises:
-        NotFoundError: the run has none of this name.
+        NotFoundError: the run has no checkpoint of this name.
         ConflictError: groups that the run acked after it are no longer kept.
     """
     of = checkpoints.c
@@ -55,9 +55,9 @@ async def require_whole(tx: Transaction, run: str, name: str) -> int:
         query = select(of.name).where(of.run == run, of.ack_number >= gone)
         possible = list(await tx.connection.scalars(query.order_by(of.ack_number)))
         raise ConflictError(
-            f"The run {run} cannot go back to the checkpoint {name}: groups that it acked after"
+            f"The run {run} cannot rewind to the checkpoint {name}: groups that it acked after"
             " it are no longer kept.",
-            hint=f"It can go back to: {', '.join(possible)}." if possible else "",
+            hint=f"It can rewind to: {', '.join(possible)}." if possible else "",
             run=run,
             checkpoint=name,
             possible=possible,
@@ -66,7 +66,7 @@ async def require_whole(tx: Transaction, run: str, name: str) -> int:
 
 
 async def forget_after(tx: Transaction, run: str, ack_number: int) -> None:
-    """What was acked after this is acked no more, so the checkpoints after it are none."""
+    """Deletes the checkpoints after this ack: the run has rewound to before them."""
     of = checkpoints.c
     await tx.connection.execute(
         delete(checkpoints).where(of.run == run, of.ack_number > ack_number)
@@ -74,7 +74,9 @@ async def forget_after(tx: Transaction, run: str, ack_number: int) -> None:
 
 
 async def last_but_one(connection: AsyncConnection) -> dict[str, int]:
-    """For each run that has checkpoints the ack number of its newest but one; 0: it has one."""
+    """Returns for each run with checkpoints the ack number of its second newest; 0 if it has
+    one.
+    """
     of = checkpoints.c
     found: dict[str, int] = {}
     numbers: dict[str, list[int]] = {}

@@ -1,8 +1,8 @@
-"""The store's time: near the wall's, but it never goes back and does not jump while it is open.
+"""The store's time: close to wall-clock time, but it never jumps or goes back.
 
-A lease's length is measured by what passes, also while the machine sleeps; a wall clock that is set
-meanwhile changes nothing. A restart begins at the wall's time, or at the last time that the store
-has kept when that is later.
+A lease lasts as long as it was granted, also while the machine sleeps; setting the wall clock has
+no effect on it. A restart begins at the wall clock's time or at the last saved time, whichever is
+later.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 
 def passing_seconds() -> float:
-    """Seconds since some moment; they go on while the machine sleeps."""
+    """Returns seconds since an arbitrary moment, counting the time that the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class SteadyClock:
-    """Where the wall's clock stood when this was made, plus what has passed since."""
+    """The wall clock's time at construction, plus the seconds that have passed since."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class SteadyClock:
 
 
 class ForwardClock:
-    """`source`, moved so that it begins at `earliest` or later, and never goes back."""
+    """`source`, shifted to begin at `earliest` or later; it never goes back."""
 
     def __init__(self, source: Callable[[], float], earliest: float) -> None:
         self._source = source

@@ -1,4 +1,4 @@
-"""Closing a run, and taking it back to one of its checkpoints: both end what it holds."""
+"""Closes a run, and rewinds it to a checkpoint. Both revoke the run's leases."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .transaction import Transaction
 
 
 async def close_run(tx: Transaction, name: str) -> Run:
-    """The run leases no more; what its open leases hold is queued again.
+    """Closes a run: it leases no more, and the groups of its open leases are queued again.
 
     Raises:
-        NotFoundError: no such run.
+        NotFoundError: the run does not exist.
     """
     if require_known(tx, name).state == "open":
         await revoke_held(tx, name, "close")
@@ -21,11 +21,15 @@ async def close_run(tx: Transaction, name: str) -> Run:
 
 
 async def rewind(tx: Transaction, name: str, checkpoint: str | None) -> list[str]:
-    """Queues again what the run acked after `checkpoint` (None: all that is kept), oldest first.
+    """Queues the groups again that the run acked after `checkpoint`; returns their ids, oldest
+    first.
+
+    Args:
+        checkpoint: name of a checkpoint; None rewinds as far as groups are kept.
 
     Raises:
-        NotFoundError: no such run or checkpoint.
-        ConflictError: not all of it is kept; nothing changed.
+        NotFoundError: the run or the checkpoint does not exist.
+        ConflictError: some of these groups are no longer kept; nothing has changed.
     """
     require_known(tx, name)
     after = 0 if checkpoint is None else await require_whole(tx, name, checkpoint)

@@ -1,8 +1,8 @@
-"""How a body lies in the database: as it came, or zstd-compressed where that makes it smaller.
+"""Encodes bodies for the database: as they are, or zstd-compressed where that makes them smaller.
 
-Token ids and logprobs shrink by two to four, which saves more time in the database's writes than
-compressing takes. Either form has a checksum, for a disk may damage what SQLite does not look at.
-`encode` and `decode` are inverse and pure; both release the interpreter's lock while they work.
+Token ids and logprobs shrink by a factor of two to four, which saves more time in the database's
+writes than compression takes. Both forms have a checksum, because SQLite does not notice when a
+disk damages data. `encode` and `decode` are pure, inverse to each other, and release the GIL.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from envserver_records.zstd import zstd
 
 RAW: Final = 0
 ZSTD: Final = 1
-"""With or without the checksum of its own; decompressing looks at it."""
+"""A zstd frame, which may have its own checksum; decompression verifies it."""
 CHECKED: Final = 2
-"""Four bytes CRC-32, then as it came. What is RAW is of older stores."""
+"""Four bytes of CRC-32, then the body as it is. RAW bodies come from older stores."""
 
 _MIN_BYTES: Final = 4096
 _OPTIONS: Final[dict[int, int]] = {
@@ -27,15 +27,15 @@ _OPTIONS: Final[dict[int, int]] = {
 _SUM_BYTES: Final = 4
 _FRAME: Final = b"\x28\xb5\x2f\xfd"
 _CHECKSUM_BIT: Final = 0x04
-"""In the byte after those four."""
+"""In the byte after the four bytes of `_FRAME`."""
 
 
 class DamagedBody(Exception):
-    """What is stored is not what was."""
+    """The stored bytes are not those that were written."""
 
 
 def encode(body: bytes) -> tuple[int, bytes]:
-    """`body` as (encoding, bytes to store). Small or incompressible bodies are not compressed."""
+    """Returns (encoding, bytes to store). Small or incompressible bodies are not compressed."""
     if len(body) >= _MIN_BYTES:
         packed = zstd.compress(body, options=_OPTIONS)
         if len(packed) <= 0.9 * len(body):
@@ -44,26 +44,26 @@ def encode(body: bytes) -> tuple[int, bytes]:
 
 
 def is_frame(body: bytes) -> bool:
-    """Whether it begins as a zstd frame does; no packed record begins so."""
+    """Returns whether `body` begins like a zstd frame; no packed record does."""
     return body.startswith(_FRAME)
 
 
 def has_checksum(frame: bytes) -> bool:
-    """Whether damage of a zstd frame is seen when it is inflated, so that it may be stored."""
+    """Returns whether a zstd frame has a checksum; only such a frame may be stored as it is."""
     return bool(frame[len(_FRAME)] & _CHECKSUM_BIT)
 
 
 def inflate_frame(frame: bytes, most: int) -> bytes:
-    """The content of what somebody else compressed: one zstd frame that says how much it holds.
+    """Decompresses a zstd frame that a client sent; its header must give the content size.
 
     Raises:
-        DamagedBody: it is not that.
-        TooLargeError: it says that it holds more than `most` bytes; none of them was read.
+        DamagedBody: `frame` is not a single valid zstd frame.
+        TooLargeError: its header says more than `most` bytes; nothing was decompressed.
     """
     try:
         size = zstd.get_frame_info(frame).decompressed_size
         if size is None:
-            raise DamagedBody("a zstd frame does not say how much it holds")
+            raise DamagedBody("the zstd frame's header does not give the content size")
         if size > most:
             raise TooLargeError(f"It inflates to more than {most} bytes.", max_body_bytes=most)
         stream = zstd.ZstdDecompressor()
@@ -71,12 +71,12 @@ def inflate_frame(frame: bytes, most: int) -> bytes:
     except zstd.ZstdError as error:
         raise DamagedBody(str(error)) from error
     if not stream.eof or stream.unused_data or len(content) != size:
-        raise DamagedBody("it is no single zstd frame")
+        raise DamagedBody("it is not a single zstd frame")
     return content
 
 
 def decode(encoding: int, stored: bytes) -> bytes:
-    """The body that `encode` was given.
+    """Returns the body that was given to `encode`.
 
     Raises:
         DamagedBody: `stored` is damaged.

@@ -1,7 +1,7 @@
-"""The files of a store in SQLite: one process at a time, and whether they are still there.
+"""The files of a SQLite store: locks them for one process, and detects when they are removed.
 
-SQLite goes on writing into a file that has been removed or replaced, and everything would be lost
-with it; so the files are looked at around every commit.
+SQLite goes on writing to a file that was removed or replaced, and those writes would be lost. So
+the files are checked around every commit.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from .failures import already_open
 
 
 def make_folder(path: Path) -> None:
+    """Makes the folder of `path`. Raises ConfigError if it cannot be made or `path` is a folder."""
     if path.is_dir():
-        raise ConfigError(f"The store {path} is a folder.", hint="Name a file in it.")
+        raise ConfigError(f"The store {path} is a folder.", hint="Give the path of a file in it.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        raise ConfigError(f"The folder of the store {path} cannot be made ({error}).") from error
+        raise ConfigError(f"The folder of the store {path} cannot be created ({error}).") from error
 
 
 class Files:
-    """SQLite's files, as they were when this process first saw them."""
+    """The identities of SQLite's files, as this process first saw them."""
 
     def __init__(self, path: Path, lock_path: Path) -> None:
         self._log = path.with_name(path.name + "-wal")
@@ -35,11 +36,13 @@ class Files:
         self._seen: dict[Path, tuple[int, int]] = {}
 
     def begin(self) -> None:
-        """A connection is made: the log may be a new one, when no other was open."""
+        """Call for each new connection: the log file may be a new one if no other connection was
+        open.
+        """
         self._seen.pop(self._log, None)
 
     def check(self) -> None:
-        """Raises StoreLost: one that was there is not, or is another."""
+        """Raises StoreLost if a file was removed or replaced."""
         for path in self._wanted:
             try:
                 found = path.stat()
@@ -55,13 +58,13 @@ class Files:
 def _lost(path: Path, what: str) -> StoreLost:
     return StoreLost(
         f"The store's file {path} {what} while it was open.",
-        hint="Put the files back as they were, and begin again.",
+        hint="Put the files back as they were, and start again.",
     )
 
 
 @contextmanager
 def locked_file(path: Path) -> Iterator[Files]:
-    """Holds the lock file beside `path`. It is left behind: removing it would let two hold it."""
+    """Locks the file PATH.lock. It is left behind: removing it would let two processes lock it."""
     lock_path = path.with_name(path.name + ".lock")
     try:
         descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -1,8 +1,8 @@
-"""Who has the store open and how late it was there last, kept in the store itself.
+"""Records in the store which process owns it, and the store's time.
 
-A connection that was lost and made again finds here whether another process came between: then what
-this one remembers is worth nothing, and it must end. (While the connection lasts, the lock keeps
-others out.)
+After a lost connection is re-established, the owner recorded here shows whether another process
+opened the store in between. If so, what this process has in memory is outdated and it must stop.
+While the connection lasts, the database's own lock keeps other processes out.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _TIME: Final = "store.time"
 
 @dataclass(frozen=True)
 class StoreLock:
-    """A store that was taken.
+    """The ownership of an open store.
 
     Args:
-        owner: who has it now; None where its lock cannot be lost.
-        last_time: how late it was there last; 0 when it is new.
+        owner: random id of the owning process; None for SQLite, whose file lock cannot be lost.
+        last_time: the latest store time that was saved; 0 for a new store.
     """
 
     owner: str | None
@@ -36,32 +36,32 @@ class StoreLock:
 
 
 async def acquire(connection: AsyncConnection) -> StoreLock:
-    """Makes this process the one that has the store; for who has its lock."""
+    """Records this process as the owner. The caller must hold the database's lock."""
     owner = uuid.uuid4().hex
     await _write(connection, _HOLDER, owner)
     return StoreLock(owner, (await read_lock(connection)).last_time)
 
 
 async def read_lock(connection: AsyncConnection) -> StoreLock:
-    """As `acquire`, where nothing has to be written because the lock cannot be lost."""
+    """Like `acquire`, but writes nothing: for databases whose lock cannot be lost."""
     return StoreLock(None, float(await get_value(connection, _TIME) or 0.0))
 
 
 async def is_owner(connection: AsyncConnection, owner: str) -> bool:
-    """Whether `owner` is the last that took the store."""
+    """Returns whether `owner` was the last process to acquire the store."""
     return bool(await get_value(connection, _HOLDER) == owner)
 
 
 def lock_lost() -> StoreLost:
-    """What to say when another process has taken the store."""
+    """Returns the error for a store that another process has acquired."""
     return StoreLost(
         "Another process has opened the store since its database was last reached.",
-        hint="Only one process may have it open; this one ends.",
+        hint="Only one process may have it open; this process stops.",
     )
 
 
 async def save_time(connection: AsyncConnection, now: float) -> None:
-    """The next `acquire` finds `now`."""
+    """Saves the store's time for the next `acquire`."""
     await _write(connection, _TIME, now)
 
 

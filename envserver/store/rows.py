@@ -1,4 +1,4 @@
-"""What goes into the store and what comes out. Times are `time.time()` seconds."""
+"""The records that go into the store and come out. Times are `time.time()` seconds."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ Delivery = Literal["shared", "broadcast"]
 """shared: each group goes to one of these runs; broadcast: the run gets every group."""
 
 Format = Literal["group", "atropos"]
-"""How a body is to be read: a packed `records.Group`, or a post of the Atropos wire."""
+"""The encoding of a body: a packed `records.Group`, or a post of the Atropos wire."""
 
 
 UNKNOWN_VERSION: Final = -1
-"""Policy version of a group of which nobody said which policy sampled it: never called stale."""
+"""Policy version of groups whose policy is unknown; they are never stale."""
 
 
 class GroupPut(msgspec.Struct, frozen=True, kw_only=True):
     """One group to be stored.
 
     Args:
-        group_id: unique in the store; the second put of an id changes nothing.
+        group_id: unique in the store; putting an id again changes nothing.
         env: name of the environment that made it.
-        format: how `body` is to be read.
+        format: the encoding of `body`.
         body: opaque bytes.
         size: logical group size: trajectories, or rows for posts of the Atropos wire.
         tokens: training tokens over all sequences.
         max_length: tokens of the longest sequence.
-        policy_version: the lowest version that sampled any of it (-1: unknown).
-        env_id: number of a registered foreign environment.
-        state: queued (may be leased at once), buffered (waits for `move`), or dropped (for whoever
-            knows its id: it is never leased, and kept as long as what was delivered).
-        scored: what it says of its task; None where it names none.
+        policy_version: the lowest version that sampled any of its tokens (-1: unknown).
+        env_id: number of a registered Atropos environment.
+        state: queued (can be leased at once), buffered (waits for `move`), or dropped (never
+            leased, but can be read by id; kept as long as delivered groups).
+        scored: its contribution to the estimate of its task; None if it has no task.
     """
 
     group_id: str
@@ -52,12 +52,12 @@ class GroupPut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupRow(msgspec.Struct, frozen=True):
-    """What is known of a stored group without its body. Fields as in `GroupPut`, and:
+    """A stored group without its body. Fields as in `GroupPut`, and:
 
     Args:
-        seq: order of arrival; grows, never used twice.
-        state: in the queue of the run that asks, else in the one that is shared.
-        lease_id: in that queue, the lease it is in or, after that expired, was in last.
+        seq: order of arrival; grows and is never reused.
+        state: in the queue of the run that asks, otherwise in the shared queue.
+        lease_id: the group's lease in that queue, or its last one if that expired.
         created_at: when it was accepted.
     """
 
@@ -76,7 +76,7 @@ class GroupRow(msgspec.Struct, frozen=True):
 
 
 class DamagedGroup(msgspec.Struct, frozen=True):
-    """A group whose stored body could not be read, why, and when that was found."""
+    """A group whose stored body cannot be read, the reason, and when that was detected."""
 
     group_id: str
     reason: str
@@ -84,7 +84,9 @@ class DamagedGroup(msgspec.Struct, frozen=True):
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """Groups handed to one run, to be acked before `expires_at`, else they are delivered again."""
+    """Groups leased to one run. If it does not ack them before `expires_at`, they are queued
+    again.
+    """
 
     lease_id: str
     run: str
@@ -93,18 +95,18 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 ATROPOS_RUN = "atropos"
-"""Name of the run of whoever registers over the Atropos wire; its `batch_size` counts sequences."""
+"""Name of the run of the trainer on the Atropos wire; its `batch_size` counts sequences."""
 
 
 class Run(msgspec.Struct, frozen=True):
     """One trainer's (or one export's) subscription.
 
     Args:
-        batch_size: what it asks for at a time, in its own unit.
+        batch_size: what it leases at a time, in its own unit.
         settings: JSON-like.
-        policy_version: the last one that it published (-1: none yet).
-        state: a closed run leases no more.
-        delivery: which groups it gets: its part of those that are shared, or all.
+        policy_version: the last version that it published (-1: none yet).
+        state: a closed run cannot lease.
+        delivery: whether it shares groups with other runs or gets all of them.
         environments: names of the environments whose groups it takes; empty: all.
     """
 
@@ -119,10 +121,10 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A point to which a run can go back.
+    """A point to which a run can rewind.
 
     Args:
-        acked_groups: how many groups the run had acked by then, with those of this checkpoint.
+        acked_groups: groups that the run had acked by then, including those of this checkpoint.
     """
 
     name: str
@@ -134,8 +136,8 @@ class Compacted(msgspec.Struct, frozen=True):
     """What retention removed.
 
     Args:
-        groups: groups of which only the id is still known.
-        stored_bytes: of their bodies, as they lay in the database.
+        groups: groups of which only the id is kept.
+        stored_bytes: size of their bodies in the database.
         leases: leases that had ended.
     """
 

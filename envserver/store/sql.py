@@ -35,7 +35,7 @@ from .groups import EncodedPut, encode_puts
 from .lock import StoreLock, acquire, read_lock
 from .lookups import DatabaseLookups
 from .memory_lookups import MemoryLookups
-from .reach import DatabaseUnreachable, Reach
+from .retry import DatabaseUnreachable, RetryGate
 from .rows import (
     UNKNOWN_VERSION,
     Compacted,
@@ -134,7 +134,7 @@ class Store(DatabaseLookups, MemoryLookups):
     ) -> None:
         self.name = database.name
         self._reader = database.reader
-        self._reach = Reach()
+        self._retry = RetryGate()
         self._writer = writer
         self._threads = threads
         self._clock = clock
@@ -452,16 +452,16 @@ class Store(DatabaseLookups, MemoryLookups):
     @asynccontextmanager
     async def _reading(self) -> AsyncIterator[AsyncConnection]:
         self._writer.check_open()
-        self._reach.check()
+        self._retry.check()
         with typed_failures():
             try:
                 async with self._reader.connect() as connection:
                     yield connection
             except Exception as error:
                 if is_unreachable(error):
-                    self._reach.failed(DatabaseUnreachable(str(typed(error))))
+                    self._retry.failed(DatabaseUnreachable(str(typed(error))))
                 raise
-        self._reach.worked()
+        self._retry.worked()
 
     async def _in_thread(self, function: Callable[[A], T], argument: A) -> T:
         self._writer.check_open()

@@ -1,7 +1,7 @@
-"""Statements of every put, whose text is made once for each kind of database.
+"""INSERT statements that are compiled once for each kind of database.
 
-In: an SQLAlchemy statement, later rows of its columns. Out: the driver's own call. SQLAlchemy's way
-from a statement to that call takes several times as long as SQLite takes to insert a few rows
+In: a table, then rows as tuples of its columns. Out: the driver's own call. SQLAlchemy takes
+several times as long to compile a statement as SQLite takes to insert a few rows
 (tests/benchmarks/bench_api.py), and a transaction of puts has three such statements.
 """
 
@@ -16,9 +16,9 @@ from sqlalchemy.schema import Table
 
 
 class InsertStatement:
-    """Rows into `table`, as tuples of all its columns in their order.
+    """Inserts rows into `table`, as tuples of all its columns in order.
 
-    What holds: no column has a type whose values SQLAlchemy changes on their way in.
+    What holds: no column has a type whose values SQLAlchemy converts.
     """
 
     def __init__(self, table: Table) -> None:

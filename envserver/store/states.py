@@ -1,4 +1,4 @@
-"""The life of a delivery, of a lease and of a run, as data: which event leads from where to where.
+"""The states of deliveries, leases and runs, and which event leads from which state to which.
 
 A delivery is one group in one queue:
 
@@ -9,13 +9,12 @@ A delivery is one group in one queue:
 
 and drop_damaged leads from buffered, queued and leased to dropped.
 
-A group is handed out only while queued. Acked is an end until the run that acked goes back to a
-checkpoint (rewind), dropped is one for ever. Buffered groups are accepted too and wait for others.
+Only queued groups are leased. Acked is final unless the run rewinds to a checkpoint; dropped is
+always final. Buffered groups are accepted as well and wait for others.
 
 A lease is open until it is acked, nacked (given back) or expired. An expired lease whose groups
-nobody else has taken is still good: `resume` opens it again, which is how a late ack counts. What a
-run holds or held when it is closed, or what it acked and rewinds, is revoked: no word about such a
-lease counts any more.
+have not been leased again is still valid: `resume` opens it again, so a late ack counts. Closing or
+rewinding a run revokes its leases: a revoked lease can no longer be acked or nacked.
 """
 
 from __future__ import annotations
@@ -38,10 +37,12 @@ LEASE_STATES: Final[tuple[LeaseState, ...]] = get_args(LeaseState)
 RUN_STATES: Final[tuple[RunState, ...]] = get_args(RunState)
 
 FIRST_STATES: Final[frozenset[GroupState]] = frozenset({"queued", "buffered", "dropped"})
-"""In which a group may be put; what is dropped at once is for no run, but can be read."""
+"""States in which a group may be put. A group put as dropped is for no run, but can be read by
+id.
+"""
 
 SETTLED: Final[frozenset[GroupState]] = frozenset({"acked", "dropped"})
-"""In which a delivery waits for nothing any more."""
+"""Final states: the delivery waits for nothing any more."""
 
 GROUP_TRANSITIONS: Final[Mapping[GroupEvent, frozenset[tuple[GroupState, GroupState]]]] = {
     "move": frozenset({("buffered", "queued"), ("buffered", "dropped"), ("queued", "dropped")}),
@@ -67,7 +68,7 @@ LEASE_TRANSITIONS: Final[Mapping[LeaseEvent, frozenset[tuple[LeaseState, LeaseSt
 
 
 def check_group(group_id: str, source: GroupState, target: GroupState, event: GroupEvent) -> None:
-    """Allows `event` to take a delivery of a group from `source` to `target`.
+    """Checks that `event` may take a delivery from `source` to `target`.
 
     Raises:
         ConflictError: the table has no such transition.
@@ -81,15 +82,15 @@ def check_group(group_id: str, source: GroupState, target: GroupState, event: Gr
 
 
 def check_lease(lease_id: str, source: LeaseState, target: LeaseState, event: LeaseEvent) -> None:
-    """Allows `event` to take a lease from `source` to `target`.
+    """Checks that `event` may take a lease from `source` to `target`.
 
     Raises:
         ConflictError: the table has no such transition.
     """
     if (source, target) not in LEASE_TRANSITIONS[event]:
         raise ConflictError(
-            f"Lease {lease_id} is {source}, which is its end.",
-            hint="Its run was closed or taken back to a checkpoint." if source == "revoked" else "",
+            f"Lease {lease_id} is {source}, which is final.",
+            hint="Its run was closed or rewound to a checkpoint." if source == "revoked" else "",
             lease_id=lease_id,
             state=source,
         )

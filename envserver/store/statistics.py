@@ -1,4 +1,4 @@
-"""What a store counts of itself since it was opened, for whoever shows it."""
+"""Statistics of an open store: commits and leases since it was opened."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _SIZES: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024
 
 
 class StoreStatistics:
-    """
+    """Counts commits and leases.
+
     Args:
-        commit_seconds: of transactions, from the first statement until it is durable.
-        commit_sizes: operations that were committed together.
-        leases: handed out, acked, nacked.
-        on_lease: told of each lease that is handed out.
+        commit_seconds: seconds of each transaction, from its first statement until it is durable.
+        commit_sizes: operations in each commit.
+        leases: number of leases that were leased, acked, nacked.
+        on_lease: called with each lease that is handed out.
     """
 
     def __init__(self) -> None:
@@ -28,11 +29,12 @@ class StoreStatistics:
         self.on_lease: Callable[[Lease], None] | None = None
 
     def committed(self, operations: int, seconds: float) -> None:
+        """Counts one commit."""
         self.commit_seconds.add(seconds)
         self.commit_sizes.add(operations)
 
     def leased(self, lease: Lease | None) -> Lease | None:
-        """Counts `lease`, if it is one, and gives it back."""
+        """Counts `lease` unless it is None, and returns it."""
         if lease is not None:
             self.leases["leased"] += 1
             if self.on_lease is not None:

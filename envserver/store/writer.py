@@ -28,7 +28,7 @@ from .database import Database
 from .failures import is_unreachable, typed
 from .groups import EncodedPut, put_all
 from .lock import is_owner, lock_lost, save_time
-from .reach import DatabaseUnreachable, Reach
+from .retry import DatabaseUnreachable, RetryGate
 from .statistics import StoreStatistics
 from .transaction import Memory, Transaction, forget_written, load_memory, write_memory
 
@@ -76,7 +76,7 @@ class Writer:
         self._queue: asyncio.Queue[_Entry | None] = asyncio.Queue()
         self._closed = False
         self._lost: StoreLost | None = None
-        self._reach = Reach()
+        self._retry = RetryGate()
         self._memory_is_stale = False
         self._memory_is_written = True
         self._session = database.sessions
@@ -92,7 +92,7 @@ class Writer:
 
     async def _submit(self, entry: _Entry) -> Any:
         self.check_open()
-        self._reach.check()
+        self._retry.check()
         self._queue.put_nowait(entry)
         return await entry.answer
 
@@ -177,7 +177,7 @@ class Writer:
                 for entry in batch:
                     _answer(entry, problem)
             return not is_one_of_them
-        self._reach.worked()
+        self._retry.worked()
         self.statistics.committed(len(batch), time.perf_counter() - began)
         for entry, outcome in zip(batch, outcomes, strict=True):
             _answer(entry, outcome)
@@ -187,7 +187,7 @@ class Writer:
         """Raises StoreError: the next try is not due. StoreLost: there will be none."""
         if self._lost is not None:
             raise self._lost
-        self._reach.check()
+        self._retry.check()
 
     async def _problem(self, error: Exception) -> Exception:
         """`error` as one of ours, and what follows from it for those that come next."""
@@ -201,7 +201,7 @@ class Writer:
         if isinstance(problem, StoreLost):
             self._lost = problem
         elif isinstance(problem, DatabaseUnreachable):
-            self._reach.failed(problem)
+            self._retry.failed(problem)
         return problem
 
     async def _why_locked(self) -> StoreError:

@@ -22,7 +22,7 @@ from support.postgres import Postgres
 from support.stores import group, ids, noise, patiently
 
 from envserver.store import Store, database, open_store
-from envserver.store.reach import DatabaseUnreachable, Reach
+from envserver.store.retry import DatabaseUnreachable, RetryGate
 
 pytestmark = pytest.mark.thorough
 
@@ -263,22 +263,22 @@ async def test_a_commit_whose_answer_is_lost_has_happened_once(
 
 def test_tries_are_further_and_further_apart() -> None:
     now = 0.0
-    reach = Reach(lambda: now)
+    gate = RetryGate(lambda: now)
     waits = []
     for _ in range(8):
-        reach.check()
-        reach.failed(DatabaseUnreachable("gone"))
+        gate.check()
+        gate.failed(DatabaseUnreachable("gone"))
         with pytest.raises(StoreError, match="tried again"):
-            reach.check()
+            gate.check()
         begin = now
         while True:
             now += 0.01
             with contextlib.suppress(StoreError):
-                reach.check()
+                gate.check()
                 break
         waits.append(round(now - begin, 1))
     assert waits == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
-    reach.worked()
-    reach.failed(DatabaseUnreachable("gone"))
+    gate.worked()
+    gate.failed(DatabaseUnreachable("gone"))
     now += 0.11
-    reach.check()
+    gate.check()

@@ -1,4 +1,4 @@
-"""Whether a database that did not answer is asked again yet."""
+"""Decides whether a database that did not answer may be asked again yet."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _BACKOFF: Final = Backoff(first_seconds=0.1, max_seconds=5.0)
 
 
 class DatabaseUnreachable(StoreError):
-    """The database did not answer, or it is too early to ask it again."""
+    """The database did not answer, or the next retry is not due yet."""
 
 
-class Reach:
-    """Refuses at once while the next try is not due: tries are 0.1 to 5 seconds apart."""
+class RetryGate:
+    """Rejects calls at once until the next retry is due; retries are 0.1 to 5 seconds apart."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -26,13 +26,15 @@ class Reach:
         self._why = ""
 
     def check(self) -> None:
-        """Raises DatabaseUnreachable: the last try failed, and it is too early for another."""
+        """Raises DatabaseUnreachable if the last try failed and the next one is not due yet."""
         left = self._next_try - self._clock()
         if left > 0:
-            raise DatabaseUnreachable(self._why, hint=f"It is tried again in {left:.1f} seconds.")
+            raise DatabaseUnreachable(self._why, hint=f"The next retry is in {left:.1f} seconds.")
 
     def failed(self, error: DatabaseUnreachable) -> None:
-        """The next try has to wait, each time longer. A refusal by `check` was no try."""
+        """Records a failed try; the pause grows with each one. Rejections by `check` do not
+        count.
+        """
         if self._next_try > self._clock():
             return
         self._why = error.message
@@ -40,5 +42,5 @@ class Reach:
         self._next_try = self._clock() + _BACKOFF.seconds(self._failures)
 
     def worked(self) -> None:
-        """The next failure waits as if it were the first."""
+        """Resets the pause after a success."""
         self._failures = 0
