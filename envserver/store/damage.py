@@ -1,9 +1,9 @@
-"""Groups whose bodies cannot be read any more: they leave every queue, and why is kept.
+"""Drops groups whose bodies cannot be read, and keeps the reasons.
 
-In: the ids that a reader found damaged, with the reasons. Out: those groups are dropped wherever
-they wait or are leased, so that nobody is offered them again; the other groups of their leases stay
-as they were. What holds: a damaged group is counted once (`damaged`), its reason stays for ever,
-and its body stays as long as that of any group that was dropped.
+In: the ids that a reader found damaged, with the reasons. Out: the groups are dropped from every
+queue, so that they are never offered again; the other groups of their leases stay leased. What
+holds: a damaged group is counted once (`damaged`), its reason is kept for ever, and its body is
+kept as long as that of any dropped group.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ _REASON_CHARACTERS: Final = 200
 
 
 class DamagedBodies(StoreError):
-    """Stored bodies that cannot be read. `reasons`: why, by group id."""
+    """Stored bodies cannot be read. `reasons`: by group id."""
 
     kind = "damaged_body"
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
         first = next(iter(reasons))
         super().__init__(
-            f"The stored body of {len(reasons)} groups is damaged, of {first}: {reasons[first]}."
+            f"The stored bodies of {len(reasons)} groups are damaged; {first}: {reasons[first]}."
             if len(reasons) > 1
             else f"The stored body of group {first} is damaged: {reasons[first]}.",
-            hint="Its disk, or what wrote to the store's files, damaged it; make the group anew.",
+            hint="The disk, or a program that wrote to the store's files, damaged it; make the"
+            " group again.",
             group_ids=list(reasons),
         )
         self.reasons = dict(reasons)
 
 
 def decode_all(group_ids: Sequence[str], stored: Sequence[tuple[int, bytes]]) -> list[bytes]:
-    """The bodies of these groups; CPU work for a thread.
+    """Decodes the bodies of these groups. CPU work: run it in a thread.
 
     Raises:
         DamagedBodies: some are damaged; it names all of them.
@@ -69,11 +70,11 @@ async def drop_damaged(tx: Transaction, reasons: Mapping[str, str], undo: str | 
     """Drops groups from every queue in which they wait or are leased.
 
     Args:
-        reasons: why, by group id; ids that are not known are left out.
-        undo: an open lease that was not delivered to anybody: it is as if it had never been.
+        reasons: by group id; unknown ids are ignored.
+        undo: an open lease that no client has received; it is removed as if it had never existed.
 
     Returns:
-        The ids of those that were not known to be damaged.
+        The ids that were not known to be damaged.
     """
     ids = list(reasons)
     numbers = await seqs_of(tx.connection, ids)
@@ -92,7 +93,7 @@ async def drop_damaged(tx: Transaction, reasons: Mapping[str, str], undo: str | 
 
 
 async def _leave_leases(tx: Transaction, rows: Sequence[GroupRow]) -> None:
-    """Takes groups out of the leases that have, or had, a claim on them."""
+    """Removes groups from the leases that hold or held them."""
     lost: dict[str, set[str]] = {}
     for row in rows:
         if row.lease_id is not None:
@@ -107,7 +108,9 @@ async def _leave_leases(tx: Transaction, rows: Sequence[GroupRow]) -> None:
 
 
 async def _undo(tx: Transaction, lease_id: str) -> None:
-    """Gives back what an open lease holds and forgets the lease: nobody has ever seen it."""
+    """Queues the groups of an open lease again and deletes the lease, which no client has
+    received.
+    """
     query = select(leases).where(leases.c.lease_id == lease_id, leases.c.state == "open")
     row = (await tx.connection.execute(query)).one_or_none()
     if row is None:  # it expired meanwhile
@@ -136,7 +139,7 @@ async def _keep_reasons(tx: Transaction, found: Mapping[int, tuple[str, str]]) -
 
 
 async def list_damaged(connection: AsyncConnection, limit: int) -> list[DamagedGroup]:
-    """The groups that were found damaged, those that were found last first."""
+    """Returns the damaged groups, latest found first."""
     query = (
         select(groups.c.group_id, damaged.c.reason, damaged.c.found_at)
         .join_from(damaged, groups, damaged.c.seq == groups.c.seq)

@@ -1,6 +1,7 @@
-"""The SQL of deliveries: which groups of a queue are next, and what becomes of them.
+"""The SQL of deliveries: which groups of a queue are next, and how their states change.
 
-Every change of a delivery goes through `advance`, which asks the table of transitions.
+Every change of a delivery goes through `advance`, which checks the table of transitions.
+`drop_stale` is where groups that have become too old are dropped.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from .states import SETTLED, GroupEvent, GroupState, check_group
 from .transaction import Memory, Transaction, chunks
 
 _PAGE: Final = 256
-"""Groups read at a time where it is not known how many are needed."""
+"""Groups read at a time when it is not known how many are needed."""
 FILLED_AT_ONCE = 2048
-"""Groups looked at in one transaction that fills the queue of a run: others wait so long."""
+"""Groups copied into a run's queue in one transaction; other transactions wait that long."""
 
 
 @dataclass(frozen=True)
 class GroupSelection:
-    """Which queued groups: a filter and how many.
+    """A filter for queued groups, and limits.
 
     Args:
-        environments: only of these; None: of all.
-        min_version: only of this policy version or a later one, or of an unknown one.
-        max_groups, max_sequences, max_tokens: the most of each (None: no limit), but always at
-            least one group.
-        min_groups: none at all when fewer pass the filter.
+        environments: only groups of these; None: of all.
+        min_version: only groups of this policy version or a later one, or of an unknown one.
+        max_groups, max_sequences, max_tokens: upper limits (None: no limit); at least one group is
+            selected even if it is larger.
+        min_groups: select nothing if fewer groups pass the filter.
     """
 
     environments: frozenset[str] | None = None
@@ -56,7 +57,7 @@ class GroupSelection:
     min_groups: int = 1
 
     def of(self, environments: frozenset[str]) -> GroupSelection:
-        """The same of these environments only (empty: of all)."""
+        """Returns this selection, restricted to these environments (empty: unchanged)."""
         if not environments:
             return self
         names = environments if self.environments is None else self.environments & environments
@@ -72,7 +73,7 @@ async def advance(
     *,
     lease_id: str | None,
 ) -> list[GroupRow]:
-    """Takes `rows`, as they are in the queue now, to `target`, all or none.
+    """Changes the state of `rows`, given as they are in the queue now, to `target`; all or none.
 
     Raises:
         ConflictError: the table of transitions forbids it for one of them.
@@ -95,10 +96,10 @@ async def advance(
 
 
 async def move(tx: Transaction, group_ids: Sequence[str], target: GroupState) -> None:
-    """Takes groups that wait in the shared queue from buffered to queued, or to dropped.
+    """Moves groups of the shared queue from buffered to queued, or to dropped.
 
     Raises:
-        NotFoundError: one does not exist. ConflictError: one is in a state that forbids it.
+        NotFoundError: a group does not exist. ConflictError: its state forbids it.
     """
     rows = await rows_of(tx.connection, group_ids)
     await advance(tx, SHARED, rows, target, "move", lease_id=None)
@@ -110,11 +111,11 @@ async def move(tx: Transaction, group_ids: Sequence[str], target: GroupState) ->
 
 
 async def fill(tx: Transaction, queue: str, first: int) -> int | None:
-    """Queues every group that is kept, not buffered and not dropped, and is not in `queue` yet, of
-    the next ones from number `first` on.
+    """Copies the next groups, from number `first` on, into `queue`; skips those that are buffered,
+    dropped or already there.
 
     Returns:
-        From which number it goes on; None when these were the last.
+        The number to continue with, or None if these were the last.
     """
     of = deliveries.c
     numbers = select(of.seq).where(of.queue == SHARED, of.seq >= first)
@@ -127,7 +128,7 @@ async def fill(tx: Transaction, queue: str, first: int) -> int | None:
 
 
 async def _fill(tx: Transaction, queue: str, seqs: Sequence[int]) -> None:
-    """The same for the groups with these numbers."""
+    """Like `fill`, for the groups with these numbers."""
     for part in chunks(seqs):
         await _fill_from(tx, queue, partial(_is_in, part))
 
@@ -158,7 +159,7 @@ async def _fill_from(
 
 
 async def choose(tx: Transaction, queue: str, wanted: GroupSelection) -> list[GroupRow]:
-    """The oldest queued groups that pass the filter, up to the limits."""
+    """Returns the oldest queued groups that match, up to the limits."""
     chosen: list[GroupRow] = []
     seen = sequences = tokens = 0
     is_full = False
@@ -184,7 +185,7 @@ async def choose(tx: Transaction, queue: str, wanted: GroupSelection) -> list[Gr
 async def _candidates(
     tx: Transaction, queue: str, wanted: GroupSelection
 ) -> AsyncIterator[GroupRow]:
-    """Queued groups that pass the filter, oldest first."""
+    """Yields queued groups that match, oldest first."""
     queued = tx.memory.queued_environments(queue)
     names = queued if wanted.environments is None else queued & wanted.environments
     there = sum(tx.memory.tallies[queue, name, "queued"] for name in names)
@@ -204,15 +205,15 @@ async def _candidates(
 
 
 def _page_size(wanted: GroupSelection) -> int | None:
-    """None: all at once, where no limit is set."""
+    """Groups to read at a time; None reads all at once, where no limit is set."""
     if wanted.max_sequences is not None or wanted.max_tokens is not None:
         return _PAGE
-    # One more than wanted is never looked at.
+    # No more than this many are ever needed.
     return None if wanted.max_groups is None else max(wanted.max_groups, wanted.min_groups)
 
 
 def _span(memory: Memory, min_version: int | None) -> tuple[int, int] | None:
-    """Between which numbers all queued groups of a version that fits are; None: there is none."""
+    """Returns (min, max) seq of queued groups with an acceptable version, or None."""
     spans = [
         span
         for version, span in memory.versions.items()
@@ -226,7 +227,9 @@ def _span(memory: Memory, min_version: int | None) -> tuple[int, int] | None:
 def _page(
     queue: str, names: set[str] | None, min_version: int | None, first: int, limit: int | None
 ) -> Select[Any]:
-    """Each environment is asked by itself, so that an index has its groups in order."""
+    """Selects the next page. Each environment has its own subquery, so that an index has it in
+    order.
+    """
     waiting = deliveries.alias("waiting")
     of = waiting.c
     where = [of.queue == queue, of.state == literal_column("'queued'"), of.seq >= first]
@@ -245,7 +248,9 @@ def _page(
 
 
 async def drop_stale(tx: Transaction, below_version: int, limit: int) -> int:
-    """Drops up to `limit` queued deliveries of groups older than `below_version`; how many."""
+    """Drops up to `limit` queued deliveries of groups older than `below_version`; returns how
+    many.
+    """
     versions = tx.memory.versions
     stale = [v for v in versions if v != UNKNOWN_VERSION and v < below_version]
     if not stale:

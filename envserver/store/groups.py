@@ -1,4 +1,4 @@
-"""The SQL of groups: putting and finding. Transactions are begun elsewhere."""
+"""The SQL of groups: inserting and finding them. The caller begins the transactions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _named: Final = groups.alias("named")
 
 @dataclass(frozen=True)
 class EncodedPut:
-    """A group to be put and its body as it is to lie in the database."""
+    """A group to be put, with its body encoded for the database."""
 
     put: GroupPut
     encoding: int
@@ -37,10 +37,10 @@ class EncodedPut:
 
 
 def encode_puts(puts: Sequence[GroupPut]) -> list[EncodedPut]:
-    """Checks and compresses; CPU work for a thread.
+    """Checks groups and compresses their bodies. CPU work: run it in a thread.
 
     Raises:
-        InputError: a group's first state is not one in which it may be put, or it has no id.
+        InputError: a group has no id, or may not be put in its state.
     """
     for index, put in enumerate(puts):
         if put.state not in FIRST_STATES:
@@ -53,7 +53,7 @@ def encode_puts(puts: Sequence[GroupPut]) -> list[EncodedPut]:
 
 
 async def put_all(tx: Transaction, puts: Sequence[EncodedPut]) -> list[bool]:
-    """Stores those whose id is new, the first of each; True where it was stored."""
+    """Stores the groups whose id is new; returns for each whether it was stored."""
     known = await seqs_of(tx.connection, list({item.put.group_id for item in puts}))
     new: dict[str, EncodedPut] = {}
     accepted: list[bool] = []
@@ -77,7 +77,7 @@ async def put_all(tx: Transaction, puts: Sequence[EncodedPut]) -> list[bool]:
 
 
 async def seqs_of(connection: AsyncConnection, group_ids: Sequence[str]) -> dict[str, int]:
-    """`seq` by id, of those that were ever stored."""
+    """Returns `seq` by id, for those groups that were ever stored."""
     found: dict[str, int] = {}
     for part in chunks(group_ids):
         rows = await connection.execute(_SEQS, {"ids": part})
@@ -85,14 +85,14 @@ async def seqs_of(connection: AsyncConnection, group_ids: Sequence[str]) -> dict
     return found
 
 
-# Made once: to make it takes longer than to execute it.
+# Built once: building it takes longer than executing it.
 _SEQS: Final = select(groups.c.group_id, groups.c.seq).where(
     groups.c.group_id.in_(bindparam("ids", expanding=True))
 )
 
 
 async def _body(connection: AsyncConnection, seq: int) -> bytes | None:
-    """None when it is no longer kept, or damaged: the id is known all the same."""
+    """Returns the stored body, or None if it is no longer kept or damaged."""
     query = select(bodies.c.encoding, bodies.c.body).where(bodies.c.seq == seq)
     row = (await connection.execute(query)).one_or_none()
     try:
@@ -112,7 +112,7 @@ async def _insert(tx: Transaction, items: Sequence[EncodedPut]) -> None:
     rows = []
     for seq, item in numbered:
         state = item.put.state
-        # What is buffered is nobody's yet: it comes to the other queues when it is moved.
+        # Buffered groups are in the shared queue only; `move` adds them to the others.
         for queue in (SHARED, *queues) if state == "queued" else (SHARED,):
             rows.append(_delivery(queue, seq, item, tx.now))
             tx.memory.tally(queue, item.put.env, state, 1)
@@ -121,7 +121,7 @@ async def _insert(tx: Transaction, items: Sequence[EncodedPut]) -> None:
     await _into_deliveries(tx.connection, rows)
 
 
-# Each as the columns of its table are.
+# Rows are tuples in the order of the table's columns.
 _into_groups: Final = InsertStatement(groups)
 _into_bodies: Final = InsertStatement(bodies)
 _into_deliveries: Final = InsertStatement(deliveries)
@@ -159,7 +159,7 @@ def _delivery(queue: str, seq: int, item: EncodedPut, now: float) -> tuple[objec
 
 
 def rows_in(queue: str) -> Select[Any]:
-    """All groups of a queue, with the columns of a `GroupRow` in its order."""
+    """Selects all groups of a queue, with the columns of a `GroupRow` in order."""
     of_group = groups.c
     columns = [
         of_group.seq,
@@ -180,7 +180,7 @@ def rows_in(queue: str) -> Select[Any]:
 
 
 async def pending(connection: AsyncConnection) -> list[GroupRow]:
-    """All queued and buffered groups of the shared queue, in order of arrival."""
+    """Returns all queued and buffered groups of the shared queue, in order of arrival."""
     rows: list[GroupRow] = []
     for waiting in (QUEUED, _BUFFERED):
         query = rows_in(SHARED).where(waiting).order_by(deliveries.c.seq)
@@ -189,14 +189,14 @@ async def pending(connection: AsyncConnection) -> list[GroupRow]:
 
 
 async def arrived_after(connection: AsyncConnection, seq: int, limit: int) -> list[GroupRow]:
-    """Up to `limit` groups that are kept and arrived after the one numbered `seq`, in order."""
+    """Returns up to `limit` kept groups that arrived after number `seq`, in order."""
     after = deliveries.c.seq > seq
     query = rows_in(SHARED).where(after).order_by(deliveries.c.seq).limit(limit)
     return [GroupRow(*row) for row in await connection.execute(query)]
 
 
 async def count_with_prefix(connection: AsyncConnection, prefix: str) -> int:
-    """How many groups were ever stored whose id begins with `prefix`."""
+    """Counts the groups ever stored whose id begins with `prefix`."""
     is_like = func.substr(groups.c.group_id, 1, len(prefix)) == prefix
     count = await connection.execute(select(func.count()).select_from(groups).where(is_like))
     return int(count.scalar_one())
@@ -205,10 +205,10 @@ async def count_with_prefix(connection: AsyncConnection, prefix: str) -> int:
 async def rows_of(
     connection: AsyncConnection, group_ids: Sequence[str], queue: str = SHARED
 ) -> list[GroupRow]:
-    """The groups of a queue with these ids, in this order, each once.
+    """Returns the groups of a queue with these ids, in order, each once.
 
     Raises:
-        NotFoundError: one does not exist, or is no longer kept.
+        NotFoundError: a group does not exist or is no longer kept.
     """
     wanted = list(dict.fromkeys(group_ids))
     found = await kept_rows(connection, wanted, queue)
@@ -219,10 +219,10 @@ async def rows_of(
 async def kept_rows(
     connection: AsyncConnection, group_ids: Sequence[str], queue: str
 ) -> dict[str, GroupRow]:
-    """By id, those of these groups that are kept in a queue."""
+    """Returns by id those of these groups that are kept in a queue."""
     found: dict[str, GroupRow] = {}
     for part in chunks(group_ids):
-        # As a list of numbers: else SQLite may look at every delivery of the queue.
+        # Select by seq: otherwise SQLite may scan every delivery of the queue.
         numbers = select(_named.c.seq).where(_named.c.group_id.in_(part))
         query = rows_in(queue).where(deliveries.c.seq.in_(numbers))
         found.update((row.group_id, GroupRow(*row)) for row in await connection.execute(query))
@@ -232,10 +232,10 @@ async def kept_rows(
 async def stored_bodies(
     connection: AsyncConnection, group_ids: Sequence[str]
 ) -> list[tuple[int, bytes]]:
-    """Encoding and stored bytes of each group, in the order of `group_ids`.
+    """Returns encoding and stored bytes of each group, in the order of `group_ids`.
 
     Raises:
-        NotFoundError: one does not exist, or is no longer kept.
+        NotFoundError: a group does not exist or is no longer kept.
     """
     found: dict[str, tuple[int, bytes]] = {}
     both = select(groups.c.group_id, bodies.c.encoding, bodies.c.body).join_from(

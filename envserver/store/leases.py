@@ -1,6 +1,7 @@
-"""The SQL of leases. A lease keeps its claim on its groups until another takes one of them.
+"""The SQL of leases. An expired lease keeps its claim until one of its groups is leased again.
 
-Each function is one operation inside a transaction of the writer.
+Each function is one operation inside a transaction of the writer. `expire` is what happens when a
+lease expires.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from .transaction import Transaction
 
 _REASON_CHARACTERS = 80
 _MOST_REASONS = 64
-"""Reasons come from trainers: so many are counted each by itself, then all others together."""
+"""Trainers choose reasons freely: this many are counted separately, all others together."""
 
 
 @dataclass(frozen=True)
 class KnownLease:
-    """A lease as the database has it."""
+    """A lease as stored in the database."""
 
     lease_id: str
     run: str
@@ -48,15 +49,15 @@ async def lease(
     seconds: float,
     lease_id: str | None = None,
 ) -> Lease | None:
-    """Hands groups to `run`, by what it wants or by their ids; what is overdue is taken back first.
+    """Leases groups to `run`, by a selection or by their ids; expired leases are taken back first.
 
     Returns:
         None when nothing, or too little, is queued.
 
     Raises:
-        NotFoundError: no such run or group.
-        ConflictError: the run is closed, a group is not queued or none of the run's, or the lease
-            of this id is not an open one of the run.
+        NotFoundError: the run or a group does not exist.
+        ConflictError: the run is closed, a group is not queued or not of the run's environments, or
+            `lease_id` is taken by a lease of another run or one that has ended.
     """
     known = require_open(tx, run)
     await expire(tx, tx.now)
@@ -69,7 +70,8 @@ async def lease(
         for row in rows:
             if known.environments and row.env not in known.environments:
                 raise ConflictError(
-                    f"Group {row.group_id} is of {row.env}, of which the run {run} takes none.",
+                    f"Group {row.group_id} is of environment {row.env}, which the run {run} does"
+                    " not take.",
                     group_id=row.group_id,
                     state=row.state,
                 )
@@ -97,23 +99,27 @@ async def lease(
 
 
 async def _again(tx: Transaction, run: str, lease_id: str) -> Lease | None:
-    """The lease of this id, when there is one: whoever asks for it has lost the first answer."""
+    """Returns the lease of this id if it exists: a client that asks again has lost the first
+    answer.
+    """
     found = await facts_where(tx.connection, leases.c.lease_id == lease_id)
     if not found:
         return None
     facts = found[0]
     if facts.run != run or facts.state != "open":
         raise ConflictError(
-            f"The lease {lease_id} is over, or not one of the run {run}.", lease_id=lease_id
+            f"The lease {lease_id} has ended, or belongs to a run other than {run}.",
+            lease_id=lease_id,
         )
     rows = await rows_of(tx.connection, facts.group_ids, tx.memory.runs[run].queue)
     return Lease(lease_id, run, facts.expires_at, rows)
 
 
 async def ack(tx: Transaction, lease_id: str, checkpoint: str | None) -> None:
-    """The groups are done with. Late is early enough while nobody else has taken them.
+    """Acks a lease's groups; a late ack counts as long as none of them was leased again.
 
-    `checkpoint`: all that the run has acked, up to this lease, belongs to it.
+    Args:
+        checkpoint: name of the checkpoint that covers all acks of the run up to this one.
     """
     known = await find(tx, lease_id)
     number = known.ack_number
@@ -129,7 +135,7 @@ async def ack(tx: Transaction, lease_id: str, checkpoint: str | None) -> None:
 
 
 async def nack(tx: Transaction, lease_id: str, reason: str) -> None:
-    """The groups go back to their places in the queue, and the lease loses its claim."""
+    """Puts the groups back into their places in the queue; the lease loses its claim."""
     known = await find(tx, lease_id)
     if known.state == "nacked":
         return
@@ -144,7 +150,9 @@ async def nack(tx: Transaction, lease_id: str, reason: str) -> None:
 
 
 async def extend(tx: Transaction, lease_id: str, seconds: float) -> float:
-    """The lease ends `seconds` from now; an expired one with its claim is good again."""
+    """Moves the lease's end to `seconds` from now; an expired lease with its claim is open
+    again.
+    """
     known = await find(tx, lease_id)
     await _resume(tx, known)
     expires_at = tx.now + seconds
@@ -154,7 +162,7 @@ async def extend(tx: Transaction, lease_id: str, seconds: float) -> float:
 
 
 async def expire(tx: Transaction, now: float) -> list[str]:
-    """Queues again what overdue leases hold; their ids, soonest due first."""
+    """Queues the groups of overdue leases again; returns the leases' ids, soonest due first."""
     overdue = (
         select(leases)
         # Written out for the partial index, as in groups.
@@ -165,7 +173,7 @@ async def expire(tx: Transaction, now: float) -> list[str]:
     for row in (await tx.connection.execute(overdue)).all():
         known = _known(tx, row)
         held = await rows_of(tx.connection, known.group_ids, known.queue)
-        # They keep the lease's id: it is what a late ack is recognised by.
+        # The groups keep the lease's id, by which a late ack is recognised.
         await advance(tx, known.queue, held, "queued", "give_back", lease_id=known.lease_id)
         await _set_state(tx, known.lease_id, known.state, "expired", "expire")
         expired.append(known.lease_id)
@@ -175,9 +183,7 @@ async def expire(tx: Transaction, now: float) -> list[str]:
 
 
 async def revoke_held(tx: Transaction, run: str, event: LeaseEvent) -> None:
-    """Gives back what the run's open leases hold; nothing said about those, or about its expired
-    ones, counts any more.
-    """
+    """Queues the groups of the run's open leases again and revokes its open and expired leases."""
     is_open = leases.c.state == literal_column("'open'")
     is_expired = leases.c.state == literal_column("'expired'")
     for condition in (is_open, is_expired):
@@ -191,8 +197,8 @@ async def revoke_held(tx: Transaction, run: str, event: LeaseEvent) -> None:
 
 
 async def take_back_acked(tx: Transaction, run: str, after_ack: int) -> list[str]:
-    """Queues again, in their old order, what the run acked after the ack of this number and is
-    still kept; their ids. The leases are revoked.
+    """Queues the groups again, in their old order, that the run acked after this ack and that are
+    still kept; returns their ids. The leases are revoked.
     """
     query = select(leases).where(leases.c.run == run, leases.c.ack_number > after_ack)
     rows: list[GroupRow] = []
@@ -223,7 +229,7 @@ def _known(tx: Transaction, row: Row[Any]) -> KnownLease:
 
 
 async def find(tx: Transaction, lease_id: str) -> KnownLease:
-    """Raises NotFoundError: there is none."""
+    """Returns a lease. Raises NotFoundError if it does not exist."""
     query = select(leases).where(leases.c.lease_id == lease_id)
     row = (await tx.connection.execute(query)).one_or_none()
     if row is None:
@@ -232,10 +238,10 @@ async def find(tx: Transaction, lease_id: str) -> KnownLease:
 
 
 async def _resume(tx: Transaction, known: KnownLease) -> list[GroupRow]:
-    """The groups of a lease that is open, or that expired and still has its claim on all of them.
+    """Returns the groups of a lease that is open, or expired with its claim on all of them.
 
     Raises:
-        ConflictError: it is at its end, or others have its groups.
+        ConflictError: the lease has ended, or some of its groups were leased again or dropped.
     """
     if known.state != "open":
         check_lease(known.lease_id, known.state, "open", "resume")

@@ -1,4 +1,6 @@
-"""What the store tells from memory, and waiting until it changes: costs nothing at any depth."""
+"""The lookups of a store that are answered from memory, and waiting for changes. Cheap at any
+depth.
+"""
 
 from __future__ import annotations
 
@@ -13,46 +15,42 @@ from .writer import Writer
 
 
 class MemoryLookups:
-    """The part of a store that is asked often."""
+    """The read-only part of a store that is answered from memory."""
 
     _writer: Writer
 
     @property
     def statistics(self) -> StoreStatistics:
-        """What it counts of itself."""
+        """Counts of commits and leases since the store was opened."""
         return self._writer.statistics
 
     @property
     def waiting_operations(self) -> int:
-        """Operations that no commit has taken up yet."""
+        """Operations that wait for the next commit."""
         return self._writer.waiting
 
     @property
     def conflicting_puts(self) -> int:
-        """Puts since opening of an id that was there with another body (the first one stays)."""
+        """Puts since opening whose id existed with another body (the first body stays)."""
         return self._writer.memory.conflicting_puts
 
     async def counts(self) -> dict[GroupState, int]:
-        """Groups in each state in the shared queue, with those that are no longer kept.
-
-        Kept in memory: costs nothing at any depth.
+        """Returns the number of groups in each state in the shared queue, including removed
+        ones.
         """
         return self._writer.memory.counts(SHARED)
 
     async def depths(self) -> dict[str, int]:
-        """For each open run, how many groups of its environments are queued or leased in its queue.
-
-        Kept in memory: costs nothing at any depth.
-        """
+        """Returns for each open run how many groups are queued or leased for it."""
         memory = self._writer.memory
         return {
             name: memory.waiting(run) for name, run in memory.runs.items() if run.state == "open"
         }
 
     async def counters(self) -> dict[str, int]:
-        """Totals since the store was made: `expired` (leases), `nacked` and `nacked: REASON`
-        (leases), `rewound`, `stale_dropped` (deliveries), `removed`, `damaged` (groups); and
-        `conflicting_puts` since it was opened. What never happened is missing.
+        """Returns totals since the store was created: `expired` (leases), `nacked` and `nacked:
+        REASON` (leases), `rewound`, `stale_dropped` (deliveries), `removed`, `damaged` (groups);
+        and `conflicting_puts` since it was opened. Zero counters are missing.
         """
         return {**self._writer.memory.counters, "conflicting_puts": self.conflicting_puts}
 
@@ -66,10 +64,11 @@ class MemoryLookups:
     async def wait_for_change(
         self, timeout: float | None = None, *, since: int | None = None
     ) -> int:
-        """Waits until `changes` is not `since` (unset: what it is now), at most `timeout` seconds.
+        """Waits until `changes` differs from `since` (default: its value now), at most `timeout`
+        seconds.
 
-        Whoever looked before it waits should give the `changes` of before it looked: what happened
-        in between is not missed then. The store's end wakes everybody, too.
+        To miss nothing, read `changes` before looking at the store, and pass that value as `since`.
+        Closing the store wakes everybody as well.
 
         Returns:
             `changes`.
@@ -80,11 +79,11 @@ class MemoryLookups:
 
     @property
     def tallies(self) -> Mapping[tuple[str, str, GroupState], int]:
-        """Deliveries by queue, environment and state, as of the last commit."""
+        """Number of deliveries by (queue, environment, state), as of the last commit."""
         return self._writer.memory.tallies
 
     def may_hold_older(self, version: int) -> bool:
-        """Whether a group may be queued that is of a policy version before this one."""
+        """Returns whether groups older than this policy version may be queued."""
         known = self._writer.memory.versions
         return any(UNKNOWN_VERSION < one < version for one in known)
 
@@ -95,7 +94,9 @@ class MemoryLookups:
         return {name: run for name, run in known.items() if run.state == "open"}
 
     def hungry_for(self, run: str) -> int:
-        """The least groups that the latest lease of a run asked for and did not find; else 0."""
+        """Returns the `min_groups` of the run's latest lease if too little was queued, otherwise
+        0.
+        """
         return self._writer.memory.hungry.get(run, 0)
 
     @property
@@ -104,6 +105,6 @@ class MemoryLookups:
         return self._writer.activity.number
 
     async def wait_for_activity(self, timeout: float | None, *, since: int) -> int:
-        """As `wait_for_change`, for `activity`."""
+        """Like `wait_for_change`, for `activity`."""
         self._writer.check_open()
         return await self._writer.activity.wait(since, timeout)

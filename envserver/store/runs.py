@@ -17,7 +17,7 @@ from .transaction import KnownRun, Transaction, queue_of
 
 
 def to_json(value: Any, place: str) -> str:
-    """`value` as JSON.
+    """Returns `value` as JSON text.
 
     Raises:
         InputError: it is not JSON-like.
@@ -49,11 +49,11 @@ async def create_run(
     delivery: Delivery,
     environments: Sequence[str],
 ) -> Run:
-    """A new run, or the one of this name when it was made with the same. A shared one is open; one
-    that is broadcast may be closed: `open_some` opens it.
+    """Creates a run, or returns the run of this name if its settings are the same. A shared run is
+    opened; a broadcast run may still be closed: call `open_some`.
 
     Raises:
-        ConflictError: there is one of this name with others.
+        ConflictError: a run of this name has other settings.
     """
     query = select(runs).where(runs.c.name == name)
     row = (await tx.connection.execute(query)).one_or_none()
@@ -76,8 +76,8 @@ async def create_run(
     was = (run.batch_size, run.settings, run.delivery, set(run.environments))
     if was != (batch_size, msgspec.json.decode(settings), delivery, set(environments)):
         raise ConflictError(
-            f"There is a run {name} with other settings.",
-            hint="Take another name, or change the run.",
+            f"A run {name} with other settings exists.",
+            hint="Choose another name, or change the run.",
             run=name,
         )
     return run if run.state == "open" else await _begin_to_open(tx, name, delivery)
@@ -90,15 +90,15 @@ async def _begin_to_open(tx: Transaction, name: str, delivery: Delivery) -> Run:
 
 
 async def open_some(tx: Transaction, name: str) -> Run:
-    """Opens a run. One that is broadcast first gets what it lacks, so much in each transaction that
-    nobody waits for long: it is to be called until the run is open. Until then nothing is leased
-    from it, and what comes is copied when it is its turn: the order is that of arrival.
+    """Opens a run, for a broadcast run step by step: call it until the run is open.
 
-    How far it is, is known in memory only: after a `kill -9` it is looked through again from the
-    beginning, and what is there already is passed over.
+    Each call copies a bounded number of groups into the run's queue, so that other transactions do
+    not wait long. Until the run is open nothing is leased from it, and new groups are copied in
+    turn, so that the order stays that of arrival. The progress is kept in memory only: after a
+    `kill -9` copying starts over and skips what is already there.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: the run does not exist.
     """
     run = await get_run(tx.connection, name)
     if run.state == "open":
@@ -114,7 +114,7 @@ async def open_some(tx: Transaction, name: str) -> Run:
 
 
 async def get_run(connection: AsyncConnection, name: str) -> Run:
-    """Raises NotFoundError: there is none."""
+    """Returns a run. Raises NotFoundError if it does not exist."""
     row = (await connection.execute(select(runs).where(runs.c.name == name))).one_or_none()
     if row is None:
         raise NotFoundError(f"There is no run {name}.", run=name)
@@ -122,13 +122,13 @@ async def get_run(connection: AsyncConnection, name: str) -> Run:
 
 
 async def list_runs(connection: AsyncConnection) -> list[Run]:
-    """All runs, oldest first."""
+    """Returns all runs, oldest first."""
     query = select(runs).order_by(runs.c.created_at, runs.c.name)
     return [_run(row) for row in await connection.execute(query)]
 
 
 async def set_run(tx: Transaction, name: str, changes: dict[str, Any]) -> Run:
-    """Changes columns of a run. Raises NotFoundError: there is none."""
+    """Changes columns of a run. Raises NotFoundError if it does not exist."""
     run = await _change(tx, name, changes)
     if changes.get("environments") is not None:
         tx.memory.changes += 1
@@ -136,9 +136,9 @@ async def set_run(tx: Transaction, name: str, changes: dict[str, Any]) -> Run:
 
 
 async def mark_closed(tx: Transaction, name: str) -> Run:
-    """Raises NotFoundError: there is none."""
+    """Closes a run. Raises NotFoundError if it does not exist."""
     run = await _change(tx, name, {"state": "closed"})
-    # Who waits for groups of it learns that there will be none.
+    # Wakes those who wait for groups of this run.
     tx.memory.changes += 1
     return run
 
@@ -159,18 +159,18 @@ async def _change(tx: Transaction, name: str, changes: dict[str, Any]) -> Run:
 
 
 def names_json(environments: Collection[str]) -> str:
-    """Each name once, as they lie in the database."""
+    """Returns the sorted distinct names as JSON text, as stored in the database."""
     return to_json(sorted(set(environments)), "environments")
 
 
 async def add_acked(tx: Transaction, name: str, count: int) -> None:
-    """The run has acked so many groups more (fewer where negative)."""
+    """Adds `count` (may be negative) to the run's acked groups."""
     change = update(runs).where(runs.c.name == name)
     await tx.connection.execute(change.values(acked_groups=runs.c.acked_groups + count))
 
 
 def require_known(tx: Transaction, name: str) -> KnownRun:
-    """Raises NotFoundError: no such run."""
+    """Returns a run from memory. Raises NotFoundError if it does not exist."""
     known = tx.memory.runs.get(name)
     if known is None:
         raise NotFoundError(f"There is no run {name}.", run=name)
@@ -178,7 +178,9 @@ def require_known(tx: Transaction, name: str) -> KnownRun:
 
 
 def require_open(tx: Transaction, name: str) -> KnownRun:
-    """Raises NotFoundError: no such run. ConflictError: it is closed."""
+    """Returns an open run. Raises NotFoundError if it does not exist, ConflictError if it is
+    closed.
+    """
     known = require_known(tx, name)
     if known.state != "open":
         raise ConflictError(f"The run {name} is {known.state}.", run=name)
@@ -186,13 +188,13 @@ def require_open(tx: Transaction, name: str) -> KnownRun:
 
 
 async def get_value(connection: AsyncConnection, key: str) -> Any:
-    """The value of `key`, None when it was never set."""
+    """Returns the value of `key`, or None if it was never set."""
     stored = await connection.scalar(select(values.c.value).where(values.c.key == key))
     return None if stored is None else msgspec.json.decode(stored)
 
 
 async def set_value(tx: Transaction, key: str, value: str) -> None:
-    """Sets `key` to JSON."""
+    """Sets `key` to JSON text."""
     query = select(values.c.key).where(values.c.key == key)
     if (await tx.connection.execute(query)).one_or_none() is None:
         await tx.connection.execute(insert(values).values(key=key, value=value))

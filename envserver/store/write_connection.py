@@ -1,9 +1,9 @@
-"""How a transaction that writes is run: on SQLite as a whole in one thread, else on the event loop.
+"""Runs write transactions: on SQLite in one thread, otherwise on the event loop.
 
 In: work, a coroutine function of a connection. Out: its result, once what it wrote is durable. The
-work is the same for both: SQLAlchemy Core queries, awaited. An asynchronous driver for SQLite
-changes threads for every statement, which costs more than the statements do; so there a plain
-connection answers at once, and the whole transaction changes threads once.
+work is the same for both: SQLAlchemy Core queries, awaited. An asynchronous SQLite driver changes
+threads for every statement, which costs more than the statements; so on SQLite the work runs over a
+blocking connection, and the whole transaction changes threads once.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ Work = Callable[[AsyncConnection], Coroutine[Any, Any, T]]
 
 
 class WriteConnection(Protocol):
-    """The one connection that writes. One transaction at a time."""
+    """The one connection that writes, one transaction at a time."""
 
     async def transact(self, work: Work[T]) -> T:
-        """Runs `work` in a transaction; durable on return, undone where it raises.
+        """Runs `work` in a transaction; durable on return, rolled back if it raises.
 
-        Cancelled, it may be either, but is over.
+        If cancelled, the transaction has ended, committed or not.
         """
         ...
 
     async def connect(self) -> None:
-        """Connects, where it is not connected."""
+        """Connects unless connected."""
         ...
 
     async def dispose(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         ...
 
 
 class AsyncWriteConnection:
-    """With an asynchronous driver, on the event loop."""
+    """Writes with an asynchronous driver, on the event loop."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -57,7 +57,7 @@ class AsyncWriteConnection:
 
 
 class ThreadWriteConnection:
-    """With a plain driver, in a thread of its own. Work may wait for its connection only."""
+    """Writes with a blocking driver, in its own thread. Work may only await its connection."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -82,14 +82,14 @@ class ThreadWriteConnection:
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
-            # A thread cannot be cancelled: who goes on must find the connection free.
+            # A thread cannot be cancelled: wait until the connection is free.
             await asyncio.wait([running])
-            running.exception()  # nobody else asks for it
+            running.exception()  # marks it as retrieved
             raise
 
 
 class _BlockingConnection:
-    """The part of an AsyncConnection that work uses, over a plain one."""
+    """The part of AsyncConnection that work uses, over a blocking connection."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -115,10 +115,10 @@ class _BlockingConnection:
 
 
 def _run_without_loop(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Its result, without an event loop."""
+    """Returns a coroutine's result without an event loop."""
     try:
         coroutine.send(None)
     except StopIteration as done:
         return cast(T, done.value)
     coroutine.close()
-    raise RuntimeError("What writes waited for something else than its connection.")
+    raise RuntimeError("A write operation awaited something other than its connection.")
