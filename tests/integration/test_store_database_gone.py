@@ -268,7 +268,7 @@ def test_tries_are_further_and_further_apart() -> None:
     for _ in range(8):
         gate.check()
         gate.failed(DatabaseUnreachable("gone"))
-        with pytest.raises(StoreError, match="tried again"):
+        with pytest.raises(StoreError, match="next retry"):
             gate.check()
         begin = now
         while True:

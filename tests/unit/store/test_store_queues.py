@@ -97,7 +97,7 @@ async def test_a_run_has_its_environments(store: Store) -> None:
     await store.create_run("coder", batch_size=1, environments=["code", "games"])
     await store.put([group(f"{env}-{n}", env=env) for n in (1, 2) for env in ("math", "code")])
     assert await store.depths() == {"trainer": 4, "coder": 2}
-    with pytest.raises(ConflictError, match="math-1 is of math"):
+    with pytest.raises(ConflictError, match="math-1 is of environment math"):
         await store.lease("coder", group_ids=["math-1"], seconds=60)
     assert await taken(store, "coder", environments=["math", "code"], max_groups=1) == ["code-1"]
     assert await taken(store, "coder") == ["code-2"]
