@@ -62,10 +62,10 @@ test: .venv/.tests-installed
 	  $(if $(ROOM),tests/unit/$(ROOM),tests/unit tests/integration) $(PYTEST_FLAGS)
 
 test-all: .venv/.tests-installed
-	$(BIN)/pytest -n 3 --no-loadscope-reorder -m "not slow" $(PYTEST_FLAGS)
+	TEST_EXTENT=whole $(BIN)/pytest -n 3 --no-loadscope-reorder -m "not slow" $(PYTEST_FLAGS)
 
 test-slow: .venv/.tests-installed
-	$(BIN)/pytest -m slow $(PYTEST_FLAGS)
+	TEST_EXTENT=whole $(BIN)/pytest -m slow $(PYTEST_FLAGS)
 
 soak: .venv/.tests-installed
 	$(BIN)/pytest -m slow tests/integration/test_soak.py --soak-minutes 60

@@ -9,6 +9,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 
 from envserver.api.atropos import reading
 from envserver.api.atropos.models import ScoredData, check_groups
@@ -61,7 +62,7 @@ def assert_like_carefully(raw: bytes) -> None:
 
 
 @given(usual, st.booleans(), st.sampled_from([{}, {"env_id": 3, "messages": None, "more": "é"}]))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_what_environments_post_is_read_as_text(
     rows: list[list[int]], compact: bool, fields: dict[str, Any]
 ) -> None:
@@ -86,7 +87,7 @@ def test_what_environments_post_is_read_as_text(
         max_size=2,
     ),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_other_values_have_the_effect_that_they_always_had(
     rows: list[list[int]], odd: dict[str, Any]
 ) -> None:
@@ -94,7 +95,7 @@ def test_other_values_have_the_effect_that_they_always_had(
 
 
 @given(usual, st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_damaged_bodies_have_the_effect_that_they_always_had(
     rows: list[list[int]], data: st.DataObject
 ) -> None:

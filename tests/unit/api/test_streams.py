@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.api import Api, api_process, native_group, put_native, running_api, wire_group
 from support.commands import free_port
+from support.extent import examples
 from support.stores import group, noise
 
 from envserver import ConflictError, NotFoundError
@@ -261,7 +262,7 @@ class EnvClientAt(EnvClient):
 
 
 @given(st.lists(st.binary(max_size=40), max_size=6), st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_frames_come_out_however_the_stream_is_cut(
     frames: list[bytes], data: st.DataObject
 ) -> None:

@@ -11,6 +11,7 @@ from envserver_records.errors import ConfigError, NotFoundError
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
+from support.extent import examples
 
 from envserver.cli import renamed
 from envserver.cli.settings import load_settings
@@ -119,7 +120,7 @@ def test_the_same_flag_twice_takes_the_last() -> None:
     assert env("--env.seed", "1", "--env.seed", "2").seed == 2
 
 
-@hypothesis.settings(deadline=None, max_examples=30)
+@hypothesis.settings(deadline=None, max_examples=examples(30))
 @given(st.dictionaries(st.sampled_from(["group_size", "max_turns", "digits"]), st.integers(1, 99)))
 def test_flags_variables_and_files_say_the_same(values: dict[str, int]) -> None:
     by_flag = env(*(f"--env.{name}={value}" for name, value in values.items()))

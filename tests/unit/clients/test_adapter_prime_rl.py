@@ -8,12 +8,13 @@ from envserver_clients.adapters.prime_rl import TrainingSample, centred, samples
 from envserver_records.records import Score, Trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 from support.trajectories import sequence, trajectories, trajectory
 
 from envserver import InputError
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(trajectories(), min_size=1, max_size=4))
 def test_all_lists_are_as_long_as_the_tokens(group: list[Trajectory]) -> None:
     rewards = [one.score.reward or 0.0 for one in group]

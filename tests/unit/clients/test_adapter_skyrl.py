@@ -12,6 +12,7 @@ from envserver_clients.adapters.skyrl import output_of, task_groups_of
 from envserver_records.records import Score, Trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 from support.trajectories import sequence, trajectories, trajectory
 
 from envserver import InputError
@@ -23,7 +24,7 @@ def identities(count: int) -> list[Any]:
     return [SimpleNamespace(instance_id=str(n // 2), repetition_id=n % 2) for n in range(count)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(trajectories(), min_size=1, max_size=4), st.booleans())
 def test_rows_stand_in_the_order_of_the_input(made: list[Trajectory], step_wise: bool) -> None:
     names = identities(len(made))
@@ -71,7 +72,7 @@ def test_the_reward_is_on_the_last_token_of_the_last_step() -> None:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from("ab"), st.sampled_from("xyz"), st.integers(0, 2)), max_size=8

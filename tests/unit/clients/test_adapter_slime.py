@@ -13,6 +13,7 @@ from envserver_clients.adapters.completions import completions_of
 from envserver_clients.adapters.slime import generate, samples_of
 from envserver_records.records import Trajectory
 from hypothesis import given, settings
+from support.extent import examples
 from support.trajectories import sequence, trajectories, trajectory
 
 from envserver import ConfigError, InputError
@@ -49,7 +50,7 @@ class Sample:
     Status = Status
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(trajectories())
 def test_samples_are_rows(made: Trajectory) -> None:
     asked = Sample(group_index=4, index=9, prompt="1+1?", label="2", metadata={"task_id": "t"})

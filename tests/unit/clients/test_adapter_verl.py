@@ -11,6 +11,7 @@ from envserver_clients.adapters.verl import EnvserverLoop, Rows, outputs_of
 from envserver_records.records import Trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 from support.trajectories import sequence, trajectories, trajectory
 
 from envserver import InputError
@@ -18,7 +19,7 @@ from envserver import InputError
 FORKED = trajectory("r", sequence([1, 2, 3], [0, 1, 0]), sequence([1, 4, 5, 6], [0, 1, 0, 1]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(trajectories(), st.integers(1, 12), st.sampled_from(["one", "all"]))
 def test_every_list_has_the_length_of_the_response(
     made: Trajectory, length: int, rows: Rows

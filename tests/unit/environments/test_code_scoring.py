@@ -17,6 +17,7 @@ from envserver_environments.code.values import BadValue, read_json, read_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.code_house import code
+from support.extent import examples
 
 from envserver import ExecResult, Result, SandboxError
 
@@ -65,7 +66,7 @@ def test_the_program_of_an_answer_is_found(text: str, found: str | None) -> None
     assert extract_code(text, "twice") == found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.text(alphabet="`~\npython defx():=<think>/ \t\\'\"", max_size=80))
 def test_no_text_breaks_the_search_for_a_program(text: str) -> None:
     found = extract_code(text, "d")
@@ -256,7 +257,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(VALUES)
 def test_values_of_exact_types_arrive_as_they_were(value: Any) -> None:
     arrived = read_value(written(value))
@@ -277,13 +278,13 @@ CLAIMS = (
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.sampled_from(CLAIMS), VALUES, VALUES)
 def test_no_values_break_a_claim(claim: str, first: Any, second: Any) -> None:
     assert hoisted(f"assert {claim}", "f").holds({0: first, 1: second}) in (True, False)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=4)

@@ -15,6 +15,7 @@ from envserver_environments.mhqa.metrics import normalize_answer
 from envserver_tools.retrieval import FewPassages, Hit, Passage, PassageIndex
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 
 from envserver import ConfigError, InputError, Result, Task
 
@@ -237,7 +238,7 @@ WORDS = st.sampled_from(["osk", "vell", "mayor", "river", "the", "a", "Ida", "ü
 TEXTS = st.lists(WORDS, max_size=6).map(" ".join)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(TEXTS, max_size=8), TEXTS)
 def test_both_indexes_find_the_same(texts: list[str], query: str) -> None:
     passages = [Passage(str(number), (text,)) for number, text in enumerate(texts)]

@@ -15,6 +15,7 @@ from envserver_environments.router.matching import likeness
 from envserver_environments.router.plans import Plan, PlanError, Step, as_json, plan_of, read_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 
 TOOLS = {
     "math": ("solve", "calculate"),
@@ -161,7 +162,7 @@ def best_by_trying(one: Plan, other: Plan) -> tuple[float, int]:
     return best
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(one=plans(3), other=plans())
 def test_likeness_is_that_of_the_best_of_all_maps(one: Plan, other: Plan) -> None:
     weight, hits = best_by_trying(one, other)
@@ -171,7 +172,7 @@ def test_likeness_is_that_of_the_best_of_all_maps(one: Plan, other: Plan) -> Non
     assert found.edge_f1 == pytest.approx(2 * hits / edges if edges else 1.0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(one=plans(6), other=plans(6), order=st.randoms(use_true_random=False))
 def test_likeness_knows_neither_names_nor_the_order_of_steps(
     one: Plan, other: Plan, order: Any
@@ -199,7 +200,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(value=JSON, key=st.sampled_from(sorted(as_json(CHAIN))), place=st.integers(0, 2))
 def test_no_answer_is_worse_than_not_valid(value: Any, key: str, place: int) -> None:
     inside = as_json(CHAIN)

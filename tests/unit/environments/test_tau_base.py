@@ -12,6 +12,7 @@ from envserver_environments.tau.domains.database import hash_of
 from envserver_environments.tau.domains.toolkit import result_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 
 
 def test_hashes_are_those_of_the_whole_json() -> None:
@@ -46,7 +47,7 @@ def by_python(expression: str) -> str:
     return str(round(float(eval(expression, {"__builtins__": None}, {})), 2))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.text("0123456789+-*/(). ", max_size=9).filter(lambda text: "**" not in text))
 @pytest.mark.filterwarnings("ignore::SyntaxWarning")
 def test_calculate_is_python_on_arithmetic(expression: str) -> None:

@@ -19,6 +19,7 @@ from envserver_environments.tau.episodes import Episode, Rules
 from envserver_environments.tau.tasks import TauTask
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 
 ADDRESS = {
     "address1": "1 Elm St",
@@ -468,7 +469,7 @@ SHOP_CALLS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(SHOP_CALLS, max_size=4), st.lists(SHOP_CALLS, max_size=4))
 def test_worlds_share_data_and_nothing_else(first: list[Any], second: list[Any]) -> None:
     worlds = [RETAIL_DOMAIN.world(), RETAIL_DOMAIN.world()]

@@ -21,6 +21,7 @@ from envserver_environments.tau.wire import assistant_calls, calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import read_jsonl
+from support.extent import examples
 from support.fake_vllm import fake_vllm
 
 from envserver import (
@@ -270,7 +271,7 @@ WORDS = st.builds(says, st.sampled_from(["Yes.", "3 GB", "", "Try to restart, pa
 
 
 @given(st.lists(st.one_of(CALLS, WORDS), max_size=12), st.integers(0, 11))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_whatever_a_model_does_the_scorer_finds_the_same(turns: list[Message], place: int) -> None:
     environment, tasks = TASKS
     task = list(tasks.values())[place]

@@ -22,6 +22,7 @@ from envserver_environments.tau.states import start
 from envserver_environments.tau.tasks import TauTask, read_task
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 
 from envserver import NotFoundError
 
@@ -176,7 +177,7 @@ def test_speed_goes_by_technology_and_signal(mini: Domain, mode: str, rate: floa
     assert ("cannot" in able) == (mode == "2g_only")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(names=st.lists(st.sampled_from(PLAIN_TOOLS), max_size=12))
 def test_a_customer_can_press_anything(names: list[str]) -> None:
     """No call fails, each tells the state after it, and nothing reaches the company or others."""
@@ -192,7 +193,7 @@ def test_a_customer_can_press_anything(names: list[str]) -> None:
     assert domain.world().user_hash() == domain.user_base.hash if domain.user_base else False
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(name=st.sampled_from([name for name in PLAIN_TOOLS if name.startswith("toggle_")]))
 def test_a_switch_pressed_twice_is_where_it_was(name: str) -> None:
     world = world_of(load_domain(MINI_TELECOM, SHIPPED))

@@ -12,6 +12,7 @@ from envserver_environments.tau.evaluation import pass_hat_ks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import envserver, group_ids, read_jsonl
+from support.extent import examples
 
 from envserver import main, pass_at_k, pass_hat_k
 from envserver.evaluation.estimators import estimate
@@ -41,7 +42,7 @@ def test_estimates_of_what_cannot_be_are_refused(estimator, bad: tuple[int, int,
         estimator(*bad)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.lists(st.lists(st.booleans(), min_size=2, max_size=4), min_size=1, max_size=5))
 def test_tau_counts_as_the_server_does(attempts: list[list[bool]]) -> None:
     rewards = {str(number): [float(one) for one in task] for number, task in enumerate(attempts)}
@@ -50,7 +51,7 @@ def test_tau_counts_as_the_server_does(attempts: list[list[bool]]) -> None:
         assert value == pytest.approx(estimate(single).value)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.lists(shares, min_size=2, max_size=40), st.integers(0, 3))
 def test_an_interval_is_of_the_values_and_the_same_again(values: list[float], seed: int) -> None:
     found = estimate(values, seed=seed)

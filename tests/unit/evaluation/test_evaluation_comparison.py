@@ -12,6 +12,7 @@ import pytest
 from envserver_records.errors import InputError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 
 from envserver.evaluation.comparison import Comparison, compare
 from envserver.evaluation.comparison_tables import comparison_markdown, comparison_notes
@@ -29,7 +30,7 @@ shares = st.integers(-(10**6), 10**6).map(lambda n: n / 10**6)
 too_small_to_count = st.sampled_from([1e-9, -1e-10, 1e-300])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @example([0.28125, 1e-09, 1 / 3])
 @given(st.lists(st.one_of(thirds, shares, too_small_to_count), min_size=1, max_size=9))
 def test_the_p_value_is_the_share_of_all_signs_that_go_as_far(differences: list[float]) -> None:
@@ -113,7 +114,7 @@ def test_tasks_are_paired_and_those_that_differ_are_named() -> None:
         assert told in words
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=12))
 def test_the_other_way_round_it_is_the_same_the_other_way_round(
     passed: list[tuple[bool, bool]],

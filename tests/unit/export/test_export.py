@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from support.api import native_group, put_native, running_api, wire_group
 from support.commands import read_jsonl
 from support.delivered import line, write_lines
+from support.extent import examples
 
 from envserver.cli import main
 from envserver.export.decontaminate import Forbidden
@@ -359,7 +360,7 @@ def test_rollouts_with_a_piece_of_an_evaluation_set_are_left_out(tmp_path: Path)
 word = st.text(st.characters(categories=LETTERS), min_size=1, max_size=4)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.lists(word, min_size=13, max_size=30), st.lists(word, max_size=20), st.data())
 def test_thirteen_words_in_a_row_are_always_found(
     forbidden: list[str], around: list[str], data: st.DataObject

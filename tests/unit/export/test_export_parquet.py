@@ -13,6 +13,7 @@ import pytest
 from envserver_records.errors import InputError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 
 from envserver.export.formats import Options, Written, format_of
 from envserver.export.parquet import ParquetShards, messages_in
@@ -149,7 +150,7 @@ ROLLOUTS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.lists(ROLLOUTS, min_size=1, max_size=3), max_size=3), st.integers(1, 5))
 def test_what_is_read_back_is_what_was_delivered(
     tmp_path_factory: pytest.TempPathFactory, rollouts: list[list[Any]], shard_rows: int

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 from support.models_on_disk import (
     CONFIG,
     Stored,
@@ -117,7 +118,7 @@ def test_every_value_is_the_formula_rounded_once(
         assert same_bits(values, stored(total, dtypes[0])[1])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.floats(width=32, allow_nan=False))
 def test_bfloat16_is_rounded_to_nearest_even(value: float) -> None:
     from envserver.export.merging.dtypes import decoded, encoded

@@ -18,6 +18,7 @@ import pytest
 from envserver_records.errors import EngineError, EngineGarbage, EngineTimeout
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 from support.raw_server import End, RawServer, chunked, cut, head, raw_server
 
 from envserver.config import OpenAIConfig
@@ -27,7 +28,10 @@ SECONDS, HANG_SECONDS = 10.0, 0.1
 """For a call; where nothing comes any more."""
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 slow = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
 )
 
 

@@ -8,6 +8,7 @@ import socket
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 
 from envserver.models.adaptive import FLOOR, AdaptiveLimit, Load, read_load
 from envserver.models.breaker import Breaker
@@ -15,7 +16,7 @@ from envserver.models.connections import watchful_socket
 from envserver.models.replicas import Replica, Replicas
 from envserver.models.slots import Slots
 
-calm = settings(deadline=None, max_examples=60)
+calm = settings(deadline=None, max_examples=examples(60))
 
 # The breaker
 

@@ -10,6 +10,7 @@ import pytest
 from envserver_records.errors import EngineGarbage, EngineRefused, EngineTimeout, EngineUnavailable
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 from support.sim import (
     CHAT,
     COMPLETIONS,
@@ -91,7 +92,7 @@ turns = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(turns, min_size=1, max_size=3), st.lists(words, min_size=4, max_size=4), words)
 async def test_a_conversation_that_goes_on_begins_with_the_tokens_so_far(
     demonstration: list[dict[str, Any]], results: list[str], system: str
@@ -187,7 +188,7 @@ async def test_all_endpoints_give_the_same_tokens_and_logprobs() -> None:
 # --- where an answer ends ---------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 60), st.integers(0, 10**6))
 async def test_max_tokens_cuts_ids_and_text_alike(limit: int, seed: int) -> None:
     sim = engine([said("Überall 日本 🙂 and \\boxed{36} in the end")])
@@ -202,7 +203,7 @@ async def test_max_tokens_cuts_ids_and_text_alike(limit: int, seed: int) -> None
     assert decoded.rstrip("\ufffd") == short["message"]["content"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 async def test_a_stop_string_cuts_the_text_but_no_sampled_token(data: st.DataObject) -> None:
     sim = engine()
@@ -339,7 +340,7 @@ json_values = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 async def test_a_request_of_anything_is_answered_or_refused(data: st.DataObject) -> None:
     path, body = data.draw(

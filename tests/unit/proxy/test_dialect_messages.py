@@ -20,6 +20,7 @@ from support.dialects import (
     message_of,
     texts,
 )
+from support.extent import examples
 
 from envserver.proxy.dialects.messages import MessagesDialect
 from envserver.tokens.edits import classify
@@ -141,7 +142,7 @@ def test_a_stream_tells_each_block_from_its_beginning_to_its_end() -> None:
     assert events[-2]["usage"]["output_tokens"] == 7
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(answer=chat_answers(), piece=st.integers(1, 5))
 def test_the_clients_stream_adds_up_to_the_whole_answer(answer: dict[str, Any], piece: int) -> None:
     desk = Desk(API, answer, answer, piece=piece)
@@ -178,7 +179,7 @@ def test_parsed_output_comes_from_a_schema_that_the_engine_is_sent() -> None:
 # Histories
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(answer=chat_answers(), streamed=st.booleans(), text=texts)
 def test_an_answer_that_is_sent_back_is_the_message_that_it_was(
     answer: dict[str, Any], streamed: bool, text: str

@@ -19,6 +19,7 @@ from support.dialects import (
     message_of,
     texts,
 )
+from support.extent import examples
 
 from envserver.proxy.dialects.responses import ResponsesDialect
 from envserver.tokens.edits import classify
@@ -165,7 +166,7 @@ def test_a_stream_tells_each_item_from_its_beginning_to_its_end() -> None:
     assert [event.item.id for event in added] == [item.id for item in done]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(answer=chat_answers(), piece=st.integers(1, 5))
 def test_the_clients_stream_adds_up_to_the_whole_answer(answer: dict[str, Any], piece: int) -> None:
     desk = Desk(API, answer, answer, piece=piece)
@@ -221,7 +222,7 @@ def test_parsed_output_comes_from_a_schema_that_the_engine_is_sent() -> None:
 # Histories
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(answer=chat_answers(), streamed=st.booleans(), text=texts)
 def test_an_answer_that_is_sent_back_is_the_message_that_it_was(
     answer: dict[str, Any], streamed: bool, text: str

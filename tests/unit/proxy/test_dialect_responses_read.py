@@ -9,6 +9,7 @@ import pytest
 from envserver_records.errors import InputError
 from hypothesis import given, settings
 from support.dialects import call, chat_answer, mangled
+from support.extent import examples
 
 from envserver.proxy.dialects.responses import ResponsesDialect
 
@@ -228,7 +229,7 @@ FULL: dict[str, Any] = {
 }
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(request=mangled(FULL))
 def test_whatever_is_sent_is_read_or_refused(request: dict[str, Any]) -> None:
     memory = {"items": {"x": {"type": "message", "role": "assistant", "content": "a"}}}

@@ -14,6 +14,7 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.extent import examples
 from support.scripted_engine import UPSTREAM, Sample, Scripted
 from support.serving import attempt_spec
 from support.speaking import Chat, Message, events_of, text_of
@@ -234,7 +235,7 @@ def _sent_back(answer: Message, how: str) -> Message:
 
 TestAgents = Agents.TestCase
 TestAgents.settings = settings(
-    max_examples=60,
+    max_examples=examples(60),
     stateful_step_count=15,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

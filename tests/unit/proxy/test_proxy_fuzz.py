@@ -14,6 +14,7 @@ import pytest
 from envserver_records.errors import EngineGarbage
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 from support.fake_vllm import FakeVllm
 from support.serving import attempt_spec
 
@@ -293,7 +294,7 @@ def check_records(attempt: ProxyAttempt, exact: set[int]) -> None:
 
 
 PATHS = st.sampled_from(["v1/chat/completions", "v1/responses", "v1/messages"])
-many = settings(max_examples=120, deadline=None)
+many = settings(max_examples=examples(120), deadline=None)
 
 
 @many

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.api import Api, running_api
 from support.commands import free_port
+from support.extent import examples
 from support.joined import join, registration, spoiled, stream_group
 
 from envserver.api.access.tokens import create_token
@@ -159,7 +160,7 @@ async def test_malformed_groups_are_refused_with_their_place(tmp_path: Path) -> 
         assert (await api.get("/v1/status"))["groups"]["queued"] == 0
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_no_spoiled_bytes_come_through_as_what_cannot_be_trained_on(seed: int) -> None:
     chance = random.Random(seed)
@@ -261,7 +262,7 @@ async def test_one_that_is_to_leave_is_told_and_people_see_how_all_are(tmp_path:
 # The joiner's half
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(has=st.sets(st.integers(0, 40)), asked_at_once=st.integers(1, 7))
 def test_a_stream_goes_on_with_what_the_server_lacks(has: set[int], asked_at_once: int) -> None:
     requests = [

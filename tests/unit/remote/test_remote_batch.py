@@ -15,6 +15,7 @@ from envserver_records.zstd import zstd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.api import running_api
+from support.extent import examples
 from support.joined import Joined, join, stream_group
 
 from envserver.api.runners.posted_groups import read_batch
@@ -80,7 +81,7 @@ def test_frames_are_what_they_say_or_are_refused() -> None:
         read_batch(encode_batch([bomb, bomb]), STREAM, MANY + 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 2**32))
 def test_a_look_at_all_and_a_look_at_each_say_the_same(seed: int) -> None:
     rng = random.Random(seed)

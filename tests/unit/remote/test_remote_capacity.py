@@ -10,6 +10,7 @@ from envserver_records.errors import ConflictError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.api import running_api
+from support.extent import examples
 from support.joined import join, registration
 
 from envserver.api.runners.allotment import ExtraCapacity, allot, fair_shares
@@ -22,7 +23,7 @@ from envserver.store import open_store
 from envserver.store.demand import Demand
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     free=st.integers(0, 60),
     wants=st.dictionaries(st.sampled_from("abcd"), st.integers(-2, 30), min_size=1),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 
 from envserver.rollouts.capacity import (
     SHARED,
@@ -194,7 +195,7 @@ TRAINERS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     TRAINERS,
     st.sets(st.sampled_from(ENVS), max_size=2),
@@ -249,7 +250,7 @@ def check_bounds(world: World) -> None:
         assert all(behind <= world.bounds.max_staleness for behind in world.received)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.integers(1, 4),
     st.integers(0, 2),

@@ -19,6 +19,7 @@ from envserver_records.records import Task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import envserver, free_port, read_jsonl, running, until
+from support.extent import examples
 
 from envserver.config import CurriculumConfig
 from envserver.rollouts.curriculum import LONGEST_REST, Candidate, choose, to_forget, wanted
@@ -92,7 +93,7 @@ CANDIDATES = st.lists(st.none() | ESTIMATES, max_size=40).map(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     CANDIDATES,
     st.sampled_from(["uniform", "difficulty", "replay"]),

@@ -13,6 +13,7 @@ from envserver_clients.http import SyncEnvClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import envserver, free_port, group_ids, read_jsonl, running, until
+from support.extent import examples
 
 from envserver import ConfigError, main
 from envserver.cli.command_line import CommandSpec
@@ -73,7 +74,7 @@ def test_who_was_away_catches_up_a_little_and_nobody_waits_long(
     assert in_a_row <= CATCH_UP_GROUPS + 2 * longest + 2
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     MIX,
     st.integers(1, 12),

@@ -9,11 +9,14 @@ import pytest
 from envserver_records.records import Message
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 
 from envserver.tokens.chain import hashes
 from envserver.tokens.edits import classify
 
-calm = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+calm = settings(
+    deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow]
+)
 words = st.text(st.sampled_from("abé<>{}:"), min_size=1, max_size=4)
 contents = st.lists(words, min_size=1, max_size=5).map(" ".join)
 values = st.recursive(

@@ -11,6 +11,7 @@ import pytest
 from envserver_records.records import Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 from support.talk import ENDS, Talk, format_of, written
 from support.templates import OWN, call, tool
 
@@ -150,7 +151,7 @@ _format = cache(format_of)
 
 @pytest.mark.parametrize("name", OWN)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_agent(name: str, data: st.DataObject) -> None:
     think = data.draw(st.sampled_from(["template", "keep"])) if name == "thinking" else "template"
     agent = Agent(data, Talk(_format(name), ENDS[name], think=think), name)

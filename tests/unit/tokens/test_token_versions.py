@@ -11,6 +11,7 @@ from typing import Any
 from envserver_records.records import Call, VersionSpan
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 from support.proxy_house import asgi_post
 from support.scripted_engine import UPSTREAM, Sample, Scripted
 from support.serving import attempt_spec
@@ -91,7 +92,7 @@ async def sampled_over_updates(parts: list[int], name: str = "step-{}") -> Call:
 
 
 @given(parts=st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_each_token_has_the_version_that_sampled_it(parts: list[int]) -> None:
     call = asyncio.run(sampled_over_updates(parts))
     wanted = [version for version, size in enumerate(parts, start=1) for _ in range(size)]

@@ -11,6 +11,7 @@ import pytest
 from envserver_tools.documents import DocumentError, to_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 from support.old_files import msg, xls
 
 ODF = (
@@ -137,7 +138,7 @@ def test_a_text_is_a_text_whatever_its_name_says() -> None:
         assert to_text(b"a;b\n1;2", name).text == "a;b\n1;2"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     whole=st.sampled_from(
         [

@@ -16,6 +16,7 @@ from envserver_tools.calling import ToolError, call_tool
 from envserver_tools.documents import DocumentError, DocumentReader, Limits, document_tools, to_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 
 QUICK = Limits(seconds=5, memory_mb=256, characters=200_000)
 
@@ -271,7 +272,7 @@ def _die(data: bytes) -> str:
     os.abort()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     head=st.sampled_from(
         [b"", b"PK\x03\x04", b"%PDF-1.4", b"GIF89a", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"]

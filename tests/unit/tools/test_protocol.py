@@ -20,6 +20,7 @@ from envserver_tools.protocol import (
 from envserver_tools.trace import trace, trace_path
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 
 from envserver import Reply
 
@@ -104,7 +105,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=5)), max_size=30))
 def test_no_text_makes_the_parser_fail(pieces: list[str]) -> None:
     parts = parse_message("".join(pieces))

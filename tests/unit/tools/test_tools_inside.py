@@ -11,6 +11,7 @@ from envserver_tools.inside.files import edit, read_file
 from envserver_tools.inside.paths import Refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 TEXTS = st.text(st.sampled_from("ab\n\ré\t"), max_size=60)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(text=TEXTS, lines=st.integers(1, 9))
 def test_pages_put_together_are_the_file(workspace: Path, text: str, lines: int) -> None:
     Path("page").write_bytes(text.encode())
@@ -42,7 +43,7 @@ def test_pages_put_together_are_the_file(workspace: Path, text: str, lines: int)
     assert "\n".join(whole) == text.removesuffix("\n")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(text=TEXTS, old=st.text(st.sampled_from("ab\n"), min_size=1, max_size=3), new=TEXTS)
 def test_an_edit_is_a_replacement_or_nothing(
     workspace: Path, text: str, old: str, new: str

@@ -26,6 +26,7 @@ from envserver_tools.web.fetching import Fetcher, Raw
 from envserver_tools.web.leaks import DENIED, LeakFilter
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 from support.websites import KEY, QUESTION, Websites, websites
 
 ANYBODY = Viewer()
@@ -309,7 +310,7 @@ raws = st.builds(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(run=st.dictionaries(words, raws, max_size=8), epoch=words)
 def test_a_replay_is_the_recording_byte_for_byte(
     run: dict[str, Raw], epoch: str, tmp_path_factory: pytest.TempPathFactory
