@@ -1,0 +1,3 @@
+"""Imported by the agent, not by the environment's file."""
+
+ANSWER = "late"

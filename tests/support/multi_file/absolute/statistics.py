@@ -1,0 +1,8 @@
+"""Has the name of a module of the standard library, whose users must not get this one."""
+
+from __future__ import annotations
+
+import random
+
+assert random.__name__ == "random"
+ADDED = 7

@@ -1,0 +1,5 @@
+"""A sub-package."""
+
+from .graders import grade
+
+__all__ = ["grade"]
