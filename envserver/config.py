@@ -434,7 +434,7 @@ class EnvironmentSettings(Section):
     """Settings of every command with an environment; `env` gets the type of its Config."""
 
     environment: str | None = None
-    """Name of a built-in or installed environment, or path/to/file.py[:Class]."""
+    """Name of a built-in or installed environment, or path/to/file.py[:Class], or a folder."""
     log_level: LogLevel = "info"
     """Minimum log level."""
     log_format: LogFormat = "auto"
@@ -468,7 +468,7 @@ class MixEntry(Section):
     """One of several environments of a run."""
 
     name: str
-    """Name of a built-in or installed environment, or path/to/file.py[:Class]."""
+    """Name of a built-in or installed environment, or path/to/file.py[:Class], or a folder."""
     weight: float = Field(default=1.0, gt=0)
     """Weight of this environment: its share of the groups relative to the others."""
     minimum_share: float = Field(default=0.0, ge=0, le=1)

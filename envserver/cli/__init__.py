@@ -203,8 +203,19 @@ def _open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(number, mode))
 
 
+def _program(environment: str | None) -> str:
+    """The program's name as it was typed: a script, or `python -m MODULE`."""
+    spec = sys.modules["__main__"].__spec__
+    module = spec.name.removesuffix(".__main__") if spec is not None else ""
+    if environment is None:
+        return "python -m envserver" if module == "envserver" else "envserver"
+    if "environments" in module:
+        return f"python -m {module}"
+    return f"python -m envserver_environments.{environment}"
+
+
 def _help(commands: dict[str, Command], environment: str | None) -> str:
-    program = "envserver" if environment is None else f"python -m environments.{environment}"
+    program = _program(environment)
     width = max(map(len, commands))
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in commands.items()]
     example = "--env.total_steps 8 --model sim"

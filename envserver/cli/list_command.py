@@ -13,7 +13,7 @@ from ..registry import builtin_names, entry_point_names, find
 HELP = """Usage: envserver list
 
 Shows every environment that --env can name: its name, its isolation, where it comes from and the
-first line of its docstring. A path/to/file.py[:Class] can be named too."""
+first line of its docstring. A path/to/file.py[:Class] or a folder can be named too."""
 
 
 def run(argv: list[str]) -> int:

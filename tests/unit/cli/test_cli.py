@@ -146,7 +146,7 @@ def test_an_entry_module_offers_only_commands_with_an_environment(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["--help"], environment="math") == 0
-    assert "python -m environments.math" in capsys.readouterr().out
+    assert "python -m envserver_environments.math" in capsys.readouterr().out
     assert main(["run-api"], environment="math") == 2
 
 
