@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from envserver_records.records import Split
+from envserver_records.splits import Split
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -331,6 +331,10 @@ class RolloutsConfig(DeliveryConfig):
                 'set min_group_size, and stragglers "cancel"'
             )
         return self
+
+
+Role = Literal["trainer", "environment", "reader", "admin"]
+"""Role of an access token."""
 
 
 class Quota(Section):

@@ -1,52 +1,57 @@
 """What both sides of the wire share: the records that flow and every way to fail.
 
-`envserver` and `envserver_clients` take both from here; this package imports neither.
+`envserver` and `envserver_clients` take both from here; this package imports neither. The names
+are imported when first used: settings need the errors, but not numpy, which the records need.
 """
 
 from __future__ import annotations
 
-from .errors import (
-    AgentError,
-    AllFailed,
-    Blame,
-    ConfigError,
-    ConflictError,
-    EngineError,
-    EngineGarbage,
-    EngineRefused,
-    EngineTimeout,
-    EngineUnavailable,
-    EnvserverError,
-    Failure,
-    InputError,
-    LimitReached,
-    NotFoundError,
-    Outcome,
-    RolloutError,
-    SandboxError,
-    ScorerError,
-    ServiceError,
-    StoreError,
-)
-from .records import (
-    Call,
-    ExecResult,
-    Group,
-    Message,
-    PublicTask,
-    Result,
-    SandboxLimits,
-    SandboxSpec,
-    SandboxUsage,
-    Score,
-    Sequence,
-    Split,
-    Task,
-    Trajectory,
-    Usage,
-    pack,
-    unpack,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import (
+        AgentError,
+        AllFailed,
+        Blame,
+        ConfigError,
+        ConflictError,
+        EngineError,
+        EngineGarbage,
+        EngineRefused,
+        EngineTimeout,
+        EngineUnavailable,
+        EnvserverError,
+        Failure,
+        InputError,
+        LimitReached,
+        NotFoundError,
+        Outcome,
+        RolloutError,
+        SandboxError,
+        ScorerError,
+        ServiceError,
+        StoreError,
+    )
+    from .records import (
+        Call,
+        ExecResult,
+        Group,
+        Message,
+        PublicTask,
+        Result,
+        SandboxLimits,
+        SandboxSpec,
+        SandboxUsage,
+        Score,
+        Sequence,
+        Split,
+        Task,
+        Trajectory,
+        Usage,
+        pack,
+        unpack,
+    )
 
 __all__ = [
     "AgentError",
@@ -88,3 +93,36 @@ __all__ = [
     "pack",
     "unpack",
 ]
+
+_ERRORS = {
+    "AgentError",
+    "AllFailed",
+    "Blame",
+    "ConfigError",
+    "ConflictError",
+    "EngineError",
+    "EngineGarbage",
+    "EngineRefused",
+    "EngineTimeout",
+    "EngineUnavailable",
+    "EnvserverError",
+    "Failure",
+    "InputError",
+    "LimitReached",
+    "NotFoundError",
+    "Outcome",
+    "RolloutError",
+    "SandboxError",
+    "ScorerError",
+    "ServiceError",
+    "StoreError",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(".errors" if name in _ERRORS else ".records", __name__)
+    value = getattr(module, name)
+    globals()[name] = value
+    return value

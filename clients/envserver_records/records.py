@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import Failure
+from .splits import Split as Split
 
 T = TypeVar("T")
 
-Split = Literal["train", "validation", "test"]
 Message = dict[str, Any]
 """A chat message in OpenAI's format."""
 

@@ -13,6 +13,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from .command_line import CommandSpec
 
 
 @dataclass(frozen=True)
@@ -20,8 +24,8 @@ class Command:
     """A command: where it is, and what it does in one line.
 
     Args:
-        module: the module that has `function` (`run(argv) -> exit status`) and `spec` (its
-            CommandSpec); "" for a group of commands that does nothing by itself.
+        module: the module that has `function` (`run(argv) -> exit status`); its namesake in `specs`
+            has `spec`, the CommandSpec; "" for a group of commands that does nothing by itself.
         has_environment: it takes `--env`.
         has_debugger: `--debug` does more in it than show tracebacks.
         words: its subcommands.
@@ -34,6 +38,13 @@ class Command:
     function: str = "run"
     spec: str = "COMMAND"
     words: Mapping[str, Command] = field(default_factory=dict)
+
+    def load_spec(self) -> CommandSpec[Any] | None:
+        """Returns what the command declares; None where it reads its arguments itself."""
+        if not self.spec:
+            return None
+        module = importlib.import_module(f".specs.{self.module}", __name__)
+        return cast("CommandSpec[Any]", getattr(module, self.spec))
 
 
 def _other(module: str, summary: str, function: str = "run", spec: str = "COMMAND") -> Command:
@@ -90,8 +101,8 @@ COMMANDS = {
     "models": Command("", "start a model, make a tiny one, probe an engine", False, words=_MODELS),
     "token": Command("", "create, list and revoke access tokens", False, words=_TOKEN),
     "doctor": _other("doctor_command", "show what this machine can do, sandboxes first"),
-    "list": _other("list_command", "list the installed environments"),
-    "completion": _other("completion", "print the completion script of bash, zsh or fish"),
+    "list": _other("list_command", "list the installed environments", spec=""),
+    "completion": _other("completion", "print the completion script of bash, zsh or fish", spec=""),
 }
 
 _RENAMED_WORDS = {("models", "make-tiny"): "tiny"}
@@ -166,6 +177,9 @@ def _group(name: str, group: Command, rest: Sequence[str]) -> int:
 
 def _run(command: Command, argv: list[str], debug: bool) -> int:
     try:
+        if ("-h" in argv or "--help" in argv) and (spec := command.load_spec()) is not None:
+            spec.show_help(argv)
+            return 0
         module = importlib.import_module(f".{command.module}", __name__)
         return int(getattr(module, command.function)(argv))
     except KeyboardInterrupt as stop:

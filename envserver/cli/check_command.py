@@ -6,13 +6,11 @@ import sys
 
 import msgspec
 import orjson
-from pydantic import Field
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..config import EnvironmentSettings, SandboxConfig
 from ..environment import Environment
 from ..registry import absolute
 from ..rollouts.checking import EnvironmentReport, Kind, check
@@ -22,31 +20,12 @@ from ..running.sandboxes import sandboxes_of
 from ..running.spec import RunSpec
 from ..running.tally import counted
 from ..sandbox.watched import WatchedSandboxes
-from .command_line import CommandSpec, read_run_spec
+from .command_line import read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
-
-SUMMARY = """Checks an environment without any model: right results score what they should, empty,
-absurd and cheating ones nothing; tasks are the same whenever they are listed, and show nothing that
-is hidden. Exit status 0: all is as expected; 1: it is not; 2: the command line is wrong."""
-
+from .specs.check_command import COMMAND, CheckSettings
 
 _WRONG_SHOWN = 5
-
-
-class CheckSettings(EnvironmentSettings):
-    """The settings that `check` has."""
-
-    tasks: int = Field(default=50, ge=1)
-    """How many tasks, from the first; all where there are fewer."""
-    processes: int = Field(default=2, ge=1)
-    """Results that are scored at a time, each in a process."""
-    as_json: bool = False
-    """Print the report as one JSON object."""
-    sandbox: SandboxConfig = SandboxConfig()
-
-
-COMMAND = CommandSpec("check", SUMMARY, CheckSettings, usage="--env NAME")
 
 
 def run(argv: list[str]) -> int:
@@ -56,8 +35,6 @@ def run(argv: list[str]) -> int:
         UsageError: a setting is wrong, there is no such environment, or it has no tasks.
     """
     line = read_run_spec(COMMAND, argv)
-    if line is None:
-        return 0
     configure_logs(line.settings.log_level, line.settings.log_format)
     with _bar(Console(stderr=True)) as bar:
         shown = bar.add_task("results", total=None)

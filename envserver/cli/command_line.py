@@ -6,8 +6,6 @@ COMMAND = CommandSpec(
 
 def run(argv: list[str]) -> int:
     settings = COMMAND.read(argv)
-    if settings is None:
-        return 0  # the help was shown
     ...
 """
 
@@ -19,19 +17,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from envserver_records.errors import UsageError
 
 from ..config import EnvironmentSettings, Section, Settings
-from ..registry import find
 from ..running.options import Option, options_of
-from ..running.spec import RunSpec
 from ..running.validation import with_environment
 from .flags import ALIASES, argument_name, path_of, read_flags
 from .help import help_topic, show_help
 from .settings import load_settings, named_environment, to_stderr
 from .sources import Given
+
+if TYPE_CHECKING:
+    from ..environment import Environment
+    from ..running.spec import RunSpec
 
 C = TypeVar("C", bound=Section)
 S = TypeVar("S", bound=EnvironmentSettings)
@@ -71,6 +71,8 @@ class CommandSpec(Generic[C]):
             takes all that is left where it is a list.
         aliases: short flags -> dotted paths, beside those of `flags.ALIASES`.
         frequent: dotted paths of the settings that `--help` shows; none: all of them.
+        settings_for: returns the settings with those that an environment adds; None: it adds only
+            those of its `env` section.
     """
 
     name: str
@@ -80,6 +82,7 @@ class CommandSpec(Generic[C]):
     arguments: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     frequent: tuple[str, ...] = ()
+    settings_for: Callable[[type[Environment]], type[C]] | None = None
 
     def read(
         self,
@@ -89,8 +92,8 @@ class CommandSpec(Generic[C]):
         environment: str | None = None,
         over_file: tuple[str, Mapping[str, Any]] = ("", {}),
         warn: Callable[[str], None] = to_stderr,
-    ) -> C | None:
-        """Reads the settings; None where help was asked for, and shown.
+    ) -> C:
+        """Reads the settings.
 
         Args:
             argv: the arguments after the command.
@@ -99,12 +102,9 @@ class CommandSpec(Generic[C]):
         Raises:
             ConfigError, NotFoundError: as for `load_settings`.
         """
-        if (topic := help_topic(argv)) is not None:
-            self._show_help(topic, argv)
-            return None
         return load_settings(
             argv,
-            settings_class=self.settings_class,
+            settings_class=self._settings_class(argv),
             defaults=defaults,
             environment=environment,
             aliases=self.aliases,
@@ -127,7 +127,7 @@ class CommandSpec(Generic[C]):
     def options(self, argv: Sequence[str]) -> dict[str, Option]:
         """All settings, with those of the environment that the sources name."""
         reference = self.named_environment(argv)
-        model = self.settings_class
+        model = self._settings_class(argv)
         return options_of(with_environment(model, reference) if reference else model)
 
     def path_of(self, flag: str, options: Mapping[str, Option]) -> str:
@@ -141,13 +141,26 @@ class CommandSpec(Generic[C]):
         names["environment"] = "--env"
         return names | {path: argument_name(path) for path in self.arguments}
 
-    def _show_help(self, topic: str, argv: Sequence[str]) -> None:
+    def _settings_class(self, argv: Sequence[str]) -> type[C]:
+        if self.settings_for is None or (reference := self.named_environment(argv)) is None:
+            return self.settings_class
+        from ..registry import find
+
+        return self.settings_for(find(reference))
+
+    def show_help(self, argv: Sequence[str]) -> None:
+        """Prints the help that `argv` asks for.
+
+        Raises:
+            NotFoundError: there is no such environment.
+        """
+        topic = help_topic(argv) or ""
         words = [word for word in argv if word not in ("--help", "-h", topic)]
         show_help(
             topic,
             usage=f"envserver {self.name} {self.usage}".rstrip(),
             summary=self.summary,
-            settings_class=self.settings_class,
+            settings_class=self._settings_class(words),
             reference=self.named_environment(words),
             names=self.shown_names(),
             frequent=self.frequent,
@@ -160,8 +173,8 @@ def read_run_spec(
     *,
     defaults: Mapping[str, Any] | None = None,
     environment: str | None = None,
-) -> RunSpec[S] | None:
-    """Reads the settings of a command that needs an environment; None where help was shown.
+) -> RunSpec[S]:
+    """Reads the settings of a command that needs an environment.
 
     Args:
         defaults, environment: as for `load_settings`.
@@ -170,9 +183,10 @@ def read_run_spec(
         UsageError: no environment is named.
         ConfigError, NotFoundError: as for `load_settings`.
     """
+    from ..registry import find
+    from ..running.spec import RunSpec
+
     settings = command.read(argv, defaults=defaults, environment=environment)
-    if settings is None:
-        return None
     if settings.environment is None:
         raise UsageError(
             f"`envserver {command.name}` needs an environment: --env NAME or "

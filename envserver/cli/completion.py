@@ -7,16 +7,14 @@ commands need only the standard library; flags need the settings of the one comm
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import COMMANDS, Command
 
 if TYPE_CHECKING:
     from ..running.options import Option
-    from .command_line import CommandSpec
 
 FILES = ":files"
 
@@ -140,8 +138,7 @@ def _possible(before: Sequence[str], current: str) -> Iterator[tuple[str, str]]:
 
 
 def _of_command(command: Command, rest: Sequence[str], current: str) -> Iterator[tuple[str, str]]:
-    module = importlib.import_module(f".{command.module}", __package__)
-    spec: CommandSpec[Any] | None = getattr(module, command.spec, None)
+    spec = command.load_spec()
     if spec is None:
         return
     options = spec.options(rest)

@@ -16,31 +16,16 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from ..config import LogLevel, SandboxConfig, Section
+from ..config import SandboxConfig
 from ..sandbox.probe import ProbeReport
 from ..sandbox.selection import ORDER
 from ..sandbox.service import probe
-from .command_line import CommandSpec
 from .logs import configure_logs
 from .loop import run_loop
-
-SUMMARY = """Shows what this machine can do: Python, git, memory, and which backends really hold
-programs that a model wrote (small ones are run behind each, and try to get out). Exit status 0:
-there are sandboxes; 1: none can be made, and what to do about it is said."""
-
+from .specs.doctor_command import COMMAND
 
 _LEAST_OPEN_FILES = 4096
 _MB = 2**20
-
-
-class DoctorSettings(Section):
-    """The settings that `doctor` has."""
-
-    sandbox: SandboxConfig = SandboxConfig()
-    as_json: bool = False
-    """Print everything, each attempt included, as one JSON object."""
-    log_level: LogLevel = "error"
-    """Least serious event that is logged."""
 
 
 class Fact(msgspec.Struct, frozen=True):
@@ -51,13 +36,6 @@ class Fact(msgspec.Struct, frozen=True):
     note: str = ""
 
 
-COMMAND = CommandSpec(
-    "doctor",
-    SUMMARY,
-    DoctorSettings,
-)
-
-
 def run(argv: list[str]) -> int:
     """The command.
 
@@ -65,8 +43,6 @@ def run(argv: list[str]) -> int:
         UsageError: a setting is wrong.
     """
     settings = COMMAND.read(argv)
-    if settings is None:
-        return 0
     configure_logs(settings.log_level)
     facts = machine_facts()
     reports = run_loop(_probe(settings.sandbox))

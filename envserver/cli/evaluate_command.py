@@ -22,38 +22,16 @@ from ..evaluation.tables import TextTable, notes_of, summary_of, tables_of, warn
 from ..running.evaluating import Choice, EvaluationView, evaluate
 from ..running.group_run import GroupRun
 from ..running.prices import pricing_of
-from ..running.run_settings import EvaluateSettings
-from .command_line import FREQUENT, CommandSpec
 from .evaluate_members import read_members
-from .help import help_topic
 from .logs import configure_logs
 from .loop import run_loop
 from .process import show_result
 from .progress import ProgressView
 from .signals import SignalStop
-
-SUMMARY = """Measures a model on the tasks of an environment, of several (--env math,code) or of a
-folder of them (--env DIR): mean reward, pass@k and pass^k with intervals, overall and by kind of
-task, beside the environment's baselines; failures, truncations, tokens and cost. Tasks are of the
-split `test` unless another is given, `--env.total_steps` of them or all, each once;
-`--env.group_size` attempts each (unset: 1 where sampling.temperature is 0). No group is filtered.
-Groups and the report (report.json, report.md, report.html) are written to --out.
-
-Two evaluations held against each other: envserver evaluate compare DIR DIR
-The report of one made anew, without a model: envserver evaluate report DIR
-Tasks of lm-evaluation-harness: envserver lm-eval TASKS"""
+from .specs.evaluate_command import COMMAND
 
 DEFAULTS = {"env": {"split": "test"}, "rollouts": {"min_group_size": 1}}
 _SHOWN_OF_SEVERAL = ("What happened", "What it took")
-
-
-COMMAND = CommandSpec(
-    "evaluate",
-    SUMMARY,
-    EvaluateSettings,
-    usage="--env NAME[,NAME...]|FOLDER",
-    frequent=(*FREQUENT, "out", "resume", "overwrite", "pass_at", "no_baselines"),
-)
 
 
 def run(argv: list[str]) -> int:
@@ -63,9 +41,6 @@ def run(argv: list[str]) -> int:
         EnvserverError: it cannot be run, nothing could be evaluated, or it ended by failures (then
             there is a report of what was done before).
     """
-    if help_topic(argv) is not None:
-        COMMAND.read(argv)
-        return 0
     members = read_members(COMMAND, argv, defaults=DEFAULTS)
     settings = members[0].settings
     configure_logs(settings.log_level, settings.log_format)

@@ -13,22 +13,20 @@ import dataclasses
 import ssl
 import time
 from collections.abc import Callable
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import structlog
 from envserver_records.errors import ConfigError
-from pydantic import Field, SecretStr, field_validator
 from rich.console import Console
 
 from .. import __version__
-from ..config import Settings, is_loopback
+from ..config import is_loopback
 from ..curriculum_config import CurriculumConfig
 from ..environment import Environment
 from ..remote.gate import RunnerGate
 from ..remote.identity import Identity, default_name, held_identity
 from ..remote.link import Link
-from ..remote.messages import NAME_PATTERN, Heartbeat, Registration, Welcome
+from ..remote.messages import Heartbeat, Registration, Welcome
 from ..remote.sink import RemoteSink, missing_requests
 from ..rollouts.events import Event, GroupDropped, Observer
 from ..rollouts.group import RolloutContext
@@ -39,59 +37,16 @@ from ..running.curricula import MOST_ESTIMATES, Book, has_curriculum
 from ..running.spec import RunSpec
 from ..running.stopping import run_until_stopped
 from ..running.tally import Tally, counted
-from .command_line import FREQUENT, CommandSpec, read_run_spec
+from .command_line import read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
 from .signals import SignalStop
-
-SUMMARY = """Runs rollouts of an environment here for the server at URL (`serve` or `run-api`).
-It reconnects by itself, and goes on with its own groups when it is started again. SIGTERM or
-Ctrl-C once finishes and delivers the open groups and stops; twice stops at once."""
+from .specs.join import COMMAND, JoinSettings
 
 _log = structlog.get_logger("envserver.join")
 
 
-class JoinSettings(Settings):
-    """Settings with those that only `join` has."""
-
-    url: str = ""
-    """Of the server, also as the first word: http://host:8000."""
-    token: SecretStr = SecretStr("")
-    """Access token of the server, of the role `environment`."""
-    ca_certs: Path | None = None
-    """Authorities (PEM) of the server's certificate, for https; unset: those of this machine."""
-    certfile: Path | None = None
-    """Certificate of this joiner and its key (PEM), where the server asks for one."""
-    name: str | None = Field(default=None, pattern=NAME_PATTERN)
-    """Of this joiner, unique at the server; unset: environment@host, with -2, -3, ... for others in
-    the same folder."""
-    joined_folder: Path = Path("data/joined")
-    """Where the joiners of this machine keep who they are, to go on after a restart."""
-    weight: float = Field(default=1.0, gt=0)
-    """Its part of the groups, in proportion to the weights of the server's other environments."""
-    minimum_share: float = Field(default=0.0, ge=0, le=1)
-    """The least part of all groups that it has, whatever the weights say."""
-
-    @field_validator("url")
-    @classmethod
-    def _address(cls, value: str) -> str:
-        parts = urlsplit(value)
-        if value and (parts.scheme not in ("http", "https") or not parts.hostname):
-            raise ValueError("an address must look like http://host:8000")
-        return value.rstrip("/")
-
-
 Line = RunSpec[JoinSettings]
-
-
-COMMAND = CommandSpec(
-    "join",
-    SUMMARY,
-    JoinSettings,
-    usage="URL --env NAME",
-    arguments=("url",),
-    frequent=(*FREQUENT, "url", "token", "name", "weight"),
-)
 
 
 def run(argv: list[str]) -> int:
@@ -101,8 +56,6 @@ def run(argv: list[str]) -> int:
         EnvserverError: it cannot be run.
     """
     line = read_run_spec(COMMAND, argv)
-    if line is None:
-        return 0
     if not line.settings.url:
         raise ConfigError("Which server?", hint="envserver join http://host:8000 --env NAME")
     configure_logs(line.settings.log_level, line.settings.log_format)

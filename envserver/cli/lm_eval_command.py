@@ -9,14 +9,12 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from envserver_records.errors import ConfigError, UsageError
-from pydantic import Field
 from rich.console import Console
 from rich.status import Status
 
-from ..config import EngineConfig, LogLevel, OpenAIConfig, Section, SimConfig
+from ..config import OpenAIConfig
 from ..evaluation.folders import View
 from ..evaluation.report import Counted
 from ..models.engine import Engine
@@ -30,67 +28,11 @@ from ..running.lm_eval import (
     run_harness,
     this_python,
 )
-from ..running.prices import PricesConfig, pricing_of
-from .command_line import CommandSpec
+from ..running.prices import pricing_of
 from .evaluate_command import show_report
 from .logs import configure_logs
 from .loop import run_loop
-
-SUMMARY = """Runs tasks of lm-evaluation-harness (gsm8k, aime24, ifeval ...) against an engine and
-writes their results like those of `evaluate`: a report with intervals, that `evaluate compare`
-takes; in the folder of an evaluation (--out) they become part of its report. The harness downloads
-the data of its tasks itself; it is an extra: pip install 'envserver[lm-eval]'."""
-
-
-class LmEvalSettings(Section):
-    """The settings that `lm-eval` has."""
-
-    tasks: list[str]
-    """Tasks or groups of tasks of the harness (`lm_eval ls tasks`); may be the first word."""
-    openai: OpenAIConfig = OpenAIConfig()
-    model: str | None = None
-    """A model to start an engine for (a name in `engine.models_file`, a folder, a name on the
-    hub), or "sim" for the simulated engine; unset: the engine at `openai.base_url`."""
-    engine: EngineConfig = EngineConfig()
-    sim: SimConfig = SimConfig()
-    out: Path | None = None
-    """Folder for results and report, also that of an evaluation; unset: runs/lm-eval/<time>."""
-    resume: bool = False
-    """Go on in a folder that has these tasks: answers that are there are not asked for again."""
-    overwrite: bool = False
-    """Run tasks anew that the folder has."""
-    api: Literal["chat", "completions"] = "chat"
-    """How the engine is asked. Tasks that compare likelihoods of answers need completions, an
-    engine that echoes logprobs of prompts, and `tokenizer`."""
-    num_fewshot: int | None = Field(default=None, ge=0)
-    """Examples in each prompt; unset: as the task says."""
-    limit: float | None = Field(default=None, gt=0)
-    """Documents of each task (a number), or a share of them (below 1); unset: all."""
-    include_path: Path | None = None
-    """Folder with further tasks in YAML."""
-    gen_kwargs: str = ""
-    """How answers are sampled, where not as the task says: temperature=0.6,max_gen_toks=2048."""
-    system_instruction: str = ""
-    """System prompt; unset: none."""
-    tokenizer: str = ""
-    """Folder or hub name of the model's tokenizer, for `completions`."""
-    concurrency: int = Field(default=8, ge=1)
-    """Calls in flight."""
-    metric: str | None = None
-    """Which metric is the reward: exact_match, or exact_match,strict-match with its filter; unset:
-    of each task the first that is a mean of values from 0 to 1."""
-    python: Path | None = None
-    """The Python that has lm-evaluation-harness; unset: the one that envserver runs in."""
-    args: tuple[str, ...] = ()
-    """Further words for the harness's command line."""
-    pass_at: float = Field(default=1.0, gt=0, le=1)
-    """Least value of the metric at which a document passes."""
-    prices: PricesConfig = PricesConfig()
-    log_level: LogLevel = "warning"
-    """Least serious event that is logged."""
-
-
-COMMAND = CommandSpec("lm-eval", SUMMARY, LmEvalSettings, usage="TASKS", arguments=("tasks",))
+from .specs.lm_eval_command import COMMAND, LmEvalSettings
 
 
 def run(argv: list[str]) -> int:
@@ -101,8 +43,6 @@ def run(argv: list[str]) -> int:
         EngineError: the engine does not answer.
     """
     settings = COMMAND.read(argv)
-    if settings is None:
-        return 0
     configure_logs(settings.log_level)
     run_loop(_lm_eval(settings, Console(stderr=True)))
     return 0

@@ -21,7 +21,6 @@ from ..running.mix import Member
 from ..running.options import options_of
 from ..running.spec import RunSpec
 from .command_line import CommandSpec
-from .help import help_topic
 from .settings import once, to_stderr
 from .sources import YamlFile
 
@@ -29,13 +28,11 @@ M = TypeVar("M", bound=MixSettings)
 
 
 def read_mix(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]] | None:
-    """The environments that a command line names, with their settings; None: not several, or help.
+    """The environments that a command line names, with their settings; None: not several.
 
     Raises:
         ConfigError, NotFoundError: as for `load_settings`; or they cannot be mixed.
     """
-    if help_topic(argv) is not None:
-        return None
     entries, place = entries_of(command, argv)
     if entries is None:
         return None

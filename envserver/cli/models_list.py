@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import orjson
 from rich.console import Console
 from rich.table import Table
 
-from ..config import EngineConfig, Section
 from ..models.catalogue import ModelEntry, read_catalogue
-from .command_line import CommandSpec
-
-SUMMARY = "Shows the models that have names, and how each is served and sampled."
-
-
-class ListSettings(Section):
-    """The settings that `models list` has."""
-
-    models_file: Path = EngineConfig().models_file
-    """Where models have their names."""
-    as_json: bool = False
-    """JSON, not a table."""
-
-
-COMMAND = CommandSpec(
-    "models list",
-    SUMMARY,
-    ListSettings,
-)
+from .specs.models_list import COMMAND
 
 
 def run(argv: list[str]) -> int:
@@ -39,8 +19,6 @@ def run(argv: list[str]) -> int:
         ConfigError: a setting is wrong, or the file is.
     """
     settings = COMMAND.read(argv)
-    if settings is None:
-        return 0
     entries = list(read_catalogue(settings.models_file).values())
     if settings.as_json:
         facts = [entry.model_dump(mode="json", exclude_none=True) for entry in entries]

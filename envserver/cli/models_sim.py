@@ -5,39 +5,15 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from pydantic import Field
-
-from ..config import EnvironmentSettings, LoopbackHost, SandboxConfig, SimConfig
 from ..environment import Environment
 from ..models.sim import Solver
 from ..registry import find
 from ..running.sandboxes import sandboxes_of
 from ..running.simulated_server import demonstration_solver, run_sim
 from ..running.spec import RunSpec
-from .command_line import CommandSpec
 from .logs import configure_logs
 from .loop import run_loop
-
-SUMMARY = """Serves the simulated engine as an OpenAI-compatible server. It is no language model: it
-plays the solutions of the tasks of --env, right or spoiled, and babbles without one."""
-
-
-class ModelsSettings(EnvironmentSettings):
-    """The settings that `models sim` has."""
-
-    host: LoopbackHost = "127.0.0.1"
-    """Address to listen at; only loopback."""
-    port: int = Field(default=9001, ge=0, le=65535)
-    """Port; 0 takes a free one."""
-    sim: SimConfig = SimConfig()
-    sandbox: SandboxConfig = SandboxConfig()
-
-
-COMMAND = CommandSpec(
-    "models sim",
-    SUMMARY,
-    ModelsSettings,
-)
+from .specs.models_sim import COMMAND, ModelsSettings
 
 
 def run(argv: list[str]) -> int:
@@ -50,8 +26,6 @@ def run(argv: list[str]) -> int:
         ConfigError: a setting is wrong, or the port cannot be had.
     """
     settings = COMMAND.read(argv)
-    if settings is None:
-        return 0
     configure_logs(settings.log_level, settings.log_format)
     solver = _solver(settings)
     run_loop(

@@ -5,42 +5,14 @@ from __future__ import annotations
 import sys
 
 from envserver_records.errors import UsageError
-from pydantic import Field
 
-from ..config import EngineConfig, LogLevel, Section
 from ..models.catalogue import find_model, read_catalogue
 from ..models.manager import engine_spec, running_engine
-from .command_line import CommandSpec
 from .logs import configure_logs
 from .loop import run_loop
+from .specs.models_start import COMMAND, StartSettings
 
-SUMMARY = """Starts an engine for a model: vLLM where it is installed and comes up, else the local
-one, and says why. Prints its address when it answers; starts it again when it dies; ends it with
-itself. NAME is a name in models.yaml, a folder, or a name on the hub."""
-
-ALIASES = {
-    name: f"engine.{name}"
-    for name in (
-        *("models_file", "backend", "port", "vllm_python", "vllm_args", "local_args"),
-        *("start_seconds", "restarts", "log"),
-    )
-}
 PORT = 9001
-
-
-class StartSettings(Section):
-    """The settings that `models start` has."""
-
-    name: str = Field(default="", min_length=0)
-    """Which model; may also stand first, without its name."""
-    log_level: LogLevel = "info"
-    """Least serious event that is logged."""
-    engine: EngineConfig = EngineConfig()
-
-
-COMMAND = CommandSpec(
-    "models start", SUMMARY, StartSettings, usage="NAME", arguments=("name",), aliases=ALIASES
-)
 
 
 def run(argv: list[str]) -> int:
@@ -54,8 +26,6 @@ def run(argv: list[str]) -> int:
         EngineUnavailable: the engine did not come up, or died too often.
     """
     settings = COMMAND.read(argv, defaults={"engine": {"port": PORT}})
-    if settings is None:
-        return 0
     if not settings.name:
         raise UsageError(
             "Which model? envserver models start NAME",

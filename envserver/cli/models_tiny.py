@@ -17,17 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from envserver_records.errors import ConfigError, ConflictError, EnvserverError, UsageError
-from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..config import Section
-from .command_line import CommandSpec
 from .loop import run_loop
-
-SUMMARY = """Makes a language model of a million parameters that answers sums and differences up to
-9, now and then right, alone or with tools: it starts where reinforcement learning can be seen to
-work on a laptop. The same settings give the same weights on one machine."""
+from .specs.models_tiny import COMMAND, TinySettings
 
 FACTS = "make_tiny.json"
 """In the model's folder: the settings that it was made with."""
@@ -35,28 +29,6 @@ GROUP_SIZE = 8
 _LAST_WORDS = 2000
 _MODES = ("single", "tools")
 _SECONDS_BETWEEN_LOOKS = 0.5
-
-
-class TinySettings(Section):
-    """The settings that `models tiny` has."""
-
-    folder: Path = Path()
-    """Where the model goes; may also stand first, without its name."""
-    seed: int = 0
-    """Of the experts, the first weights and the order of training."""
-    steps: int = Field(default=500, ge=2)
-    """Of the optimizer; fewer make a model that knows less."""
-    groups: int = Field(default=124, ge=1)
-    """Groups of eight expert rollouts in each of the two kinds of tasks."""
-    solve_probability: float = Field(default=0.25, gt=0, le=1)
-    """Share of the rollouts that the expert does right, and about that of the model in the end."""
-    threads: int = Field(default=1, ge=1)
-    """Of torch; another number gives other weights, and more help only where nothing else runs."""
-    overwrite: bool = False
-    """Replace a tiny model that is there."""
-
-
-COMMAND = CommandSpec("models tiny", SUMMARY, TinySettings, usage="FOLDER", arguments=("folder",))
 
 
 def run(argv: list[str]) -> int:
@@ -71,8 +43,6 @@ def run(argv: list[str]) -> int:
         EnvserverError: the experts failed.
     """
     settings = COMMAND.read(argv)
-    if settings is None:
-        return 0
     _check(settings)
     run_loop(make_tiny(settings, Console(stderr=True)))
     print(settings.folder)

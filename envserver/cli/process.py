@@ -20,29 +20,17 @@ from ..running.processing import process_run
 from ..running.run_settings import ProcessSettings
 from ..running.tally import Tally, counted, mean_text
 from ..tokens.flags import FLAGS, Actions, chosen
-from .command_line import FREQUENT, CommandSpec, program, read_run_spec
+from .command_line import program, read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
 from .mixing import read_mix
 from .progress import ProgressView, summary_table
 from .signals import SignalStop
-
-SUMMARY = """Runs rollouts of an environment, or of several, and writes each finished group as a
-line of JSON. Ctrl-C once finishes the open groups and stops; twice stops at once. Nothing written
-is lost."""
+from .specs.process import COMMAND
 
 _DONE = {"train": "trained", "mask": "such calls masked", "drop": "not fit for RL"}
 LONGEST_WORDS = 200
 """Of a failure's message, on the terminal; the whole stands in the failures file."""
-
-
-COMMAND = CommandSpec(
-    "process",
-    SUMMARY,
-    ProcessSettings,
-    usage="--env NAME[=WEIGHT,NAME=WEIGHT]",
-    frequent=(*FREQUENT, "env.data_path_to_save_groups", "resume", "overwrite"),
-)
 
 
 def run(argv: list[str]) -> int:
@@ -54,8 +42,6 @@ def run(argv: list[str]) -> int:
     members = read_mix(COMMAND, argv)
     if members is None:
         line = read_run_spec(COMMAND, argv)
-        if line is None:
-            return 0
         members = [alone(line)]
     settings = members[0].spec.settings
     configure_logs(settings.log_level, settings.log_format)

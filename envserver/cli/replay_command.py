@@ -14,23 +14,13 @@ from ..running.replaying import Record, Replayed, read_record, replay
 from ..running.run_settings import ReplaySettings
 from ..running.spec import RunSpec
 from ..running.tally import counted
-from .command_line import CommandSpec, read_run_spec
-from .help import help_topic
+from .command_line import read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
 from .sources import Given, as_list
-
-SUMMARY = """Runs one recorded rollout again, its calls answered with what they were answered then:
-`envserver replay FILE --rollout ID`. It stops at the first difference in what the agent sends, and
-says at the end whether result and score are the same (exit status 1: they are not). --debug runs
-the agent in this process and stops it in pdb."""
+from .specs.replay_command import COMMAND
 
 _SHOWN = 70
-
-
-COMMAND = CommandSpec(
-    "replay", SUMMARY, ReplaySettings, usage="FILE --rollout ID", arguments=("source",)
-)
 
 
 def run(argv: list[str]) -> int:
@@ -39,14 +29,9 @@ def run(argv: list[str]) -> int:
     Raises:
         UsageError: there is no such rollout or environment, or it cannot be replayed.
     """
-    record, environment, defaults = None, None, None
-    if help_topic(argv) is None:
-        record = _named_record(COMMAND.flags(argv))
-        defaults = _as_then(record)
-        environment = COMMAND.named_environment(argv) or str(record.facts["env"])
-    line = read_run_spec(COMMAND, argv, defaults=defaults, environment=environment)
-    if line is None or record is None:
-        return 0
+    record = _named_record(COMMAND.flags(argv))
+    environment = COMMAND.named_environment(argv) or str(record.facts["env"])
+    line = read_run_spec(COMMAND, argv, defaults=_as_then(record), environment=environment)
     settings = line.settings
     configure_logs("warning" if settings.debug else settings.log_level, settings.log_format)
     played = _environment(line)

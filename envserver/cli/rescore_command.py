@@ -13,23 +13,10 @@ from ..running.rescoring import LEFT_OUT, Tally, rescore
 from ..running.run_settings import RescoreSettings
 from ..running.spec import RunSpec
 from ..running.tally import counted
-from .command_line import CommandSpec, read_run_spec
+from .command_line import read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
-
-SUMMARY = """Scores stored rollouts again, by the environment or another rubric; no model is asked.
-`envserver rescore FILE... --env NAME --out FILE`: the same lines with new scores, the old ones as
-`rescored_from`, and how they differ. What fails by no fault of the model is left out and counted,
-never a 0. Exit status 1 where something failed, or nothing was scored."""
-
-
-COMMAND = CommandSpec(
-    "rescore",
-    SUMMARY,
-    RescoreSettings,
-    usage="FILE... --env NAME --out FILE",
-    arguments=("source",),
-)
+from .specs.rescore_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
@@ -40,8 +27,6 @@ def run(argv: list[str]) -> int:
         StoreError: the output cannot be written.
     """
     line = read_run_spec(COMMAND, argv)
-    if line is None:
-        return 0
     settings = line.settings
     if not settings.source:
         raise UsageError("`envserver rescore` needs a source.", hint="Name a file of `process`.")

@@ -13,46 +13,15 @@ from typing import Any
 
 from ..api.app import create_api
 from ..api.runners.registry import RunnerRegistry
-from ..config import (
-    LogFormat,
-    LogLevel,
-    RetentionConfig,
-    Section,
-    ServerConfig,
-    StorePlace,
-    TelemetryConfig,
-)
-from ..delivery_config import DeliveryConfig
 from ..proxy.gate import Gate
 from ..rollouts.capacity import Bounds
 from ..running.bootstrap import beside, front
 from ..running.metrics import Deliveries
 from ..store import Store
 from ..store.demand import Demand, Staleness
-from .command_line import CommandSpec
 from .logs import configure_logs
 from .loop import run_loop
-
-SUMMARY = """Serves trainers, and environments that others run, over the Atropos wire and /v1.
-Ctrl-C or SIGTERM ends it; what was accepted stays in the store."""
-
-
-class RunApiSettings(Section):
-    """The settings that `run-api` has."""
-
-    server: ServerConfig = ServerConfig()
-    store: StorePlace = "data/envserver.db"
-    """Where groups are kept: a file (SQLite) or a database URL."""
-    log_level: LogLevel = "info"
-    """Least serious event that is logged."""
-    log_format: LogFormat = "auto"
-    """How a log line looks; auto: console on a terminal, else json."""
-    telemetry: TelemetryConfig = TelemetryConfig()
-    retention: RetentionConfig = RetentionConfig()
-    rollouts: DeliveryConfig = DeliveryConfig()
-
-
-COMMAND = CommandSpec("run-api", SUMMARY, RunApiSettings)
+from .specs.run_api import COMMAND, RunApiSettings
 
 
 def run(argv: list[str]) -> int:
@@ -63,8 +32,6 @@ def run(argv: list[str]) -> int:
         StoreError: the store cannot be opened.
     """
     settings = COMMAND.read(argv)
-    if settings is None:
-        return 0
     configure_logs(settings.log_level, settings.log_format)
     return run_loop(run_api(settings))
 

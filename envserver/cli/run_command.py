@@ -8,43 +8,26 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from envserver_records.errors import ConfigError, Failure
 from envserver_records.records import Result, Trajectory
-from pydantic import ValidationError, create_model
+from pydantic import ValidationError
 from rich.console import Console
 
-from ..config import EnvironmentConfig, Section, Settings
+from ..config import EnvironmentConfig, Section
 from ..environment import Environment
 from ..export.unified import unified, write_json
-from ..registry import find
 from ..rollouts.single import run_single
 from ..running.context import rollout_context
 from ..running.spec import RunSpec
-from .command_line import CommandSpec, read_run_spec
+from .command_line import read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
+from .specs.run_command import COMMAND, RunSettings
 
 S = TypeVar("S", bound=Section)
-
-SUMMARY = """Asks an environment's agent one question and writes what it did as a unified
-trajectory: its readable actions, the final answer, and the reward where the answer is known."""
-
-
-class RunSettings(Settings):
-    """Settings with the flags that only `run` has."""
-
-    out: Path | None = None
-    """Where the trajectory is written (also -o); unset: runs/ENVIRONMENT_TASK.traj.json."""
-    include_tokens: bool = False
-    """Write the training rows (tokens, masks, logprobs), too."""
-
-
-COMMAND = CommandSpec("run", SUMMARY, RunSettings, usage="--env NAME --question TEXT")
 
 
 def run(argv: list[str]) -> int:
@@ -53,13 +36,9 @@ def run(argv: list[str]) -> int:
     Raises:
         EnvserverError: it cannot be run, or the rollout failed for good.
     """
-    asked_class = _question_class(argv)
-    command = replace(COMMAND, settings_class=_with_fields_of(asked_class))
-    line = read_run_spec(command, argv)
-    if line is None:
-        return 0
+    line = read_run_spec(COMMAND, argv)
     configure_logs(line.settings.log_level, line.settings.log_format)
-    asked = _question(line, asked_class)
+    asked = _question(line, line.environment_class.Question)
     line = _as_asked(line, asked)
     return run_loop(ask(line, line.make_environment(), asked))
 
@@ -115,29 +94,6 @@ def _show(answer: str, trajectory: Trajectory, path: Path) -> None:
     if trajectory.score.reward is not None:
         beside.print(f"Reward: {trajectory.score.reward:g}", markup=False)
     beside.print(f"Trajectory: {path}", markup=False)
-
-
-def _question_class(words: Sequence[str]) -> type[Environment.Question]:
-    kept = [word for word in words if word not in ("--help", "-h")]
-    reference = COMMAND.named_environment(kept)
-    return find(reference).Question if reference else Environment.Question
-
-
-def _with_fields_of(asked: type[Environment.Question]) -> type[RunSettings]:
-    """The settings of `run` with the fields of a question.
-
-    Raises:
-        ConfigError: one of them means something else already.
-    """
-    if taken := set(asked.model_fields) & set(RunSettings.model_fields):
-        raise ConfigError(
-            f"A question of this environment has a field {min(taken)!r}, which is a setting.",
-            hint="Give it another name.",
-        )
-    fields: dict[str, Any] = {
-        name: (field.annotation, field) for name, field in asked.model_fields.items()
-    }
-    return create_model("RunSettings", __base__=RunSettings, **fields)
 
 
 def _question(line: RunSpec[Any], asked: type[Environment.Question]) -> Environment.Question:

@@ -6,51 +6,17 @@ from functools import partial
 from pathlib import Path
 
 from envserver_records.errors import UsageError
-from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..config import Settings
 from ..running.scenarios import Embed, Runs, run_scenarios, runners
 from ..running.tally import counted
-from .command_line import CommandSpec, read_run_spec
+from .command_line import read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
-
-SUMMARY = """Runs models in a scenario (a folder or YAML file with a prompt, a workspace and checks)
-and writes each run as a trace OUT/MODEL/LABEL/run_NNN.json: thoughts, tool calls, results and the
-final answer of the protocol THOUGHT / TOOL_CALL / FINAL. Runs that are there are not made again.
-Exit status 1 where a run failed by no fault of the model."""
+from .specs.scenarios_command import COMMAND, ScenarioSettings
 
 ENVIRONMENT = "scenarios"
-
-
-class ScenarioSettings(Settings):
-    """Settings with the flags that only `scenarios` has."""
-
-    scenario: Path
-    """Folder or YAML file."""
-    models: str
-    """Names of models, with commas: of `engine.models_file`, folders, NAME=http://host:port/v1 or
-    such an address alone, or sim."""
-    n: int = Field(default=20, ge=1)
-    """Runs of each model and label."""
-    label: str = "gold"
-    """Which of the scenario's prompts; several with commas."""
-    out: Path = Path("traces")
-    """Folder for the traces."""
-    seed: int = 0
-    """Of run N it is this + N, from 1 on."""
-    overwrite: bool = False
-    """Make runs again whose traces are there."""
-    embed: str | None = None
-    """Add an embedding of its text to each step: a model of sentence-transformers (extra
-    `embeddings`); unset: none."""
-    embed_cache: Path = Path("data/embeddings")
-    """Folder where embeddings are kept by their text and model."""
-
-
-COMMAND = CommandSpec("scenarios", SUMMARY, ScenarioSettings, usage="--models NAME,NAME")
 
 
 def run(argv: list[str]) -> int:
@@ -62,8 +28,6 @@ def run(argv: list[str]) -> int:
         StoreError: a trace cannot be written.
     """
     line = read_run_spec(COMMAND, argv, environment=ENVIRONMENT)
-    if line is None:
-        return 0
     settings = line.settings
     configure_logs("warning", settings.log_format)
     models = runners(_words(settings.models, "--models"), settings)

@@ -7,17 +7,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from ..running.run_settings import ScoreSettings
 from ..running.scoring import Summary, run_score
-from .command_line import CommandSpec, read_run_spec
+from .command_line import read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
-
-SUMMARY = """Scores rows {"task": a row of a data set or a task id, "response": "text"} (or a row
-with "messages"), without any model: reward, components, metrics and error of each, in order."""
-
-
-COMMAND = CommandSpec("score", SUMMARY, ScoreSettings, usage="--env NAME --input FILE --out FILE")
+from .specs.score_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
@@ -29,8 +23,6 @@ def run(argv: list[str]) -> int:
         KeyboardInterrupt: it was stopped.
     """
     line = read_run_spec(COMMAND, argv)
-    if line is None:
-        return 0
     settings = line.settings
     configure_logs(settings.log_level, settings.log_format)
     console = Console(stderr=True)

@@ -7,35 +7,16 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from ..config import MixSettings
 from ..running.hosting import Members
 from ..running.mix import alone
 from ..running.serving import serving
 from ..running.tally import counted
-from .command_line import FREQUENT, CommandSpec, read_run_spec
+from .command_line import read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
 from .mixing import read_mix
 from .signals import SignalStop
-
-SUMMARY = """Runs rollouts of an environment, or of several, and offers the groups to trainers.
-SIGTERM or Ctrl-C once finishes the open groups and stops; twice stops at once."""
-
-
-COMMAND = CommandSpec(
-    "serve",
-    SUMMARY,
-    MixSettings,
-    usage="--env NAME[=WEIGHT,NAME=WEIGHT]",
-    frequent=(
-        *FREQUENT,
-        "server.port",
-        "server.host",
-        "server.tokens_file",
-        "store",
-        "rollouts.max_staleness",
-    ),
-)
+from .specs.serve import COMMAND
 
 
 def run(argv: list[str]) -> int:
@@ -47,8 +28,6 @@ def run(argv: list[str]) -> int:
     members = read_mix(COMMAND, argv)
     if members is None:
         line = read_run_spec(COMMAND, argv)
-        if line is None:
-            return 0
         members = [alone(line)]
     settings = members[0].spec.settings
     configure_logs(settings.log_level, settings.log_format)

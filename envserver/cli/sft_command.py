@@ -7,13 +7,10 @@ are made.
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 from envserver_records.errors import ConfigError
-from pydantic import Field
 from rich.console import Console
 
-from ..config import Settings
 from ..environment import Environment
 from ..export.sft import Choice, Decode, SftSink
 from ..models.model_files import find_tokenizer
@@ -23,47 +20,12 @@ from ..rollouts.stream import group_requests
 from ..running.context import rollout_context
 from ..running.stopping import run_until_stopped
 from ..running.tally import Tally, counted
-from .command_line import CommandSpec, read_run_spec
+from .command_line import read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
 from .progress import ProgressView
 from .signals import SignalStop
-
-SUMMARY = """Runs rollouts of one environment and writes those with the best scores of each group as
-rows for supervised training: {"messages", "score"}, or {"prefix", "completion", "score"}."""
-
-
-class SftSettings(Settings):
-    """Settings with the flags that only `sft-gen` has."""
-
-    filepath: Path = Path("sft_data.jsonl")
-    """JSONL file for the rows; may also stand first, without its name."""
-    tokenizer: str | None = None
-    """Folder or name of the model's tokenizer; only needed without --save-messages."""
-    save_messages: bool = False
-    """Save conversations instead of the text of the tokens."""
-    save_top_n_per_group: int = Field(default=3, ge=1)
-    """The most rows of one group."""
-    num_seqs_to_save: int = Field(default=100, ge=1)
-    """Rows before stopping."""
-    allow_negative_scores: bool = False
-    """Keep rows with a score of 0 or less, too."""
-    minimum_score_diff_max_min: float = Field(default=0.0, ge=0)
-    """A row's score must be so much above the least of its group."""
-    append_to_previous: bool = False
-    """Go on with a file that exists."""
-
-
-ALIASES = {"group_size": "env.group_size", "max_token_len": "env.max_token_length"}
-
-COMMAND = CommandSpec(
-    "sft-gen",
-    SUMMARY,
-    SftSettings,
-    usage="FILE --env NAME",
-    arguments=("filepath",),
-    aliases=ALIASES,
-)
+from .specs.sft_command import COMMAND, SftSettings
 
 
 def run(argv: list[str]) -> int:
@@ -73,8 +35,6 @@ def run(argv: list[str]) -> int:
         EnvserverError: it cannot be run, or every group failed.
     """
     line = read_run_spec(COMMAND, argv)
-    if line is None:
-        return 0
     configure_logs(line.settings.log_level, line.settings.log_format)
     environment = line.make_environment()
     return run_loop(generate(line.reference, environment, line.settings, Console(stderr=True)))

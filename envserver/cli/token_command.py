@@ -6,65 +6,15 @@ the change with its next request.
 
 from __future__ import annotations
 
-import re
 import sys
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import Annotated, Final
+from datetime import UTC, datetime
 
-from pydantic import AfterValidator
-
-from ..api.access.tokens import Role, Token, create_token, read_tokens, revoke_token
-from ..config import Section
-from .command_line import CommandSpec
-
-_UNITS: Final = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
-
-
-def _lifetime(text: str) -> str:
-    parse_lifetime(text)
-    return text
-
-
-def parse_lifetime(text: str) -> timedelta:
-    """`90m`, `12h`, `30d`, `8w`; raises ValueError."""
-    found = re.fullmatch(r"(\d{1,5})([mhdw])", text)
-    if found is None or int(found[1]) == 0:
-        raise ValueError("must be a number and m, h, d or w, such as 30d")
-    return timedelta(**{_UNITS[found[2]]: int(found[1])})
-
-
-class TokenSettings(Section):
-    """What every word has."""
-
-    tokens: Path = Path("data/tokens.yaml")
-    """The tokens file; servers have it by --server.tokens_file."""
-
-
-class NewToken(TokenSettings):
-    role: Role
-    """trainer, environment, reader (sees, changes nothing) or admin (may do all)."""
-    name: str
-    """For whom it is: shown in lists and logs."""
-    expires: Annotated[str, AfterValidator(_lifetime)] | None = None
-    """How long it is good: 90m, 12h, 30d, 8w; unset: until it is revoked."""
-
-
-class GoneToken(TokenSettings):
-    token: str
-    """Name or id of the token."""
-
-
-CREATE = CommandSpec(
-    "token create", "Makes an access token.", NewToken, usage="--role ROLE --name NAME"
-)
-LIST = CommandSpec("token list", "Shows the access tokens; never their text.", TokenSettings)
-REVOKE = CommandSpec(
-    "token revoke",
-    "Revokes the token with this name or id: it is refused from now on.",
-    GoneToken,
-    usage="NAME",
-    arguments=("token",),
+from ..api.access.tokens import Token, create_token, read_tokens, revoke_token
+from .specs.token_command import (
+    CREATE,
+    LIST,
+    REVOKE,
+    parse_lifetime,
 )
 
 
@@ -92,8 +42,6 @@ def run_create(argv: list[str]) -> int:
 def run_list(argv: list[str]) -> int:
     """Shows the tokens."""
     settings = LIST.read(argv)
-    if settings is None:
-        return 0
     tokens = read_tokens(settings.tokens)
     rows = [("NAME", "ROLE", "ID", "CREATED", "EXPIRES"), *map(_row, tokens)]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
@@ -109,8 +57,6 @@ def run_revoke(argv: list[str]) -> int:
         UsageError: there is no such token.
     """
     settings = REVOKE.read(argv)
-    if settings is None:
-        return 0
     gone = revoke_token(settings.tokens, settings.token)
     print(f"Revoked {gone.name} ({gone.role}).", file=sys.stderr)
     return 0

@@ -22,15 +22,9 @@ from ..running.run_settings import VerifySettings
 from ..running.tally import counted
 from ..running.verifying import Progress as Told
 from ..running.verifying import Report, parse_sample, verify
-from .command_line import CommandSpec
 from .logs import configure_logs
 from .loop import run_loop
-
-SUMMARY = """Checks that what was delivered is what the engine sampled: reads a JSONL file of
-`process`, or the groups of a running server (without leasing any), has the engine score the rows
-again (prompt_logprobs), and compares ids, masks and logprobs. Exit status 0: all is right; 1: it is
-not, or nothing could be compared; 2: the command line is wrong."""
-
+from .specs.verify_command import COMMAND
 
 _FINDINGS_SHOWN = 20
 _WORST_SHOWN = 5
@@ -42,11 +36,6 @@ _VERDICTS = {
 }
 
 
-COMMAND = CommandSpec(
-    "verify", SUMMARY, VerifySettings, usage="FILE|ADDRESS", arguments=("source",)
-)
-
-
 def run(argv: list[str]) -> int:
     """The command.
 
@@ -55,8 +44,6 @@ def run(argv: list[str]) -> int:
         EngineError: the engine does not answer.
     """
     settings = COMMAND.read(argv)
-    if settings is None:
-        return 0
     configure_logs(settings.log_level)
     with _bar(Console(stderr=True)) as told:
         report, model = run_loop(_verify(settings, told))

@@ -16,9 +16,10 @@ import msgspec
 from envserver_records.errors import InputError
 from envserver_records.records import Split
 
+from ..evaluation_config import Failures, Truncated
 from .harness import HarnessRun, report_harness
 from .prices import Prices
-from .report import Counted, Failures, Report, Truncated, difference, report_run
+from .report import Counted, Report, difference, report_run
 from .results import TaskResult, read_results, read_tasks, results_of_tasks
 from .suite import Suite, suite_of
 

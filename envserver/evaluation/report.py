@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from ..evaluation_config import Failures, Truncated
 from .estimators import Estimate, estimate, pass_at_k, pass_hat_k
 from .prices import Prices
 from .results import Attempt, TaskResult
@@ -23,9 +24,6 @@ CORRECT = "correct_"
 MOST_VALUES = 40
 """A label with more values than this is not used to tell kinds of tasks apart."""
 _ROUNDING = 1e-6
-
-Failures = Literal["drop", "zero"]
-Truncated = Literal["score", "zero", "drop"]
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from envserver_records.records import Split
+from envserver_records.splits import Split
 from pydantic import BaseModel, ConfigDict, Field
 
 GROUP_MSGPACK: Final = "application/vnd.envserver.group+msgpack"

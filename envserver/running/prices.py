@@ -5,26 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from envserver_records.errors import ConfigError
-from pydantic import Field
 
-from ..config import Section
 from ..evaluation.folders import Pricing
 from ..evaluation.prices import Prices, read_prices
 from ..models.catalogue import read_catalogue
-
-
-class PricesConfig(Section):
-    """What tokens cost; without any of it a report tells no cost."""
-
-    prompt: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Of a million prompt tokens; with `prices.completion`."""
-    completion: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Of a million completion tokens."""
-    currency: str = "USD"
-    """In which all prices are."""
-    file: Path | None = None
-    """YAML file `MODEL: {prompt: 0.15, completion: 0.6}`; unset: `prompt_price` and
-    `completion_price` of the model's entry in `engine.models_file`."""
+from .run_settings import PricesConfig
 
 
 def pricing_of(config: PricesConfig, model: str | None, models_file: Path) -> Pricing:

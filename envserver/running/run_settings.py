@@ -20,8 +20,21 @@ from ..config import (
     Section,
     Settings,
 )
-from ..evaluation.report import Failures, Truncated
-from .prices import PricesConfig
+from ..evaluation_config import Failures, Truncated
+
+
+class PricesConfig(Section):
+    """Prices of tokens; a report without any shows no cost."""
+
+    prompt: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Price of a million prompt tokens; needs `prices.completion`."""
+    completion: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Price of a million completion tokens."""
+    currency: str = "USD"
+    """Currency of all prices."""
+    file: Path | None = None
+    """YAML file `MODEL: {prompt: 0.15, completion: 0.6}`; unset: `prompt_price` and
+    `completion_price` of the model's entry in `engine.models_file`."""
 
 
 class ProcessSettings(MixSettings):

@@ -11,7 +11,6 @@ from envserver_records.errors import ConfigError
 from pydantic import ValidationError, create_model
 
 from ..config import EngineConfig, EnvironmentConfig, Section
-from ..registry import find
 from .options import Option, flatten, is_section, nest
 
 S = TypeVar("S", bound=Section)
@@ -27,7 +26,11 @@ def with_environment(
     Raises:
         NotFoundError, ConfigError: `reference` names no environment, and no class is given.
     """
-    fields: dict[str, Any] = {"env": (config_class or find(reference).Config, ...)}
+    if config_class is None:
+        from ..registry import find
+
+        config_class = find(reference).Config
+    fields: dict[str, Any] = {"env": (config_class, ...)}
     return create_model(settings_class.__name__, __base__=settings_class, **fields)
 
 

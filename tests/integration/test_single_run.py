@@ -25,7 +25,7 @@ from support.fake_vllm import fake_vllm
 
 from envserver import ConfigError, Environment, InputError, Result, Score, main
 from envserver.actions import CUT, MAX_FIELD_BYTES, MAX_STEPS, Steps, batch, encode
-from envserver.cli.run_command import _with_fields_of as settings_of
+from envserver.cli.specs.run_command import settings_for
 from envserver.environment import answer_text
 from envserver.export.unified import actions_of, problems_of, unified
 
@@ -69,11 +69,12 @@ def test_mistakes_are_told_in_the_words_of_the_command(
         assert wanted in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
-    class Taken(Environment.Question):
-        model: str = ""
+    class Taken(Environment):
+        class Question(Environment.Question):
+            model: str = ""
 
     with pytest.raises(ConfigError, match="'model', which is a setting"):
-        settings_of(Taken)
+        settings_for(Taken)
 
 
 @pytest.mark.thorough

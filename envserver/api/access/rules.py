@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from starlette.routing import compile_path
 
-from .tokens import Role
+from ...config import Role
 
 Roles = frozenset[Role]
 

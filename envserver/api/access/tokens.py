@@ -23,7 +23,7 @@ import stat
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 import structlog
 import yaml
@@ -31,9 +31,7 @@ from envserver_records.errors import ConfigError, ConflictError, NotFoundError
 from envserver_records.files import replace_file
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
-from ...config import Quota
-
-Role = Literal["trainer", "environment", "reader", "admin"]
+from ...config import Quota, Role
 
 PREFIX: Final = "evs_"
 _ID_BYTES: Final = 5

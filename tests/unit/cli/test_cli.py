@@ -50,6 +50,26 @@ def test_simple_answers_import_nothing_heavy(word: str) -> None:
     assert heavy.isdisjoint(loaded.split())
 
 
+def test_help_of_a_command_imports_only_its_settings() -> None:
+    loaded = python(
+        "import sys\nfrom envserver.cli import COMMANDS, main\n"
+        "heavy = {'aiohttp', 'asyncio', 'fastapi', 'httpx', 'numpy', 'rich', 'sqlalchemy',\n"
+        "    'structlog', 'tokenizers', 'torch', 'transformers', 'uvicorn', 'uvloop',\n"
+        "    'envserver.api', 'envserver.environment', 'envserver.evaluation',\n"
+        "    'envserver.export', 'envserver.models', 'envserver.proxy',\n"
+        "    'envserver.registry', 'envserver.rollouts',\n"
+        "    'envserver.sandbox', 'envserver.store', 'envserver.workers'}\n"
+        "for name, command in COMMANDS.items():\n"
+        "    named = [[name]] if command.module and command.spec else []\n"
+        "    for words in [*named, *([name, word] for word in command.words)]:\n"
+        "        assert main([*words, '--help']) == 0\n"
+        "        if found := heavy & set(sys.modules):\n"
+        "            print('loaded:', *words, *found)\n"
+        "            raise SystemExit\n"
+    ).partition("loaded:")[2]
+    assert loaded == ""
+
+
 def test_public_names_are_all_there() -> None:
     missing = [name for name in envserver.__all__ if not hasattr(envserver, name)]
     assert missing == []

@@ -123,7 +123,7 @@ def test_an_old_name_of_a_flag_says_the_new_one(capsys: pytest.CaptureFixture[st
 
 
 def test_help_shows_the_arguments_and_the_switches(capsys: pytest.CaptureFixture[str]) -> None:
-    assert PAIR.read(["--help"]) is None
+    PAIR.show_help(["--help"])
     told = capsys.readouterr().out
     assert "Usage: envserver pair A B" in told
     assert "  A path [needed]\n      The first." in told

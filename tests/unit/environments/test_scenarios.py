@@ -13,7 +13,7 @@ from envserver_tools.protocol import Window
 
 from envserver import ConfigError, InputError
 from envserver.cli import main
-from envserver.cli.scenarios_command import ScenarioSettings
+from envserver.cli.specs.scenarios_command import ScenarioSettings
 from envserver.export.traces import problems_of_trace
 from envserver.running.scenarios import runners
 

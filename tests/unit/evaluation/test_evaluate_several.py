@@ -97,7 +97,7 @@ def test_a_folder_is_evaluated_whole_and_its_report_follows_from_its_groups(
         (["compare", "nowhere", "old"], "no nowhere"),
         (["compare", "old", "old"], "holds no evaluation"),
         (["report", "nowhere"], "holds no evaluation"),
-        (["compare"], "--a"),
+        (["compare"], "A is needed"),
         ([], "--env NAME"),
     ],
 )

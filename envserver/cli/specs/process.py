@@ -1,0 +1,19 @@
+"""The settings of `envserver process`."""
+
+from __future__ import annotations
+
+from ...running.run_settings import ProcessSettings
+from ..command_line import FREQUENT, CommandSpec
+
+SUMMARY = """Runs rollouts of an environment, or of several, and writes each finished group as a
+line of JSON. Ctrl-C once finishes the open groups and stops; twice stops at once. Nothing written
+is lost."""
+
+
+COMMAND = CommandSpec(
+    "process",
+    SUMMARY,
+    ProcessSettings,
+    usage="--env NAME[=WEIGHT,NAME=WEIGHT]",
+    frequent=(*FREQUENT, "env.data_path_to_save_groups", "resume", "overwrite"),
+)

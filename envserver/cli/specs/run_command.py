@@ -1,0 +1,50 @@
+"""The settings of `envserver run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from envserver_records.errors import ConfigError
+from pydantic import create_model
+
+from ...config import Settings
+from ..command_line import CommandSpec
+
+if TYPE_CHECKING:
+    from ...environment import Environment
+
+SUMMARY = """Asks an environment's agent one question and writes what it did as a unified
+trajectory: its readable actions, the final answer, and the reward where the answer is known."""
+
+
+class RunSettings(Settings):
+    """Settings with the flags that only `run` has."""
+
+    out: Path | None = None
+    """Where the trajectory is written (also -o); unset: runs/ENVIRONMENT_TASK.traj.json."""
+    include_tokens: bool = False
+    """Write the training rows (tokens, masks, logprobs), too."""
+
+
+def settings_for(environment: type[Environment]) -> type[RunSettings]:
+    """Returns the settings of `run` with the fields of the environment's question.
+
+    Raises:
+        ConfigError: one of them means something else already.
+    """
+    asked = environment.Question
+    if taken := set(asked.model_fields) & set(RunSettings.model_fields):
+        raise ConfigError(
+            f"A question of this environment has a field {min(taken)!r}, which is a setting.",
+            hint="Give it another name.",
+        )
+    fields: dict[str, Any] = {
+        name: (field.annotation, field) for name, field in asked.model_fields.items()
+    }
+    return create_model("RunSettings", __base__=RunSettings, **fields)
+
+
+COMMAND = CommandSpec(
+    "run", SUMMARY, RunSettings, usage="--env NAME --question TEXT", settings_for=settings_for
+)

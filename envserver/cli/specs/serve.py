@@ -1,0 +1,25 @@
+"""The settings of `envserver serve`."""
+
+from __future__ import annotations
+
+from ...config import MixSettings
+from ..command_line import FREQUENT, CommandSpec
+
+SUMMARY = """Runs rollouts of an environment, or of several, and offers the groups to trainers.
+SIGTERM or Ctrl-C once finishes the open groups and stops; twice stops at once."""
+
+
+COMMAND = CommandSpec(
+    "serve",
+    SUMMARY,
+    MixSettings,
+    usage="--env NAME[=WEIGHT,NAME=WEIGHT]",
+    frequent=(
+        *FREQUENT,
+        "server.port",
+        "server.host",
+        "server.tokens_file",
+        "store",
+        "rollouts.max_staleness",
+    ),
+)
