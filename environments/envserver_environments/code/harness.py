@@ -18,6 +18,10 @@ import signal
 import sys
 import types
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # Type checkers take it for true: nothing is imported in the sandbox.
+    from typing import Any
+
 ERROR_CHARACTERS = 600
 
 
@@ -33,19 +37,19 @@ class Unwritable(Exception):
     """The value is of no exact built-in type, or too large."""
 
 
-def time_is_up(number, frame):
+def time_is_up(number: int, frame: object) -> None:
     raise TimeIsUp
 
 
 class Writer:
     """Values as JSON shapes, bounded in depth and number."""
 
-    def __init__(self, depth, nodes, text):
+    def __init__(self, depth: int, nodes: int, text: int) -> None:
         self.depth = depth
         self.left = nodes
         self.text = text
 
-    def write(self, value, level=0):
+    def write(self, value: "Any", level: int = 0) -> "Any":
         self.left -= 1
         if self.left < 0:
             raise Unwritable("the value is too large")
@@ -77,7 +81,7 @@ class Writer:
             raise Unwritable("the value is too large")
         raise Unwritable(f"a value of type {kind.__name__} cannot be compared")
 
-    def text_shape(self, value):
+    def text_shape(self, value: str) -> "Any":
         try:
             value.encode()
         except UnicodeEncodeError:
@@ -85,22 +89,22 @@ class Writer:
             return ["u", value.encode("utf-8", "surrogatepass").hex()]
         return value
 
-    def fitting(self, value):
+    def fitting(self, value: "Any") -> "Any":
         self.text -= len(value)
         if self.text < 0:
             raise Unwritable("the value is too large")
         return value
 
-    def digits(self, value):
+    def digits(self, value: int) -> str:
         if value.bit_length() > 64_000:
             raise Unwritable("the value is too large")
         return format(value, "x")
 
 
-TAGS = {list: "l", tuple: "t", set: "s", frozenset: "z", collections.deque: "q"}
+TAGS: "dict[Any, str]" = {list: "l", tuple: "t", set: "s", frozenset: "z", collections.deque: "q"}
 
 
-def main():
+def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
     lines = os.dup(1)
     nowhere = os.open("/dev/null", os.O_RDWR)
@@ -110,12 +114,12 @@ def main():
     signal.signal(signal.SIGALRM, time_is_up)
     signal.signal(signal.SIGPROF, time_is_up)
 
-    def say(line):
+    def say(line: str) -> None:
         data = (line + "\n").encode()
         while data:
             data = data[write(lines, data) :]
 
-    def alarm(cpu_seconds, wall_seconds):
+    def alarm(cpu_seconds: float, wall_seconds: float) -> None:
         setitimer(signal.ITIMER_PROF, cpu_seconds)
         setitimer(signal.ITIMER_REAL, wall_seconds)
 
@@ -128,7 +132,7 @@ def main():
         alarm(0, 0)
         say(dumps(["load", described(error)]))
         leave(0)
-    names = {"__name__": "tests", "__builtins__": builtins}
+    names: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
     exec(request["prelude"], names)
     names[request["entry_point"]] = function
     say('["ready"]')
@@ -156,7 +160,7 @@ def main():
     leave(0)
 
 
-def loaded(request):
+def loaded(request: "dict[str, Any]") -> "Any":
     """The function that the program defines."""
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
@@ -170,7 +174,7 @@ def loaded(request):
     return names[wanted]
 
 
-def described(error):
+def described(error: BaseException) -> str:
     """The exception in a line, whatever its own methods do."""
     try:
         if type(error) is TimeIsUp:

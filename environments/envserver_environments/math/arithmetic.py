@@ -16,7 +16,8 @@ from envserver import Split
 
 from .data_sets import Problem
 
-_SPLITS: list[Split] = [*["train"] * 8, "validation", "test"]
+_TRAIN: list[Split] = ["train"] * 8
+_SPLITS: list[Split] = [*_TRAIN, "validation", "test"]
 _WORDS = {"+": "plus", "-": "minus"}
 
 

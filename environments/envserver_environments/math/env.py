@@ -89,7 +89,9 @@ class Math(Environment):
 
     def tasks(self, split: Split) -> Iterator[Task]:
         chosen = self.config.data_set
-        names = [chosen] if isinstance(chosen, str) else list(dict.fromkeys(chosen))
+        names: list[DataSetName] = (
+            list(dict.fromkeys(chosen)) if isinstance(chosen, list) else [chosen]
+        )
         streams = [self._tasks_of(name, split) for name in names]
         return (
             streams[0] if len(streams) == 1 else mixed(streams, f"mix-{self.config.seed}-{split}")

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from envserver_environments.answers import choice_index, last_boxed, option_index, visible_text
+from envserver_environments.answers import choice_index, last_boxed, option_index
+from envserver_tools.visible import visible_text
 
 from envserver import Result, Score, Task
 

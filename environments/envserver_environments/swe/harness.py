@@ -12,8 +12,12 @@ gets past all this by reaching into frames or memory can forge a status, but not
 tests whose answers were taken out.
 """
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # Type checkers take it for true: nothing is imported in the sandbox.
+    from typing import Any
 
-def main():
+
+def main() -> None:
     import _hashlib
     import builtins
     import functools
@@ -42,9 +46,9 @@ def main():
     write = os.write
     sealing = _hashlib.hmac_new(bytes.fromhex(request.pop("key")), digestmod="sha256")
     numbers = request["numbers"]
-    state = {"sent": 0, "values": []}
+    state: dict[str, Any] = {"sent": 0, "values": []}
 
-    def report(number, status, values):
+    def report(number: int, status: bytes, values: bytes) -> None:
         state["sent"] += 1
         body = b"%d %d %s %s" % (state["sent"], number, status, values)
         seal = sealing.copy()
@@ -56,9 +60,9 @@ def main():
     class Unwritable(Exception):
         pass
 
-    tags = {list: "l", tuple: "t", set: "s", frozenset: "z"}
+    tags: dict[Any, str] = {list: "l", tuple: "t", set: "s", frozenset: "z"}
 
-    def shape(value, depth, left):
+    def shape(value: "Any", depth: int, left: "list[int]") -> "Any":
         left[0] -= 1
         if depth > 40 or left[0] < 0:
             raise Unwritable
@@ -80,46 +84,48 @@ def main():
             return ["d", [shape(part, depth + 1, left) for part in parts]]
         raise Unwritable
 
-    def seen(value):
+    def seen(value: object) -> None:
         try:
             text = json.dumps(shape(value, 0, [20000]))
         except Unwritable:
             text = '["?"]'
         state["values"].append(text)
 
-    def number_of(item):
+    def number_of(item: "Any") -> "Any":
         return numbers.get(item.nodeid, numbers.get(item.name))
 
     # Not attributes of the plugin, which whoever holds a test's item can find.
-    codes, returned, failed = {}, set(), set()
+    codes: dict[Any, Any] = {}
+    returned: set[Any] = set()
+    failed: set[Any] = set()
 
-    def counted(item, function):
+    def counted(item: "Any", function: "Any") -> "Any":
         """The test's function, which says when it was run to its end."""
         if inspect.iscoroutinefunction(function):
 
-            async def test(*arguments, **words):
-                result = await function(*arguments, **words)
+            async def awaited(*arguments: "Any", **keywords: "Any") -> "Any":
+                result = await function(*arguments, **keywords)
                 returned.add(item)
                 return result
 
-        else:
+            return functools.wraps(function)(awaited)
 
-            def test(*arguments, **words):
-                result = function(*arguments, **words)
-                returned.add(item)
-                return result
+        def test(*arguments: "Any", **keywords: "Any") -> "Any":
+            result = function(*arguments, **keywords)
+            returned.add(item)
+            return result
 
         return functools.wraps(function)(test)
 
     class Watch:
-        def pytest_collection_modifyitems(self, items):
+        def pytest_collection_modifyitems(self, items: "list[Any]") -> None:
             items[:] = [item for item in items if number_of(item) is not None]
             for item in items:
                 function = getattr(item, "function", None)
                 codes[item] = getattr(function, "__code__", None)
 
         @pytest.hookimpl(wrapper=True, tryfirst=True)
-        def pytest_runtest_call(self, item):
+        def pytest_runtest_call(self, item: "Any") -> "Any":
             state["values"] = []
             function = getattr(item, "function", None)
             if getattr(function, "__code__", None) is not codes[item]:
@@ -134,7 +140,7 @@ def main():
             return result
 
         @pytest.hookimpl(wrapper=True, tryfirst=True)
-        def pytest_runtest_makereport(self, item, call):
+        def pytest_runtest_makereport(self, item: "Any", call: "Any") -> "Any":
             outcome = yield
             if call.excinfo is not None or outcome.outcome != "passed":
                 failed.add(item)
@@ -152,7 +158,7 @@ def main():
         """The repository's packages come before installed ones of the same name, nothing else."""
 
         @staticmethod
-        def find_spec(name, path=None, target=None):
+        def find_spec(name: str, path: object = None, target: object = None) -> "Any":
             if path is None and name in own:
                 return importlib.machinery.PathFinder.find_spec(name, roots)
             return None

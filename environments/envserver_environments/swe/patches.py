@@ -123,7 +123,8 @@ def split_protected(
         also: further files that are protected, with the places of the folders that they are in.
         patterns: of further files: `docs/**`, `*.lock`, `**/data.json`.
     """
-    kept, dropped = [], []
+    kept: list[Change] = []
+    dropped: list[Change] = []
     for change in changes:
         protected = any(
             is_protected(path) or _in_the_way(path, also) or _matches(path, patterns)

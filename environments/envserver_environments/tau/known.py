@@ -83,11 +83,21 @@ def _short_ones(
     right = right or (free and any(handed) and "ACTION" not in criteria.reward_basis)
     world = domain.world()
     if world.tool(HAND_OVER) is not None:
-        call = {"id": "h", "name": HAND_OVER, "arguments": {"summary": "A customer."}}
-        result = Episode(domain, task).world.call("assistant", HAND_OVER, call["arguments"])
+        arguments = {"summary": "A customer."}
+        call = {"id": "h", "name": HAND_OVER, "arguments": arguments}
+        result = Episode(domain, task).world.call("assistant", HAND_OVER, arguments)
         made = {"role": "assistant", "content": None, "tool_calls": [call]}
-        told = {"role": "tool", "id": "h", "requestor": "assistant", "content": result.content}
-        over = [made, {**told, "error": result.error}, _says("assistant", "A colleague comes.")]
+        told: dict[str, Any] = {
+            "role": "tool",
+            "id": "h",
+            "requestor": "assistant",
+            "content": result.content,
+        }
+        over: list[dict[str, Any]] = [
+            made,
+            {**told, "error": result.error},
+            _says("assistant", "A colleague comes."),
+        ]
         yield _known(
             "handed over at once",
             [*asked, *over, _says("user", TRANSFER)],

@@ -288,7 +288,7 @@ class Store:
         answers.
         """
         count = 0
-        with replacing(path, sync=False) as file, tarfile.open(fileobj=file, mode="w") as archive:
+        with replacing(path, sync=False) as out, tarfile.open(fileobj=out, mode="w") as archive:
             for part, pattern in (("blobs", _BLOB_NAME), ("index", _INDEX_NAME)):
                 for file in sorted((self._folder / part).glob("*/*")):
                     name = file.relative_to(self._folder).as_posix()
