@@ -1,8 +1,6 @@
-"""What differs between backends for the in-sandbox server: where things lie, how programs are
-bounded.
+"""What differs between backends for the in-sandbox server: paths, and how programs are limited.
 
-A Backend is made in the process that becomes the in-sandbox server, before it hears its first
-request.
+A Backend is made in the process that becomes the in-sandbox server, before its first request.
 """
 
 from __future__ import annotations
@@ -26,17 +24,17 @@ else:
 _SWEEP_SECONDS = 5.0
 _TOO_MANY = 2**31
 _SOCKET_BYTES = 212992
-"""What one takes in, as machines are set up; the filter keeps programs from asking for more."""
+"""Default socket buffer size of Linux; the filter keeps programs from asking for more."""
 
 
 class Backend(Protocol):
     """Where the programs of one sandbox run, and how they are limited."""
 
     work: str
-    """The directory that they call /work (and, in a namespace, that is /work)."""
+    """The workspace directory, as the server sees it (in a namespace it is /work itself)."""
     temporary: str
     variables: dict[str, str]
-    """Of programs; nothing else is inherited."""
+    """Environment variables of programs; nothing else is inherited."""
 
     def furnish(self, disk_bytes: int, inodes: int) -> None:
         """Creates the writable folders; called once."""
@@ -58,12 +56,15 @@ class Backend(Protocol):
 
 
 class NamespaceBackend:
-    """Process 1 of a pid namespace serves: nothing that it has not in /proc can be there."""
+    """Programs run in the pid namespace of which the in-sandbox server is process 1.
+
+    Every process of the sandbox is therefore listed in its /proc.
+    """
 
     work, temporary = "/work", "/tmp"
 
     def __init__(self, filter_program: bytes, variables: dict[str, str]) -> None:
-        # From its own namespace, process 1 hears only signals that it has a handler for.
+        # Inside its own namespace, process 1 receives only signals that it has a handler for.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         namespaces.furnish()
@@ -74,7 +75,7 @@ class NamespaceBackend:
         namespaces.mount_writable(disk_bytes, inodes)
 
     def enclose(self, processes: int) -> None:
-        _limit_processes(processes + 1)  # and the server inside
+        _limit_processes(processes + 1)  # and the in-sandbox server
         linux.drop_capabilities()
         linux.install_filter(self._filter)
 
@@ -85,7 +86,7 @@ class NamespaceBackend:
     def kill(self) -> None:
         try:
             while True:
-                os.kill(-1, signal.SIGKILL)  # all of the namespace but ourselves
+                os.kill(-1, signal.SIGKILL)  # all processes of the namespace except this one
                 while os.waitpid(-1, 0)[0]:
                     continue
         except (ProcessLookupError, ChildProcessError):
@@ -101,22 +102,22 @@ class NamespaceBackend:
 
 
 def kernel_bytes(proc: str = "/proc") -> int:
-    """The most that may wait in sockets of the network namespace that process 1 of `proc` is in."""
+    """Returns the most that can wait in sockets of the network namespace of process 1 of `proc`."""
     with open(f"{proc}/1/net/sockstat") as counts:
         return int(counts.readline().split()[2]) * _SOCKET_BYTES
 
 
 class HostBackend:
-    """A directory of the host: without a mount namespace there is nothing else.
+    """Programs run in a directory of the host, without a mount namespace.
 
-    Its programs are the descendants of the server (a subreaper), so one that outlives it is free.
+    They are the descendants of the server (a subreaper). A program that outlives it is not limited.
 
     Args:
         root: an empty directory that belongs to its user.
-        confined: Landlock and a system-call filter around programs; else nothing but limits.
+        confined: Landlock and a system-call filter around programs; else only limits.
         filter_program, variables: for programs.
         readable: host paths that programs may read, with `confined`.
-        own_user: the user is of this sandbox alone, so the kernel can count its processes.
+        own_user: the user belongs to this sandbox alone, so the kernel can count its processes.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class HostBackend:
         if self._confined:
             from . import landlock
 
-            # A link that a program leaves must not lead the server inside anywhere else.
+            # A link that a program leaves must not lead the in-sandbox server elsewhere.
             landlock.restrict([*self._readable, "/proc"], [self._root])
 
     def enclose(self, processes: int) -> None:
@@ -185,7 +186,7 @@ class HostBackend:
             time.sleep(0.001)
 
     def used(self) -> tuple[int, int]:
-        """What cannot be measured (too deep, or closed to its own user) counts as too much."""
+        """Counts what cannot be measured (too deep, or closed to its own user) as too much."""
         taken = inodes = 0
         waiting = [self._root]
         while waiting:

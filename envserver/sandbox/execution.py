@@ -1,8 +1,8 @@
-"""One program in a sandbox, from its fork to the end of everything that it started.
+"""Runs one program in a sandbox, from its fork to the end of every process that it started.
 
 In: a Program, its input, the backend. Out: a record of how it ended and what it used. While it
-runs, a look is taken every few milliseconds; the first limit that is passed ends it. Afterwards
-whatever it left behind is killed, so that nothing runs between two programs.
+runs, its usage is sampled every few milliseconds; the first limit that it exceeds ends it.
+Afterwards all processes left are killed, so that nothing runs between two programs.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 FIRST_LOOK_SECONDS = 0.005
 LOOK_SECONDS = 0.025
 OUTPUT_KILL_FACTOR = 8
-"""Multiple of the kept output at which a writing program is killed; before, the rest is dropped."""
+"""Multiple of the kept output at which a writing program is killed; before, it is dropped."""
 _READ_BYTES = 65536
 _DRAIN_SECONDS = 1.0
 
 
 class _Output:
-    """The output of one pipe: the beginning is kept, the rest is only counted."""
+    """The output of one pipe: keeps the beginning and counts the rest."""
 
     def __init__(self, keep: int) -> None:
         self.reading, self.writing = os.pipe2(os.O_CLOEXEC)
@@ -54,7 +54,7 @@ class _Output:
 
 
 class Execution:
-    """Runs `program` once; what it used is added to `totals`."""
+    """Runs `program` once; its usage is added to `totals`."""
 
     def __init__(
         self, program: Program, stdin: bytes, backend: Backend, accounts: Accounts, totals: Totals
@@ -71,10 +71,10 @@ class Execution:
         self._io_before = accounts.bytes_moved()
 
     def run(self, channel: int, asked_to_cancel: Callable[[], bool]) -> dict[str, Any]:
-        """Until it and all that it started have ended.
+        """Runs the program until it and all processes that it started have ended.
 
         Args:
-            channel: a descriptor; when something can be read from it, `asked_to_cancel` is called.
+            channel: a descriptor; when it becomes readable, `asked_to_cancel` is called.
         """
         keep = int(self._limits["output_kb"]) * 1024
         self._outputs = [_Output(keep), _Output(keep)]
@@ -162,7 +162,7 @@ class Execution:
                 self._killed_by = self._killed_by or reason
 
     def _bury(self, pid: int) -> tuple[int, resource.struct_rusage]:
-        """The program's status; then the rest of its processes are killed and their output read."""
+        """Returns the exit status; kills the program's other processes and reads their output."""
         _, status, usage = os.wait4(pid, 0)
         self._backend.kill()
         until = time.monotonic() + _DRAIN_SECONDS
@@ -204,7 +204,7 @@ class Execution:
 
 
 def _readable(data: bytes) -> int:
-    """Returns a descriptor to read `data` from, sealed so that programs cannot write to it."""
+    """Returns a descriptor for reading `data`, sealed so that programs cannot write to it."""
     descriptor = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with os.fdopen(os.dup(descriptor), "wb") as file:
         file.write(data)

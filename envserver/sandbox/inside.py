@@ -1,9 +1,9 @@
-"""The server inside a sandbox: runs programs under limits and reports how they ended.
+"""The in-sandbox server: runs programs under limits and reports how they ended.
 
-It is process 1 of the sandbox's pid namespace (behind weaker backends: the ancestor of all its
-programs) and the only one that holds the socket to the outside. It was forked from a zygote, so it
-needs no start-up; it is single-threaded, never waits for a program without a limit, and cannot be
-read or traced by programs. When the other end of the socket closes, it ends, and all with it.
+It is process 1 of the sandbox's pid namespace (in weaker backends: the ancestor of all its
+programs) and the only process that holds the socket to the outside. It was forked from a zygote, so
+it needs no start-up. It is single-threaded, never waits for a program without a limit, and programs
+cannot read or trace it. When the other end of the socket closes, it ends, and kills all programs.
 
 Requests: ["setup", spec], ["run", program], ["cancel"], ["read", path, bytes], ["write", path,
 data], ["total"]. Each is answered by ["ok", ...] or ["error", kind, message], in order.
@@ -35,11 +35,11 @@ _LONGEST_PLACE = 4096
 
 
 class Refused(Exception):
-    """A request that the caller got wrong."""
+    """An invalid request."""
 
 
 def serve(channel: socket.socket, make_backend: Callable[[], Backend]) -> NoReturn:
-    """The whole life of the in-sandbox server; ends the process."""
+    """Runs the in-sandbox server; ends the process."""
     status = 1
     backend = None
     try:
@@ -49,7 +49,7 @@ def serve(channel: socket.socket, make_backend: Callable[[], Backend]) -> NoRetu
         _Server(channel, backend).run()
         status = 0
     except ConnectionError:
-        status = 0  # the outside is gone: nothing to be told
+        status = 0  # the other end is gone: nothing to report
     except Exception as error:  # noqa: BLE001 - the last frame: whatever it is, say it and end
         sys.__excepthook__(type(error), error, error.__traceback__)
         sys.stderr.flush()
@@ -60,7 +60,7 @@ def serve(channel: socket.socket, make_backend: Callable[[], Backend]) -> NoRetu
 
 
 def _hang_up(channel: socket.socket) -> None:
-    """As if the other end had closed: an error from a signal could cut the sweep off."""
+    """Closes the channel from a signal handler: an exception there could interrupt the clean-up."""
     try:
         channel.shutdown(socket.SHUT_RDWR)
     except OSError:  # it is closed already
@@ -83,7 +83,7 @@ class _Server:
             while not self._waiting:
                 self._receive()
             request = self._waiting.pop(0)
-            if request[0] == "cancel":  # of a program that has ended meanwhile
+            if request[0] == "cancel":  # its program has ended meanwhile
                 continue
             try:
                 answer = self._answer(request)
@@ -137,7 +137,7 @@ class _Server:
             return execution.run(self._channel.fileno(), self._asked_to_cancel)
         except ConnectionError:
             raise
-        except OSError as error:  # the machine's fault, not the asker's: the sandbox is lost
+        except OSError as error:  # the machine's fault, not the caller's: the sandbox is lost
             raise RuntimeError(f"the program could not be run: {error}") from error
 
     def _asked_to_cancel(self) -> bool:
@@ -155,7 +155,7 @@ class _Server:
         self._channel.sendall(encode(*parts))
 
     def _place(self, path: str) -> str:
-        """`path` as it is called here; relative ones and those below /work are in the workspace."""
+        """Returns `path` as the server sees it; relative ones and those below /work: workspace."""
         if "\0" in path:
             raise Refused("a path holds a NUL character")
         if path == "/work" or path.startswith("/work/"):
@@ -192,7 +192,7 @@ def _check_regular(descriptor: int, path: str) -> None:
 
 
 def _unpack(archive: bytes, directory: str) -> None:
-    import tarfile  # for those few that bring an archive
+    import tarfile  # for the few programs that come with an archive
 
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:

@@ -1,7 +1,8 @@
-"""Landlock: a process gives up files, connections and signals for good, without any privilege.
+"""Landlock: a process gives up access to files, connections and signals for good.
 
-It hides no names, counts nothing, and does not know sockets with a path (before its version 9): so
-it comes with a filter of system calls, limits and a watcher. Linux only.
+It needs no privileges. It does not hide names, counts nothing, and ignores sockets with a path
+(before its version 9). So it is combined with a filter of system calls, limits and a watcher. Linux
+only.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from . import linux
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _ASK_VERSION = 1
 _PATH_BENEATH, _NET_PORT = 1, 2
-_LOG_SAME_EXEC_OFF = 1  # version 7: what is refused does not fill the machine's audit log
+_LOG_SAME_EXEC_OFF = 1  # version 7: refusals do not fill the machine's audit log
 
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _MAKE_CHAR, _MAKE_BLOCK = 1 << 6, 1 << 11
@@ -33,13 +34,13 @@ _ALL_SCOPES = 3  # abstract sockets, signals: version 6
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
 _DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
-_ZERO = "/dev/zero"  # who could write it could map it: memory that no look finds
+_ZERO = "/dev/zero"  # a writable one can be mapped: memory that the sampling does not see
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def abi() -> int:
-    """The version that this kernel speaks; 0: none, or it is turned off."""
+    """Returns the kernel's Landlock version; 0 if it is absent or turned off."""
     version: int = _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _ASK_VERSION)
     return max(0, version)
 
@@ -49,12 +50,12 @@ def restrict(
 ) -> None:
     """Takes from this thread, and all that it starts, every right that this kernel can take.
 
-    Files: those below `readable` may be read and executed, those below `writable` also changed,
-    the usual devices used; paths that do not exist are passed over. Network: TCP to `connect_ports`
-    only (version 4). Signals and abstract sockets: only among processes inside (version 6).
+    Files: those below `readable` may be read and executed, those below `writable` also changed, and
+    the usual devices used; missing paths are skipped. Network: TCP to `connect_ports` only (version
+    4). Signals and abstract sockets: only among confined processes (version 6).
 
     Raises:
-        OSError: this kernel has no Landlock, or takes no more rules.
+        OSError: this kernel has no Landlock, or accepts no more rules.
     """
     version = abi()
     if version == 0:
@@ -85,7 +86,7 @@ def restrict(
 def _allow_path(ruleset: int, path: str, rights: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except OSError:  # what cannot be reached needs no rule
+    except OSError:  # a path that cannot be reached needs no rule
         return
     try:
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):

@@ -1,8 +1,7 @@
-"""What a zygote must know before its backend is closed, found out in a process that ends
-afterwards.
+"""Determines what a zygote must know before its outer layer is closed, in a short-lived process.
 
-Finding it needs a good part of the standard library, and every module that a zygote has imported
-makes each of its forks slower: a tenth of a millisecond of CPU for a megabyte, two forks a sandbox.
+This needs a good part of the standard library, and every module that a zygote has imported makes
+each of its forks slower: 0.1 ms of CPU per megabyte, and a sandbox takes two forks.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def describe(backend: str) -> dict[str, Any]:
 
 
 def tell(backend: str, descriptor: int) -> None:
-    """Writes it, or the failure, as JSON."""
+    """Writes the description, or the failure, as JSON."""
     try:
         text = json.dumps(["ok", describe(backend)])
     except Exception as error:  # noqa: BLE001 - whatever it is, the zygote must hear of it

@@ -1,4 +1,4 @@
-"""The kernel calls that backends are made of. Linux only; all of them act on this process."""
+"""The kernel calls that backends use. Linux only; all of them act on this process."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ _IFF_UP_RUNNING = 0x41
 _CAPABILITIES_V3 = 0x20080522
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_python = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock
+_python = ctypes.PyDLL(None, use_errno=True)  # keeps the GIL
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine, -1)
 _no_capabilities = ctypes.create_string_buffer(24)
 _capability_header = ctypes.create_string_buffer(struct.pack("Ii", _CAPABILITIES_V3, 0), 8)
 
 
 def unshare(flags: int) -> None:
-    """New namespaces for this process (the pid namespace: for its children)."""
+    """Moves this process into new namespaces (for the pid namespace: its children)."""
     _checked(_libc.unshare(flags), f"unshare({flags:#x})")
 
 
 def fork_into(flags: int) -> int:
-    """Like os.fork, with the child in new namespaces (its pid namespace included) from the start.
+    """Forks a child that starts in new namespaces (its pid namespace included).
 
-    One fork less than unshare(2) needs. Only for a process with one thread.
+    Takes one fork less than unshare(2). Only for a process with one thread.
     """
     _python.PyOS_BeforeFork()
     pid: int = _python.syscall(_SYS_CLONE, ctypes.c_ulong(flags | signal.SIGCHLD), 0, 0, 0, 0)
@@ -68,7 +68,7 @@ def fork_into(flags: int) -> int:
 
 
 def join(pidfd: int, flags: int) -> None:
-    """Into namespaces of another process (the pid namespace: for this one's children)."""
+    """Joins namespaces of another process (for the pid namespace: this process's children do)."""
     _checked(_libc.setns(pidfd, flags), f"setns({flags:#x})")
 
 
@@ -81,7 +81,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = 
 
 
 def make_read_only(target: str) -> None:
-    """Everything mounted at and below `target` becomes read-only, without devices and setuid."""
+    """Makes everything mounted at and below `target` read-only, without devices and setuid."""
     attributes = struct.pack("QQQQ", _MOUNT_ATTR_RDONLY_NOSUID_NODEV, 0, 0, 0)
     result = _libc.syscall(
         _SYS_MOUNT_SETATTR, -100, _text(target), _AT_RECURSIVE, attributes, len(attributes)
@@ -90,12 +90,12 @@ def make_read_only(target: str) -> None:
 
 
 def unmount(target: str) -> None:
-    """Takes it out of sight; what is still used lives on."""
+    """Unmounts `target` lazily: open files in it stay usable."""
     _checked(_libc.umount2(_text(target), MNT_DETACH), f"umount({target!r})")
 
 
 def pivot_root(root: str) -> None:
-    """Makes `root`, a mount point, the root directory; the old one is gone."""
+    """Makes `root`, a mount point, the root directory; the old root is unmounted."""
     os.chdir(root)
     _checked(_libc.pivot_root(b".", b"."), "pivot_root")
     unmount(".")
@@ -108,21 +108,21 @@ def prctl(option: int, value: int) -> None:
 
 
 def die_with(parent_pid: int, signal_number: int) -> None:
-    """Have the kernel send `signal_number` when the thread that forked us ends; exit if it has."""
+    """Has the kernel send `signal_number` when the forking thread ends; exits if it has."""
     prctl(PR_SET_PDEATHSIG, signal_number)
     if os.getppid() != parent_pid:
         os._exit(1)
 
 
 def drop_capabilities() -> None:
-    """No capability is left, and none can come back: not by executing a file either."""
+    """Drops all capabilities for good: executing a file does not bring them back."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     result = _libc.capset(_capability_header, _no_capabilities)
     _checked(result, "capset")
 
 
 def seal(descriptor: int) -> None:
-    """Nobody can change or grow this memory file any more."""
+    """Seals a memory file: nobody can change or grow it any more."""
     fcntl.fcntl(descriptor, _F_ADD_SEALS, _ALL_SEALS)
 
 
@@ -131,10 +131,10 @@ class _FilterProgram(ctypes.Structure):
 
 
 def install_filter(program: bytes) -> None:
-    """Puts a filter of system calls on this thread, for good, and on all that it starts.
+    """Installs a system-call filter on this thread and its children, for good.
 
     Raises:
-        OSError: the kernel takes no filters.
+        OSError: the kernel does not accept filters.
     """
     whole = _FilterProgram(len(program) // 8, program)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
@@ -144,13 +144,13 @@ def install_filter(program: bytes) -> None:
 
 
 def set_hostname(name: str) -> None:
-    """Of the present UTS namespace."""
+    """Sets the host name of the current UTS namespace."""
     os_name = _text(name)
     _checked(_libc.sethostname(os_name, len(os_name)), "sethostname")
 
 
 def raise_loopback() -> None:
-    """Brings the interface `lo` of the present network namespace up."""
+    """Brings up the interface `lo` of the current network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sh22x", b"lo", _IFF_UP_RUNNING)
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, request)

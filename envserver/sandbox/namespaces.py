@@ -1,12 +1,13 @@
 """The built-in backend: Linux namespaces, with nothing to install.
 
-Two layers. The *outer* one is made once, around a zygote: a root directory that holds nothing but
-what programs may see, read-only, and a pid namespace whose end is the end of all in it. The *inner*
-one is made around every sandbox, out of the outer: its own user, process, mount, network, IPC and
-UTS namespaces, a bounded tmpfs for all that it may write, and no capability in the programs.
+It has two layers. The *outer* layer is made once, around a zygote: a read-only root directory that
+holds only what programs may see, and a pid namespace whose end kills every process in it. The
+*inner* layer is made around each sandbox, inside the outer one: its own user, process, mount,
+network, IPC and UTS namespaces, a bounded tmpfs for everything writable, and programs without
+capabilities.
 
-A server that is root changes to an unprivileged user, another one for each sandbox, before the
-inner layer is made; so the kernel counts processes for each, and root is never inside.
+A server that runs as root changes to an unprivileged user, a different one for each sandbox, before
+it makes the inner layer. So the kernel counts processes per sandbox, and no sandbox runs as root.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ _INNER = (
     | linux.CLONE_NEWCGROUP
 )
 SOCKET_BUFFERS = "4096 65536 131072"
-"""Of TCP, in bytes: what waits in the kernel is memory, too, and machines allow megabytes each."""
+"""TCP buffer sizes in bytes. Data waiting in the kernel is memory; hosts allow megabytes."""
 INNER_ID = 1000
 """User and group of the programs, as they see themselves."""
 DEVICES = ("null", "zero", "full", "random", "urandom")
 OWN_INODES = 5
-"""Of a sandbox's writable places, beside what programs make."""
+"""Inodes that a sandbox's writable folders use before programs create any."""
 _LARGEST_FILE = 2**63 - 1
 _EMPTY_DIRECTORIES = ("work", "tmp", "box", "proc", "dev", "dev/shm", "run", "etc")
 
 
 def own_users() -> None:
-    """Gives an ordinary user a user namespace, in which it may mount; root needs none.
+    """Gives an ordinary user a user namespace in which it may mount; root does not need one.
 
-    Only while this process has one thread: before it imports what may start others.
+    Call it while this process has one thread: before imports that may start others.
     """
     if os.geteuid() == 0:
         return
@@ -73,7 +74,7 @@ def enter_outer(
         contents: files of /etc by name.
 
     Returns:
-        The exit status of that process; whoever dies first takes the other along.
+        The exit status of that process. If either process dies, the other is killed.
 
     Raises:
         OSError: the kernel refused a step; the message names it.
@@ -83,7 +84,7 @@ def enter_outer(
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
-        linux.die_with(0, signal.SIGKILL)  # our parent has no number in our namespace
+        linux.die_with(0, signal.SIGKILL)  # the parent has no number in this namespace
         _build_root(root, visible, contents)
         linux.pivot_root(root)
         then()
@@ -93,10 +94,10 @@ def enter_outer(
 
 
 def fork_inner(uid: int | None) -> int:
-    """Like os.fork; the child is process 1 of fresh namespaces, and calls `settle_inner` first.
+    """Forks a child that is process 1 of fresh namespaces; it must call `settle_inner` first.
 
     Args:
-        uid: of the user that the namespaces belong to; None: the one that we are.
+        uid: user that owns the namespaces; None: the current user.
 
     Raises:
         OSError: the kernel refused; in the parent only.
@@ -105,7 +106,7 @@ def fork_inner(uid: int | None) -> int:
         return linux.fork_into(_INNER)
     os.setgroups([])
     os.setegid(uid)
-    os.seteuid(uid)  # whoever is effective when a namespace is made owns it
+    os.seteuid(uid)  # the effective user at creation owns a namespace
     try:
         pid = linux.fork_into(_INNER)
     except OSError:
@@ -117,15 +118,15 @@ def fork_inner(uid: int | None) -> int:
 
 
 def owner(uid: int | None) -> tuple[int, int]:
-    """User and group that the namespaces of `fork_inner` belong to; asked before the fork."""
+    """Returns the user and group that own `fork_inner`'s namespaces; call it before the fork."""
     return (uid, uid) if uid is not None else (os.geteuid(), os.getegid())
 
 
 def settle_inner(user: int, group: int) -> None:
-    """In the child of `fork_inner`: becomes the namespace's one user, and nobody else ever again.
+    """Makes the child of `fork_inner` the only user of its namespace, for good.
 
     Args:
-        user, group: as `owner` gave them.
+        user, group: as `owner` returned them.
 
     Raises:
         OSError: the kernel refused a step.
@@ -139,11 +140,11 @@ def settle_inner(user: int, group: int) -> None:
 def _be_root() -> None:
     os.seteuid(0)
     os.setegid(0)
-    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # forgotten with every change of user
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # every change of user resets it
 
 
 def become_user(uid: int) -> None:
-    """From root to an ordinary user and group `uid`, for good."""
+    """Changes from root to an ordinary user and group `uid`, for good."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
@@ -151,11 +152,11 @@ def become_user(uid: int) -> None:
 
 
 def furnish() -> None:
-    """What process 1 of a sandbox does first: its own /proc, host name and loopback."""
+    """Sets up /proc, host name and loopback; process 1 of a sandbox calls it first."""
     for direction in ("tcp_rmem", "tcp_wmem"):
         try:
             _write(f"/proc/sys/net/ipv4/{direction}", SOCKET_BUFFERS)
-        except OSError:  # read-only in some containers: sockets are counted all the same
+        except OSError:  # read-only in some containers: sockets are counted in any case
             continue
     linux.mount("proc", "/proc", "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
     linux.set_hostname("sandbox")
@@ -163,7 +164,7 @@ def furnish() -> None:
 
 
 def mount_writable(disk_bytes: int, inodes: int) -> None:
-    """One tmpfs for /work, /tmp and /dev/shm together, bounded, gone with the sandbox."""
+    """Mounts one bounded tmpfs for /work, /tmp and /dev/shm; it vanishes with the sandbox."""
     options = f"size={disk_bytes},nr_inodes={inodes + OWN_INODES},mode=0755"
     linux.mount("tmpfs", "/box", "tmpfs", MS_NOSUID | MS_NODEV, options)
     for name, target in (("work", "/work"), ("tmp", "/tmp"), ("shm", "/dev/shm")):
@@ -174,9 +175,9 @@ def mount_writable(disk_bytes: int, inodes: int) -> None:
 
 
 def _replace_zero() -> None:
-    """A file without end instead of the device, which is shared memory to whoever maps it.
+    """Replaces /dev/zero by an endless file: mapping the device gives shared memory.
 
-    Such memory belongs to no process in which a look could find it. The file holds nothing.
+    Such memory belongs to no process, so the memory limit would not see it. The file uses no space.
     """
     _write("/box/zero", "")
     os.truncate("/box/zero", _LARGEST_FILE)
@@ -186,7 +187,7 @@ def _replace_zero() -> None:
 
 
 def _map_ids(users: Mapping[int, int], groups: Mapping[int, int]) -> None:
-    """Inner to outer ids of a fresh user namespace, one each: more needs privileges."""
+    """Maps inner to outer ids of a fresh user namespace, one each: more needs privileges."""
     _write("/proc/self/setgroups", "deny")
     _write("/proc/self/uid_map", "".join(f"{ours} {theirs} 1\n" for ours, theirs in users.items()))
     _write("/proc/self/gid_map", "".join(f"{ours} {theirs} 1\n" for ours, theirs in groups.items()))
@@ -213,7 +214,7 @@ def _build_root(root: str, visible: Sequence[str], contents: Mapping[str, str]) 
 
 
 def _show(root: str, path: str) -> None:
-    """`path` of the host at the same place below `root`, read-only."""
+    """Shows `path` of the host at the same place below `root`, read-only."""
     target = root + path
     mode = os.lstat(path).st_mode
     os.makedirs(os.path.dirname(target), exist_ok=True)

@@ -1,8 +1,8 @@
-"""The outer layer of a backend, around a process that will fork what lives behind it.
+"""The outer layer of a backend, around the process that forks what runs in it.
 
 seen = prepare(backend)           before imports, which may start threads
 ... imports ...
-enter(backend, root, seen, run)   `run` in the outer layer; nothing of the machine is in its sight
+enter(backend, root, seen, run)   `run` in the outer layer; it sees nothing else of the machine
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _USERS = {"sandbox": (30000, 60000), "worker": (20000, 30000)}
 
 
 def prepare(backend: str) -> dict[str, Any]:
-    """Moves Python where it is in the way, and makes an ordinary user's namespace.
+    """Moves Python if a sandbox would hide it, and makes a user namespace for an ordinary user.
 
     Returns:
         What programs will see; see `layout.describe`.
 
     Raises:
-        OSError: the kernel refused a step, or what is to be seen cannot be found out.
+        OSError: the kernel refused a step, or the visible paths cannot be determined.
     """
     seen = _described(backend)
     if seen["moves"]:
@@ -41,7 +41,7 @@ def prepare(backend: str) -> dict[str, Any]:
 
 
 def enter(backend: str, root: str, seen: dict[str, Any], run: Callable[[], None]) -> int:
-    """Runs `run` behind the outer layer of `backend` (those without one: where we are).
+    """Runs `run` in the outer layer of `backend`; backends without one run it here.
 
     Args:
         root: an empty directory.
@@ -61,9 +61,9 @@ def enter(backend: str, root: str, seen: dict[str, Any], run: Callable[[], None]
 
 
 def first_user(kind: str, count: int) -> int | None:
-    """First of `count` users for the `kind` "sandbox" or "worker"; None: we are no root.
+    """Returns the first of `count` user ids for `kind` ("sandbox" or "worker"); None if not root.
 
-    Several servers on a machine should not share any, as far as the numbers reach.
+    The range depends on the process id, so that servers on one machine rarely share user ids.
     """
     if os.geteuid() != 0:
         return None

@@ -1,8 +1,8 @@
-"""From a fork of the in-sandbox server to a program that a model wrote.
+"""Turns a fork of the in-sandbox server into a program that a model wrote.
 
 `become` is called in the fresh child. What always holds when the first instruction of the program
-runs: no descriptor but 0, 1 and 2; no variable that it was not given; its limits and backends are
-set; it is alone in its session.
+runs: the only descriptors are 0, 1 and 2; it has only the variables that it was given; its limits
+and backend are in place; it is alone in its session.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MB = 2**20
 NOT_STARTED = 127
 _ADDRESS_SPACE_MB = 4096
-"""Beside the memory limit: address space costs nothing, and threads and numpy reserve a lot."""
+"""Address space beyond the memory limit: it costs nothing, and threads and numpy reserve much."""
 
 
 class Program:
@@ -55,7 +55,7 @@ def become(
 
     Args:
         descriptors: its standard input, output and error.
-        enclose: takes the rights that it should not have; the last thing before it begins.
+        enclose: drops the rights that it must not have; called last, just before it begins.
     """
     status = NOT_STARTED
     try:
@@ -66,7 +66,7 @@ def become(
         os.chdir(program.cwd)
         if program.code is not None:
             _set_variables(program.env)
-        linux.prctl(linux.PR_SET_DUMPABLE, 1)  # so that the server inside can measure its memory
+        linux.prctl(linux.PR_SET_DUMPABLE, 1)  # so that the server can measure its memory
         _set_limits(program.limits)
         enclose(int(program.limits["processes"]))
         for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGTERM, signal.SIGINT):
@@ -83,7 +83,7 @@ def become(
 
 
 def _set_variables(env: dict[str, str]) -> None:
-    """Only what differs: a zygote has the usual ones already."""
+    """Sets the variables that differ: a zygote has the usual ones already."""
     for name in [name for name in os.environ if name not in env]:
         del os.environ[name]
     for name, value in env.items():
@@ -96,7 +96,7 @@ def _set_limits(limits: dict[str, Any]) -> None:
     seconds = max(1, int(limits["cpu_seconds"] + 0.999))
     for name, soft, hard in (
         (resource.RLIMIT_CPU, seconds, seconds + 1),
-        # Of one process; all together are sampled. Somewhat more, so that the sample decides.
+        # Per process; the total is sampled. Somewhat higher, so that the sample decides.
         (resource.RLIMIT_DATA, memory + memory // 4 + 32 * MB, None),
         (resource.RLIMIT_AS, memory + _ADDRESS_SPACE_MB * MB, None),
         (resource.RLIMIT_FSIZE, int(limits["disk_mb"]) * MB, None),
@@ -126,10 +126,10 @@ def _run_code(code: str, argv: list[str]) -> int:
 
 
 def warm_up() -> None:
-    """What all programs that are forked from here would else do first, each for itself.
+    """Does once what every forked program would otherwise do first.
 
-    The compiler sets itself up at its first use (a millisecond); the standard streams are made as
-    a Python makes them whose output is no terminal, and nothing was read or written.
+    The compiler initializes itself at its first use (a millisecond). The standard streams are made
+    as Python makes them when the output is not a terminal; nothing was read or written.
     """
     exec(compile("pass", "<string>", "exec"), {})
     stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0)), encoding="utf-8")
@@ -142,7 +142,7 @@ def warm_up() -> None:
 
 
 def _start_afresh(argv: list[str]) -> None:
-    """Nothing that two programs of one zygote would share but should not."""
+    """Resets the state that two programs of one zygote must not share."""
     sys.argv = ["-c", *argv]
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -155,7 +155,7 @@ def _start_afresh(argv: list[str]) -> None:
 
 def _tell(error: BaseException) -> int:
     trace = error.__traceback__
-    error.__traceback__ = trace.tb_next if trace is not None else None  # without our own frame
+    error.__traceback__ = trace.tb_next if trace is not None else None  # without this frame
     if "linecache" in sys.modules:
         sys.modules["linecache"].clearcache()
     try:
@@ -177,7 +177,7 @@ def _status_of(end: SystemExit) -> int:
 
 
 def _finish(status: int) -> int:
-    """Waits for threads, runs exit handlers, writes what is buffered."""
+    """Waits for threads, runs exit handlers, flushes buffers; returns the exit status."""
     try:
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()

@@ -1,10 +1,10 @@
-"""The warm Python that every sandbox is forked from: imports once, then forks when it is told to.
+"""The warm Python that every sandbox is forked from: imports once, then forks on request.
 
-    supervisor --(id, uid; socket)--> zygote --(fork into fresh namespaces)--> server inside
+    supervisor --(id, uid; socket)--> zygote --(fork into fresh namespaces)--> in-sandbox server
                 <--("forked", id, directory; pidfd)--
 
-The zygote waits for nobody. It sits in the outer backend itself (see `namespaces`), has no variable
-and no descriptor of the server, and never runs a program's code.
+The zygote never blocks on another process. It runs inside the outer layer itself (see
+`namespaces`), has no variable and no descriptor of the server, and never runs a program's code.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Boot:
 
     Args:
         control_fd: SOCK_SEQPACKET to the supervisor.
-        supervisor_pid: whose end is ours.
+        supervisor_pid: the zygote ends when this process does.
         backend: see SandboxConfig.
-        root: an empty directory: where the outer backend is built, or rooms of the host are made.
-        preload: modules to import before the backend is closed.
+        root: an empty directory, for the outer layer or for the sandboxes' directories on the host.
+        preload: modules to import before the outer layer is closed.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Boot:
 
 
 def main(boot_json: str) -> None:
-    """The whole life of a zygote (and of the process that holds its outer backend)."""
+    """Runs a zygote until its end (and the process that holds its outer layer)."""
     boot = Boot(**json.loads(boot_json))
     control = socket.socket(fileno=boot.control_fd)
     try:
@@ -63,7 +63,7 @@ def main(boot_json: str) -> None:
         run = partial(_obey, boot, control)
         sys.exit(outer.enter(boot.backend, boot.root, boot.seen, run))
     except Exception as error:  # noqa: BLE001 - whatever it is, the supervisor must hear of it
-        if not isinstance(error, OSError):  # else the kernel refused, which its words tell
+        if not isinstance(error, OSError):  # else the kernel refused; the message says why
             sys.__excepthook__(type(error), error, error.__traceback__)
         _tell(control, "broken", f"{type(error).__name__}: {error}"[:2000])
         sys.exit(1)
@@ -75,7 +75,7 @@ def _tell(control: socket.socket, *message: Any, descriptors: tuple[int, ...] = 
 
 def _obey(boot: Boot, control: socket.socket) -> None:
     """Forks until the supervisor closes its end."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     sys.path[:] = boot.seen["search_path"]
     os.environ.clear()
     os.environ.update(boot.seen["variables"])
@@ -88,7 +88,7 @@ def _obey(boot: Boot, control: socket.socket) -> None:
     while True:
         try:
             data, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 1)
-        except ConnectionError:  # it ended and has not read all that we told it
+        except ConnectionError:  # it ended without reading everything
             return
         if not data:
             return
@@ -99,7 +99,7 @@ def _obey(boot: Boot, control: socket.socket) -> None:
 
 
 def _be_first_to_die() -> None:
-    """When memory runs out, sandboxes go before anything else of the machine."""
+    """Makes the kernel kill sandboxes first when memory runs out."""
     try:
         with open("/proc/self/oom_score_adj", "w") as score:
             score.write("1000")
@@ -110,7 +110,7 @@ def _be_first_to_die() -> None:
 def _make(
     boot: Boot, control: socket.socket, channel: socket.socket, request_id: int, uid: int | None
 ) -> None:
-    """Forks the server inside of one sandbox, and tells the supervisor of it."""
+    """Forks the in-sandbox server of one sandbox and reports it to the supervisor."""
     directory, owner = "", namespaces.owner(uid)
     try:
         if boot.backend in NAMESPACE_BACKENDS:
@@ -134,7 +134,7 @@ def _make(
 
 
 def _host_directory(boot: Boot, request_id: int, uid: int | None) -> str:
-    """An empty directory of the sandbox's own user."""
+    """Makes an empty directory that belongs to the sandbox's own user."""
     directory = f"{boot.root}/sandbox-{request_id}"
     os.mkdir(directory, 0o700)
     if uid is not None:
@@ -149,7 +149,7 @@ def _backend(boot: Boot, uid: int | None, owner: tuple[int, int], directory: str
     zygote_pid = os.getppid()
     if uid is not None:
         namespaces.become_user(uid)
-    # No namespace ends us with the zygote, so the kernel is asked to tell us of its end.
+    # No namespace kills this process with the zygote, so ask the kernel for a signal.
     linux.die_with(zygote_pid, signal.SIGTERM)
     return HostBackend(
         directory,
