@@ -1,9 +1,9 @@
 """Manages the sandboxes of attempts in flight, on the server.
 
-A worker asks over HTTP (`requests`), the proxy says for which attempt, and here each attempt has
-its own sandboxes: no other attempt can name them. A worker may have been taken over by what a model
-wrote, so nothing that it asks for goes beyond what the environment declares. What always holds:
-they are closed when their attempt is sealed, and what they used is added up.
+A worker asks over HTTP (`requests`), the proxy identifies the attempt, and each attempt has its own
+sandboxes: no other attempt can name them. Model-written code may have taken over a worker, so a
+request never gets more than the environment declares. What always holds: sandboxes are closed when
+their attempt is sealed, and their usage is added up.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _log = structlog.get_logger("envserver.sandbox")
 
 
 class AttemptSandboxes:
-    """The proxy's `SandboxHost`. `async with` it: at the end every sandbox is gone.
+    """The proxy's `SandboxHost`. Use with `async with`: at the end every sandbox is gone.
 
     Args:
-        sandboxes: makes them; open for as long as this is.
-        most: the environment's own spec: what an attempt gets, and the most that it may ask for.
-        concurrent: sandboxes of all attempts together; more wait in order.
-        images: whether an attempt may have the image that its task's public part names (`image`).
+        sandboxes: makes them; stays open for as long as this object.
+        most: the environment's own spec: the default and the maximum of an attempt.
+        concurrent: maximum sandboxes of all attempts together; further ones wait in order.
+        images: whether an attempt may use the image that its task's public part names (`image`).
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class AttemptSandboxes:
         return len(self._tenants)
 
     def most_bytes(self, path: str) -> int:
-        """See `SandboxHost`. What is larger than the sandbox's disk would be refused there."""
+        """See `SandboxHost`. The sandbox would refuse anything larger than its disk."""
         limits = self._most.limits
         match path.rpartition("/")[2]:
             case "open" | "write":
@@ -173,10 +173,11 @@ class AttemptSandboxes:
         return result
 
     async def _open(self, attempt: ProxyAttempt, state: _AttemptState, asked: Open) -> Opened:
-        """
+        """Opens a sandbox for the attempt.
+
         Raises:
-            InputError, LimitReached: the asker's fault.
-            SandboxError: none can be made.
+            InputError, LimitReached: the request is at fault.
+            SandboxError: no sandbox can be made.
             ConflictError: the attempt has ended.
         """
         spec = self._most if asked.spec is None else self._allowed(attempt, asked.spec)
@@ -200,7 +201,7 @@ class AttemptSandboxes:
         return Opened(name, sandbox.isolation)
 
     def _allowed(self, attempt: ProxyAttempt, asked: SandboxSpec) -> SandboxSpec:
-        """`asked`, with nothing in it that goes beyond the environment's own spec."""
+        """Returns `asked`, limited to the environment's own spec."""
         most = self._most
         if not set(asked.preload) <= set(most.preload):
             raise InputError(f"Only these modules may be preloaded: {', '.join(most.preload)}.")
@@ -212,7 +213,7 @@ class AttemptSandboxes:
         return msgspec.structs.replace(
             asked,
             env=_variables(asked.env),
-            # One list, for a zygote is kept for every list.
+            # Only the environment's list: each preload list has its own zygote.
             preload=most.preload if asked.preload else (),
             limits=cut_down(asked.limits, most.limits),
         )
@@ -226,9 +227,9 @@ class _AttemptState:
     """The sandboxes of one attempt.
 
     Args:
-        open: its sandboxes, by the names under which the worker knows them.
-        tenants: the tasks of all that are not gone yet.
-        usage: what those used that are gone.
+        open: its sandboxes, by the names that the worker uses.
+        tenants: the tasks of all sandboxes that are not closed yet.
+        usage: usage of the closed ones.
     """
 
     open: dict[str, _Tenant] = field(default_factory=dict)
@@ -262,9 +263,10 @@ class _AttemptState:
 
 
 class _Tenant:
-    """One sandbox, owned by its own task; requests about it come and go.
+    """One sandbox, owned by its own task, which outlives single requests.
 
-    `opened` gets it, or why there is none; the result of `task` is what it used, None without one.
+    `opened` resolves to the sandbox or to the reason why there is none; the result of `task` is the
+    usage, or None without a sandbox.
     """
 
     def __init__(self, sandboxes: Sandboxes, spec: SandboxSpec, places: asyncio.Semaphore) -> None:
@@ -275,7 +277,8 @@ class _Tenant:
 
     @property
     def sandbox(self) -> Sandbox:
-        """
+        """Returns the open sandbox.
+
         Raises:
             InputError: it is not open yet.
         """
@@ -284,7 +287,7 @@ class _Tenant:
         return self.opened.result()
 
     async def perform(self, operation: Coroutine[Any, Any, T]) -> T:
-        """What it gives. Ended, with the program that it runs, when the asker is or the sandbox.
+        """Returns the operation's result. It is cancelled when the caller or the sandbox ends.
 
         Raises:
             InputError: the sandbox was closed meanwhile.
@@ -337,11 +340,11 @@ class _Tenant:
             _log.warning("sandbox_failed", error=str(error))
         else:
             self.opened.set_exception(error)
-            self.opened.exception()  # seen, even when nobody awaits it any more
+            self.opened.exception()  # mark as retrieved, even if nobody awaits it any more
 
 
 def _cancel_once(work: asyncio.Task[Any]) -> None:
-    """A second time would cut short what the first began: the end of a program is waited for."""
+    """Cancels `work` once: a second cancel would interrupt the wait for a program's end."""
     if not work.cancelling():
         work.cancel()
 
@@ -384,14 +387,14 @@ def summed(usages: Iterable[SandboxUsage]) -> SandboxUsage:
 
 
 def cut_down(asked: SandboxLimits, most: SandboxLimits) -> SandboxLimits:
-    """`asked`, each limit at most that of `most`.
+    """Returns `asked` with each limit reduced to at most that of `most`.
 
     Raises:
         InputError: a limit is not a positive number.
     """
     limits = {}
     for name, value in msgspec.structs.asdict(asked).items():
-        if not value > 0:  # nor is NaN
+        if not value > 0:  # also rejects NaN
             raise InputError(f"The limit {name} must be positive.", place=name)
         limits[name] = min(value, getattr(most, name))
     return SandboxLimits(**limits)
@@ -405,7 +408,7 @@ def _decoded(body: bytes, kind: type[T]) -> T:
 
 
 def _plain(text: str) -> str:
-    """`text`, which the kernel is to take as a word or a path."""
+    """Returns `text` if the kernel accepts it as an argument or a path (no NUL)."""
     if "\0" in text:
         raise InputError("A word, a path or a variable holds a NUL character.")
     return text

@@ -1,12 +1,12 @@
-"""The backend `docker`: a container for each sandbox, by the command line of Docker or Podman.
+"""The backend `docker`: one container per sandbox, through the Docker or Podman command line.
 
     supervisor --("fork")--> maker --(fork)--> relay
-    client --(frames)--> relay --(stdin, stdout)--> docker run ... python3 --> the server inside
+    client --(frames)--> relay --(stdin, stdout)--> docker run ... python3 --> in-sandbox server
 
-A maker stands where other backends have a zygote. A relay is a process of this machine, one a
-sandbox: it hears the spec, starts a container that has its limits, of the image that it names or
-else the engine's own, sends our modules (the image needs Python alone), then passes bytes on. Its
-end is the end of the container. Containers get no network, no capability, a read-only root and an
+A maker takes the place of a zygote. A relay is a process of this machine, one per sandbox: it reads
+the spec, starts a container with its limits from the image that the spec names (default: the
+engine's), sends this package's modules (the image only needs Python), then passes bytes on. The
+container ends with its relay. Containers have no network, no capabilities, a read-only root and an
 ordinary user.
 """
 
@@ -39,12 +39,12 @@ ENGINES = ("docker", "podman")
 _SECONDS = 15.0
 _USER = 1000
 _SERVER_MB = 64
-"""Beside what programs may use: the server inside, and the kernel's own for them."""
+"""Memory beyond that of the programs: for the in-sandbox server and its kernel memory."""
 _SERVER_PROCESSES = 4
 _CHUNK = 2**18
 _IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]{0,500}", re.ASCII)
 _DIRECTORY = re.compile(r"(/[\w.-]+)+", re.ASCII)
-"""What these take is a word of its own on the engine's command line, and no option."""
+"""Only such values go onto the engine's command line: one argument each, never an option."""
 
 _VARIABLES = (
     *("PATH", "HOME", "XDG_RUNTIME_DIR", "TMPDIR"),
@@ -58,7 +58,7 @@ _ERRORS = """class ConfigError(Exception):
         super().__init__(message)
 """
 
-# Reads modules by name from standard input, and imports them from there.
+# Reads modules by name from standard input and imports them from there.
 _BOOT = """
 import importlib.abc, importlib.util, json, os, sys
 size, preload, data = int(sys.argv[1]), json.loads(sys.argv[2]), b""
@@ -84,7 +84,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         program: path of its command.
-        variables: of the server, that the command needs to find its engine.
+        variables: variables of the server that the command needs to find its engine.
     """
 
     program: str
@@ -102,11 +102,11 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(boot_json: str) -> None:
-    """The whole life of a maker: forks a relay when it is told to, until the supervisor ends."""
+    """Runs a maker: forks a relay on request, until the supervisor ends."""
     boot = msgspec.json.decode(boot_json, type=Boot)
     control = socket.socket(fileno=boot.control_fd)
     linux.die_with(boot.supervisor_pid, signal.SIGKILL)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # it waits for no relay
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # relays are not waited for
     control.send(json.dumps(["up"]).encode())
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 1)
@@ -127,10 +127,10 @@ def main(boot_json: str) -> None:
 
 
 def find_engine(image: str, environ: Mapping[str, str] = os.environ) -> Engine:
-    """The first engine that answers and has the image.
+    """Returns the first engine that answers and has the image.
 
     Raises:
-        OSError: there is none; the message says how each failed.
+        OSError: there is none; the message says why each failed.
     """
     variables = {name: environ[name] for name in _VARIABLES if name in environ}
     failed = []
@@ -151,7 +151,7 @@ def find_engine(image: str, environ: Mapping[str, str] = os.environ) -> Engine:
 
 
 def _asked(program: str, variables: Mapping[str, str], *words: str) -> str:
-    """Why the engine does not do it, "" where it does."""
+    """Runs the engine's command; returns why it failed, or "" on success."""
     try:
         told = subprocess.run(
             [program, *words],
@@ -170,16 +170,16 @@ def _asked(program: str, variables: Mapping[str, str], *words: str) -> str:
 
 
 def command(engine: Engine, name: str, spec: Mapping[str, Any], words: list[str]) -> list[str]:
-    """The command line that starts a container for one sandbox.
+    """Returns the command line that starts a container for one sandbox.
 
     Args:
         name: of the container.
-        spec: see SandboxSpec, by name; `usable` was asked about it.
+        spec: see SandboxSpec, by name; already checked by `usable`.
         words: arguments of its python3.
     """
     limits = spec["limits"]
     disk, inodes = int(limits["disk_mb"]), int(limits["inodes"])
-    memory = int(limits["memory_mb"]) + 3 * disk + _SERVER_MB  # files in memory count, too
+    memory = int(limits["memory_mb"]) + 3 * disk + _SERVER_MB  # files in memory count as well
     mount = f"rw,exec,nosuid,nodev,size={disk}m,nr_inodes={inodes + 4},mode=1777"
     processes = int(limits["processes"]) + _SERVER_PROCESSES
     hidden = (f"{place}:ro,nosuid,nodev,size=4k,mode=0755" for place in spec["image_hides"])
@@ -199,7 +199,7 @@ def command(engine: Engine, name: str, spec: Mapping[str, Any], words: list[str]
 
 
 def usable(engine: Engine, spec: Mapping[str, Any]) -> str:
-    """Why no container can be made of the image that `spec` names, "" where one can."""
+    """Returns why the image that `spec` names cannot be used, or "" if it can."""
     image = spec["image"]
     if image and not _IMAGE.fullmatch(image):
         return f"{image[:80]!r} is not an image name"
@@ -212,9 +212,9 @@ def usable(engine: Engine, spec: Mapping[str, Any]) -> str:
 
 
 def serve(channel: socket.socket, engine: Engine, preload: list[str], maker_pid: int) -> NoReturn:
-    """The whole life of a relay; ends the process.
+    """Runs a relay; ends the process.
 
-    What goes wrong is written to standard error; the client sees that its sandbox is lost.
+    Failures are written to standard error; the client sees that its sandbox is lost.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -253,19 +253,19 @@ def _relay(channel: socket.socket, engine: Engine, preload: list[str]) -> None:
     assert container.stdin is not None
     assert container.stdout is not None
     try:
-        with contextlib.suppress(ConnectionError):  # it ended: its last words are on our stderr
+        with contextlib.suppress(ConnectionError):  # it ended; its last output is on our stderr
             container.stdin.write(sent + first)
             container.stdin.flush()
             _pass_on(channel, container.stdin, container.stdout)
     finally:
-        # Its input's end ends the server inside; this also ends one that does not hear.
+        # The end of input ends the in-sandbox server; this also ends one that does not react.
         _asked(engine.program, engine.variables, "kill", name)
         container.kill()
         container.wait()
 
 
 def _hear_spec(channel: socket.socket) -> tuple[bytes, dict[str, Any]]:
-    """What the client sent until it had set its sandbox up, and its spec, by name."""
+    """Returns the bytes that the client sent up to its set-up request, and its spec, by name."""
     frames, heard = Frames(), bytearray()
     while True:
         data = channel.recv(_CHUNK)
@@ -277,7 +277,10 @@ def _hear_spec(channel: socket.socket) -> tuple[bytes, dict[str, Any]]:
 
 
 def _pass_on(channel: socket.socket, to_inside: IO[bytes], from_inside: IO[bytes]) -> None:
-    """Both ways, until either end is closed. Blocking writes: both ends read what they are sent."""
+    """Copies bytes both ways until either end is closed.
+
+    Blocking writes are safe: both ends read what they are sent.
+    """
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     poll.register(from_inside, select.POLLIN)
@@ -295,7 +298,7 @@ def _pass_on(channel: socket.socket, to_inside: IO[bytes], from_inside: IO[bytes
 
 
 def bundle(preload: list[str]) -> bytes:
-    """Our modules for the inside, and those of `preload` that no image has, as JSON by name."""
+    """Returns this package's modules and those of `preload` that images lack, as JSON by name."""
     sources = dict.fromkeys(_EMPTY_PACKAGES, "")
     for path in Path(__file__).parent.glob("[!_]*.py"):
         sources[f"envserver.sandbox.{path.stem}"] = path.read_text()
@@ -306,7 +309,7 @@ def bundle(preload: list[str]) -> bytes:
 
 
 def _sources(name: str) -> dict[str, str]:
-    """A module with its parents and all below it; nothing where the image has to have it."""
+    """Returns a module with its parents and submodules; nothing if the image must have it."""
     found = {}
     for parent in (name.rsplit(".", count)[0] for count in range(name.count(".") + 1)):
         spec = importlib.util.find_spec(parent)
@@ -321,7 +324,7 @@ def _sources(name: str) -> dict[str, str]:
 
 
 def _is_sent(name: str, origin: Path) -> bool:
-    """Libraries belong into the image: they are large, and may be compiled."""
+    """Whether a module is sent. Libraries, large and perhaps compiled, belong in the image."""
     top = name.partition(".")[0]
     if origin.suffix != ".py" or top in sys.stdlib_module_names:
         return False

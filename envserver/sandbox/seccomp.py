@@ -1,8 +1,9 @@
 """Which system calls programs may not make: a filter for the kernel, assembled here.
 
-`program` gives the filter as bytes, once per process; `install` puts it on the calling process, for
-good and for all its children. What is refused fails with an ordinary error, so that libraries fall
-back; only a call by a foreign architecture's numbers kills, for the table does not hold there.
+`program` returns the filter as bytes, once per process; `install` puts it on the calling process,
+for
+good and for all its children. A refused call fails with an ordinary error, so that libraries fall
+back. Only a call by a foreign architecture's number kills, because the table does not apply to it.
 
 Three reasons to refuse: the call reaches out of the sandbox (other processes, mounts, clocks), it
 hides memory from the limits (memfd, shared memory without a file, large pipes), or it is a large
@@ -23,7 +24,7 @@ from envserver_records.errors import ConfigError
 
 from .linux import install_filter
 
-# Classic BPF: operation codes, and where `struct seccomp_data` has what.
+# Classic BPF: operation codes, and the offsets in `struct seccomp_data`.
 _LOAD, _AND = 0x20, 0x54
 _IF_EQUAL, _IF_GREATER, _IF_AT_LEAST, _IF_ANY_BIT = 0x15, 0x25, 0x35, 0x45
 _RETURN, _JUMP = 0x06, 0x05
@@ -36,7 +37,7 @@ _NEWEST_KNOWN = 462  # mseal, Linux 6.10; numbers from 424 on are the same every
 
 _CLONE_NEW_ANY = 0x7E020000
 _PERSONALITY_QUERY = 0xFFFFFFFF
-# A lease or a watch on a file of the server would hold the server up.
+# A lease or a watch on a file of the server would block the server.
 _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ = 1024, 1026, 1031
 _TIOCSTI, _TIOCLINUX, _TIOCSETD = 0x5412, 0x541C, 0x5423
 _SET_FILE_FLAGS, _SET_FILE_FLAGS_32, _SET_FILE_ATTRIBUTES = 0x40086602, 0x40046602, 0x401C5820
@@ -56,9 +57,9 @@ class _Machine(NamedTuple):
 
 _MACHINES = {"x86_64": _Machine(0xC000003E, 0), "aarch64": _Machine(0xC00000B7, 1)}
 
-# A call's number on x86_64 and on aarch64; None where there is no such call.
+# A call's number on x86_64 and on aarch64; None where the call does not exist.
 _Numbers = tuple[int | None, int | None]
-# An instruction: operation, how far to jump if so and if not, operand.
+# An instruction: operation, jump if true, jump if false, operand.
 _Instruction = tuple[int, int, int, int]
 _Code = list[_Instruction]
 
@@ -92,7 +93,7 @@ _REFUSED: dict[int, dict[str, _Numbers]] = {
         "ioprio_set": (251, 30),
         "migrate_pages": (256, 238),
         "move_pages": (279, 239),
-        # memory outside of the limits, and its placement
+        # memory outside the limits, and its placement
         "shmget": (29, 194),
         "shmat": (30, 196),
         "shmctl": (31, 195),
@@ -157,14 +158,14 @@ _REFUSED: dict[int, dict[str, _Numbers]] = {
         "iopl": (172, None),
         "ioperm": (173, None),
         "modify_ldt": (154, None),
-        # files past the backends of paths, and those of all users
+        # files that bypass path checks, and those of all users
         "open_by_handle_at": (304, 265),
         "name_to_handle_at": (303, 264),
         "quotactl": (179, 60),
         "quotactl_fd": (443, 443),
         "fanotify_init": (300, 262),
         "fanotify_mark": (301, 263),
-        # long dead
+        # obsolete
         "nfsservctl": (180, 42),
         "uselib": (134, None),
         "ustat": (136, None),
@@ -177,18 +178,18 @@ _REFUSED: dict[int, dict[str, _Numbers]] = {
         "security": (185, None),
         "vserver": (236, None),
     },
-    # Libraries take these for an older kernel and go on without. The flags of clone3 lie in memory,
-    # where no filter sees them: clone is asked instead.
+    # Libraries take these errors for an older kernel and go on without. The flags of clone3 lie in
+    # memory, where a filter cannot see them; libraries then use clone, which is checked.
     errno.ENOSYS: {
         "clone3": (435, 435),
         "memfd_create": (319, 279),
         "cachestat": (451, 451),
         "inotify_init": (253, None),
         "inotify_init1": (294, 26),
-        # The whole machine has one small number of these.
+        # The kernel limits these for the whole machine, to a small number.
         "io_setup": (206, 0),
     },
-    # Extended attributes are room on the disk that no limit counts.
+    # Extended attributes take disk space that no limit counts.
     errno.EOPNOTSUPP: {
         "setxattr": (188, 5),
         "lsetxattr": (189, 6),
@@ -199,9 +200,9 @@ _REFUSED: dict[int, dict[str, _Numbers]] = {
     },
 }
 
-# Without mounts of its own, a program that has the server's user could change who may read the
-# server's files, and when: Landlock does not hold these. They do nothing, and say that they did:
-# copying tools call them for every file, and would fail.
+# Without its own mounts, a program with the server's user could change the modes and times of
+# the server's files: Landlock does not prevent it. These calls do nothing and report success,
+# because copying tools call them for every file and would fail.
 _PRETENDED: dict[str, _Numbers] = {
     "chmod": (90, None),
     "fchmod": (91, 52),
@@ -229,13 +230,14 @@ _MAKE_NODE: tuple[tuple[_Numbers, int], ...] = (((133, None), 1), ((259, 33), 2)
 
 @functools.cache
 def program(*, inet: bool, host: bool = False) -> bytes:
-    """The filter, ready for `install`.
+    """Returns the filter, ready for `install`.
 
     Args:
-        inet: Unix, TCP and UDP sockets may be made, for a sandbox with a network of its own. Else
-            none but pairs of connected ones: a Unix socket, too, can reach a server of the host.
-        host: the network is the host's: with `inet`, TCP sockets that connect are all that is left.
-            Without `inet` it always is; there, as here, files are the host's, too.
+        inet: allow Unix, TCP and UDP sockets, for a sandbox with its own network. Else only
+            connected pairs are allowed: even a Unix socket can reach a server of the host.
+        host: the network is the host's: with `inet`, only TCP sockets that connect are allowed.
+            Without `inet` the network is always the host's; in both cases files are the host's,
+                too.
 
     Raises:
         ConfigError: there is no table for this machine's architecture.
@@ -277,7 +279,7 @@ def _assemble(machine: _Machine, *, inet: bool, host: bool) -> _Code:
 
 
 def _search(ordered: list[tuple[int, _Code]]) -> _Code:
-    """A binary search: the kernel walks through a filter for every call when it is installed."""
+    """Builds a binary search: the kernel runs the filter at every call."""
     if len(ordered) <= _FEW:
         return [*(step for one in ordered for step in _when(*one)), _return(_ALLOW)]
     middle = len(ordered) // 2
@@ -286,7 +288,7 @@ def _search(ordered: list[tuple[int, _Code]]) -> _Code:
 
 
 def _judged(*, inet: bool, host: bool) -> Iterable[tuple[_Numbers, _Code]]:
-    """Calls, and the code that decides on each; every path of it returns."""
+    """Yields calls and the code that decides on each; every path of that code returns."""
     refuse, allow = _refuse(errno.EPERM), _return(_ALLOW)
     yield _CLONE, [_load(0), (_IF_ANY_BIT, 0, 1, _CLONE_NEW_ANY), refuse, allow]
     yield _PERSONALITY, [_load(0), (_IF_EQUAL, 1, 0, _PERSONALITY_QUERY), refuse, allow]
@@ -294,7 +296,7 @@ def _judged(*, inet: bool, host: bool) -> Iterable[tuple[_Numbers, _Code]]:
     yield _PRLIMIT64, only_self
     for scheduling in _SCHEDULING:
         yield scheduling, only_self
-    # setpriority(PRIO_PROCESS, 0, ...) only: others' and whole users' are refused.
+    # setpriority(PRIO_PROCESS, 0, ...) only: other processes and whole users are refused.
     yield (
         _SETPRIORITY,
         [_load(0), (_IF_EQUAL, 0, 2, 0), _load(1), (_IF_EQUAL, 1, 0, 0), refuse, allow],
@@ -304,13 +306,13 @@ def _judged(*, inet: bool, host: bool) -> Iterable[tuple[_Numbers, _Code]]:
             numbers,
             [_load(argument), (_AND, 0, 0, _FILE_TYPE), *_one_of(_DEVICES, refuse), allow],
         )
-    # Shared memory without a file lives on when its pages are mapped no more, and then no process
-    # has it; nor are huge pages counted with anybody's.
+    # Shared memory without a file survives when it is no longer mapped, and then belongs to no
+    # process; huge pages are not counted for any process either.
     shared = [(_AND, 0, 0, _MAP_SHARED_ANONYMOUS), *_one_of((_MAP_SHARED_ANONYMOUS,), refuse)]
     yield _MMAP, [_load(3), (_IF_ANY_BIT, 0, 1, _MAP_HUGETLB), refuse, *shared, allow]
     yield _IOCTL, [_load(1), *_one_of(_REQUESTS, refuse), allow]
     yield _FCNTL, [_load(1), *_one_of((_F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ), refuse), allow]
-    # Larger buffers are memory that no limit sees; programs take them for a wish anyway.
+    # Larger buffers are memory that no limit sees; for programs the size is only a hint.
     larger = [_load(2), *_one_of(_BUFFER_SIZES, _refuse(0)), allow]
     yield _SETSOCKOPT, [_load(1), (_IF_EQUAL, 1, 0, _SOL_SOCKET), allow, *larger]
     no_family = _refuse(errno.EAFNOSUPPORT)
@@ -319,7 +321,7 @@ def _judged(*, inet: bool, host: bool) -> Iterable[tuple[_Numbers, _Code]]:
         yield _SOCKETPAIR, [*unix_only, allow]
         yield _SOCKET, _sockets(no_family, allow)
     else:
-        # One of a pair of datagram sockets could still send anywhere.
+        # One socket of a datagram pair could still send anywhere.
         connected = _one_of((_SOCK_STREAM, _SOCK_SEQPACKET), allow)
         yield _SOCKETPAIR, [*unix_only, _load(1), (_AND, 0, 0, _SOCK_TYPE), *connected, refuse]
         yield _SOCKET, _tcp_sockets(no_family, allow) if inet else [no_family]
@@ -343,7 +345,7 @@ def _tcp_sockets(refuse: _Instruction, allow: _Instruction) -> _Code:
 
 
 def _sockets(refuse: _Instruction, allow: _Instruction) -> _Code:
-    """Unix sockets of any kind; TCP and UDP."""
+    """Allows Unix sockets of any kind, TCP and UDP."""
     code = [_load(0), *_one_of((_AF_UNIX,), allow)]
     code += [(_IF_EQUAL, 2, 0, _AF_INET), (_IF_EQUAL, 1, 0, _AF_INET6), refuse]
     code += [_load(1), (_AND, 0, 0, _SOCK_TYPE)]
@@ -352,12 +354,12 @@ def _sockets(refuse: _Instruction, allow: _Instruction) -> _Code:
 
 
 def _when(number: int, body: _Code) -> _Code:
-    """`body` for one call; the others jump over it."""
+    """Runs `body` for one call; other calls jump over it."""
     return [(_IF_EQUAL, 0, len(body), number), *body]
 
 
 def _one_of(values: Iterable[int], then: _Instruction) -> _Code:
-    """`then` where what was loaded is one of `values`; else it goes on."""
+    """Runs `then` if the loaded value is one of `values`; otherwise continues."""
     code: _Code = []
     for value in values:
         code += [(_IF_EQUAL, 0, 1, value), then]
@@ -365,7 +367,7 @@ def _one_of(values: Iterable[int], then: _Instruction) -> _Code:
 
 
 def _load(argument: int) -> _Instruction:
-    """The lower half of an argument: all that the kernel itself looks at in these calls."""
+    """Loads the lower half of an argument: the kernel uses only that in these calls."""
     return (_LOAD, 0, 0, _ARGUMENTS + 8 * argument)
 
 

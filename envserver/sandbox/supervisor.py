@@ -1,13 +1,14 @@
-"""The one process per server that makes sandboxes and outlives none of its users.
+"""The one process per server that makes sandboxes and ends them with their users.
 
     client --("open", id, preload)--> supervisor --> zygote --(forked)--> supervisor
            <--("opened", id, isolation; socket of the sandbox, pidfd)----
 
-It listens on a unix socket; whoever connects (same user only) owns the sandboxes that it opened,
-and they die with its connection. What always holds: at most `concurrent` sandboxes live, more wait
-in order; it dies with the server, the zygotes with it, and every sandbox with its zygote.
+It listens on a unix socket. A client (same user only) owns the sandboxes that it opened, and they
+die with its connection. What always holds: at most `concurrent` sandboxes live, further requests
+wait in order; the supervisor dies with the server, the zygotes with it, and every sandbox with its
+zygote.
 
-A process of its own and single-threaded, because the kernel ties "die with your parent" to the
+It is a separate single-threaded process because the kernel ties "die with your parent" to the
 thread that forked.
 """
 
@@ -37,11 +38,11 @@ from . import docker, linux, outer
 from .wire import MAX_MESSAGE_BYTES, NAMESPACE_BACKENDS
 
 FORK_SECONDS = 20.0
-"""For a sandbox to be made, and for a zygote's imports fifteen times as long."""
+"""Time limit for making a sandbox; a zygote's imports get fifteen times as long."""
 IMPORT_SECONDS = 300.0
 MAX_ZYGOTES = 8
 READY = 2
-"""Sandboxes that each zygote keeps for whoever comes next, while half of the places is free."""
+"""Ready sandboxes that each zygote keeps while half of the places are free."""
 _END_SECONDS = 3.0
 _PAUSE_SECONDS = 0.01
 _START = (
@@ -55,9 +56,9 @@ class SupervisorBoot(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         control_fd: SOCK_SEQPACKET whose other end only the server holds.
-        server_pid: of the process whose end is ours.
-        directory: private; the socket `socket`, and the zygotes' directories, are made here.
-        concurrent: sandboxes at a time.
+        server_pid: the supervisor ends when this process does.
+        directory: private; holds the socket `socket` and the zygotes' directories.
+        concurrent: maximum number of live sandboxes.
         backend: see `zygote.Boot`.
         engine: what makes containers, for the backend `docker`.
     """
@@ -71,28 +72,28 @@ class SupervisorBoot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def start_command(module: str, boot: Any) -> list[str]:
-    """The words that run `main` of a module of this package, with the server's own import path."""
+    """Returns the argv that runs `main` of a module here, with the server's import path."""
     path = msgspec.json.encode([str(Path(entry).absolute()) for entry in sys.path]).decode()
     code = _START.format(module=module)
     return [sys.executable, "-I", "-c", code, path, msgspec.json.encode(boot).decode()]
 
 
 def main(boot_json: str) -> None:
-    """The whole life of the supervisor."""
+    """Runs the supervisor."""
     boot = msgspec.json.decode(boot_json, type=SupervisorBoot)
     control = socket.socket(fileno=boot.control_fd)
-    # As if the server had closed its end: an error from a signal could cut the clean-up off.
+    # Act as if the server had closed its end: an exception could interrupt the clean-up.
     signal.signal(signal.SIGTERM, lambda *_: control.shutdown(socket.SHUT_RDWR))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     linux.die_with(boot.server_pid, signal.SIGTERM)
-    linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)  # so that at the end we can wait for all
+    linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)  # so that all can be waited for at the end
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # some for each client and sandbox
     Supervisor(boot, control).run()
 
 
 def _wait_for_orphans(until: float) -> None:
-    """Whatever a killed zygote leaves is our child, and dies with its wall or with its parent."""
+    """Waits for the children of killed zygotes: they die with their backend or their parent."""
     while time.monotonic() < until:
         try:
             if not os.waitpid(-1, os.WNOHANG)[0]:
@@ -109,7 +110,7 @@ class _Client:
 
 @dataclass(eq=False)
 class _Wanted:
-    """A sandbox that is to be made; `client` None: to be kept ready."""
+    """A sandbox to be made; `client` None: it is to be kept ready."""
 
     client: _Client | None
     request_id: int
@@ -121,7 +122,7 @@ class _Wanted:
 
 @dataclass(eq=False)
 class _Opened:
-    """A sandbox that lives; `client` None: it is ready for whoever comes next."""
+    """A live sandbox; `client` None: it is ready for the next request."""
 
     zygote: _Zygote
     client: _Client | None
@@ -149,7 +150,7 @@ def _kill_all_of(uid: int) -> None:
     pid = os.fork()
     if pid == 0:
         os.setresuid(uid, uid, uid)
-        os.kill(-1, signal.SIGKILL)  # ourselves, too, on some kernels
+        os.kill(-1, signal.SIGKILL)  # includes this process, on some kernels
         os._exit(0)
     os.waitpid(pid, 0)
 
@@ -170,7 +171,7 @@ class Supervisor:
         self._first_uid = outer.first_user("sandbox", boot.concurrent)
 
     def run(self) -> None:
-        """Until the server closes its end."""
+        """Runs until the server closes its end."""
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listening.bind(f"{self._boot.directory}/socket")
         listening.listen(128)
@@ -186,7 +187,7 @@ class Supervisor:
             self._end()
 
     def _end(self) -> None:
-        """Takes zygotes and sandboxes along, and every file of theirs: the server may be gone."""
+        """Ends zygotes and sandboxes and removes their files: the server may be gone."""
         self._queue.clear()
         for opened in self._living:
             self._kill(opened.pidfd)
@@ -214,7 +215,7 @@ class Supervisor:
     def _accept(self, listening: socket.socket) -> None:
         try:
             connection, _ = listening.accept()
-        except OSError:  # it has gone again, or no descriptor is left: then it waits
+        except OSError:  # it is gone again, or no descriptor is left: then it waits
             time.sleep(_PAUSE_SECONDS)
             return
         connection.setblocking(False)
@@ -255,9 +256,9 @@ class Supervisor:
     def _answer(self, client: _Client, *message: Any, descriptors: tuple[int, ...] = ()) -> None:
         try:
             socket.send_fds(client.socket, [msgspec.msgpack.encode(message)], descriptors)
-        except OSError:  # gone, or deaf: nobody waits for it, and its sandboxes die
+        except OSError:  # gone or unresponsive: its sandboxes die
             with contextlib.suppress(OSError):
-                client.socket.shutdown(socket.SHUT_RDWR)  # so that the selector tells
+                client.socket.shutdown(socket.SHUT_RDWR)  # so that the selector reports it
 
     # Making sandboxes.
 
@@ -288,14 +289,14 @@ class Supervisor:
             self._ask(zygote, self._next_id, wanted)
 
     def _keep_some_ready(self, zygote: _Zygote) -> None:
-        """Making one takes longer than using it often does; so the next ones are made meanwhile."""
+        """Makes sandboxes in advance: making one often takes longer than using it."""
         on_the_way = sum(wanted.client is None for wanted in zygote.waiting.values())
         enough = len(self._free) > self._boot.concurrent // 2
         if not self._queue and enough and len(zygote.ready) + on_the_way < READY:
             self._make(zygote, _Wanted(None, -1, zygote.preload))
 
     def _give_up_a_ready_one(self) -> None:
-        """Its place is needed for another preload list; it comes when the sandbox has ended."""
+        """Ends a ready sandbox whose place another preload list needs."""
         for zygote in self._zygotes.values():
             if zygote.ready:
                 self._kill(zygote.ready.pop().pidfd)
@@ -314,9 +315,10 @@ class Supervisor:
             theirs.close()
 
     def _zygote(self, preload: tuple[str, ...]) -> _Zygote:
-        """
+        """Returns the zygote of a preload list; starts it if needed.
+
         Raises:
-            OSError: the machine has no room for another process or directory.
+            OSError: the machine cannot start another process or make another directory.
         """
         zygote = self._zygotes.get(preload)
         if zygote is None:
@@ -360,9 +362,11 @@ class Supervisor:
         return start_command("zygote", boot)
 
     def _retire_one(self) -> None:
-        """Room for another preload list: the one that was not used for longest goes.
+        """Ends the least recently used zygote to make room for another preload list.
 
-        Its sandboxes die with it, so only one without any may go; else there is one more for now.
+        Its sandboxes would die with it, so only a zygote without any is ended; else there is one
+        more for
+        now.
         """
         idle = [
             zygote
@@ -425,7 +429,7 @@ class Supervisor:
         self._keep_some_ready(opened.zygote)
 
     def _kill(self, pidfd: int) -> None:
-        """Where its programs do not die with the server inside, that one is let clean up."""
+        """Ends a sandbox: SIGKILL if its programs die with its server, else it cleans up first."""
         whole = self._boot.backend in NAMESPACE_BACKENDS
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL if whole else signal.SIGTERM)
@@ -445,11 +449,11 @@ class Supervisor:
         self._release(opened.slot)
 
     def _sweep(self, opened: _Opened) -> None:
-        """What a sandbox without namespaces may leave: processes of its user, and its files."""
+        """Removes what a sandbox without namespaces may leave: its user's processes and files."""
         uid = self._uid(opened.slot)
         if uid is not None:
-            _kill_all_of(uid)  # to its end: the next sandbox may be the same user's
-        # Not shutil's, which trees of a thousand levels break; its status is of no use to anybody.
+            _kill_all_of(uid)  # Wait for its end: the next sandbox may have the same user.
+        # Not shutil's: it fails on trees of a thousand levels. The exit status is of no use.
         command = ["rm", "-rf", "--", opened.directory]
         self._sweepers = [p for p in self._sweepers if p.poll() is None]
         self._sweepers.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))

@@ -1,7 +1,7 @@
-"""What programs see of this machine: system directories and Python, nothing of ours or anybody's.
+"""What programs see of this machine: system directories and Python, but nothing of this project.
 
-Visible are /usr and its kin, a few files of /etc, and the running Python installation with what is
-installed in it; hidden in there are envserver with its environments, tools and clients, every other
+Visible are /usr and the like, a few files of /etc, and the running Python installation with its
+packages. Hidden in there are envserver with its environments, tools and clients, every other
 package that brings environments (they hold graders), and whatever points at them. All of it is
 read-only for programs; the rest of the machine is not there.
 """
@@ -35,25 +35,25 @@ OUR_PACKAGES = (
 _ENTRY_POINTS = "envserver.environments"
 
 _OWN_DIRECTORIES = ("/work", "/tmp", "/dev", "/proc", "/box", "/run")
-"""A sandbox has its own of these, so what the host has there cannot be seen at the same place."""
+"""A sandbox has its own versions of these, so the host's files below them are not visible."""
 _SPARE_DIRECTORIES = ("/mnt", "/srv", "/media", "/opt")
 _LARGEST_SCRIPT_BYTES = 32768
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Variables for numeric libraries: programs are many, so none shall take every core."""
+"""Variables for numeric libraries: there are many programs, so none may use every core."""
 
 
 @functools.cache
 def visible_paths() -> list[str]:
-    """The host paths that programs may read; each stands for all below it. Links stay links.
+    """Returns the host paths that programs may read, with all below each. Links stay links.
 
-    They are those of this interpreter: ask after `move_python`, where that was called.
+    They are those of this interpreter: call it after `move_python`, if that is needed.
     """
     hidden = _hidden()
     found: dict[str, None] = {}
     for root in _roots():
         if not any(_is_below(root, done) for done in found):
-            # A virtual environment may lie in the project's folder, which as a whole is hidden.
+            # A virtual environment may lie in the project's folder, which is hidden as a whole.
             real = os.path.realpath(root)
             secrets = {path for path in hidden if not _is_below(real, path)}
             found.update(dict.fromkeys(_without(root, secrets)))
@@ -61,10 +61,11 @@ def visible_paths() -> list[str]:
 
 
 def search_path() -> list[str]:
-    """Where programs import from: the part of this interpreter's path that they see.
+    """Returns the import path of programs: the part of this interpreter's path that they see.
 
-    Never a directory that they can write (the server may have been started in /tmp): a module that
-    a program leaves there would be imported by the next one.
+    It never has a directory that they can write to (the server may have been started in /tmp): the
+    next
+    program would import a module that a program leaves there.
     """
     roots = [os.path.realpath(root) for root in _roots()]
     return [
@@ -73,7 +74,7 @@ def search_path() -> list[str]:
 
 
 def variables() -> dict[str, str]:
-    """The environment of programs; nothing else is inherited."""
+    """Returns the environment variables of programs; nothing else is inherited."""
     places = [f"{sys.prefix}/bin", f"{sys.base_prefix}/bin"]
     places += ["/usr/local/bin", "/usr/bin", "/bin"]
     return {
@@ -94,7 +95,7 @@ def variables() -> dict[str, str]:
 
 
 def etc_files(user: int = 1000) -> dict[str, str]:
-    """Files of /etc that programs get instead of the host's, by name.
+    """Returns the files of /etc that programs get instead of the host's, by name.
 
     Args:
         user: the number of the programs' user and group.
@@ -114,21 +115,23 @@ def etc_files(user: int = 1000) -> dict[str, str]:
 
 
 def must_move_python() -> bool:
-    """Whether this interpreter lies where a sandbox has its own directories."""
+    """Whether this interpreter lies below a directory that a sandbox replaces."""
     return _in_the_way(sys.prefix)
 
 
 def move_python() -> None:
-    """Starts this process again from another place, where a sandbox has its own directories.
+    """Restarts this process from another path if a sandbox would hide its Python.
 
-    A virtual environment below /work or /tmp would be out of sight in every sandbox. So, in a mount
-    namespace of its own, this process binds it to a place that no sandbox needs, and executes its
-    own command line anew with every mention of the old place replaced. It returns at once where
-    nothing stands in the way; open descriptors are kept if they are inheritable.
+    A virtual environment below /work or /tmp would be invisible in every sandbox. So, in a mount
+    namespace of its own, this process binds it to a path that no sandbox replaces, and executes its
+    own command line again with every mention of the old path replaced. It returns at once if
+    nothing
+    must move; open descriptors are kept if they are inheritable.
 
     Raises:
-        OSError: the kernel refused a step, or there is no such place, or the base installation
-            itself is in the way (it cannot be moved).
+        OSError: the kernel refused a step, or there is no such path, or the base installation
+            itself
+            would be hidden (it cannot be moved).
     """
     if not must_move_python():
         return
@@ -167,7 +170,7 @@ def _bind(source: str, target: str) -> None:
 
 
 def _move_scripts(old: str, new: str) -> None:
-    """Commands that name their interpreter by its old place get its new one."""
+    """Rewrites scripts whose first line names the interpreter by its old path."""
     for entry in os.scandir(old):
         target = Path(new, entry.name)
         text = Path(entry.path).read_bytes() if _is_script(entry) else b""
@@ -209,7 +212,7 @@ def _in_the_way(path: str) -> bool:
 
 
 def _roots() -> Iterator[str]:
-    """Directories and files that are visible but for what is hidden in them."""
+    """Yields directories and files that are visible except for what is hidden in them."""
     bases = [sys.base_prefix, os.path.realpath(sys.base_prefix)]
     wanted = [*_SYSTEM, *(f"{base}/{part}" for base in bases for part in ("bin", "lib", "lib64"))]
     if sys.prefix != sys.base_prefix:
@@ -218,7 +221,7 @@ def _roots() -> Iterator[str]:
 
 
 def _without(path: str, hidden: set[str]) -> Iterator[str]:
-    """`path`, or of a directory in which something is hidden, everything else."""
+    """Yields `path`, or everything in it except what is hidden."""
     real = os.path.realpath(path)
     if any(_is_below(real, secret) for secret in hidden):
         return
@@ -227,7 +230,7 @@ def _without(path: str, hidden: set[str]) -> Iterator[str]:
         return
     try:
         names = sorted(entry.name for entry in os.scandir(path))
-    except OSError:  # who may not look into it cannot show it either
+    except OSError:  # a directory that cannot be listed cannot be shown either
         return
     for name in names:
         yield from _without(f"{path}/{name}", hidden)
@@ -238,7 +241,7 @@ def _is_below(path: str, directory: str) -> bool:
 
 
 def _hidden() -> set[str]:
-    """Real paths of what no program may see, though it lies in a visible directory."""
+    """Returns the real paths that no program may see although they lie in a visible directory."""
     sites = {os.path.realpath(path) for path in _site_directories()}
     found: set[str] = set()
     for name in OUR_PACKAGES:
@@ -262,7 +265,7 @@ def _site_directories() -> set[str]:
 
 
 def _pointers(site: str) -> Iterator[str]:
-    """Names in a site directory that lead Python to projects elsewhere."""
+    """Yields names in a site directory that lead Python to projects elsewhere."""
     for name in (entry.name for entry in os.scandir(site)):
         if name.startswith(("__editable__", "_editable_impl_")) or name.endswith(".egg-link"):
             yield name
