@@ -16,11 +16,10 @@ from typing import Any, Literal
 from envserver_tools.calling import (
     MAX_RESULT_CHARACTERS,
     Tool,
-    call_tool,
-    descriptions,
     function_tool,
     toolbox,
 )
+from envserver_tools.loop import chat_with_tools
 from envserver_tools.sandboxed import sandbox_tools
 from envserver_tools.visible import visible_text
 
@@ -99,28 +98,16 @@ class Workbench:
 
 
 async def _with_tools(messages: list[Message], run: Rollout, bench: Workbench) -> dict[str, Any]:
-    text, errors = "", 0
-    offered = descriptions(bench.tools.values())
-    for _ in range(min(MAX_TURNS, run.max_turns)):
-        reply = await run.chat(messages, tools=offered)
-        text = reply.content
-        messages.append(reply.message)
-        if reply.finish_reason == "length" or (not reply.tool_calls and _has_block(text)):
-            break
-        if not reply.tool_calls:
-            messages.append({"role": "user", "content": REMINDER})
-        for call in reply.tool_calls:
-            result = await call_tool(bench.tools, call)
-            if bench.submitted is not None:
-                return {"code": bench.submitted, "text": text}
-            errors += not result.ok
-            run.log_metric("tool_errors", errors)
-            messages.append(
-                {"role": "tool", "tool_call_id": call.get("id", ""), "content": result.text}
-            )
-        if errors >= MAX_TOOL_ERRORS:
-            break
-    return {"code": None, "text": text}
+    end = await chat_with_tools(
+        run,
+        messages,
+        bench.tools,
+        final="submit",
+        max_turns=MAX_TURNS,
+        max_tool_errors=MAX_TOOL_ERRORS,
+        reminder=lambda text: None if _has_block(text) else REMINDER,
+    )
+    return {"code": bench.submitted, "text": end.text}
 
 
 def _has_block(text: str) -> bool:

@@ -19,9 +19,9 @@ from envserver_tools.calling import (
     ToolResult,
     checked_call,
     cut,
-    run_tool_call,
     toolbox,
 )
+from envserver_tools.loop import chat_with_tools
 
 from envserver import Message, PublicTask, Rollout
 
@@ -82,26 +82,10 @@ def finish_answer(message: Message) -> str | None:
 
 
 async def _with_tools(messages: list[Message], run: Rollout) -> dict[str, Any]:
-    text, errors = "", 0
-    descriptions = [tool.description for tool in TOOLS.values()]
-    for _ in range(run.max_turns):
-        reply = await run.chat(messages, tools=descriptions)
-        text = reply.content or text
-        messages.append(reply.message)
-        if reply.finish_reason == "length" or not reply.tool_calls:
-            break
-        for call in reply.tool_calls:
-            result = run_tool_call(TOOLS, call)
-            if result.ok and call["function"]["name"] == "finish":
-                return {"answer": result.text, "text": text}
-            errors += not result.ok
-            run.log_metric("tool_errors", errors)
-            messages.append(
-                {"role": "tool", "tool_call_id": call.get("id", ""), "content": result.text}
-            )
-        if errors >= MAX_TOOL_ERRORS:
-            break
-    return {"answer": None, "text": text}
+    end = await chat_with_tools(
+        run, messages, TOOLS, final="finish", max_tool_errors=MAX_TOOL_ERRORS
+    )
+    return {"answer": end.result, "text": end.last_text}
 
 
 async def _with_commands(messages: list[Message], run: Rollout) -> dict[str, Any]:

@@ -18,7 +18,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from envserver_tools.calling import ToolError, call_tool, descriptions
+from envserver_tools.calling import ToolError
+from envserver_tools.loop import chat_with_tools
 from envserver_tools.protocol import parse_message, run_protocol
 from envserver_tools.visible import visible_text
 
@@ -98,28 +99,22 @@ class _Said:
 
 
 async def _with_tools(question: str, run: Rollout, rules: Rules, shelf: Shelf) -> _Said:
-    messages = _opening(system_prompt("tools", rules.unanswerable), question)
-    thoughts, text, errors = _Thoughts(run, question), "", 0
-    offered = descriptions(shelf.tools.values())
-    for _ in range(run.max_turns):
-        reply = await run.chat(messages, tools=offered)
-        text = reply.content
-        messages.append(reply.message)
-        if reply.finish_reason == "length" or not reply.tool_calls:
-            break
-        thoughts.note(text)
-        for call in reply.tool_calls:
-            result = await call_tool(shelf.tools, call)
-            if shelf.finished is not None:
-                return _Said(shelf.finished["answer"], text)
-            errors += not result.ok
-            run.log_metric("tool_errors", errors)
-            messages.append(
-                {"role": "tool", "tool_call_id": call.get("id", ""), "content": result.text}
-            )
-        if errors >= MAX_TOOL_ERRORS or has_tagged_answer(text):
-            break
-    return _Said(None, text)
+    thoughts = _Thoughts(run, question)
+
+    def note(reply: Reply) -> None:
+        if reply.tool_calls and reply.finish_reason != "length":
+            thoughts.note(reply.content)
+
+    end = await chat_with_tools(
+        run,
+        _opening(system_prompt("tools", rules.unanswerable), question),
+        shelf.tools,
+        final="finish",
+        max_tool_errors=MAX_TOOL_ERRORS,
+        on_reply=note,
+        is_answer=has_tagged_answer,
+    )
+    return _Said(None if shelf.finished is None else shelf.finished["answer"], end.text)
 
 
 async def _with_texts(question: str, run: Rollout, rules: Rules, shelf: Shelf) -> _Said:

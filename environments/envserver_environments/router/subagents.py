@@ -15,7 +15,8 @@ from envserver_environments.answers import last_boxed
 from envserver_environments.code.agent import solve as write_program
 from envserver_environments.code.extraction import extract_code
 from envserver_environments.math.agent import solve as solve_problem
-from envserver_tools.calling import Tool, cut, descriptions, function_tool, run_tool_call, toolbox
+from envserver_tools.calling import Tool, cut, function_tool, toolbox
+from envserver_tools.loop import chat_with_tools
 from envserver_tools.retrieval import BM25
 from envserver_tools.visible import visible_text
 
@@ -112,25 +113,12 @@ async def do_search(brief: Brief, run: Rollout) -> Finding:
         {"role": "system", "content": system_prompt("search")},
         {"role": "user", "content": f"{brief.words}\n\nFound so far:\n{first}"},
     ]
-    text, errors = "", 0
-    for _ in range(run.max_turns):
-        reply = await run.chat(messages, tools=descriptions(tools.values()))
-        text = reply.content or text
-        messages.append(reply.message)
-        if reply.finish_reason == "length" or not reply.tool_calls:
-            break
-        for call in reply.tool_calls:
-            result = run_tool_call(tools, call)
-            if result.ok and call["function"]["name"] == "finish":
-                return Finding(result.text, result.text)
-            errors += not result.ok
-            run.log_metric("tool_errors", errors)
-            messages.append(
-                {"role": "tool", "tool_call_id": call.get("id", ""), "content": result.text}
-            )
-        if errors >= MAX_TOOL_ERRORS:
-            break
-    seen = (visible_text(text) or "").strip()
+    end = await chat_with_tools(
+        run, messages, tools, final="finish", max_tool_errors=MAX_TOOL_ERRORS
+    )
+    if end.result is not None:
+        return Finding(end.result, end.result)
+    seen = (visible_text(end.last_text) or "").strip()
     return Finding(cut(seen), seen)
 
 

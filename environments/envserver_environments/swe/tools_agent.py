@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from envserver_tools.calling import Tool, call_tool, descriptions, toolbox
+from envserver_tools.calling import Tool, toolbox
+from envserver_tools.loop import chat_with_tools
 from envserver_tools.sandboxed import sandbox_tools
 
-from envserver import Message, Rollout, Sandbox
+from envserver import Message, Reply, Rollout, Sandbox
 
 from .prompts import system_prompt
 from .rules import Rules
@@ -36,25 +37,18 @@ async def work(messages: list[Message], sandbox: Sandbox, run: Rollout, rules: R
     tools = sandbox_tools(sandbox, names=NAMES, command_seconds=rules.command_seconds)
     tools = watched(tools, run, rules.confirm)
     tools |= toolbox(Tool(SUBMIT, lambda: "The task is handed in."))
-    errors = in_a_row = 0
-    for _ in range(run.max_turns):
-        reply = await run.chat(history, tools=descriptions(tools.values()))
-        history.append(reply.message)
+
+    def log_text(reply: Reply) -> None:
         if reply.content:
             run.log_action("reason", output=reply.content)
-        if reply.finish_reason == "length":
-            return False
-        if not reply.tool_calls:
-            return True
-        for call in reply.tool_calls:
-            result = await call_tool(tools, call)
-            if result.ok and call["function"]["name"] == "submit":
-                return True
-            in_a_row = 0 if result.ok else in_a_row + 1
-            errors += not result.ok
-            answer = {"role": "tool", "tool_call_id": call.get("id", ""), "content": result.text}
-            history.append(answer)
-        run.log_metric("tool_errors", errors)
-        if in_a_row >= MAX_ERRORS_IN_A_ROW:
-            return False
-    return False
+
+    end = await chat_with_tools(
+        run,
+        history,
+        tools,
+        final="submit",
+        max_tool_errors=MAX_ERRORS_IN_A_ROW,
+        errors_in_a_row=True,
+        on_reply=log_text,
+    )
+    return end.reason in ("final_tool", "text")
