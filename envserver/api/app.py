@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import structlog
 from envserver_records.errors import StoreError
@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .. import __version__
 from ..config import RetentionConfig, ServerConfig
+from ..formats.atropos import ScoreRange
 from ..proxy.gate import Gate
 from ..rollouts.capacity import Bounds
 from ..rollouts.ordered import Orders
@@ -56,7 +57,7 @@ def create_api(
     metrics: Metrics | None = None,
     health: Health | None = None,
     include_messages: bool = True,
-    score_range: Literal["unit", "pm1"] = "unit",
+    score_range: ScoreRange = "unit",
     retention: RetentionConfig | None = None,
     runners: RunnerRegistry | None = None,
     orders: Orders | None = None,

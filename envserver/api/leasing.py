@@ -24,10 +24,10 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ..formats.atropos import group_to_atropos
 from ..store import GroupRow, Lease, Store
 from ..store.compression import RAW, ZSTD, decode
 from ..store.damage import DamagedBodies, decode_all
-from .atropos.convert import group_to_atropos
 from .cache import Cache
 from .transfer import accepts
 

@@ -12,7 +12,7 @@ import fcntl
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ from envserver_records.errors import ConfigError, Failure, InputError, StoreErro
 from envserver_records.files import write_failure
 from envserver_records.records import Group, SandboxUsage, Split, Tokens, Trajectory
 
-from ..api.atropos.convert import group_to_atropos
+from ..formats.atropos import ScoreRange, group_to_atropos
 from ..rollouts.estimates import Scored, scored
 from ..rollouts.events import Event, GroupDropped, RolloutFailed
 from ..rollouts.kept_calls import kept_calls
@@ -31,8 +31,6 @@ log = structlog.get_logger()
 
 SCHEMA_VERSION = 1
 _BEGINNING = b'{"tokens"'
-
-ScoreRange = Literal["unit", "pm1"]
 
 
 def group_line(

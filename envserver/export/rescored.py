@@ -12,6 +12,8 @@ from typing import Any
 
 from envserver_records.records import Score
 
+from ..formats.atropos import ScoreRange, score_in_range
+
 Json = dict[str, Any]
 
 _OF_ROWS = (
@@ -31,7 +33,7 @@ def rescored_line(line: Json, scores: Sequence[Score], *, by: str, at: float) ->
         at: `time.time()`.
     """
     facts = line["envserver"]
-    scale = _scale(line)
+    score_range = _score_range(line)
     kept_rows: list[int] = []
     new_scores: list[float] = []
     rollouts: list[Json] = []
@@ -41,7 +43,7 @@ def rescored_line(line: Json, scores: Sequence[Score], *, by: str, at: float) ->
         rows = rollout["rows"]
         begin = len(kept_rows)
         kept_rows += rows
-        new_scores += [2.0 * score.reward - 1.0 if scale == "pm1" else score.reward] * len(rows)
+        new_scores += [score_in_range(score.reward, score_range)] * len(rows)
         rollouts.append(_rescored(rollout, score, list(range(begin, len(kept_rows)))))
     if not rollouts:
         return None
@@ -66,8 +68,8 @@ def _rescored(rollout: Json, score: Score, rows: list[int]) -> Json:
     }
 
 
-def _scale(line: Json) -> str:
-    """Returns the line's reward scale: "unit", or "pm1" (rewards that are all 1 fit both)."""
+def _score_range(line: Json) -> ScoreRange:
+    """Returns the range of the line's scores; "unit" if all rewards are 1, which fits both."""
     pairs = [
         (rollout["reward"], line["scores"][row])
         for rollout in line["envserver"]["rollouts"]

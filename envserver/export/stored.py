@@ -20,10 +20,11 @@ import numpy as np
 from envserver_records.errors import InputError
 from envserver_records.records import Logprobs, Mask, Message, Tokens
 
+from ..formats.atropos import NOT_TRAINED
+
 Json = dict[str, Any]
 OnBad = Callable[[InputError], None]
 
-_NOT_TRAINED = -100
 _LARGEST_ID = 2**31 - 1
 
 
@@ -322,7 +323,7 @@ def _row(columns: _Line, row: int, told: _Rollout, number: int) -> StoredRow:
     masks = _integers(columns.masks[row], row, "masks")
     if len(masks) != len(tokens):
         raise ValueError(f"its row {row} has {len(tokens)} tokens and {len(masks)} masks")
-    trained = masks != _NOT_TRAINED
+    trained = masks != NOT_TRAINED
     logprobs = np.zeros(len(tokens), np.float32)
     if columns.inference_logprobs is not None:
         said = _numbers(columns.inference_logprobs[row], row)
@@ -346,7 +347,7 @@ def _integers(values: list[Any], row: int, name: str) -> np.ndarray[Any, np.dtyp
         numbers = np.empty(0, np.object_)
     if len(values) and (numbers.dtype.kind != "i" or numbers.ndim != 1):
         raise ValueError(f"the {name} of its row {row} are no whole numbers")
-    if len(values) and (int(numbers.max()) > _LARGEST_ID or int(numbers.min()) < _NOT_TRAINED):
+    if len(values) and (int(numbers.max()) > _LARGEST_ID or int(numbers.min()) < NOT_TRAINED):
         raise ValueError(f"the {name} of its row {row} hold what is no token id")
     return numbers.astype(np.int64)
 

@@ -16,11 +16,10 @@ import numpy as np
 from envserver_records.records import Group, Sequence, Tokens, Trajectory, unpack
 from numpy.typing import NDArray
 
+from ..formats.atropos import NO_LOGPROB, NOT_TRAINED
 from ..rollouts.audit import AuditedRow, is_altered
 from ..tokens.invariants import LOGPROB_ROUNDING
 
-_NOT_TRAINED: Final = -100
-_NO_LOGPROB: Final = 1.0
 _LARGEST_ID: Final = 2**31 - 1
 
 Column = NDArray[Any]
@@ -219,12 +218,12 @@ class _Reader:
             self._find("lengths", words, rollout_id=rollout_id, row=number)
             return
         ids, labels = _integers(tokens), _integers(masks)
-        trained = labels != _NOT_TRAINED
+        trained = labels != NOT_TRAINED
         said = np.array([np.nan if one is None else one for one in logprobs], np.float64)
         versions = self._versions(rollout, index, trained)
         faults = [
             *_wrong_labels(ids, labels, trained),
-            *_wrong_numbers(ids, trained, said, _NO_LOGPROB if self._line.envserver else None),
+            *_wrong_numbers(ids, trained, said, NO_LOGPROB if self._line.envserver else None),
         ]
         if versions is None:
             faults.append(("versions", "its spans are no partition of the row", None))

@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 import orjson
 from envserver_records.errors import StoreError
 from envserver_records.records import Group, unpack
 
+from ...formats.atropos import ScoreRange, group_to_atropos
 from ...store import Store
 from .batching import Waiting
-from .convert import group_to_atropos
 
 _MOST_BYTES: Final = 64 * 1024 * 1024
 
@@ -37,12 +37,12 @@ class EncodedGroups:
         store: Store,
         *,
         include_messages: bool,
-        score_range: Literal["unit", "pm1"],
+        score_range: ScoreRange,
         most_bytes: int = _MOST_BYTES,
     ) -> None:
         self._store = store
         self._include_messages = include_messages
-        self._score_range: Literal["unit", "pm1"] = score_range
+        self._score_range: ScoreRange = score_range
         self._most_bytes = most_bytes
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._bytes = 0

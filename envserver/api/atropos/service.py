@@ -13,12 +13,13 @@ import copy
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 import structlog
 from envserver_records.errors import ConflictError, NotFoundError, StoreError, StoreFull
 
+from ...formats.atropos import ScoreRange
 from ...store import ATROPOS_RUN, Store
 from ...store.damage import DamagedBodies
 from ..heartbeats import Heartbeats
@@ -63,7 +64,7 @@ class AtroposService:
         *,
         lease_seconds: float,
         include_messages: bool = True,
-        score_range: Literal["unit", "pm1"] = "unit",
+        score_range: ScoreRange = "unit",
         silent_after_seconds: float = 30.0,
         minimums: Callable[[], Mapping[str, float]] = dict,
     ) -> None:

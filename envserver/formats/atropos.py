@@ -1,10 +1,9 @@
-"""A group of ours as a group of the Atropos wire: the same rows, under the names and conventions
-there.
+"""Converts a group to a scored data group of Atropos.
 
-In: `records.Group`. Out: a dict with the 14 keys of that wire, all JSON-like. One row per sequence,
-with the reward of its trajectory; one without tokens for a trajectory of which only text is known.
-What holds: `masks` is the token id where the row is trained and -100 elsewhere,
-`inference_logprobs` the sampled logprob there and 1.0 elsewhere.
+In: `records.Group`. Out: a dict with Atropos's 14 keys, ready for JSON. A trajectory gives one row
+per sequence, each with the trajectory's reward; a trajectory without tokens gives one row of text.
+What holds: `masks` has the token id where a row is trained and `NOT_TRAINED` elsewhere,
+`inference_logprobs` the sampled logprob there and `NO_LOGPROB` elsewhere.
 """
 
 from __future__ import annotations
@@ -14,21 +13,25 @@ from typing import Any, Final, Literal
 import numpy as np
 from envserver_records.records import Group, Sequence, Trajectory
 
-_NOT_TRAINED: Final = -100
-_NO_LOGPROB: Final = np.float32(1.0)
+NOT_TRAINED: Final = -100
+"""In `masks`: this token is not trained."""
+NO_LOGPROB: Final = 1.0
+"""In `inference_logprobs`: this token was not sampled."""
+
+ScoreRange = Literal["unit", "pm1"]
 
 
 def group_to_atropos(
-    group: Group, *, include_messages: bool, score_range: Literal["unit", "pm1"] = "unit"
+    group: Group, *, include_messages: bool, score_range: ScoreRange = "unit"
 ) -> dict[str, Any]:
-    """`group` for the Atropos wire and for JSONL.
+    """Returns `group` as the Atropos routes and JSONL files show it.
+
+    Trajectories without a reward are left out: they are never trained on. `overrides` tells
+    trainers not to learn from truncated trajectories; it is None if no trajectory is truncated.
 
     Args:
         include_messages: give each row the conversation of its trajectory.
-        score_range: rewards as [0, 1] (unit) or mapped to [-1, 1] (pm1).
-
-    Trajectories without a reward are left out: they are never trained on. `overrides` tells
-    trainers not to learn from trajectories that were cut off; it is None when none was.
+        score_range: "unit" leaves rewards in [0, 1], "pm1" maps them to [-1, 1].
     """
     rows = [
         (trajectory, sequence)
@@ -39,7 +42,9 @@ def group_to_atropos(
     return {
         "tokens": [sequence.tokens.tolist() for _, sequence in rows],
         "masks": [_masks(sequence) for _, sequence in rows],
-        "scores": [_score(trajectory, score_range) for trajectory, _ in rows],
+        "scores": [
+            score_in_range(trajectory.score.reward or 0.0, score_range) for trajectory, _ in rows
+        ],
         "advantages": None,
         "ref_logprobs": None,
         "messages": [list(t.messages) for t, _ in rows] if include_messages else None,
@@ -52,6 +57,11 @@ def group_to_atropos(
         "distill_token_ids": None,
         "distill_logprobs": None,
     }
+
+
+def score_in_range(reward: float, score_range: ScoreRange) -> float:
+    """Returns a reward in [0, 1] as a score in `score_range`."""
+    return 2.0 * reward - 1.0 if score_range == "pm1" else float(reward)
 
 
 def _text_only() -> Sequence:
@@ -67,18 +77,15 @@ def _text_only() -> Sequence:
 
 
 def _masks(sequence: Sequence) -> list[int]:
-    masks: list[int] = np.where(sequence.mask, sequence.tokens, _NOT_TRAINED).tolist()
+    masks: list[int] = np.where(sequence.mask, sequence.tokens, NOT_TRAINED).tolist()
     return masks
 
 
 def _logprobs(sequence: Sequence) -> list[float]:
-    logprobs: list[float] = np.where(sequence.mask, sequence.logprobs, _NO_LOGPROB).tolist()
+    logprobs: list[float] = np.where(
+        sequence.mask, sequence.logprobs, np.float32(NO_LOGPROB)
+    ).tolist()
     return logprobs
-
-
-def _score(trajectory: Trajectory, score_range: str) -> float:
-    reward = float(trajectory.score.reward or 0.0)
-    return 2.0 * reward - 1.0 if score_range == "pm1" else reward
 
 
 def _overrides(trajectories: list[Trajectory]) -> list[dict[str, Any]] | None:

@@ -1,0 +1,1 @@
+"""Conversions of groups that HTTP routes and exported files share."""
