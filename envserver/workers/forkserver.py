@@ -1,13 +1,13 @@
-"""The parent of all workers: warm, preloaded, single-threaded; it forks, watches and kills.
+"""The parent of all workers: preloaded and single-threaded; it forks, watches and kills them.
 
     server --(fork id + socket, kill id)--> forkserver --(forked, lines, exit)--> server
 
 It imports the worker's code and the environments once, so that a fork is ready in milliseconds.
-What always holds: it dies with the server; a worker's whole tree dies with the worker (each worker
-adopts the orphans among its descendants, the forkserver those of a dead worker, and it kills
-every child that is not a worker); nobody waits for the server to read what workers print.
+What always holds: it dies with the server; a worker's whole process tree dies with the worker (each
+worker adopts the orphans among its descendants, the forkserver those of a dead worker, and it kills
+every child that is not a worker); workers' output never waits for the server to read it.
 
-It runs in a process of its own (`supervisor` starts it) and never sees a secret: its environment
+It runs in its own process (`supervisor` starts it) and never sees a secret: its environment
 variables are an allow-list, its arguments the struct Boot.
 """
 
@@ -52,12 +52,12 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         control_fd: of a SOCK_SEQPACKET socket whose other end only the server holds.
-        server_pid: of the process whose end is ours.
+        server_pid: the forkserver ends when this process does.
         root: directory for the workers' directories; removed at the end.
         references: environments to import now.
-        heartbeat_seconds: how long a worker may say nothing.
-        sandbox: what every worker lives behind; None: none.
-        most_workers: that live at a time.
+        heartbeat_seconds: a worker that is silent for longer is killed.
+        sandbox: sandbox of every worker; None: no sandbox.
+        most_workers: maximum number of live workers.
     """
 
     control_fd: int
@@ -82,7 +82,7 @@ class _Worker:
 
 
 def main(boot_json: str) -> None:
-    """The whole life of the forkserver."""
+    """Runs the forkserver."""
     boot = msgspec.json.decode(boot_json, type=Boot)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     linux.die_with_parent(boot.server_pid, signal.SIGTERM)
@@ -111,7 +111,7 @@ def main(boot_json: str) -> None:
 
 
 def _users(boot: Boot) -> list[int | None]:
-    """Users for workers behind a wall, where a root may give each one of its own."""
+    """Returns user ids for sandboxed workers: one per worker if the server is root."""
     first = outer.first_user("worker", boot.most_workers) if boot.sandbox is not None else None
     if first is None:
         return [None] * boot.most_workers
@@ -119,10 +119,10 @@ def _users(boot: Boot) -> list[int | None]:
 
 
 def _run_sandboxed(boot: Boot, sandbox: WorkerSandbox, forkserver: Forkserver) -> None:
-    """Enters the outer layer: from now on it sees only what its workers may see."""
+    """Enters the outer layer: afterwards it sees only what its workers may see."""
     root = Path(boot.root, "outer")
     root.mkdir(mode=0o711)
-    Path(boot.root).chmod(0o711)  # users of their own pass through
+    Path(boot.root).chmod(0o711)  # lets workers have their own users
     outer.enter(sandbox.backend, str(root), forkserver.seen, forkserver.run)
 
 
@@ -141,7 +141,7 @@ class Forkserver:
         self.seen = seen
         """What sandboxed workers see; see `sandbox.layout`."""
         self._users = users
-        """User ids that no worker uses at present."""
+        """User ids that no worker uses now."""
         self._control = control
         self._kept_descriptors = opened_by_imports
         self._workers: dict[int, _Worker] = {}
@@ -153,7 +153,7 @@ class Forkserver:
         self._next_look = 0.0
 
     def run(self) -> None:
-        """Until the server closes its end, or dies."""
+        """Runs until the server closes its end, or dies."""
         self._others |= set(linux.children())
         gc.collect()
         gc.freeze()
@@ -228,7 +228,7 @@ class Forkserver:
             worker = _Worker(worker_id, pid, reading, lines, directory, user, watch)
             self._workers[pid] = worker
             self._selector.register(reading, selectors.EVENT_READ, lambda: self._read(worker))
-            # A number of our own namespace is somebody else's in the server's.
+            # A pid of this namespace means another process in the server's.
             self._tell("forked", worker_id, None if self._in_own_namespace else pid)
         os.close(writing)
         control.close()
@@ -263,13 +263,13 @@ class Forkserver:
     def _kill(self, worker_id: str) -> None:
         for pid, worker in self._workers.items():
             if worker.id == worker_id:
-                linux.kill_group(pid)  # not reaped yet, so the number is still its own
+                linux.kill_group(pid)  # not reaped yet, so the pid is still its own
                 linux.kill(pid)  # it may not have called setsid yet
 
     # What happens to workers.
 
     def _read(self, worker: _Worker) -> bool:
-        """Passes on one piece of its output; False when there was none."""
+        """Forwards one piece of the worker's output; False if there was none."""
         try:
             data = os.read(worker.output_fd, READ_BYTES)
         except BlockingIOError:
@@ -287,13 +287,13 @@ class Forkserver:
         message = msgspec.msgpack.encode(["lines", worker.id, lines, dropped])
         try:
             self._control.send(message, socket.MSG_DONTWAIT)
-        except BlockingIOError:  # the server is busy; it hears of the loss with the next lines
+        except BlockingIOError:  # the server is busy; the next lines report the loss
             worker.lines.dropped_bytes += dropped + sum(len(line) for line in lines)
         except ConnectionError:
             self._stopping = True
 
     def _look_at_memory(self) -> None:
-        """Ends every worker that has passed its memory."""
+        """Ends every worker that exceeds its memory limit."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -306,7 +306,7 @@ class Forkserver:
                 linux.kill(pid)
 
     def _reap(self) -> None:
-        """Buries every child that has ended, a worker together with its process group."""
+        """Reaps every child that has ended; for a worker, kills its process group first."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -318,7 +318,7 @@ class Forkserver:
             self._others.discard(pid)
             worker = self._workers.pop(pid, None)
             if worker is not None:
-                linux.kill_group(pid)  # before it is reaped: its number cannot be another's yet
+                linux.kill_group(pid)  # before it is reaped: its pid cannot be reused yet
             _, status, used = os.wait4(pid, 0)
             if worker is not None:
                 self._finish(worker, status, used)
@@ -340,13 +340,13 @@ class Forkserver:
         self._tell("exit", worker.id, status, tail, starved, cpu_seconds, peak_memory_mb)
 
     def _kill_orphans(self) -> None:
-        """Kills what dead workers left: children that are not workers can be nothing else."""
+        """Kills what dead workers left: any child that is neither a worker nor known."""
         for pid in linux.children():
             if pid not in self._workers and pid not in self._others:
                 linux.kill(pid)
 
     def _remove(self, directory: Path) -> None:
-        """Removes a worker's directory; a full one in a process of its own, it may take long."""
+        """Removes a worker's directory; a full one in a separate process: it may take long."""
         try:
             directory.rmdir()
         except OSError:

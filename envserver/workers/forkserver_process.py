@@ -1,9 +1,10 @@
-"""The server's side of one forkserver process: started, spoken to, ended.
+"""The server's side of one forkserver process: starts it, talks to it, ends it.
 
-The kernel ends a forkserver with the thread that started it, so the loop needs a lasting thread.
+The kernel ends a forkserver with the thread that started it, so the event loop needs a lasting
+thread.
 
-Out go requests to fork and to kill; in comes what the forkserver tells of its workers, and what it
-prints itself. Of the server's environment variables, only an allow-list reaches it.
+Out: requests to fork and to kill. In: the forkserver's reports about its workers, and its own
+output. Of the server's environment variables, only an allow-list reaches it.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ _log = structlog.get_logger("envserver.workers")
 
 
 def environment_variables(server: Mapping[str, str], home: str) -> dict[str, str]:
-    """All that workers get of the server's environment variables, and what they get beside it.
+    """Returns the workers' environment variables: an allow-list of the server's, and a few more.
 
-    Numeric libraries are held to one thread: many workers share the cores, and threads do not fork.
+    Numeric libraries are limited to one thread: many workers share the cores, and threads do not
+    fork.
     """
     kept = {
         name: value
@@ -148,7 +150,7 @@ class ForkserverProcess:
         self._post(["fork", worker_id], control)
 
     def kill(self, worker_id: str) -> None:
-        """Asks for the end of a worker and its group; no error when it is gone."""
+        """Asks to kill a worker and its process group; no error if it is gone."""
         self._post(["kill", worker_id])
 
     def abandon(self) -> None:
@@ -187,7 +189,7 @@ class ForkserverProcess:
             except BlockingIOError:
                 self._loop.add_writer(self._control, self._flush)
                 return
-            except ConnectionError:  # it is gone; reading finds the end and tells
+            except ConnectionError:  # it is gone; reading finds the end and reports it
                 break
             self._outbox.popleft()
             if carried is not None:
@@ -230,7 +232,7 @@ class ForkserverProcess:
             self._up.set_exception(error)
 
     def _detach(self) -> None:
-        """Closes our ends: for the forkserver, the sign to end."""
+        """Closes the server's ends, which tells the forkserver to end."""
         if not self._open:
             return
         self._open = False

@@ -1,4 +1,4 @@
-"""The few kernel calls that tie processes together. Linux only; all of them act on this process."""
+"""The kernel calls that tie processes together. Linux only; all of them act on this process."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
-    """Have the kernel send us `number` when the thread that forked us ends; exit if it has."""
+    """Has the kernel send `number` when the forking thread ends; exits if it has."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent_pid:
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends."""
+    """Makes this process the parent of every descendant whose own parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def children() -> list[int]:
-    """Process ids of our children, dead ones not yet reaped included. Single-threaded callers."""
+    """Returns the pids of the children, zombies included. For single-threaded callers."""
     listed = Path(f"/proc/self/task/{os.getpid()}/children")
     try:
         return [int(pid) for pid in listed.read_text().split()]
@@ -38,7 +38,7 @@ def children() -> list[int]:
 
 
 def kill(pid: int) -> None:
-    """SIGKILL to one process, if it is still there."""
+    """Sends SIGKILL to one process, if it still exists."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -46,7 +46,7 @@ def kill(pid: int) -> None:
 
 
 def kill_group(leader: int) -> None:
-    """SIGKILL to a whole process group, if any of it is still there."""
+    """Sends SIGKILL to a process group, if any of it still exists."""
     try:
         os.killpg(leader, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -54,25 +54,26 @@ def kill_group(leader: int) -> None:
 
 
 def kill_marked(marker: str) -> None:
-    """SIGKILL to every process whose initial environment holds `marker` (an unguessable path)."""
+    """Sends SIGKILL to every process whose initial environment holds `marker` (an unguessable
+    path)."""
     needle = marker.encode()
     for pid in _processes():
         try:
             found = needle in Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:  # it ended meanwhile, or is not ours to read (so not ours to kill)
+        except OSError:  # it ended meanwhile, or we may not read it (nor kill it)
             continue
         if found and pid != os.getpid():
             kill(pid)
 
 
 def open_descriptors() -> set[int]:
-    """Every open file descriptor of this process."""
+    """Returns every open file descriptor of this process."""
     found = {int(entry.name) for entry in Path("/proc/self/fd").iterdir()}
     return {fd for fd in found if _is_open(fd)}
 
 
 def close_all_but(kept: Iterable[int]) -> None:
-    """Close every other descriptor."""
+    """Closes every other descriptor."""
     low = 0
     for fd in sorted(kept):
         if low < fd:  # an empty range at 0 would close everything
@@ -82,7 +83,7 @@ def close_all_but(kept: Iterable[int]) -> None:
 
 
 def limit_resources() -> None:
-    """No core dumps; as many open files as the system lets us have, within reason."""
+    """Turns core dumps off and raises the limit of open files, within reason."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
@@ -90,7 +91,7 @@ def limit_resources() -> None:
 
 
 def out_of_memory_kills() -> int:
-    """How many processes the kernel has killed for lack of memory since it started (0: unknown)."""
+    """Returns how many processes the kernel killed for lack of memory since boot (0: unknown)."""
     try:
         counters = Path("/proc/vmstat").read_text()
     except OSError:

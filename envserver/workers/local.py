@@ -81,7 +81,8 @@ class LocalPool:
         self._deaths: Counter[str] = Counter()
 
     async def __aenter__(self) -> LocalPool:
-        """
+        """Starts the pool.
+
         Raises:
             ConfigError, NotFoundError: an environment cannot be found or imported.
         """
@@ -164,7 +165,7 @@ class LocalPool:
             await worker.gone.wait()
             slot.fill(None)
             self._restarts += 1
-            # Only a worker that never came to life is a reason to slow down.
+            # Slow down only for workers that never started up.
             failures = 0 if worker.ready else failures + 1
             await asyncio.sleep(_BACKOFF.seconds(failures))
 
@@ -208,9 +209,10 @@ class LocalPool:
 
     @asynccontextmanager
     async def _waiting_until(self, deadline: float) -> AsyncIterator[None]:
-        """
+        """Limits the wait in its body.
+
         Raises:
-            WorkerDied: the deadline came, or the pool was closed, before what is awaited.
+            WorkerDied: the deadline came, or the pool was closed, before the wait was over.
         """
         try:
             if self._closing:

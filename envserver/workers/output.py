@@ -1,8 +1,7 @@
-"""What workers print, cut into lines and bounded: a flood costs its writer, never the server.
+"""Cuts the output of workers into lines and limits it, so that a flood does not harm the server.
 
-Bytes go in as they come from the pipe; out come the lines worth passing on and, at the end, the
-last bytes whatever the bounds said (a crash explains itself there). No key of an attempt is in
-either.
+Bytes go in as they come from the pipe. The lines to be logged come out and, at the end, the last
+bytes regardless of the limits (they explain a crash). Neither contains the key of an attempt.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ TAIL_BYTES = 2048
 TELL_SECONDS = 1.0
 
 _KEY = re.compile(r"(?<=/r/)[A-Za-z0-9_-]{20,}")
-"""In the address of an attempt, as HTTP libraries log it."""
+"""The key in the address of an attempt, as HTTP libraries log it."""
 _COST_OF_A_LINE = 200
-"""What logging even an empty line costs, in bytes of the budget."""
+"""Cost of logging even an empty line, in bytes of the budget."""
 
 
 class OutputLimiter:
-    """The output of one worker. `now` is any monotonic clock's seconds."""
+    """The output of one worker. `now` is the seconds of any monotonic clock."""
 
     def __init__(self, now: float) -> None:
         self._budget = float(BURST_BYTES)
@@ -32,10 +31,10 @@ class OutputLimiter:
         self._tail = b""
         self._told_at = -math.inf
         self.dropped_bytes = 0
-        """Dropped since the last `take_dropped`, ends of lines not counted."""
+        """Bytes dropped since the last `take_dropped`, without line ends."""
 
     def feed(self, data: bytes, now: float) -> list[str]:
-        """The lines that `data` completes, as far as the budget goes."""
+        """Returns the lines that `data` completes, as far as the budget goes."""
         self._tail = (self._tail + data)[-TAIL_BYTES:]
         *whole, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_LINE_BYTES:
@@ -44,14 +43,14 @@ class OutputLimiter:
         return self._within_budget(whole, now)
 
     def finish(self, now: float) -> list[str]:
-        """The last line, when it had no end."""
+        """Returns the last line, if it had no end."""
         rest, self._rest = self._rest, b""
         return self._within_budget([rest], now) if rest else []
 
     def take_dropped(self, now: float | None = None) -> int:
-        """Bytes dropped since they were last told.
+        """Returns the bytes dropped since the last report.
 
-        With `now`, 0 for a second after that: a flood is no reason for a flood of warnings.
+        With `now`, it returns 0 for a second after a report, so that a flood causes few warnings.
         """
         if not self.dropped_bytes or (now is not None and now < self._told_at + TELL_SECONDS):
             return 0
@@ -61,7 +60,7 @@ class OutputLimiter:
         return dropped
 
     def tail(self) -> str:
-        """The last bytes written, decoded."""
+        """Returns the last bytes written, decoded."""
         return _decoded(self._tail).strip()
 
     def _within_budget(self, lines: list[bytes], now: float) -> list[str]:

@@ -1,8 +1,9 @@
-"""A worker's own side of its life: it obeys the control socket, beats, and runs attempts.
+"""The worker process: obeys the control socket, sends heartbeats, and runs attempts.
 
-One event loop. Frames come in (`frames`), attempts run as tasks beside each other, and a beat goes
-out four times per `heartbeat_seconds` as long as the loop turns: who blocks it is found out. The
-worker ends when it is told to stop, and at once when the server's end of the socket closes.
+It has one event loop. Frames come in (`frames`), attempts run as concurrent tasks, and a heartbeat
+goes out four times per `heartbeat_seconds` while the loop is responsive, so a blocked loop is
+detected. The worker ends when it is told to stop, and at once when the server closes its end of the
+socket.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from .frames import BEATS_PER_SILENCE, FrameReader, encode
 from .instances import Instances
 
 KEEPALIVE_SECONDS = 4.0
-"""Below every server's own (uvicorn: 5), so that no request meets a closing connection."""
+"""Below the usual timeout of servers (uvicorn: 5), so that no request meets a closing connection.
+"""
 MAX_THREADS = 1024
 
 
@@ -44,7 +46,7 @@ async def _work(link: _Link) -> None:
 
 
 class _Link:
-    """The socket to the server. Sends from any thread."""
+    """The socket to the server. Any thread may send."""
 
     def __init__(self, control: socket.socket, beat_seconds: float) -> None:
         self._control = control
@@ -63,7 +65,7 @@ class _Link:
                 _end_with_the_server()
 
     def receive(self) -> Iterator[list[str]]:
-        """The frames that are there; never waits."""
+        """Returns the frames that have arrived; never waits."""
         try:
             data = self._control.recv(65536, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -76,7 +78,8 @@ class _Link:
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Beats from a thread, for what may block the loop: imports and an environment's setup."""
+        """Sends heartbeats from a thread while imports or an environment's setup may block the
+        loop."""
         over = threading.Event()
 
         def beat() -> None:
@@ -99,7 +102,8 @@ class _Worker:
         self._stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
-        """Returns when told to stop; raises, which ends the process, when code of ours fails."""
+        """Returns when told to stop; raises, which ends the process, when the worker's own code
+        fails."""
         loop = asyncio.get_running_loop()
         loop.set_task_factory(_owned_task)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
@@ -156,18 +160,18 @@ class _Worker:
             _owner.reset(token)
         await _cancel_the_rest(owned)
         del self._attempts[attempt.rollout_id]
-        if attempt.posted or not self._stop.done():  # else it was cut off by the end of the pool
+        if attempt.posted or not self._stop.done():  # else the end of the pool interrupted it
             self._link.send("done", attempt.rollout_id)
 
 
 _owner: ContextVar[WeakSet[asyncio.Task[Any]] | None] = ContextVar("owner", default=None)
-"""The tasks of the attempt in whose context we are."""
+"""The tasks of the attempt to which the current context belongs."""
 
 
 def _owned_task(
     loop: asyncio.AbstractEventLoop, coroutine: Any, context: Context | None = None, **options: Any
 ) -> asyncio.Task[Any]:
-    """A task factory that knows which attempt a task belongs to, however deep it was started."""
+    """A task factory that records which attempt a task belongs to, however deep it was started."""
     if context is not None:
         options["context"] = context
     task = asyncio.Task(coroutine, loop=loop, **options)
@@ -178,9 +182,9 @@ def _owned_task(
 
 
 async def _cancel_the_rest(tasks: WeakSet[asyncio.Task[Any]]) -> None:
-    """Ends what an agent started and forgot, so that it does not live on beside later rollouts.
+    """Cancels tasks that an agent left behind, so that they do not outlive its rollout.
 
-    Waits for it without an end: the rollout is not done before, and at its deadline it is killed.
+    Waits without a limit: the rollout is not done before, and at its deadline the worker is killed.
     """
     running = {task for task in tasks if not task.done()}
     for task in running:
@@ -190,6 +194,6 @@ async def _cancel_the_rest(tasks: WeakSet[asyncio.Task[Any]]) -> None:
 
 
 def _end_with_the_server() -> None:
-    """The server is gone: so are we and all that we started, without another word."""
+    """Kills this process and all that it started: the server is gone."""
     os.killpg(0, signal.SIGKILL)
-    os._exit(1)  # process 1 of a namespace hears no signal of its own
+    os._exit(1)  # process 1 of a namespace does not receive its own signals

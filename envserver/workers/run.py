@@ -1,7 +1,7 @@
-"""What `rollout` gets as `run`: the Rollout protocol, over HTTP to the proxy.
+"""The `run` argument of `rollout`: the Rollout protocol, over HTTP to the proxy.
 
 Model calls, requests to sandboxes and services, log lines and metrics go out; typed errors come
-back. It belongs to one attempt: `finish` closes what it opened and sends what it still has to say.
+back. It belongs to one attempt: `finish` closes what it opened and sends the remaining events.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptRun:
-    """The Rollout of one attempt; see `environment.Rollout` for what each part promises.
+    """The Rollout of one attempt; `environment.Rollout` documents each member.
 
     Args:
         url: of the attempt, with its key.
-        patiently: a context in which blocking the loop is no sign of a hang.
+        patiently: a context in which a blocked loop does not count as a hang.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class AttemptRun:
             asked.cancel()
 
     async def finish(self) -> None:
-        """Sends the steps and log lines that wait and closes what was opened."""
+        """Sends the remaining steps and log lines and closes what was opened."""
         await self._uploader.finish()
         if self._client is not None:
             await self._client.close()

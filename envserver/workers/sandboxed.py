@@ -1,14 +1,13 @@
-"""A worker whose whole process lives behind the kernel's sandbox, for agents that execute code in
-it.
+"""A worker whose whole process is sandboxed, for agents that execute code in it.
 
     forkserver (in the outer layer) --one clone--> worker, process 1 of its namespaces
 
-Its end is the end of everything in there. Programs in there cannot end or stop it by a signal, but
-for those of faults (SIGSEGV and the like), which keep their meaning. Memory, which limits of single
-processes cannot bound for all together, is looked at from outside (`Watch`). The only way out of
-the worker's private network is one listening socket in it, at the proxy's own port, that is handed
-to the server: whatever HTTP client an agent uses reaches the proxy at the address that it was
-given, and nothing else.
+When it ends, every process in its sandbox ends. Programs in it cannot end or stop it by a signal,
+except for those of faults (SIGSEGV and the like), which keep their meaning. Limits of single
+processes cannot bound their total memory, so it is sampled from outside (`Watch`). The only way out
+of the worker's private network is one listening socket in it, at the proxy's own port, that is
+handed to the server: whatever HTTP client an agent uses reaches the proxy at the address that it
+was given, and nothing else.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from ..sandbox.wire import NAMESPACE_BACKENDS
 from .worker_main import WorkerSpec, worker_main
 
 LOOK_SECONDS = 0.1
-"""Between two looks at the memory of a worker."""
+"""Seconds between two samples of a worker's memory."""
 _MB = 2**20
 _SPARE_ADDRESS_SPACE_MB = 8192
 _HEARD = {
@@ -49,9 +48,9 @@ class WorkerSandbox(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         backend: "namespace", "bubblewrap" or "landlock".
         port: of the proxy, on this machine's loopback.
-        memory_mb: of a worker with all that it starts.
-        disk_mb, inodes: of what it may write.
-        processes: and threads.
+        memory_mb: limit of a worker with all that it starts.
+        disk_mb, inodes: limits of what it may write.
+        processes: limit of processes and threads.
     """
 
     backend: str
@@ -69,11 +68,11 @@ def fork_sandboxed(
     spec: WorkerSpec,
     hand_out: Callable[[socket.socket], None],
 ) -> int:
-    """Forks a worker that lives behind `wall`; only for a process with one thread.
+    """Forks a worker into `sandbox`; only for a process with one thread.
 
     Args:
         seen: what it will see; see `sandbox.layout`.
-        uid: user that it is; None: we are an ordinary one.
+        uid: user of the worker; None: the current user, who is not root.
         hand_out: in the worker, gives a listening socket to the server.
 
     Raises:
@@ -92,15 +91,15 @@ def fork_sandboxed(
 
 
 class Watch:
-    """The memory of one worker in namespaces of its own, with all that it started."""
+    """Watches the memory of one worker in its own namespaces, with all that it started."""
 
     def __init__(self, sandbox: WorkerSandbox, pid: int) -> None:
         self._limit = sandbox.memory_mb * _MB
         self._place = f"/proc/{pid}/root/proc"
-        """Its own list of processes, once it has one: all that can be in there is on it."""
+        """The worker's own /proc, once it is mounted: it lists every process of the sandbox."""
 
     def trouble(self) -> str:
-        """Why it is to be ended, in words that follow "the worker"; "" while all is well.
+        """Returns why the worker must end, as text that follows "the worker"; "" if all is well.
 
         A worker that has ended is not reported; one that cannot be sampled is.
         """
@@ -117,7 +116,7 @@ class Watch:
 
 
 def _live(confine: Callable[[], None], spec: WorkerSpec) -> NoReturn:
-    """In the fork: behind the wall first, then a worker."""
+    """Runs in the fork: confines the process, then runs the worker."""
     try:
         os.dup2(spec.output_fd, 1)
         os.dup2(spec.output_fd, 2)
@@ -132,9 +131,9 @@ def _live(confine: Callable[[], None], spec: WorkerSpec) -> NoReturn:
 def _confine_on_the_host(
     sandbox: WorkerSandbox, seen: dict[str, Any], uid: int | None, spec: WorkerSpec
 ) -> None:
-    """Without namespaces: a user and a directory of its own, Landlock, a filter, limits.
+    """Confines without namespaces: its own user and directory, Landlock, a filter, limits.
 
-    What it may connect to is the proxy's port, at whatever address.
+    It may connect only to the proxy's port, at any address.
     """
     if uid is not None:
         namespaces.become_user(uid)
@@ -152,7 +151,7 @@ def _confine_in_namespaces(
     spec: WorkerSpec,
     hand_out: Callable[[socket.socket], None],
 ) -> None:
-    """As process 1 of fresh namespaces: furnishes the place, then gives up every right to it."""
+    """Sets up process 1 of fresh namespaces, then drops every right to change them."""
     namespaces.settle_inner(*owner)
     backend = NamespaceBackend(bytes.fromhex(seen["filter"]), seen["variables"])
     backend.furnish(sandbox.disk_mb * _MB, sandbox.inodes)
@@ -165,10 +164,10 @@ def _confine_in_namespaces(
 
 
 def _stay_deaf() -> None:
-    """To the signals of the namespace that we are process 1 of.
+    """Protects process 1 from the signals of its own namespace.
 
-    The kernel keeps those without a handler from it, unless its first thread blocks them at that
-    moment and it has another one. Programs that it executes begin without our handlers.
+    The kernel discards signals without a handler, unless its first thread blocks them at that
+    moment and it has another thread. Programs that it executes do not inherit the handlers.
     """
     for number in signal.valid_signals() - _HEARD:
         signal.signal(number, lambda *_: None)

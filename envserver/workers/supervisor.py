@@ -1,6 +1,6 @@
-"""Keeps a forkserver alive and knows every worker that it forked.
+"""Keeps a forkserver alive and tracks every worker that it forked.
 
-`fork` gives handles; when the forkserver dies, so do they, and a new forkserver takes its place.
+`fork` returns handles; when the forkserver dies, its workers die too, and a new one is started.
 """
 
 from __future__ import annotations
