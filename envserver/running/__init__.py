@@ -1,1 +1,1 @@
-"""Composition: puts engine, proxy, workers, scorers, store and API together, and runs them."""
+"""Composition: assembles engine, proxy, workers, scorers, store and API, and runs them."""

@@ -1,4 +1,4 @@
-"""The engines and models that single agents of a rollout have for themselves."""
+"""Engines and models of single agents that do not use the rollouts' own."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .engines import look_at, make_endpoint
 
 
 class OwnEndpoint(msgspec.Struct, frozen=True):
-    """Where one agent is asked.
+    """The model and engine of one agent.
 
     Args:
-        is_elsewhere: at an engine that is not the rollouts' own.
+        is_elsewhere: whether the engine differs from that of the rollouts.
     """
 
     endpoint: EngineEndpoint
@@ -38,16 +38,16 @@ async def own_endpoints(
     *,
     must_answer: bool,
 ) -> AsyncIterator[dict[str, OwnEndpoint]]:
-    """By name those agents that are asked for another model or at another engine, which is open.
+    """Returns the endpoints of the agents that use another model or engine, by agent name.
 
-    Several at one engine share its connections.
+    The engines are open inside the block; agents at the same engine share its connections.
 
     Args:
-        engine, source: of the rollouts.
+        engine, source: those of the rollouts.
         must_answer: see `look_at`.
 
     Raises:
-        EngineError: an engine must answer, and does not.
+        EngineError: an engine must answer and does not.
     """
     found: dict[str, OwnEndpoint] = {}
     opened: dict[object, Engine] = {}
@@ -101,7 +101,7 @@ async def _model(engine: Engine, config: AgentConfig) -> str:
 
 @contextlib.contextmanager
 def _naming(agent: str) -> Iterator[None]:
-    """Failures within say which agent's engine they are about."""
+    """Adds the agent's name to engine failures raised inside the block."""
     try:
         yield
     except (EngineError, ConfigError) as error:

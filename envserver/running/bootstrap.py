@@ -1,6 +1,6 @@
-"""What `serve` and `run-api` have before everything else: the store, the port, health, numbers.
+"""What `serve` and `run-api` start first: the store, the port, health and metrics.
 
-It stands while the rest comes up and when the rest has ended: whoever asks learns how things are.
+Starts first and stops last, so that health and metrics can be read at any time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..telemetry.lag import LoopLag
 
 
 class Front:
-    """An open store, and a server that says it is starting; made by `front`."""
+    """An open store and a server that reports that it is starting; made by `front`."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class Front:
         return self._server.url
 
     async def open(self, api: ASGIApp) -> None:
-        """From now on `api` answers; it raises what `api` raises while it starts."""
+        """Lets `api` answer requests from now on; raises what `api` raises while it starts."""
         await self._bootstrap.open(api)
         self._lag.begin_anew()
 
     async def close(self) -> None:
-        """Requests that wait are answered, no others are taken. Twice is fine."""
+        """Answers waiting requests and takes no others. Calling it twice does no harm."""
         self._bootstrap.close()
         await self._server.close()
 
@@ -64,12 +64,14 @@ class Front:
 async def front(
     server: ServerConfig, telemetry: TelemetryConfig, store: StorePlace, expected: Sequence[str]
 ) -> AsyncIterator[Front]:
-    """
+    """Opens the store and starts the server.
+
     Args:
-        expected: the parts beside the store that must be found before the server is ready.
+        expected: parts other than the store that must be up before the server is ready.
 
     Raises:
-        ConfigError: the port cannot be had. StoreError: the store cannot be opened.
+        ConfigError: the port is not available.
+        StoreError: the store cannot be opened.
     """
     async with LoopLag(telemetry.slow_callback_seconds) as lag, open_store(store) as opened:
         health = Health(lag)
@@ -89,7 +91,7 @@ async def front(
 
 @contextlib.asynccontextmanager
 async def beside(name: str, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs `work`, which has no end, beside whatever the caller does."""
+    """Runs `work`, which never ends by itself, in the background of the block."""
     task = asyncio.create_task(work, name=name)
     try:
         yield

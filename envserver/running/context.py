@@ -1,4 +1,4 @@
-"""Puts the parts together: engine, proxy, workers, scorers, as `process` and `serve` need them."""
+"""Assembles engine, proxy, workers and scorers as `process` and `serve` need them."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from .tracing import tracer_of
 
 
 class SharedEngine(msgspec.Struct, frozen=True):
-    """The engine of all rollouts, open, and how it is asked.
+    """The open engine of all rollouts and how it is called.
 
     Args:
-        model: name of the model there.
+        model: name of the model at the engine.
         demonstrator, tracer: see RolloutContext.
     """
 
@@ -55,8 +55,10 @@ class SharedEngine(msgspec.Struct, frozen=True):
 async def shared_engine(
     settings: Settings, *, need_engine: bool, need_exact: bool, gate: Gate | None = None
 ) -> AsyncIterator[SharedEngine]:
-    """The engine that `settings` name, behind `gate` (unset: one of its own). Other arguments and
-    errors as of `rollout_context`."""
+    """Opens the engine that `settings` name, behind `gate` (default: a new gate).
+
+    Other arguments and errors: see `rollout_context`.
+    """
     async with contextlib.AsyncExitStack() as stack:
         openai = await stack.enter_async_context(
             started(settings.model, settings.openai, settings.engine)
@@ -72,7 +74,7 @@ async def shared_engine(
 
 
 def _ignore(event: Event) -> None:
-    """The observer of a run that nobody watches."""
+    """An observer that ignores all events."""
 
 
 @contextlib.asynccontextmanager
@@ -88,18 +90,18 @@ async def rollout_context(
     shared: SharedEngine | None = None,
     is_up: Callable[[str], None] = lambda part: None,
 ) -> AsyncIterator[RolloutContext]:
-    """Everything that running rollouts needs, started; all of it is ended on the way out.
+    """Starts everything that running rollouts needs, and stops it on exit.
 
     Args:
-        shared: the engine, where others use it too; unset: one of its own.
-        is_up: told of "workers" and "scorers" when they are.
-        need_engine: whether the engine must answer now, or may come later (its name must then be
-            set).
+        shared: the engine, if others use it too; default: a new one.
+        is_up: called with "workers" and "scorers" as soon as they are up.
+        need_engine: whether the engine must answer now. If False it may come up later; then its
+            model must be set.
 
     Raises:
-        EngineError: the engine does not answer, or refuses us.
-        ConfigError: RL needs exact tokens and the engine does not give any; or the environment
-            needs a sandbox, and none can be made.
+        EngineError: the engine does not answer, or refuses the request.
+        ConfigError: RL needs exact tokens and the engine does not return them; or the environment
+            needs a sandbox and none can be made.
     """
     reference = absolute(env_reference)
     roles = roles_of(environment)
@@ -220,12 +222,12 @@ def _check_trained(roles: Mapping[str, AgentRole], needed: bool) -> None:
 async def _check_own(
     own: Mapping[str, OwnEndpoint], roles: Mapping[str, AgentRole], need_exact: bool
 ) -> None:
-    """Finds out now how the engines of single agents can be asked, as far as they answer."""
+    """Checks the engines of single agents now, as far as they answer."""
     for name, one in own.items():
         try:
             ready = await one.endpoint.ready()
         except EngineError:
-            continue  # it may come later; whoever must have it now has looked at it before
+            continue  # it may come up later; where it is needed now, it has been checked before
         if need_exact and roles[name].trained and not ready.exact:
             raise ConfigError(
                 f"The engine of the agent {name!r} gives no token ids: it cannot be trained there.",
@@ -235,7 +237,7 @@ async def _check_own(
 
 @contextlib.asynccontextmanager
 async def _coming_up(scorer: ScorerPool) -> AsyncIterator[asyncio.Task[ScorerPool]]:
-    """Starts `scorer` beside whatever the caller does; to be awaited before it is used."""
+    """Starts `scorer` in the background of the block; await the task before using it."""
     starting = asyncio.create_task(scorer.__aenter__())
     try:
         yield starting
@@ -248,7 +250,7 @@ async def _coming_up(scorer: ScorerPool) -> AsyncIterator[asyncio.Task[ScorerPoo
 
 @contextlib.asynccontextmanager
 async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
-    """Runs `work` beside whatever the caller does; to be awaited, or else given up."""
+    """Runs `work` in the background of the block; await the task, or it is cancelled."""
     task = asyncio.create_task(work)
     try:
         yield task
@@ -266,7 +268,7 @@ async def _tried(sandboxes: SandboxClient | None, environment: Environment) -> N
 async def _host(
     settings: Settings, environment: Environment, sandboxes: SandboxClient | None
 ) -> AsyncIterator[AttemptSandboxes | None]:
-    """The sandboxes of attempts; None where the environment declares none."""
+    """Starts the sandboxes of attempts; None if the environment declares none."""
     if sandboxes is None or environment.sandbox is None:
         yield None
         return
@@ -281,12 +283,18 @@ def _staleness_monitor(config: RolloutsConfig) -> StalenessMonitor:
 
 
 def _sandbox_places(settings: Settings) -> int:
-    """Sandboxes of agents at a time: each scorer must find one free, or it would wait for them."""
+    """Returns the maximum number of agents' sandboxes at a time.
+
+    One is kept free for each scorer, which would otherwise wait for the agents.
+    """
     return max(1, settings.sandbox.concurrent - settings.rollouts.scorer_processes)
 
 
 def _slots(settings: Settings, environment: Environment) -> int:
-    """Rollouts in flight: one that waits for a worker or a sandbox would use up its own time."""
+    """Returns the maximum number of rollouts in flight.
+
+    A rollout that waits for a worker or a sandbox would use up its own time limit.
+    """
     room = min(settings.rollouts.max_concurrent, _workers(settings, environment.isolation))
     return room if environment.sandbox is None else min(room, _sandbox_places(settings))
 

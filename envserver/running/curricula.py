@@ -1,7 +1,8 @@
-"""The stream of tasks of each environment of a run: with what is known of them, where that counts.
+"""The task stream of each environment of a run, ordered by what is known of tasks if asked for.
 
-`serve` asks the store, `process` remembers what its files say and what it makes itself. The default
-sampler, `uniform`, is the environment's own order: nothing is asked or remembered for it.
+`serve` reads estimates from the store. `process` keeps them in memory: from the output files and
+from the groups it makes. The default sampler, `uniform`, follows the environment's order: it needs
+no estimates.
 """
 
 from __future__ import annotations
@@ -22,25 +23,26 @@ from ..rollouts.events import Event, GroupDelivered, GroupDropped
 from ..rollouts.stream import GroupRequest, again_prefix, group_requests, id_prefix
 from ..rollouts.task_stream import Known, TaskStream
 
-if TYPE_CHECKING:  # a command without a store does not wait for SQLAlchemy
+if TYPE_CHECKING:  # a command without a store need not wait for SQLAlchemy
     from ..store import Store
 
 _log = structlog.get_logger("envserver.curriculum")
 
 _AGAIN_SECONDS = 1.0
 MOST_ESTIMATES = 65_536
-"""Of tasks that `process` knows of; the one that was not scored for longest goes."""
+"""Maximum number of tasks that `process` keeps estimates of; the least recently scored is evicted.
+"""
 
 
 def has_curriculum(rules: CurriculumConfig) -> bool:
-    """Whether estimates have a say in which task comes next."""
+    """Returns whether estimates influence the order of tasks."""
     return rules.sampler != "uniform" or rules.solved_above is not None
 
 
 def stream_of(
     environment: Environment, curriculum: TaskStream | None, *, repeat: bool
 ) -> Iterator[GroupRequest]:
-    """The tasks of a run as groups to be made, see `rollouts.stream.group_requests`."""
+    """Returns the tasks of a run as groups to be made; see `rollouts.stream.group_requests`."""
     own = group_requests(environment, repeat=repeat)
     return own if curriculum is None else curriculum.requests(own)
 
@@ -48,7 +50,7 @@ def stream_of(
 async def curriculum_of_store(
     environment: Environment, rules: CurriculumConfig, store: Store, version: Callable[[], int]
 ) -> TaskStream | None:
-    """With what `store` knows; None where estimates have no say."""
+    """Returns a task stream that uses the store's estimates; None if estimates are not used."""
     store.discount = rules.discount
     if not has_curriculum(rules):
         return None
@@ -65,12 +67,12 @@ async def curriculum_of_store(
 
 
 def _look(store: Store, loop: asyncio.AbstractEventLoop, asked: list[GroupRequest]) -> Known:
-    """For the thread in which tasks are read."""
+    """Reads estimates from the thread that reads tasks."""
     return asyncio.run_coroutine_threadsafe(_ask(store, asked), loop).result()
 
 
 async def _ask(store: Store, asked: list[GroupRequest]) -> Known:
-    """What `store` knows of these, as soon as it can say it."""
+    """Reads the store's estimates of these tasks; retries until the store answers."""
     env, split = asked[0].env, asked[0].split
     while True:
         try:
@@ -88,9 +90,9 @@ class Book:
     """What one run of `process` or `join` knows of its groups and tasks, without a store.
 
     Args:
-        known: which of these groups are made, too; it may block.
-        counts: how many groups of the environment's order are made beside those that are read, and
-            a number behind those of all tasks that came again.
+        known: returns which of these groups exist already; it may block.
+        counts: number of groups in the environment's order beyond those that are read, and the
+            number at which re-sampled groups of all tasks continue.
     """
 
     def __init__(
@@ -117,17 +119,17 @@ class Book:
         )
 
     def learn(self, estimates: Mapping[str, Estimate]) -> None:
-        """What was known of tasks before."""
+        """Takes over estimates from earlier."""
         self._estimates.update(estimates)
 
     def read(self, scored: Scored) -> None:
-        """A group that was made before."""
+        """Takes note of a group that was made earlier."""
         if scored.group_id.startswith(self._prefix) and scored.group_id not in self._made:
             self._made.add(scored.group_id)
             self._count(scored)
 
     def observe(self, event: Event) -> None:
-        """Takes up what a group says of its task."""
+        """Updates the estimate of the task that an event is about."""
         news: Scored | None = None
         if isinstance(event, GroupDelivered):
             news = scored_of(event.group)

@@ -1,7 +1,7 @@
-"""Groups as they were delivered, read back with suspicion: each row is checked or named as broken.
+"""Reads delivered groups back and checks each row.
 
 In: a line that `envserver process` wrote, or a group's body from a server. Out: a `Delivery`: the
-rows whose arrays belong together, and a `Finding` for everything that does not.
+rows whose arrays are consistent, and a `Finding` for each fault.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Column = NDArray[Any]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that is not as it should be, and where.
+    """A fault and its place.
 
     Args:
-        kind: unreadable, rows, lengths, token_id, mask, logprob or versions (what is written);
-            logprobs_differ, refused or the kind of an EngineError (what the engine says).
+        kind: unreadable, rows, lengths, token_id, mask, logprob or versions (faults of the data);
+            logprobs_differ, refused or the kind of an EngineError (faults found by the engine).
     """
 
     kind: str
@@ -43,7 +43,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
-        """Where, in words."""
+        """The place as text."""
         parts = [
             None if self.line is None else f"line {self.line}",
             self.rollout_id or self.group_id,
@@ -54,12 +54,12 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delivery(msgspec.Struct):
-    """What one group came to.
+    """What was read of one group.
 
     Args:
-        size: its rows, those that are broken included.
-        not_compared: rows that are right but have nothing to compare, by reason.
-        end: bytes of the file up to here.
+        size: number of rows, broken ones included.
+        not_compared: correct rows that have nothing to compare, by reason.
+        end: bytes of the file up to the end of this group.
     """
 
     rows: list[AuditedRow] = msgspec.field(default_factory=list)
@@ -83,7 +83,7 @@ class _Facts(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    """A group of the Atropos wire, with what we wrote beside it if it is ours."""
+    """A group in the Atropos wire format, with envserver's additions if it has them."""
 
     tokens: list[list[int]]
     masks: list[list[int]]
@@ -94,7 +94,7 @@ class _Line(msgspec.Struct):
 
 
 def read_line(data: bytes, number: int) -> Delivery:
-    """Line `number` (from 1) of a JSONL file."""
+    """Reads line `number` (counted from 1) of a JSONL file."""
     try:
         line = _decode(data)
     except ValueError as error:
@@ -104,7 +104,7 @@ def read_line(data: bytes, number: int) -> Delivery:
 
 
 def read_body(group_id: str, kind: str, policy_version: int, body: bytes | memoryview) -> Delivery:
-    """A group of a server; `kind` is its format."""
+    """Reads a group from a server; `kind` is its format."""
     try:
         if kind == "group":
             return _read_group(unpack(body, Group))
@@ -117,7 +117,7 @@ def read_body(group_id: str, kind: str, policy_version: int, body: bytes | memor
 
 
 def newest_version(data: bytes) -> int:
-    """The highest policy version that a line names; -1 for none, or an unreadable line."""
+    """Returns the highest policy version in a line; -1 if it has none or is unreadable."""
     try:
         facts = _decode(data).envserver
     except ValueError:
@@ -132,17 +132,17 @@ def newest_version(data: bytes) -> int:
 
 
 def _decode(data: bytes) -> _Line:
-    """The line.
+    """Decodes a line.
 
     Raises:
-        ValueError: it is no group; says why.
+        ValueError: the line is not a group; the message says why.
     """
     try:
         return msgspec.json.decode(data, type=_Line)
     except msgspec.ValidationError as error:
         raise ValueError(f"it is no group: {error}") from None
     except msgspec.DecodeError:
-        # What Python writes for a logprob that is no number (NaN) is no JSON, and must be named.
+        # Python writes a logprob that is not a number as NaN, which is not JSON: name the fault.
         try:
             return msgspec.convert(json.loads(data), _Line)
         except RecursionError:
@@ -152,11 +152,11 @@ def _decode(data: bytes) -> _Line:
 
 
 class _Reader:
-    """Reads one group in the form of the Atropos wire.
+    """Reads one group in the Atropos wire format.
 
     Args:
-        line_number: None where it is no line of a file.
-        policy_version: of its trained tokens where the group does not say so itself.
+        line_number: None if the group is not a line of a file.
+        policy_version: version of its trained tokens, used if the group does not state it.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class _Reader:
         self._delivery = Delivery(size=len(line.tokens))
 
     def read(self) -> Delivery:
-        """The group as a delivery."""
+        """Returns the group as a delivery."""
         if not self._columns_agree():
             return self._delivery
         owners = self._owners()
@@ -182,7 +182,7 @@ class _Reader:
         return self._delivery
 
     def _columns_agree(self) -> bool:
-        """Whether every list has a place for every row: else nothing belongs to anything."""
+        """Returns whether every list has an entry for every row; otherwise no row can be read."""
         line = self._line
         sizes = {"tokens": len(line.tokens), "masks": len(line.masks), "scores": len(line.scores)}
         if line.inference_logprobs is not None:
@@ -194,7 +194,7 @@ class _Reader:
         return False
 
     def _owners(self) -> dict[int, tuple[_Rollout, int]]:
-        """By row: the rollout that it is of, and which of that rollout's rows it is."""
+        """Returns for each row its rollout and the row's index within that rollout."""
         owners: dict[int, tuple[_Rollout, int]] = {}
         if not self._line.envserver:
             return owners
@@ -248,7 +248,7 @@ class _Reader:
         )
 
     def _versions(self, rollout: _Rollout | None, index: int, trained: Column) -> Tokens | None:
-        """int32[T]; None where the spans do not fit the row."""
+        """Returns versions of a row's tokens, int32[T]; None if the spans do not fit the row."""
         if rollout is None or not rollout.versions:
             return np.where(trained, np.int32(self._policy_version), np.int32(-1))
         if index >= len(rollout.versions):
@@ -268,19 +268,19 @@ class _Reader:
 
 
 def _flags(rollout: _Rollout | None, index: int) -> list[str]:
-    """Of the row, or of its rollout where only those are known."""
+    """Returns the flags of the row, or of its rollout if only those are known."""
     if rollout is None:
         return []
     return rollout.row_flags[index] if index < len(rollout.row_flags) else rollout.flags
 
 
 def _integers(numbers: list[int]) -> Column:
-    """int64[T]; what has no room in it becomes -1, which is no id."""
+    """Returns int64[T]; a number that does not fit becomes -1, which is not a valid id."""
     return np.array([number if abs(number) < 2**62 else -1 for number in numbers], np.int64)
 
 
 Fault = tuple[str, str, int | None]
-"""Kind, words, and the first position."""
+"""Kind, message and first position."""
 
 
 def _wrong_labels(ids: Column, labels: Column, trained: Column) -> Iterator[Fault]:
@@ -294,7 +294,11 @@ def _wrong_labels(ids: Column, labels: Column, trained: Column) -> Iterator[Faul
 def _wrong_numbers(
     ids: Column, trained: Column, logprobs: Column, context_logprob: float | None
 ) -> Iterator[Fault]:
-    """Args: context_logprob: what stands where nothing was sampled; None: anything may."""
+    """Yields the faults of a row's numbers.
+
+    Args:
+        context_logprob: expected value where nothing was sampled; None: any value.
+    """
     wrong = np.flatnonzero((ids < 0) | (ids > _LARGEST_ID))
     if len(wrong):
         yield "token_id", f"{ids[wrong[0]]} is no token id{_more(wrong)}", int(wrong[0])

@@ -1,4 +1,4 @@
-"""The engine that the settings name, and how it is asked."""
+"""Makes the engine that the settings name, and the endpoint through which it is called."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _log = structlog.get_logger("envserver.engine")
 async def started(
     model: str | None, openai: OpenAIConfig, config: EngineConfig
 ) -> AsyncIterator[OpenAIConfig]:
-    """How the engine is reached: `openai`, or one that is started here for `model`, if that names
-    one to be started, and is ended on the way out.
+    """Yields the address of the engine: `openai`, or that of an engine started for `model`.
+
+    An engine is started only if `model` names one to be started; it is stopped on exit.
 
     Raises:
         NotFoundError: `model` names nothing.
@@ -48,8 +49,10 @@ async def started(
 
 
 def make_engine(settings: Settings, openai: OpenAIConfig) -> tuple[Engine, Demonstrator | None]:
-    """The engine that `settings` name, reached as `openai` says, and who is told the solutions
-    (only the simulated one)."""
+    """Makes the engine that `settings` name, at the address in `openai`.
+
+    Also returns the demonstrator, which is given the solutions (simulated engine only).
+    """
     if settings.model == SIMULATED:
         from ..models.sim import RolloutSolver, SimEngine
 
@@ -68,14 +71,14 @@ def make_endpoint(
     is_elsewhere: bool = False,
     gate: Gate | None = None,
 ) -> EngineEndpoint:
-    """How `engine`, which need not answer yet, is asked: found out at the first call.
+    """Makes the endpoint of `engine`; how to call the engine is found out at the first call.
 
-    The simulated engine and those that give text only are asked through their chat API.
+    The simulated engine and engines that return text only are called through their chat API.
 
     Args:
-        model: the name to ask for, where it is not the engine's own.
-        is_elsewhere: it is not the rollouts' engine: what is set for that does not hold for it.
-        gate: of the engine, where it has a source already.
+        model: model name to request, if it is not the engine's default.
+        is_elsewhere: this is not the rollouts' engine, so settings for that engine do not apply.
+        gate: the engine's gate, if it has a source already.
     """
     tokens = settings.tokens.model_copy(update={"tokenizer": None}) if model else settings.tokens
     if engine.kind == SIMULATED or not engine.exact:
@@ -94,7 +97,7 @@ def make_endpoint(
 
 
 async def look_at(engine: Engine, *, must_answer: bool) -> bool:
-    """Finds out now, not after many failed rollouts, that there is no engine at its address.
+    """Checks that an engine answers at its address, before many rollouts fail.
 
     An engine that does not list its models (HTTP 404) may still answer calls.
 
@@ -102,7 +105,7 @@ async def look_at(engine: Engine, *, must_answer: bool) -> bool:
         Whether it answers.
 
     Raises:
-        EngineError: it must answer, and does not, or refuses our key.
+        EngineError: it must answer and does not, or it refuses the key.
     """
     replicas = await engine.health()
     for replica in replicas:
@@ -119,7 +122,7 @@ async def look_at(engine: Engine, *, must_answer: bool) -> bool:
 
 
 async def _any_model(engine: Engine) -> str:
-    """One of the models that are served: all of one engine are asked in the same way."""
+    """Returns one of the served models: all models of an engine are called in the same way."""
     listed = await engine.get("/v1/models")
     names = [card.get("id") for card in listed.get("data") or () if isinstance(card, dict)]
     if not names or not isinstance(names[0], str):

@@ -1,9 +1,9 @@
-"""An evaluation: environments' tasks and baselines through the parts of `process`.
+"""An evaluation: runs the tasks of environments and their baselines like `process`.
 
 In the folder of each environment: `groups.jsonl` and `groups-<baseline>.jsonl` (as `process` writes
-them), `tasks.jsonl` beside each, `run.json` (the settings that decide results: a resumed run must
-have the same); and the report, which follows from these (`evaluation.folders`). Of one environment
-that is the evaluation's folder, of several one below it for each.
+them), `tasks.jsonl` for each, `run.json` (the settings that decide results: a resumed run must have
+the same), and the report, which is made from these files (`evaluation.folders`). With one
+environment this is the evaluation's folder; with several, each has a subfolder.
 What holds: each task of a stream is tried once per run, whether others failed or not; one
 environment that fails does not end the others.
 """
@@ -44,12 +44,12 @@ M = TypeVar("M", bound=MixSettings)
 
 _BASELINE = re.compile(r"[a-z0-9_]+")
 _NO_MATTER = {"total_steps", "data_path_to_save_groups", "max_token_length"}
-"""Settings of an environment that change no result of a task."""
+"""Settings of an environment that do not change the result of a task."""
 
 
 @dataclass(frozen=True)
 class Member(Generic[M]):
-    """One environment to be evaluated, under a name that no other has."""
+    """An environment to be evaluated, with a unique name."""
 
     name: str
     spec: RunSpec[M]
@@ -68,7 +68,7 @@ class Member(Generic[M]):
 
 
 class EvaluationView:
-    """Told how an evaluation goes; this one shows nothing."""
+    """Observes an evaluation; this base class shows nothing."""
 
     show: Show = staticmethod(show_nothing)
     """Shows the run of one environment or baseline."""
@@ -77,7 +77,7 @@ class EvaluationView:
         """Shows one line."""
 
     def ended(self, run: GroupRun, settings: MixSettings) -> None:
-        """Shows what came of the run of one environment or baseline, failed or not."""
+        """Shows the result of one environment's or baseline's run, failed or not."""
 
     def report(self, report: Report | Suite, folder: Path) -> None:
         """Shows the report."""
@@ -85,13 +85,13 @@ class EvaluationView:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What came of an evaluation.
+    """The result of an evaluation.
 
     Args:
-        folder: where its groups and its report lie.
-        report: of one environment, or the suite of several; None where it was stopped before there
-            was anything to report.
-        stopped: it was stopped before its end; it can be resumed.
+        folder: folder of its groups and report.
+        report: report of one environment, or the suite of several; None if the evaluation was
+            stopped before there was anything to report.
+        stopped: whether it was stopped before its end; it can be resumed.
     """
 
     folder: Path
@@ -101,7 +101,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Choice:
-    """How to evaluate. Arguments as `EvaluateSettings` (`folder`: its `out`)."""
+    """How to evaluate. Arguments as in `EvaluateSettings` (`folder`: its `out`)."""
 
     folder: Path | None = None
     resume: bool = False
@@ -112,7 +112,7 @@ class Choice:
 
 @dataclass
 class _Run:
-    """One run over the tasks: its environment, its files and what became of its groups."""
+    """One run over the tasks: its environment, its files and the counts of its groups."""
 
     environment: Environment
     groups: Path
@@ -122,7 +122,7 @@ class _Run:
     dropped: set[str] = field(default_factory=set)
 
     def stream(self) -> Iterator[GroupRequest]:
-        """Each task once."""
+        """Yields each task once."""
         steps = self.environment.config.total_steps
         for request in itertools.islice(group_requests(self.environment, repeat=False), steps):
             self.facts[request.group_id] = facts_of(request.group_id, request.task)
@@ -135,7 +135,8 @@ class _Run:
             self.dropped.add(event.group_id)
 
     def write_tasks(self) -> None:
-        """What the groups do not say; of tasks that were not come to again, what was known."""
+        """Writes facts about tasks that the groups lack; keeps earlier facts of tasks not visited
+        again."""
         if not self.groups.exists():
             return
         known = {one.group_id: one for one in read_tasks(self.tasks)} if self.tasks.exists() else {}
@@ -147,7 +148,7 @@ class _Run:
 
 @dataclass
 class _Part:
-    """One environment: its folder, what is noted there, and its runs by baseline ("": itself)."""
+    """One environment: its folder, the facts noted there and its runs by baseline ("": itself)."""
 
     member: Member[Any]
     folder: Path
@@ -166,7 +167,7 @@ async def evaluate(
     """Runs everything and writes the report.
 
     Raises:
-        AllFailed: too many groups failed in a row (there is a report of those before), or there is
+        AllFailed: too many groups failed in a row (the groups before are reported), or there is
             nothing to report.
         ConfigError, InputError, StoreError: as for `GroupRun`; or the folder is of another run.
     """
@@ -196,7 +197,7 @@ def _reported(
     *,
     stopped: bool,
 ) -> Evaluation:
-    """Writes the report of what was made; raises what ended it too early."""
+    """Writes the report of the groups that were made; raises the error that ended the run early."""
     if stopped:
         view.say(f"Stopped early; the same command with --resume --out {folder} goes on.")
     if not any(_has_groups(part) for part in parts):
@@ -231,7 +232,7 @@ def _new_folder(members: Sequence[Member[Any]]) -> Path:
 
 
 def _claimed(members: Sequence[Member[Any]], folder: Path, choice: Choice) -> list[_Part]:
-    """The parts, all of whose folders are ours from now on.
+    """Claims the folders of all parts and returns the parts.
 
     Raises:
         ConfigError, InputError, StoreError: one cannot be made, or a folder is of another run.
@@ -264,7 +265,7 @@ def _part(member: Member[Any], folder: Path, choice: Choice) -> _Part:
 
 
 def _evaluated(environment: Environment, settings: MixSettings, baselines: list[str]) -> Evaluated:
-    """What is run; the settings without secrets."""
+    """Returns the description of the run; its settings are without secrets."""
     config = environment.config
     return Evaluated(
         environment=environment.name,
@@ -281,7 +282,7 @@ def _evaluated(environment: Environment, settings: MixSettings, baselines: list[
 async def _make_part(
     part: _Part, choice: Choice, view: EvaluationView, shared: SharedEngine, stop: Stop
 ) -> EnvserverError | None:
-    """Makes the groups of one environment and its baselines; returns what ended it too early."""
+    """Makes the groups of an environment and its baselines; returns the error that ended it early."""
     failure = None
     for name, run in part.runs.items():
         if name:
@@ -339,10 +340,10 @@ async def _make(
 
 
 def baselines_of(environment: Environment) -> dict[str, Environment]:
-    """The environment as each of its baselines has it, but those that it is itself.
+    """Returns the environment with the settings of each baseline, except baselines equal to itself.
 
     Raises:
-        ConfigError: a baseline's name or settings cannot be.
+        ConfigError: a baseline's name or settings are invalid.
     """
     config, found = environment.config, {}
     for name, own in environment.baselines().items():

@@ -1,7 +1,7 @@
-"""The folder of an evaluation as commands write it: what is run there, and its report.
+"""Writes the folder of an evaluation: its run file, tasks and report.
 
-What holds: a folder is of one run and its settings; the report in it is what `read_folder` makes of
-its files, in three forms that say the same (`report.json`, `report.md`, `report.html`).
+What holds: a folder belongs to one run and its settings; its report is what `read_folder` makes of
+its files, in three forms with the same content (`report.json`, `report.md`, `report.html`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _NAMES = ("env", "sampling")
 
 
 def claim(folder: Path, wanted: RunFile, *, resume: bool, overwrite: bool) -> None:
-    """Sees that `folder` is new, or of the same run, and writes there what is run.
+    """Checks that `folder` is new or belongs to the same run, and writes the run file.
 
-    Parts that were there stay parts of it.
+    Parts that the run file lists already are kept.
 
     Raises:
-        ConfigError: it is of another run, or of one that is not to be gone on with.
-        InputError: what it says of its run cannot be read.
+        ConfigError: it belongs to another run, or to one that must not be resumed.
+        InputError: its run file cannot be read.
         StoreError: it cannot be written.
     """
     before = None if overwrite else read_run_file(folder)
@@ -81,7 +81,7 @@ def _check_same(folder: Path, before: RunFile, wanted: RunFile) -> None:
 
 
 def write_run_file(folder: Path, run: RunFile) -> None:
-    """What is run in `folder`.
+    """Writes the description of the run in `folder`.
 
     Raises:
         StoreError: it cannot be written.
@@ -90,7 +90,7 @@ def write_run_file(folder: Path, run: RunFile) -> None:
 
 
 def write_tasks(path: Path, tasks: Iterable[TaskFacts]) -> None:
-    """What reports need to know of tasks, whole or not at all.
+    """Writes what reports need to know of tasks, atomically.
 
     Raises:
         StoreError: it cannot be written.
@@ -99,10 +99,10 @@ def write_tasks(path: Path, tasks: Iterable[TaskFacts]) -> None:
 
 
 def write_report(folder: Path, view: View) -> Report | Suite:
-    """Makes the report of a folder from its files, and the one of each of its parts.
+    """Makes the report of a folder, and of each of its parts, from its files.
 
     Raises:
-        InputError, StoreError: it holds no evaluation, a file cannot be read, or written.
+        InputError, StoreError: it holds no evaluation, or a file cannot be read or written.
     """
     reports = read_folder(folder, view)
     run = read_run_file(folder)
@@ -120,7 +120,7 @@ def _write(folder: Path, reports: Sequence[Report]) -> Report | Suite:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Whole or not at all; the folder is made.
+    """Writes a file atomically; creates its folder.
 
     Raises:
         StoreError: it cannot be written.

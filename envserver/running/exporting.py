@@ -1,9 +1,9 @@
 """The work of `envserver export`: delivered groups in, files in one format out.
 
-Groups are read one after the other; of each the rollouts are kept that pass all filters, and what
-the format makes of them is written. What holds: the counts add up (`read` is `kept` and all that
-was dropped, by reason); memory does not grow with the groups but by 16 bytes or so for each rollout
-where duplicates are looked for, and with the evaluation sets that must not be in it.
+Reads one group after the other, keeps the rollouts that pass all filters and writes them in the
+chosen format. What holds: the counts add up (`read` equals `kept` plus everything that was dropped,
+by reason); memory does not grow with the number of groups, except by about 16 bytes for each
+rollout if duplicates are looked for, and by the evaluation sets to be excluded.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ DROPPED = {
 
 @dataclass
 class Tally:
-    """What came of it.
+    """The result of an export.
 
     Args:
-        groups, rollouts: that were read.
-        kept: rollouts that passed; of a format of pairs some may be in none.
-        rows: that were written.
+        groups, rollouts: numbers read.
+        kept: rollouts that passed; in a format of pairs, some may be in no pair.
+        rows: rows written.
         dropped: rollouts that did not pass, by the first reason (see DROPPED).
-        bad: lines that were passed over, `first_bad` the first.
-        seconds: how long it took.
-        files, bytes: that were written.
+        bad: lines that were skipped; `first_bad` is the first.
+        seconds: duration.
+        files, bytes: numbers written.
     """
 
     groups: int = 0
@@ -61,7 +61,7 @@ class Tally:
     bytes: int = 0
 
     def counts(self) -> Json:
-        """For the manifest."""
+        """Returns the counts for the manifest."""
         return {
             "groups": self.groups,
             "read": self.rollouts,
@@ -74,14 +74,14 @@ class Tally:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which rollouts an export has; they are asked in this order.
+    """Selects rollouts; the filters apply in this order.
 
     Args:
-        where: true of each.
-        min_reward: at least; one without a reward has less.
-        forbidden: what no conversation may have a piece of.
-        per_group: of those that are left of a group.
-        distinct: none that says the same as one before.
+        where: condition that each rollout must meet.
+        min_reward: minimum reward; a rollout without a reward is dropped.
+        forbidden: texts of which no conversation may contain a piece.
+        per_group: which of the remaining rollouts of a group to keep.
+        distinct: drop a rollout with the same content as an earlier one.
     """
 
     where: Where | None = None
@@ -91,7 +91,7 @@ class Wanted:
     distinct: Seen | None = None
 
     def of(self, group: StoredGroup, dropped: Counter[str]) -> list[StoredRollout]:
-        """Those of `group`; the others are counted in `dropped`."""
+        """Returns the selected rollouts of `group`; counts the others in `dropped`."""
         passed = []
         for rollout in group.rollouts:
             reason = self._refusal(rollout)
@@ -131,18 +131,20 @@ def export(
     skip_bad: bool = False,
     told: Callable[[Tally, int], None] = lambda tally, size: None,
 ) -> Tally:
-    """Writes what `wanted` keeps of `sources` to `out`, a folder, or a file where it ends like one.
+    """Writes the rollouts of `sources` that `wanted` selects to `out`.
+
+    `out` is a folder, or a file if its name has a file's ending.
 
     Args:
-        facts: for the manifest: what was asked for.
-        shard_rows: most rows of a shard.
-        skip_bad: pass over lines that are no groups, and count them.
-        told: called after each group, with the bytes of the sources that were read since.
+        facts: what was requested, for the manifest.
+        shard_rows: maximum number of rows of a shard.
+        skip_bad: skip and count lines that are not groups.
+        told: called after each group with the bytes of the sources read since the last call.
 
     Raises:
         ConfigError: `out` exists.
-        InputError: a source holds what is no group.
-        StoreError: `out` cannot be written; it is as it was.
+        InputError: a source holds something that is not a group.
+        StoreError: `out` cannot be written; it is unchanged.
     """
     single = out.suffix in (".jsonl", format.suffix)
     tally, read = Tally(), Counter[str]()

@@ -1,8 +1,8 @@
-"""A run that makes groups of one environment or several, and ends: `process` and `evaluate`.
+"""A run that makes groups of one or several environments, and ends: `process` and `evaluate`.
 
 In: `Part`s, one for each environment. Out: groups in files, in memory or at a consumer, and counts.
-What holds: groups are begun by weight, no environment gets less than its minimum share while it has
-tasks; one that ends or fails does not end the others; a group that a file has is not made again.
+What holds: groups are begun by weight, and an environment with tasks left gets at least its minimum
+share; one that ends or fails does not end the others; a group that a file has is not made again.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Part:
     """One environment of a run.
 
     Args:
-        share: its part of the groups, where there are several.
-        path: JSONL file for its groups; None: they are in no file.
+        share: its share of the groups, if there are several environments.
+        path: JSONL file for its groups; None: they are written to no file.
         requests: its tasks, as groups to be made.
-        groups: groups before it ends; None: as many as `requests` has.
+        groups: number of groups before it ends; None: as many as `requests` has.
         drop_zero_variance: drop groups whose rewards are all equal.
-        observe: told of each event of this environment.
-        learn: told what each group that a file has already says of its task.
+        observe: called with each event of this environment.
+        learn: called with the task and scores of each group that a file has already.
     """
 
     spec: RunSpec[Any]
@@ -79,7 +79,7 @@ class NoView:
 
 
 Show = Callable[[Tally, int | None, int], AbstractContextManager[View]]
-"""Makes what shows a run, of its counts, the groups that are expected, and those already there."""
+"""Makes the view of a run from its counts, the expected groups and those that exist already."""
 
 
 def show_nothing(tally: Tally, expected: int | None, already: int) -> AbstractContextManager[View]:
@@ -89,22 +89,22 @@ def show_nothing(tally: Tally, expected: int | None, already: int) -> AbstractCo
 
 @dataclass(frozen=True)
 class OutputFile:
-    """A file of groups, and that of the failures beside it."""
+    """A file of groups and the file of failures next to it."""
 
     sink: JsonlSink
     failures: FailuresFile
 
 
 class GroupRun:
-    """Makes the groups of `parts`. What it counted can be read while it runs and afterwards.
+    """Makes the groups of `parts`. Its counts can be read while it runs and afterwards.
 
     Args:
-        settings: of the whole run: its engine, and how many rollouts are in flight.
-        resume, overwrite: what is done about a file that exists.
-        total_groups: groups of all parts together before it ends; None: each ends by itself.
-        expected: groups in the end, as far as that is known.
-        shared: the engine, where others use it too; unset: one of its own.
-        give: gets each group when its file, if it has one, holds it; the run waits for it.
+        settings: settings of the whole run: its engine, and the number of rollouts in flight.
+        resume, overwrite: what to do with a file that exists.
+        total_groups: number of groups of all parts before it ends; None: each part ends by itself.
+        expected: number of groups at the end, as far as it is known.
+        shared: the engine, if others use it too; default: a new one.
+        give: receives each group after it is in its file, if it has one; the run awaits it.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class GroupRun:
     ) -> None:
         self.tally = Tally()
         self.groups: Counter[str] = Counter()
-        """Groups that were delivered now, by environment."""
+        """Groups delivered in this run, by environment."""
         self.rewards = {part.share.name: Rewards() for part in parts}
         self.files: dict[Path, OutputFile] = {}
         self.stopped = False
@@ -140,11 +140,11 @@ class GroupRun:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The part of all groups that each environment should have."""
+        """The share of all groups that each environment should have."""
         return targets(part.share for part in self._parts)
 
     def written(self) -> dict[Path, int]:
-        """Groups in each file."""
+        """Number of groups in each file."""
         found = Counter({path: file.sink.already for path, file in self.files.items()})
         for part in self._parts:
             if part.path is not None and part.path in found:
@@ -161,7 +161,7 @@ class GroupRun:
         """
         if self._resume and self._overwrite:
             raise ConfigError("--resume and --overwrite exclude each other.")
-        for part in self._parts:  # a flag that does not exist is found before a file is replaced
+        for part in self._parts:  # report an unknown flag before replacing a file
             tokens = part.spec.settings.tokens
             chosen(tokens.train, tokens.mask, tokens.drop)
         async with contextlib.AsyncExitStack() as stack:
@@ -249,9 +249,10 @@ class GroupRun:
     async def _open_file(
         self, path: Path, parts: Sequence[Part], stack: contextlib.AsyncExitStack
     ) -> OutputFile:
-        """
+        """Opens the file at `path` for the groups of `parts`.
+
         Raises:
-            ConfigError: the environments write their groups in different forms.
+            ConfigError: the environments write their groups in different formats.
         """
         configs = [part.environment.config for part in parts]
         names = [part.environment.name for part in parts]
@@ -288,7 +289,7 @@ class GroupRun:
 
 
 class _Sink:
-    """A GroupSink: a file, if there is one, and then a consumer, if there is one."""
+    """A GroupSink that writes to a file and then passes groups to a consumer; both are optional."""
 
     def __init__(self, file: JsonlSink | None, give: Give | None) -> None:
         self._file = file

@@ -1,7 +1,7 @@
-"""Where `envserver verify` reads from: a JSONL file, or a server that goes on running.
+"""The sources of `envserver verify`: a JSONL file, or a running server.
 
-Both give one `Delivery` a group, in the order in which the groups were written; a server's groups
-are looked at, neither leased nor consumed.
+Both yield one `Delivery` per group, in the order in which the groups were written. Groups of a
+server are only read, neither leased nor consumed.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class Source(Protocol):
 
     @property
     def size(self) -> int | None:
-        """Bytes, where that is known."""
+        """Size in bytes, if known."""
 
     async def newest_version(self) -> int:
-        """The policy version that the engine most likely serves now; -1 where nobody counts."""
+        """Returns the policy version that the engine most likely serves now; -1 if unknown."""
 
     def deliveries(self) -> AsyncIterator[Delivery]:
-        """One for each group."""
+        """Yields one delivery per group."""
 
 
 class FileSource:
     """A JSONL file.
 
     Raises:
-        NotFoundError: there is no such file.
+        NotFoundError: the file does not exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class FileSource:
         self._path = path
 
     async def newest_version(self) -> int:
-        """The highest that sampled any token of the file."""
+        """Returns the highest version that sampled a token of the file."""
         return await asyncio.to_thread(self._newest_version)
 
     def _newest_version(self) -> int:
@@ -60,7 +60,7 @@ class FileSource:
             return max(map(newest_version, lines), default=-1)
 
     async def deliveries(self) -> AsyncIterator[Delivery]:
-        """See Source. Lines without anything in them count for nothing."""
+        """See Source. Skips empty lines."""
         with self._path.open("rb") as lines:
             number = end = 0
             while data := await asyncio.to_thread(lines.readline):
@@ -88,14 +88,14 @@ class ServerSource:
         await self._http.aclose()
 
     async def newest_version(self) -> int:
-        """The one published last; without any, the highest of the groups."""
+        """Returns the version published last; without one, the highest version of the groups."""
         published = int((await self._get("/v1/policy-version")).json()["version"])
         if published >= 0:
             return published
         return max([int(group["policy_version"]) async for group in self._groups()], default=-1)
 
     async def deliveries(self) -> AsyncIterator[Delivery]:
-        """See Source. Groups that wait for others, or were dropped, are left out."""
+        """See Source. Leaves out groups that wait for others and groups that were dropped."""
         async for group in self._groups():
             if group["state"] in _NOT_DELIVERED:
                 continue

@@ -1,6 +1,4 @@
-"""What `serve` makes for the environments that it hosts: workers, scorers, schedulers, and what it
-counts of them.
-"""
+"""Starts what `serve` needs for its environments: workers, scorers, schedulers, metrics."""
 
 from __future__ import annotations
 
@@ -42,10 +40,11 @@ _log = structlog.get_logger("envserver.serve")
 
 
 class Hosted(msgspec.Struct, frozen=True):
-    """What runs; see the modules of the parts.
+    """The running parts; see their modules.
 
     Args:
-        parts: what runs the rollouts of each environment, `schedulers` which run when.
+        parts: what runs the rollouts of each environment.
+        schedulers: decide which rollouts run when.
         elsewhere: environments on other machines.
         orders: rollouts that are made on demand.
     """
@@ -62,17 +61,17 @@ class Hosted(msgspec.Struct, frozen=True):
 
     @property
     def version(self) -> int:
-        """Of the policy, published last; -1 before any."""
+        """The policy version published last; -1 before any."""
         return self.parts[0].proxy.policy_version
 
     def publish(self, version: int) -> None:
-        """The engine serves this version from now on."""
+        """Sets the version that the engine serves from now on."""
         self.staleness.publish(version)
         for one in self.parts:
             one.publish_version(version)
 
     def status(self) -> dict[str, Any]:
-        """What `/v1/status` says beside what the store says."""
+        """The fields that `/v1/status` has in addition to the store's."""
         return (
             _status(self.parts, self.schedulers, self.tally)
             | _flow(self.tally, self.staleness, self.demand)
@@ -82,7 +81,7 @@ class Hosted(msgspec.Struct, frozen=True):
 
 @contextlib.asynccontextmanager
 async def hosted(members: Members, door: Front) -> AsyncIterator[Hosted]:
-    """Everything that `members` need, started; its numbers are shown at `door`.
+    """Starts everything that `members` need and shows its metrics at `door`.
 
     Raises:
         ConfigError, EngineError: see `rollout_context`.
@@ -142,7 +141,7 @@ async def hosted(members: Members, door: Front) -> AsyncIterator[Hosted]:
 
 
 def loaded_parts(members: Members) -> list[str]:
-    """The parts that must be loaded for each environment, as health names them."""
+    """Returns the parts that must be loaded for each environment, as named in health."""
     return [f"{part}:{one.environment.name}" for one in members for part in ("workers", "scorers")]
 
 
@@ -191,7 +190,7 @@ def _warn(event: GroupDropped, tally: Tally) -> None:
 async def _machineries(
     members: Members, room: SharedEngine, observe: Callable[[str], Observer], health: Health
 ) -> AsyncIterator[list[RolloutContext]]:
-    """What runs the rollouts of each."""
+    """Starts what runs the rollouts of each environment."""
     async with contextlib.AsyncExitStack() as stack:
         parts = []
         for one in members:
@@ -243,7 +242,7 @@ async def _schedulers(
     elsewhere: RunnerRegistry,
     curricula: Mapping[str, TaskStream],
 ) -> Several:
-    """One for each; several of them take turns."""
+    """Makes a scheduler for each environment; several take turns."""
     settings = members[0].spec.settings
     made = {
         one.share.name: await store.count_with_prefix(id_prefix(one.environment)) for one in members
@@ -280,7 +279,7 @@ async def _schedulers(
 
 
 def _flow(tally: Tally, staleness: Staleness, demand: Demand) -> dict[str, Any]:
-    """What was too old or too late; part of the status."""
+    """Returns the counts of stale and late rollouts for the status."""
     return {
         "stale_rollouts": tally.failures[Stale.kind],
         "stale_groups": tally.drops["stale"] + staleness.dropped,
@@ -290,7 +289,7 @@ def _flow(tally: Tally, staleness: Staleness, demand: Demand) -> dict[str, Any]:
 
 
 def _status(all_parts: list[RolloutContext], schedulers: Several, tally: Tally) -> dict[str, Any]:
-    """What `/v1/status` says of the environments beside what the store says."""
+    """Returns what `/v1/status` says of the environments in addition to the store's part."""
     parts = all_parts[0]
     several = {}
     if len(all_parts) > 1:

@@ -1,8 +1,9 @@
-"""lm-evaluation-harness against an engine: it runs as a process of its own and asks our endpoint.
+"""Runs lm-evaluation-harness as a separate process that calls an endpoint in front of the engine.
 
-In: what to run and an engine. Out: `<folder>/harness/` (what it wrote), and a folder for each of
-its tasks with `run.json` and `samples.jsonl`, as `evaluation.folders` reads them. What holds: the
-engine's key stays in this process; every call of the harness passes through it and is counted.
+In: what to run and an engine. Out: `<folder>/harness/` (what the harness wrote), and a folder for
+each of its tasks with `run.json` and `samples.jsonl`, as `evaluation.folders` reads them. What
+holds: the engine's key stays in this process; every call of the harness passes through this process
+and is counted.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _LONGEST_NAME = 100
 
 @dataclass(frozen=True)
 class Order:
-    """What the harness is to do. Arguments as `LmEvalSettings`."""
+    """What the harness is to run. Arguments as in `LmEvalSettings`."""
 
     tasks: Sequence[str]
     folder: Path
@@ -64,12 +65,12 @@ class Order:
 
     @property
     def harness(self) -> Path:
-        """Where the harness writes, and keeps answers to go on with."""
+        """Folder of the harness's output and of the answers with which a run resumes."""
         return self.folder / "harness" / _UNSAFE.sub("_", "+".join(self.tasks))[:_LONGEST_NAME]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those that decide results."""
+        """The settings that decide results."""
         return {
             "harness": {
                 "api": self.api,
@@ -83,7 +84,7 @@ class Order:
 
 
 class Spent(msgspec.Struct):
-    """What answers took, by what the engine says itself; seconds: their sum."""
+    """Tokens and seconds of answers, as the engine reports them; seconds are summed."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -92,7 +93,7 @@ class Spent(msgspec.Struct):
 
 
 class CountingEngine(MeasuredEngine):
-    """An engine that counts what its answers took."""
+    """An engine that counts the tokens and seconds of its answers."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -113,10 +114,10 @@ class CountingEngine(MeasuredEngine):
 
 
 async def check_installed(python: Path) -> None:
-    """Sees that `python` has the harness.
+    """Checks that the harness is installed for `python`.
 
     Raises:
-        ConfigError: it has not, or cannot be run.
+        ConfigError: it is not, or `python` cannot be run.
     """
     words = ("-c", "import importlib.util as u; raise SystemExit(u.find_spec('lm_eval') is None)")
     try:
@@ -138,10 +139,10 @@ async def check_installed(python: Path) -> None:
 async def run_harness(
     order: Order, engine: CountingEngine, *, simulated: bool, tell: Callable[[str], object]
 ) -> list[str]:
-    """Runs it to its end and files what it found; the names of its tasks.
+    """Runs the harness to its end, files its results and returns the names of its tasks.
 
     Raises:
-        ConfigError: it ended by an error (its last words are in the message).
+        ConfigError: it ended with an error (the end of its output is in the message).
         InputError: it wrote nothing that can be read.
     """
     model = await engine.model_name()
@@ -174,7 +175,7 @@ async def run_harness(
 
 @contextlib.contextmanager
 def _accounts(path: Path, spent: Spent) -> Iterator[Spent]:
-    """`spent`, to which is added what `path` says of earlier runs here; then it says all."""
+    """Adds the counts of earlier runs in `path` to `spent`; writes the totals back on exit."""
     if path.exists():
         try:
             before = msgspec.json.decode(path.read_bytes(), type=Spent)
@@ -190,7 +191,8 @@ def _accounts(path: Path, spent: Spent) -> Iterator[Spent]:
 
 
 def _share(total: int, before: int, own: int, everything: int) -> int:
-    """The part of a task with `own` of all documents, such that the parts sum up to `total`."""
+    """Returns the part of a task with `own` of all documents, such that the parts sum up to
+    `total`."""
     return total * (before + own) // everything - total * before // everything
 
 
@@ -211,7 +213,7 @@ def fold_in(folder: Path, tasks: Sequence[str]) -> None:
 
 
 def _words(order: Order, url: str, model: str) -> list[str]:
-    """The command line of the harness."""
+    """Returns the command line of the harness."""
     arguments = {
         "model": model,
         "base_url": f"{url}/v1/{_PATHS[order.api]}",
@@ -222,7 +224,7 @@ def _words(order: Order, url: str, model: str) -> list[str]:
         arguments |= {"tokenized_requests": False}
     elif order.tokenizer:
         arguments |= {"tokenizer": order.tokenizer, "tokenizer_backend": "huggingface"}
-    else:  # else it would look for the model's name on the hub
+    else:  # otherwise it looks for the model's name on the hub
         arguments |= {"tokenized_requests": False, "tokenizer_backend": "None"}
     words = ["--model", _MODELS[order.api]]
     words += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())]
@@ -243,7 +245,7 @@ def _words(order: Order, url: str, model: str) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def _endpoint(engine: CountingEngine) -> AsyncIterator[str]:
-    """Our endpoint in front of `engine`, under a key that nobody else knows."""
+    """Serves an endpoint in front of `engine`, with a random key."""
     proxy = Proxy(engine, endpoint=EngineEndpoint(engine))
     server = await serve_api(proxy.asgi(), "127.0.0.1", 0)
     try:
@@ -253,10 +255,10 @@ async def _endpoint(engine: CountingEngine) -> AsyncIterator[str]:
 
 
 async def _run(words: Sequence[str], log: Path, tell: Callable[[str], object]) -> None:
-    """Runs a command whose output goes to `log`; ended when we are.
+    """Runs a command whose output goes to `log`; stops it if this process stops.
 
     Raises:
-        ConfigError: it ended by an error.
+        ConfigError: it ended with an error.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OPENAI_API_KEY": "none"}
@@ -292,5 +294,5 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def this_python() -> Path:
-    """The Python that we run in."""
+    """Returns the path of the running Python interpreter."""
     return Path(sys.executable)
