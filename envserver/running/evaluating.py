@@ -282,7 +282,7 @@ def _evaluated(environment: Environment, settings: MixSettings, baselines: list[
 async def _make_part(
     part: _Part, choice: Choice, view: EvaluationView, shared: SharedEngine, stop: Stop
 ) -> EnvserverError | None:
-    """Makes the groups of an environment and its baselines; returns the error that ended it early."""
+    """Makes the groups of an environment and its baselines; returns an error that ended it."""
     failure = None
     for name, run in part.runs.items():
         if name:

@@ -1,6 +1,6 @@
-"""What `serve` and `run-api` count, for Prometheus; `telemetry/README.md` lists the names.
+"""Prometheus metrics of `serve` and `run-api`; `telemetry/README.md` lists their names.
 
-Nothing is counted twice: what a part knows already is read from it when `/metrics` is asked for.
+Nothing is counted twice: what a part counts already is read from it when `/metrics` is requested.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ..telemetry.numbers import OTHER, SECONDS, Counts, Distribution, Labelled
 _REWARDS: Final = tuple(round(0.1 * tenth, 1) for tenth in range(11))
 _VERSIONS: Final = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
 _MOST_RUNS: Final = 100
-"""That are shown by name; more are one, `other`."""
+"""Maximum number of runs shown by name; the rest are summed as `other`."""
 _MOST_REASONS: Final = 20
-"""Trainers name them in their own words."""
+"""Maximum number of reasons shown; trainers may send any text as a reason."""
 _MOST_TALLIES: Final = 500
 _BREAKER: Final = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
 
@@ -53,7 +53,7 @@ class RolloutNumbers:
         self._flags = Counts()
 
     def observer(self, environment: str) -> Observer:
-        """Counts the events of one environment."""
+        """Returns an observer that counts the events of one environment."""
         self._delivered.add((environment,), 0)
         return partial(self._observe, environment)
 
@@ -104,7 +104,7 @@ class RolloutNumbers:
 
 
 class CurriculumNumbers:
-    """Of the streams of tasks, by environment; those with a curriculum."""
+    """Metrics of the task streams of environments that have a curriculum."""
 
     def __init__(self, curricula: Mapping[str, TaskStream]) -> None:
         self._curricula = curricula
@@ -135,7 +135,7 @@ class CurriculumNumbers:
 
 
 class EngineNumbers:
-    """Of the engine that all rollouts ask, and of the gate before it."""
+    """Metrics of the engine that all rollouts use, and of its gate."""
 
     def __init__(self, engine: MeasuredEngine, gate: Gate, version: Callable[[], int]) -> None:
         self._engine = engine
@@ -181,7 +181,7 @@ class EngineNumbers:
 
 
 class PartsNumbers:
-    """Of what runs the rollouts of each environment: proxy, workers, sandboxes, services."""
+    """Metrics of each environment's proxy, workers, sandboxes and services."""
 
     def __init__(self, parts: Sequence[RolloutContext]) -> None:
         self._parts = parts
@@ -218,10 +218,10 @@ class PartsNumbers:
 
 
 class Deliveries:
-    """Of the store: what waits for whom, leases, commits; and how old groups are when leased.
+    """Metrics of the store: waiting groups, leases, commits, and the age of groups when leased.
 
     Args:
-        version: the policy's now; -1 where it is unknown.
+        version: returns the current policy version; -1 if it is unknown.
     """
 
     def __init__(self, store: Store, version: Callable[[], int]) -> None:
@@ -293,7 +293,7 @@ class Deliveries:
 def _tallies(
     tallies: Mapping[tuple[str, str, GroupState], int],
 ) -> list[tuple[tuple[str, ...], float]]:
-    """The largest by name, the rest of each state together."""
+    """Returns the largest counts by name, and the sum of the rest for each state."""
     ranked = sorted(tallies.items(), key=lambda one: (-one[1], one[0]))
     shown: dict[tuple[str, ...], float] = {}
     for number, (labels, count) in enumerate(ranked):
@@ -303,7 +303,7 @@ def _tallies(
 
 
 def most(counts: Mapping[str, int], limit: int = _MOST_RUNS) -> dict[str, float]:
-    """`counts` of the `limit` largest, and of the rest together as `other`."""
+    """Returns the `limit` largest of `counts`, and the sum of the rest as `other`."""
     ranked = sorted(counts.items(), key=lambda one: (-one[1], one[0]))
     shown = {name: float(count) for name, count in ranked[:limit]}
     if len(ranked) > limit:

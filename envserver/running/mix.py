@@ -1,4 +1,4 @@
-"""Several environments in one run: each with settings and a share of its own."""
+"""Several environments in one run, each with its own settings and share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ M = TypeVar("M", bound=MixSettings)
 
 @dataclass(frozen=True)
 class Member(Generic[M]):
-    """One environment of a mix, made."""
+    """One environment of a mix, instantiated."""
 
     spec: RunSpec[M]
     environment: Environment
@@ -28,7 +28,7 @@ class Member(Generic[M]):
 
 
 def alone(spec: RunSpec[M]) -> Member[M]:
-    """The only environment of a run.
+    """Makes the only environment of a run.
 
     Raises:
         ConfigError: it cannot be made with its settings.
@@ -38,16 +38,16 @@ def alone(spec: RunSpec[M]) -> Member[M]:
 
 
 class Several:
-    """Schedulers of a mix as one."""
+    """Runs the schedulers of a mix as one."""
 
     def __init__(self, schedulers: Mapping[str, Scheduler]) -> None:
         self._schedulers = dict(schedulers)
         self.failed: dict[str, EnvserverError] = {}
-        """Which ended by a failure, while the others went on."""
+        """Errors of the environments that failed while the others went on, by name."""
 
     @property
     def open_groups(self) -> int:
-        """Groups that are being made now."""
+        """Number of groups that are being made now."""
         return sum(one.open_groups for one in self._schedulers.values())
 
     @property
@@ -56,23 +56,23 @@ class Several:
         return any(one.drained for one in self._schedulers.values())
 
     def cut_off(self) -> dict[str, int]:
-        """Groups of each that were cancelled because the run was."""
+        """Returns the number of groups cancelled with the run, by environment."""
         return {name: one.cut_off for name, one in self._schedulers.items()}
 
     def delivered(self) -> dict[str, int]:
-        """Groups that each delivered in this run."""
+        """Returns the number of groups delivered in this run, by environment."""
         return {name: one.delivered for name, one in self._schedulers.items()}
 
     def drain(self) -> None:
-        """No environment begins a further group."""
+        """Lets no environment begin another group."""
         for one in self._schedulers.values():
             one.drain()
 
     async def run(self, say: Callable[[str], object]) -> None:
-        """Runs all to their ends.
+        """Runs all schedulers to their ends.
 
         Raises:
-            EnvserverError: of the first that failed, when all have ended.
+            EnvserverError: the error of the first that failed, after all have ended.
         """
         async with asyncio.TaskGroup() as tasks:
             for name, one in self._schedulers.items():

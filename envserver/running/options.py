@@ -1,9 +1,9 @@
 """The tree of settings as a flat table: dotted path -> Option.
 
 In: a pydantic model of sections. Out: one Option per leaf, in the order of the fields. `parse`
-turns the text of a flag or a variable into what pydantic then checks. Pure; a section is never a
-leaf. Where a person gives sections their names (`dict[str, Section]`) `*` stands for the name,
-until `expanded` puts those in that were used.
+turns the text of a flag or a variable into a value that pydantic then checks. Pure; a section is
+never a leaf. Where users name the sections (`dict[str, Section]`), `*` stands for the name, until
+`expanded` inserts the names that were used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pydantic_core import PydanticUndefined
 
 _LISTS = (list, tuple, set, frozenset)
 ANY_NAME = "*"
-"""In a path: any name."""
+"""Stands for any name in a path."""
 _PLAIN = {int: "int", float: "float", str: "text", bool: "true|false", Path: "path", dict: "JSON"}
 
 
@@ -35,9 +35,9 @@ class Option:
     Args:
         path: dotted name, such as `env.group_size`.
         annotation: its type.
-        default: its default; `...` where a value must be given.
+        default: its default; `...` if a value is required.
         description: its docstring.
-        secret: its value must never be shown.
+        secret: whether its value must never be shown.
     """
 
     path: str
@@ -48,7 +48,7 @@ class Option:
 
     @property
     def group(self) -> str:
-        """The section it stands in; "" at the top."""
+        """The section that contains it; "" at the top level."""
         return self.path.rpartition(".")[0]
 
     @property
@@ -57,7 +57,7 @@ class Option:
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is on or off and nothing else, so that its flag needs no value."""
+        """Whether it is only on or off, so that its flag needs no value."""
         return set(_members(self.annotation)) <= {bool, type(None)}
 
     @property
@@ -70,26 +70,26 @@ class Option:
 
     @property
     def type_name(self) -> str:
-        """Its type in words, for people."""
+        """Its type as text for users."""
         names = [_type_name(member) for member in _members(self.annotation)]
         return "|".join(dict.fromkeys(names))
 
     @property
     def choices(self) -> list[str]:
-        """The values that it may have, where they are few and known."""
+        """The allowed values, if there are few of them."""
         members = _members(self.annotation)
         named = [v for m in members if _origin(m) is typing.Literal for v in typing.get_args(m)]
         return [str(value) for value in named] or (["true", "false"] if self.is_bool else [])
 
     @property
     def first_sentence(self) -> str:
-        """The first sentence of its docstring, in one line."""
+        """The first sentence of its docstring, on one line."""
         text = " ".join(self.description.split())
         return f"{text.partition('. ')[0].rstrip('.')}." if text else ""
 
     @property
     def default_text(self) -> str:
-        """Its default in the form in which it can be typed."""
+        """Its default as a user would type it."""
         if self.default is ...:
             return "needed"
         if self.secret or self.default is None or self.default == "":
@@ -102,7 +102,7 @@ class Option:
 
 
 def options_of(model: type[BaseModel]) -> dict[str, Option]:
-    """Every leaf of `model`, sections entered, by dotted path."""
+    """Returns every leaf of `model`, including those of its sections, by dotted path."""
     set_before = preset(model)
     options = expanded(_leaves(model, ""), set_before)
     for path, value in set_before.items():
@@ -111,10 +111,10 @@ def options_of(model: type[BaseModel]) -> dict[str, Option]:
 
 
 def expanded(options: Mapping[str, Option], names: Iterable[str]) -> dict[str, Option]:
-    """`options` with those of named sections.
+    """Returns `options` plus those of named sections.
 
     Args:
-        names: dotted paths of sections, such as `env.agents.user`, or of what is in them.
+        names: dotted paths of sections, such as `env.agents.user`, or of settings in them.
     """
     used = list(names)
     more: dict[str, Option] = {}
@@ -129,7 +129,7 @@ def expanded(options: Mapping[str, Option], names: Iterable[str]) -> dict[str, O
 
 
 def named_sections(options: Iterable[str]) -> set[str]:
-    """The paths below which a person names sections: `env.agents`."""
+    """Returns the paths below which users name sections: `env.agents`."""
     return {path.partition(f".{ANY_NAME}.")[0] for path in options if f".{ANY_NAME}." in path}
 
 
@@ -154,19 +154,19 @@ def _leaves(model: type[BaseModel], prefix: str) -> dict[str, Option]:
 
 
 def _named_section(annotation: Any) -> type[BaseModel] | None:
-    """The sections of a `dict[str, Section]`; None for any other type."""
+    """Returns the section class of a `dict[str, Section]`; None for any other type."""
     arguments = typing.get_args(annotation)
     is_one = typing.get_origin(annotation) is dict and is_section(arguments[1])
     return typing.cast(type[BaseModel], arguments[1]) if is_one else None
 
 
 def is_section(annotation: Any) -> bool:
-    """Whether a field of this type holds settings of its own."""
+    """Returns whether a field of this type is a section of settings."""
     return inspect.isclass(annotation) and issubclass(annotation, BaseModel)
 
 
 def sections_of(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
-    """The first line of each section's docstring, by dotted path."""
+    """Returns the first line of each section's docstring, by dotted path."""
     found: dict[str, str] = {}
     for name, field in model.model_fields.items():
         if (named := _named_section(field.annotation)) is not None:
@@ -180,7 +180,7 @@ def sections_of(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
 
 
 def preset(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """What the default instances of `model`'s sections set apart from their classes' defaults."""
+    """Returns the values in `model`'s default sections that differ from their classes' defaults."""
     found: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         default = _default(field)
@@ -211,7 +211,7 @@ def _set_in(section: BaseModel, prefix: str) -> dict[str, Any]:
 def flatten(
     tree: Mapping[str, Any], options: Mapping[str, Option], prefix: str = ""
 ) -> dict[str, Any]:
-    """Nested dicts as dotted paths; what stands at an option's path is its value, dict or not."""
+    """Returns nested dicts as dotted paths; the value at an option's path is kept, dict or not."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         path = f"{prefix}{name}"
@@ -223,7 +223,7 @@ def flatten(
 
 
 def nest(flat: dict[str, Any]) -> dict[str, Any]:
-    """Dotted paths as nested dicts."""
+    """Returns dotted paths as nested dicts."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():
         *sections, name = path.split(".")
@@ -235,12 +235,12 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse(option: Option, text: str) -> Any:
-    """The text of a flag or variable as a value that pydantic can check.
+    """Converts the text of a flag or variable to a value that pydantic can check.
 
-    "none" is None where that is allowed, lists may be JSON or separated by commas, dicts are JSON.
+    "none" is None if the type allows it; lists may be JSON or comma-separated; dicts are JSON.
 
     Raises:
-        ValueError: the text is no JSON where JSON is needed; says so without the text.
+        ValueError: the text is not JSON where JSON is needed; the message does not show the text.
     """
     if text.lower() in ("none", "null") and option.allows_none:
         return None
@@ -258,7 +258,7 @@ def parse(option: Option, text: str) -> Any:
 
 
 def nearest(path: str, known: Iterable[str]) -> str | None:
-    """The known path that `path` most likely means, or None."""
+    """Returns the known path that `path` most likely means, or None."""
     paths = list(known)
     if near := difflib.get_close_matches(path, paths, n=1, cutoff=0.75):
         return near[0]

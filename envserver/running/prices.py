@@ -1,4 +1,4 @@
-"""`--prices.*`: what tokens cost, from flags, a file, or the model's entry in `models.yaml`."""
+"""`--prices.*`: prices of tokens, from flags, a file, or the model's entry in `models.yaml`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .run_settings import PricesConfig
 
 
 def pricing_of(config: PricesConfig, model: str | None, models_file: Path) -> Pricing:
-    """The prices of a model, by the name that the engine serves it under.
+    """Returns the prices of a model, by the name under which the engine serves it.
 
     Args:
-        model: what a person named by `--model`: its entry tells prices, too.
+        model: value of `--model`; its entry may have prices, too.
 
     Raises:
-        ConfigError: only one of two prices is given.
+        ConfigError: only one of the two prices is given.
     """
     if (config.prompt is None) != (config.completion is None):
         raise ConfigError("--prices.prompt and --prices.completion go together.")

@@ -1,4 +1,4 @@
-"""The work of `envserver process`: rollouts of one environment or several into groups."""
+"""The work of `envserver process`: runs rollouts of one or several environments in groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .stopping import Stop
 
 
 def default_path(environment: Environment) -> Path:
-    """The file that `process` writes where none is named."""
+    """Returns the file that `process` writes by default."""
     return Path("data") / f"{environment.name}.jsonl"
 
 
@@ -26,10 +26,10 @@ def process_run(
     show: Show = show_nothing,
     stop: Stop | None = None,
 ) -> GroupRun:
-    """Makes the run that `process` is; the settings of the whole run are the first member's.
+    """Makes the run of `process`; the settings of the whole run are the first member's.
 
     Args:
-        path_of: where groups of an environment go whose settings name no file.
+        path_of: returns the file for an environment whose settings name none.
     """
     settings = members[0].spec.settings
     total = settings.total_groups

@@ -1,8 +1,9 @@
-"""The work of `envserver replay`: one recorded rollout, run again and held against its record.
+"""The work of `envserver replay`: runs a recorded rollout again and compares it with its record.
 
-The environment's `rollout` runs as it did, in a worker or in this process under the debugger; the
-engine is a player of the record (`rollouts.replaying`), which ends it at the first difference.
-Programs in sandboxes run again; services answer from the record where that has what they said.
+The environment's `rollout` runs as before, in a worker or in this process under the debugger. In
+place of the engine, a player answers from the record (`rollouts.replaying`) and ends the rollout at
+the first difference. Programs in sandboxes run again; services answer from the record if it has
+their answers.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from .task_finder import TaskFinder
 _NAMES_SHOWN = 8
 _ROUNDING = 1e-9
 _CLOCKS = {"timestamp", "run_id", "ts", "started_at", "ended_at", "seconds", "elapsed_seconds"}
-"""Keys under which results hold what a clock said: no two runs have that in common."""
+"""Keys whose values in results are clock times, which differ in every run."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,11 @@ class Record:
     """A rollout as it was delivered.
 
     Args:
-        place: of its group in the source.
-        facts: what the group's line says under "envserver".
-        sampling: the settings that all rollouts of the group shared.
-        kept: its calls were kept (`tokens.keep_calls`), so nothing has to be read off the
-            conversation.
+        place: place of its group in the source.
+        facts: the value of "envserver" in the group's line.
+        sampling: settings that all rollouts of the group shared.
+        kept: whether its calls were kept (`tokens.keep_calls`), so that they need not be
+            reconstructed from the conversation.
     """
 
     place: str
@@ -76,7 +77,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Fact:
-    """Something of the result, then and now; JSON-like."""
+    """One value of the result in the record and in the replay; JSON-like."""
 
     name: str
     then: Any
@@ -84,24 +85,25 @@ class Fact:
 
     @property
     def same(self) -> bool:
-        """Nothing differs but what a clock said."""
+        """Whether nothing differs but clock times."""
         return not self.places
 
     @property
     def places(self) -> list[str]:
-        """Where it differs, as JSON paths."""
+        """The places where it differs, as JSON paths."""
         return list(_differing(self.then, self.now, "$"))
 
 
 @dataclass
 class Replayed:
-    """What came of it.
+    """The result of a replay.
 
     Args:
-        played: calls that were answered; `left`: those that the agent did not ask for this time.
-        difference: the first one in what the agent did, None where there is none.
+        played: number of calls that were answered.
+        left: number of recorded calls that the agent did not make this time.
+        difference: the first difference in the agent's behaviour, None if there is none.
         failure: why there is no result.
-        facts: of the result and the score; those that are `same`, too.
+        facts: values of the result and the score, including those that are the same.
     """
 
     played: int
@@ -117,11 +119,11 @@ class Replayed:
 
 
 def read_record(sources: Sequence[str], rollout_id: str) -> Record:
-    """The rollout of that id in `sources`.
+    """Finds the rollout with this id in `sources`.
 
     Raises:
         NotFoundError: there is none.
-        InputError: it cannot be replayed: its record lacks its calls.
+        InputError: it cannot be replayed because its record lacks its calls.
     """
     seen: list[str] = []
     for group in read_groups(sources):
@@ -160,10 +162,10 @@ def _record(
 
 
 def _told(rollout: StoredRollout, agents: list[str], all_count: bool) -> list[Exchange]:
-    """The calls that the conversations tell of: the main agent's, and those of the others.
+    """Returns the calls found in the conversations of the main agent and of the others.
 
     Args:
-        all_count: turns are those of all agents, not of the trained ones.
+        all_count: whether turns count all agents, not only the trained ones.
     """
     others = rollout.others
     counted = [other for other in others if all_count or other.get("trained")]
@@ -200,11 +202,11 @@ async def replay(
     """Runs the rollout of `record` again.
 
     Args:
-        live_services: ask the environment's services anew, not the record.
-        debug: in this process, stopped by the debugger where the agent begins.
+        live_services: call the environment's services instead of reading the record.
+        debug: run in this process and stop in the debugger where the agent begins.
 
     Raises:
-        NotFoundError: the environment has not its task any more.
+        NotFoundError: the environment no longer has the task.
         EnvserverError: it cannot be run here.
     """
     model = str(record.facts.get("model") or "replay")

@@ -1,9 +1,10 @@
 """The work of `envserver rescore`: delivered groups in, the same groups with new scores out.
 
-No model is asked. A group's task, with its hidden part, is found again by split, seed and id; its
-rollouts are scored in scorer processes, and the group is appended to the output, on disk before
-the next one counts. What cannot be scored by a fault of ours is never a 0: its group is not
-written, is counted, and is tried again when the command goes on with its output.
+No model is called. A group's task, with its hidden part, is found by split, seed and id; its
+rollouts are scored in scorer processes, and the group is appended to the output, which is synced to
+disk before the next group counts. A group that cannot be scored because of an infrastructure
+failure never gets a 0: it is not written, it is counted, and it is tried again when the command
+resumes.
 """
 
 from __future__ import annotations
@@ -64,16 +65,16 @@ class Example:
 
 @dataclass
 class Tally:
-    """What came of it, old scores beside new ones.
+    """The result of a rescoring: old and new scores.
 
     Args:
-        groups, rollouts: in the output, those of before among them.
-        already: groups that were there when it was gone on with.
-        old, new: sums of rewards, over the `compared` rollouts that have both.
-        up, down: compared rollouts whose reward rose and fell.
-        unscorable: rollouts left out of their groups: the new score has no reward.
-        left_out: groups that are not in the output, by reason (see LEFT_OUT).
-        first: of each reason the first, in words.
+        groups, rollouts: numbers in the output, including those of earlier runs.
+        already: number of groups in the output when the command resumed.
+        old, new: sums of rewards over the `compared` rollouts, which have both.
+        up, down: number of compared rollouts whose reward rose or fell.
+        unscorable: number of rollouts left out of their groups: the new score has no reward.
+        left_out: number of groups that are not in the output, by reason (see LEFT_OUT).
+        first: message of the first case of each reason.
         examples: the largest changes.
     """
 
@@ -95,7 +96,7 @@ class Tally:
         return self.up + self.down
 
     def count(self, line: dict[str, Any]) -> None:
-        """A group that is in the output."""
+        """Counts a group that is in the output."""
         facts = line["envserver"]
         self.groups += 1
         for rollout in facts["rollouts"]:
@@ -137,21 +138,21 @@ async def rescore(
     on_bad: Callable[[InputError], None] | None = None,
     told: Told = lambda tally: None,
 ) -> Tally:
-    """Scores every group of `sources` again into `out` (JSONL, the lines of `process`).
+    """Scores every group of `sources` again and writes `out` (JSONL, in the format of `process`).
 
     Args:
-        sources: as `read_groups` takes them.
-        env_reference, env_config: the environment and its settings; a group's split and seed are
-            its own.
-        rubric: what scores instead of the environment (see `rollouts.rubric`).
-        processes: scorers that work side by side.
+        sources: see `read_groups`.
+        env_reference, env_config: the environment and its settings; split and seed come from each
+            group.
+        rubric: scores instead of the environment (see `rollouts.rubric`).
+        processes: number of parallel scorers.
         without_messages: score groups that were written without their conversations.
-        on_bad: told of each line that is no group; unset: the first one ends it.
+        on_bad: called for each line that is not a group; default: the first such line is an error.
         told: called after each group.
 
     Raises:
         ConfigError: `out` exists, or the environment or the rubric cannot be loaded.
-        InputError: a source holds what is no group.
+        InputError: a source holds something that is not a group.
         StoreError: `out` cannot be written.
     """
     _check_apart(sources, out)
@@ -185,7 +186,7 @@ async def rescore(
 
 
 class _Unseen:
-    """The groups whose ids are not `done`, each once, read in a thread."""
+    """The groups whose ids are not in `done`, each once, read in a thread."""
 
     def __init__(self, groups: Iterator[StoredGroup], done: set[str]) -> None:
         self._groups = groups
@@ -211,7 +212,7 @@ class _Tasks:
         self._finders: dict[tuple[str, int], TaskFinder] = {}
 
     async def find(self, split: str, seed: int, task_id: str) -> Task:
-        """Raises as `TaskFinder.find`."""
+        """Finds a task; raises like `TaskFinder.find`."""
         finder = self._finders.get((split, seed))
         if finder is None:
             config = {**self._config, "split": split, "seed": seed}
@@ -222,7 +223,7 @@ class _Tasks:
 
 @dataclass
 class _Rescoring:
-    """Groups in flight: several at once, out in the order in which they came."""
+    """Scores several groups at once and returns them in input order."""
 
     scorers: ScorerPool
     tasks: _Tasks
@@ -232,7 +233,7 @@ class _Rescoring:
     tally: Tally
 
     async def lines(self, groups: _Unseen, at_once: int) -> AsyncGenerator[dict[str, Any] | None]:
-        """The line of each group with its new scores; None where it has none."""
+        """Yields the line of each group with its new scores; None if it has none."""
         flying: deque[asyncio.Task[dict[str, Any] | None]] = deque()
         more = True
         try:
@@ -279,9 +280,10 @@ class _Rescoring:
         return line
 
     async def _scores(self, task: Task, results: list[Result]) -> list[Score]:
-        """
+        """Scores the results of a task's rollouts.
+
         Raises:
-            ScorerError, SandboxError: they could not be had, also when asked a second time.
+            ScorerError, SandboxError: scoring failed twice.
         """
         scores = list(await asyncio.gather(*(self._score(task, each) for each in results)))
         return await self.scorers.score_group(task, results, scores)
@@ -294,7 +296,7 @@ class _Rescoring:
 
 
 def result_of(rollout: StoredRollout) -> Result:
-    """What the scorer saw of `rollout`, as far as it was delivered."""
+    """Returns what the scorer saw of `rollout`, as far as it was delivered."""
     others = [other for other in rollout.others if not other.get("trained", True)]
     untrained = sum(other.get("completion_tokens") or 0 for other in others)
     return Result(
@@ -344,10 +346,10 @@ def _output(path: Path, *, resume: bool, overwrite: bool) -> Iterator[IO[bytes]]
 
 
 def _already(file: IO[bytes], path: Path, tally: Tally) -> set[str]:
-    """The ids of the groups that stand in `file`, which are counted.
+    """Counts the groups that are in `file` and returns their ids.
 
     Raises:
-        ConfigError: it holds what this command has not written.
+        ConfigError: it holds something that this command did not write.
     """
     done = set()
     file.seek(0)

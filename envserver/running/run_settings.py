@@ -1,6 +1,6 @@
-"""The settings of each run, beside those that all of them share (`config.Settings`).
+"""The settings of each command, in addition to the shared ones (`config.Settings`).
 
-The command line and the Python API take the same names; each field's docstring is its help text.
+The command line and the Python API use the same names; each field's docstring is its help text.
 """
 
 from __future__ import annotations
@@ -38,113 +38,123 @@ class PricesConfig(Section):
 
 
 class ProcessSettings(MixSettings):
-    """Settings with the flags that only `process` has."""
+    """Settings and the flags that only `process` has."""
 
     resume: bool = False
-    """Go on with an output file that exists: its groups are not made again."""
+    """Resume an existing output file: its groups are not made again."""
     overwrite: bool = False
-    """Replace an output file that exists."""
+    """Replace an existing output file."""
 
 
 class EvaluateSettings(MixSettings):
-    """Settings with the flags that only `evaluate` has."""
+    """Settings and the flags that only `evaluate` has."""
 
     out: Path | None = None
     """Folder for groups and report; unset: runs/evaluate/<environment>-<time>."""
     resume: bool = False
-    """Go on in a folder that exists (--out): its groups are not made again, the report is."""
+    """Resume in an existing folder (--out): its groups are kept, its report is made again."""
     overwrite: bool = False
-    """Replace what a folder holds."""
+    """Replace the contents of an existing folder."""
     pass_at: float = Field(default=1.0, gt=0, le=1)
-    """Least reward of an attempt that passes."""
+    """Minimum reward of an attempt that passes."""
     failures: Failures = "drop"
-    """Attempts that were lost by our fault are left out (drop), or count as 0 (zero)."""
+    """How to count attempts lost to infrastructure failures: leave them out (drop), or as 0 (zero).
+    """
     truncated: Truncated = "score"
-    """Attempts in which the model was cut off count what they scored (score), 0 (zero), or are left
-    out (drop)."""
+    """How to count attempts in which the model was cut off: by their score (score), as 0 (zero), or
+    leave them out (drop).
+    """
     no_baselines: bool = False
     """Do not run the environment's baselines."""
     prices: PricesConfig = PricesConfig()
 
 
 class ScoreSettings(EnvironmentSettings):
-    """The settings that `score` has."""
+    """Settings of `score`."""
 
     input: Path
     """JSONL file of rows to score."""
     out: Path
-    """JSONL file for the scores; one that exists is replaced at the end."""
+    """JSONL file for the scores; an existing file is replaced at the end."""
     processes: int = Field(default=2, ge=1)
-    """Rows that are scored at a time, each in a process."""
+    """Number of rows scored in parallel, each in a process."""
     sandbox: SandboxConfig = SandboxConfig()
 
 
 class RescoreSettings(EnvironmentSettings):
-    """The settings that `rescore` has."""
+    """Settings of `rescore`."""
 
     source: list[str] = Field(default_factory=list)
     """Files of `process` (plain, .gz, .zst), folders of them, a store, or a running server; may
-    stand first, without the flag."""
+    be given first, without the flag.
+    """
     rubric: str | None = None
     """Class that scores instead of the environment: path/to/file.py:Class."""
     out: Path
     """JSONL file for the groups with their new scores."""
     resume: bool = False
-    """Go on with a file that exists: what stands in it is not scored again."""
+    """Resume an existing file: groups that it contains are not scored again."""
     overwrite: bool = False
-    """Replace a file that exists."""
+    """Replace an existing file."""
     skip_bad: bool = False
-    """Pass over lines that are no groups, and count them."""
+    """Skip and count lines that are not groups."""
     without_messages: bool = False
     """Score rollouts that were written without their conversations by their output alone."""
     processes: int = Field(default=2, ge=1)
-    """Rollouts that are scored at a time, each in a process."""
+    """Number of rollouts scored in parallel, each in a process."""
     sandbox: SandboxConfig = SandboxConfig()
 
 
 class ReplaySettings(Settings):
-    """Settings with the flags that only `replay` has."""
+    """Settings and the flags that only `replay` has."""
 
     source: list[str]
-    """File of `process`, folder of such, a store, or a running server; may stand first."""
+    """File of `process`, a folder of such files, a store, or a running server; may be given first.
+    """
     rollout: str
     """Id of the rollout."""
     services: Literal["auto", "record", "live"] = "auto"
-    """Who answers what the agent asks the environment's services: the record, or they themselves;
-    auto: the record where calls were kept (`--tokens.keep_calls true` of `process`)."""
+    """What answers the agent's calls to the environment's services: the record, or the services
+    (live); auto: the record if calls were kept (`--tokens.keep_calls true` of `process`).
+    """
     debug: bool = False
     """Run the agent in this process, stopped in pdb at its first line; without a time limit."""
     without_walls: bool = False
-    """Let --debug run agents that execute the model's code in their own process: what the model
-    wrote then runs in this process."""
+    """Let --debug run agents that execute the model's code in their own process: code that the
+    model wrote then runs in this process.
+    """
 
 
 class VerifySettings(Section):
-    """The settings that `verify` has."""
+    """Settings of `verify`."""
 
     source: str
-    """JSONL file, or address of a running server (http://127.0.0.1:8000); may be the first word."""
+    """JSONL file, or address of a running server (http://127.0.0.1:8000); may be given first."""
     openai: OpenAIConfig = OpenAIConfig()
     model: str | None = None
-    """A model to start an engine for (a name in `engine.models_file`, a folder, a name on the
-    hub), or "sim" for groups of the simulated engine; unset: the engine at `openai.base_url`."""
+    """Model to start an engine for (a name in `engine.models_file`, a folder, a name on the hub),
+    or "sim" for groups of the simulated engine; unset: the engine at `openai.base_url`.
+    """
     engine: EngineConfig = EngineConfig()
     tolerance: float = Field(default=1e-4, ge=0, allow_inf_nan=False)
-    """Largest difference of a logprob that passes. In float32 on a CPU vLLM says the very same
-    numbers again for rows of up to some 480 tokens, and beyond that differs by 1e-5, the order of
-    its sums; on a GPU kernels and batches differ, so set what you take for rounding, such as 0.05.
-    0: only what is exactly equal passes. How many are exactly equal is told in any case."""
+    """Largest difference of a logprob that passes. In float32 on a CPU, vLLM returns exactly the
+    same numbers for rows of up to about 480 tokens; longer rows differ by 1e-5 because sums are
+    computed in another order. On a GPU kernels and batches differ: set what you accept as rounding,
+    such as 0.05. With 0 only exactly equal logprobs pass. Their number is always shown.
+    """
     policy_version: int | None = Field(default=None, ge=-1)
-    """The version of the policy that the engine serves now: only rows that it sampled are compared.
-    Unset: the newest of the file, or the one published at the server."""
+    """Policy version that the engine serves now: only rows sampled by it are compared. Unset: the
+    newest version in the file, or the one published at the server.
+    """
     sample: str | None = None
     """Compare only a share of the rows (1% or 0.01), or a number of them (20); unset: all."""
     seed: int = 0
-    """Which rows a sample holds: the same seed, the same rows."""
+    """Seed of the sample of rows."""
     concurrency: int = Field(default=1, ge=1)
-    """Requests to the engine at a time. More is faster, but what is computed in one batch with
-    others may differ in its last digits."""
+    """Maximum number of requests to the engine at a time. More are faster, but results computed in
+    one batch with others may differ in their last digits.
+    """
     as_json: bool = False
     """Print the report as one JSON object."""
     log_level: LogLevel = "warning"
-    """Least serious event that is logged."""
+    """Minimum log level."""

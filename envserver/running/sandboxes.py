@@ -1,4 +1,4 @@
-"""The sandboxes of one environment: started where it declares them, else nothing is."""
+"""Starts the sandboxes of one environment, if it declares them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..sandbox.watched import WatchedSandboxes
 async def sandboxes_of(
     environment: Environment | type[Environment], config: SandboxConfig
 ) -> AsyncIterator[SandboxService | None]:
-    """A service that makes sandboxes, None where `environment` needs none.
+    """Yields a service that makes sandboxes; None if `environment` needs none.
 
-    An instance gets its `sandboxes`, for `tasks`.
+    If `environment` is an instance, its `sandboxes` are set, for use in `tasks`.
 
     Raises:
-        ConfigError: no backend that is allowed can be made here.
+        ConfigError: no allowed backend is available on this machine.
     """
     if environment.sandbox is None and environment.isolation != "sandboxed":
         yield None
@@ -35,10 +35,10 @@ async def sandboxes_of(
 
 
 async def try_sandbox(sandboxes: SandboxClient, environment: Environment) -> None:
-    """Makes the declared sandbox once: the next ones come from an interpreter that is warm.
+    """Makes the declared sandbox once, so that later ones start from a warm interpreter.
 
     Raises:
-        ConfigError: it cannot be made as it is declared.
+        ConfigError: it cannot be made as declared.
     """
     if environment.sandbox is None:
         return

@@ -1,8 +1,8 @@
-"""The work of `envserver scenarios`: many runs of several models in one scenario, each a trace.
+"""The work of `envserver scenarios`: runs a scenario many times with several models; saves traces.
 
-Models come one after the other, the runs of one side by side. A run whose trace is there and whole
-is not made again. One that fails by no fault of the model is tried again, then counted: it has no
-trace, and the same command makes it later.
+Models take turns; the runs of one model are made in parallel. A run with a complete trace is not
+made again. A run that fails through no fault of the model is retried; if it fails again, it is
+counted and has no trace, and the same command makes it later.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Embed = Callable[[Json], Json]
 
 @dataclass(frozen=True)
 class Runner:
-    """A model that runs are made of.
+    """A model to run.
 
     Args:
-        settings: with its engine.
-        model: what its traces say of it: name, hf_id, backend.
+        settings: its settings, including its engine.
+        model: its entry in the traces: name, hf_id, backend.
     """
 
     settings: Settings
@@ -48,7 +48,7 @@ class Runner:
 
 @dataclass
 class Runs:
-    """What came of it. `failed`: why runs have no trace, in words."""
+    """The counts of runs. `failed`: messages of the runs that have no trace."""
 
     wanted: int = 0
     already: int = 0
@@ -63,10 +63,10 @@ class Runs:
 
 
 def runners(names: Sequence[str], settings: Settings) -> list[Runner]:
-    """The models that `names` mean: of the catalogue, folders, `NAME=URL` or a URL, "sim".
+    """Returns the models that `names` mean: catalogue entries, folders, `NAME=URL`, URLs or "sim".
 
     Raises:
-        NotFoundError: one means nothing.
+        NotFoundError: a name means nothing.
         ConfigError: two have the same name.
     """
     found = [_runner(name, settings) for name in names]
@@ -121,18 +121,18 @@ async def run_scenarios(
     embed: Embed | None = None,
     told: Callable[[Runs], None] = lambda runs: None,
 ) -> Runs:
-    """Makes `n` runs of each model and label; their traces are below `out`.
+    """Makes `n` runs of each model and label and writes their traces below `out`.
 
     Args:
-        environment, reference: that of scenarios.
-        seed: of run N it is `seed` + N; runs are counted from 1.
-        overwrite: make runs again whose traces are there.
-        embed: adds to each trace.
+        environment, reference: the environment of scenarios.
+        seed: run N uses `seed` + N; runs are counted from 1.
+        overwrite: make runs again that have traces.
+        embed: adds embeddings to each trace.
         told: called after each run.
 
     Raises:
-        InputError: the scenario is not whole, or has no prompt for a label.
-        ConflictError: a trace there is of another scenario, prompt or seed.
+        InputError: the scenario is incomplete, or has no prompt for a label.
+        ConflictError: an existing trace is of another scenario, prompt or seed.
         EngineError: a model's engine does not answer.
         StoreError: a trace cannot be written.
     """
@@ -251,4 +251,4 @@ async def _run(
 
 
 def _tried_again(failure: Failure) -> None:
-    """What is tried again is told only when it fails for good."""
+    """Ignores a failure that is retried; only the final failure is reported."""

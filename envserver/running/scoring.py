@@ -1,10 +1,10 @@
-"""The work of `envserver score`: rows of tasks and responses in, rows of scores out, no model.
+"""The work of `envserver score`: scores rows of tasks and responses, without a model.
 
 Each input row is `{"task": <a row of a data set, or a task id>, "response": "text"}`, or has
 `"messages": [...]` instead of the response; `"finish_reason"` may say that the answer was cut off.
-Each gives one output row: `{"line", "reward", "components", "metrics", "error"}`, in their order.
-A bad row is an output row with an error, never a stop. Memory is bounded by the rows in flight, and
-the output appears whole, under its name, at the end.
+Each gives one output row: `{"line", "reward", "components", "metrics", "error"}`, in input order.
+A bad row becomes an output row with an error and never stops the command. Memory is bounded by the
+rows in flight. The output file appears complete, under its name, at the end.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ MAX_ROWS_IN_FLIGHT = 512
 MAX_BYTES_IN_FLIGHT = 64 << 20
 
 Progress = Callable[[int, float], None]
-"""Gets the rows done, and the share of the input that they are, in [0, 1]."""
+"""Called with the number of rows done and the share of the input read, in [0, 1]."""
 
 
 class Summary(msgspec.Struct, kw_only=True):
-    """What came of the rows.
+    """The counts of the output.
 
     Args:
         rows: output rows.
-        scored: with a reward.
-        unscorable: valid, but without a reward.
-        errors: with an error.
-        mean_reward: over the scored rows, None without one.
+        scored: rows with a reward.
+        unscorable: valid rows without a reward.
+        errors: rows with an error.
+        mean_reward: mean over the scored rows, None if there are none.
         first_error: place and text of the first error.
     """
 
@@ -77,14 +77,14 @@ async def run_score(
 
     Args:
         env_reference, env_config: the environment and its settings.
-        processes: scorers that work side by side.
-        sandbox: where scorers run programs, if the environment does that.
+        processes: number of parallel scorers.
+        sandbox: sandbox in which scorers run programs, if the environment does that.
         progress: called after each row that is written.
 
     Raises:
-        NotFoundError: there is no input file, or no such environment.
+        NotFoundError: the input file or the environment does not exist.
         ConfigError: the environment cannot be loaded, or it needs a sandbox and none can be made.
-        StoreError: the output cannot be written; nothing is left of it.
+        StoreError: the output cannot be written; nothing of it is left.
     """
     reference = absolute(env_reference)
     started = time.monotonic()
@@ -111,7 +111,7 @@ async def run_score(
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """A line of the input: its number from 1, where it ends, its bytes (None: it is too long)."""
+    """A line of the input: its number from 1, its end, its bytes (None: it is too long)."""
 
     number: int
     end: int
@@ -123,14 +123,14 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 class _Scoring:
-    """Rows in flight: many at once, out in the order in which they came."""
+    """Scores many rows at once and delivers them in input order."""
 
     def __init__(self, scorers: ScorerPool, finder: TaskFinder) -> None:
         self._scorers = scorers
         self._finder = finder
 
     async def run(self, source: BinaryIO, deliver: Callable[[_Line, ScoredRow], None]) -> None:
-        """Delivers every line of `source` that is not blank, with its score, in their order."""
+        """Delivers every line of `source` that is not blank, with its score, in input order."""
         lines = _lines(source)
         flying: deque[tuple[_Line, asyncio.Task[ScoredRow]]] = deque()
         try:
@@ -147,7 +147,7 @@ class _Scoring:
     def _fill(
         self, flying: deque[tuple[_Line, asyncio.Task[ScoredRow]]], lines: Iterator[_Line]
     ) -> bool:
-        """Starts as many rows as may fly; False at the end."""
+        """Starts as many rows as may be in flight; returns False at the end."""
         flying_bytes = sum(line.size for line, _ in flying)
         while len(flying) < MAX_ROWS_IN_FLIGHT and flying_bytes < MAX_BYTES_IN_FLIGHT:
             line = next(lines, None)
@@ -185,7 +185,7 @@ class _Scoring:
 
 
 def _lines(source: BinaryIO) -> Iterator[_Line]:
-    """The lines that are not blank; of one that is too long, no more than its bound is held."""
+    """Yields the lines that are not blank; reads a line that is too long only up to the limit."""
     number = end = 0
     while data := source.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -231,7 +231,7 @@ def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _response(row: dict[str, Any], messages: list[dict[str, Any]]) -> str:
-    """The response of the row, else the text of its last assistant message."""
+    """Returns the response of the row, or the text of its last assistant message."""
     response = row.get("response")
     if response is not None:
         if not isinstance(response, str):
@@ -246,7 +246,7 @@ def _response(row: dict[str, Any], messages: list[dict[str, Any]]) -> str:
 
 
 def _text_of(content: object) -> str:
-    """A message's text, also where it comes in parts."""
+    """Returns a message's text, also if it is a list of parts."""
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else ""
@@ -266,7 +266,7 @@ def _count(summary: Summary, line_number: int, scored: ScoredRow) -> None:
 
 
 def _output_row(line_number: int, scored: ScoredRow) -> bytes:
-    # Escaped to ASCII: an error may quote what is no valid Unicode.
+    # Escaped to ASCII: an error may quote invalid Unicode.
     return json.dumps({"line": line_number, **msgspec.structs.asdict(scored)}).encode() + b"\n"
 
 
@@ -277,17 +277,17 @@ def _open_input(path: Path) -> BinaryIO:
 
 
 def _output(path: Path) -> AbstractContextManager[BinaryIO]:
-    """Where the scores go: a file as a whole; what is no file (a pipe, a device) as they come."""
+    """Opens the output: a file is written atomically, a pipe or device as rows come."""
     if path.exists() and not path.is_file():
         return _storing_in(path, _device(path))
-    # A link goes on pointing where it does.
+    # Follow a symbolic link, so that it is not replaced by the file.
     place = Path(os.path.realpath(path))
     return _storing_in(place, replacing(place))
 
 
 @contextmanager
 def _storing_in(path: Path, opened: AbstractContextManager[BinaryIO]) -> Iterator[BinaryIO]:
-    """Errors on opening and closing become StoreError; those of the block stay as they are."""
+    """Turns errors on opening and closing into StoreError; errors of the block stay as they are."""
     with ExitStack() as stack:
         with storing(path):
             file = stack.enter_context(opened)

@@ -1,6 +1,4 @@
-"""The work of `envserver serve`: groups of one environment or several, kept for trainers until
-they acknowledge them.
-"""
+"""The work of `envserver serve`: makes groups and keeps them until trainers acknowledge them."""
 
 from __future__ import annotations
 
@@ -30,11 +28,11 @@ class Served:
     """How a server ended.
 
     Args:
-        ending: "done": as many groups as wanted were made and acknowledged; "stopped"; "overdue":
-            stopped, and open groups had to be cancelled when `server.drain_seconds` were over.
-        waiting: groups in the store that no trainer has acknowledged.
-        cut_off: cancelled groups of each environment; they are made anew by the next start.
-        audit: what the audit of logprobs found, in words; "" where there was none.
+        ending: "done": all wanted groups were made and acknowledged; "stopped"; "overdue": stopped,
+            and open groups were cancelled after `server.drain_seconds`.
+        waiting: number of groups in the store that no trainer has acknowledged.
+        cut_off: number of cancelled groups of each environment; the next start makes them again.
+        audit: result of the logprob audit as text; "" if there was none.
     """
 
     ending: Ending
@@ -44,23 +42,23 @@ class Served:
 
 
 class Serving:
-    """A server that answers; made by `serving`."""
+    """A running server; made by `serving`."""
 
     def __init__(self, settings: MixSettings, front: Front, host: Hosted) -> None:
         self.url = front.url
-        """Where trainers connect."""
+        """Address for trainers."""
         context = host.parts[0]
         self.model_url = f"{context.proxy_url}/r/{context.proxy.open_guest()}/v1"
-        """Endpoint of the model, recorded, for environments that run elsewhere."""
+        """Endpoint of the model, with recording, for environments that run elsewhere."""
         self._settings = settings
         self._front = front
         self._host = host
 
     async def run(self, stop: Stop, say: Callable[[str], object]) -> Served:
-        """Makes groups until asked to stop, or until all that are wanted are made and delivered.
+        """Makes groups until asked to stop, or until all wanted groups are made and delivered.
 
         Args:
-            say: gets a line when one of several environments ends by a failure.
+            say: called with a line when one of several environments fails.
 
         Raises:
             StoreError, EnvserverError: a group cannot be kept, or tasks cannot be read.
@@ -85,7 +83,7 @@ class Serving:
         return Served(ending, await self._waiting(), cut_off, audit)
 
     async def _run_then_wait(self, say: Callable[[str], object]) -> None:
-        """Runs the schedulers; after the last group waits until trainers have all of them."""
+        """Runs the schedulers, then waits until trainers have all groups."""
         schedulers: Several = self._host.schedulers
         await schedulers.run(say)
         while not schedulers.drained and await self._waiting():
@@ -101,7 +99,7 @@ async def serving(members: Members) -> AsyncIterator[Serving]:
     """Opens the store and the server, and starts what `members` need.
 
     Raises:
-        ConfigError: a port cannot be had, or the environments' groups differ in form.
+        ConfigError: a port is not available, or the environments' groups differ in format.
         StoreError, EngineError: see the parts.
     """
     settings = members[0].spec.settings
@@ -134,9 +132,10 @@ def _api(members: Members, front: Front, host: Hosted) -> FastAPI:
 
 
 def _check_alike(members: Members) -> None:
-    """
+    """Checks that all environments send groups to trainers in one format.
+
     Raises:
-        ConfigError: groups of several environments would go to trainers in several forms.
+        ConfigError: their formats differ.
     """
     configs = [one.environment.config for one in members]
     if len({(one.include_messages, one.score_range) for one in configs}) > 1:

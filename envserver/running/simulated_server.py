@@ -1,7 +1,7 @@
-"""`envserver models sim`: the simulated engine as an HTTP server, until Ctrl-C.
+"""`envserver models sim`: serves the simulated engine over HTTP, until Ctrl-C.
 
-Answers are right as often as `--sim.solve_probability` says for the tasks of `--env`, whose
-demonstrations the engine then knows; without an environment it babbles.
+Answers to the tasks of `--env` are right with probability `--sim.solve_probability`, since the
+engine then knows their demonstrations; without an environment its answers are arbitrary text.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ async def run_sim(
     solver: Solver | None = None,
     announce: Callable[[str], None] = print,
 ) -> None:
-    """Serves the simulated engine until SIGINT or SIGTERM, then ends in an orderly way.
+    """Serves the simulated engine until SIGINT or SIGTERM, then stops gracefully.
 
     Args:
         port: 0 takes a free one.
-        announce: given one line with the base URL once the server listens.
+        announce: called with one line with the base URL once the server listens.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -59,13 +59,13 @@ async def run_sim(
 def demonstration_solver(
     environment: Environment, split: Split = "train", *, max_tasks: int = 10_000
 ) -> TextSolver:
-    """A solver that knows the first tasks of an environment that have a demonstration."""
+    """Returns a solver that knows the first tasks of an environment that have a demonstration."""
     tasks = itertools.islice(environment.tasks(split), max_tasks)
     return TextSolver(_demonstrations(environment, tasks))
 
 
 def question_text(task: Task) -> str:
-    """The text by which a prompt about `task` is known: its question, else its longest text."""
+    """Returns the text that identifies a prompt about `task`: its question, or its longest text."""
     texts = {name: value for name, value in task.public.items() if isinstance(value, str)}
     for name in _QUESTION_NAMES:
         if texts.get(name):

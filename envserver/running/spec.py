@@ -1,4 +1,4 @@
-"""What is to be run: an environment and the settings of its run."""
+"""What to run: an environment and the settings of its run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RunSpec(Generic[S]):
 
     Args:
         settings: checked; `settings.env` is an instance of the environment's own Config.
-        reference: how the environment was named: a name, or a path to a file.
+        reference: the environment as the user named it: a name, or a path to a file.
         environment_class: the class that `reference` names.
     """
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Literal, Protocol
 
 Ending = Literal["done", "stopped", "overdue"]
-"""How a run ended: by itself, asked to, or cancelled when its time to stop was over."""
+"""How a run ended: by itself, when asked to stop, or cancelled after its time to stop."""
 
 
 class Stoppable(Protocol):
@@ -23,7 +23,7 @@ class Stoppable(Protocol):
 
 
 class Stop:
-    """Asks one run to stop. All methods belong to the thread of the run's event loop."""
+    """Asks one run to stop. Call its methods only in the thread of the run's event loop."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -36,11 +36,11 @@ class Stop:
 
     @property
     def open_groups(self) -> int:
-        """Groups that are being made now."""
+        """Number of groups that are being made now."""
         return 0 if self._scheduler is None else self._scheduler.open_groups
 
     def finish(self) -> None:
-        """Begins no further group; the run ends when the open ones are done."""
+        """Lets no further group begin; the run ends when the open ones are done."""
         if not self.asked:
             self.asked = True
             self._drain()
@@ -53,7 +53,7 @@ class Stop:
     def attach(
         self, scheduler: Stoppable, drain: Callable[[], None], cancel: Callable[[], object]
     ) -> None:
-        """Called when the run has begun: what `finish` and `at_once` do from now on."""
+        """Called when the run has begun: sets what `finish` and `at_once` do from now on."""
         self._scheduler, self._drain, self._cancel = scheduler, drain, cancel
         if self.cancelled:
             cancel()
@@ -77,7 +77,7 @@ async def run_until_stopped(
 
     Args:
         on_stop: called when the run is asked to stop.
-        drain_seconds: after which the groups that are still open are cancelled; unset: never.
+        drain_seconds: seconds after which open groups are cancelled; default: never.
     """
     loop = asyncio.get_running_loop()
     running = asyncio.ensure_future(work)
@@ -109,4 +109,4 @@ async def run_until_stopped(
 
 
 def _nothing() -> None:
-    """Stands in before a run has begun and after it has ended."""
+    """Does nothing; used before a run has begun and after it has ended."""

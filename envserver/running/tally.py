@@ -10,13 +10,13 @@ from envserver_records.records import Group
 from ..rollouts.events import Event, GroupDelivered, GroupDropped, RolloutFailed, RolloutScored
 
 GROUPS_SHOWN = 12
-"""Groups that a tally keeps whole, to show them."""
+"""Number of first groups that a tally keeps whole, to show them."""
 ALL = 0.999
-"""Rewards from here on count as everything (floats)."""
+"""Rewards from here on count as full reward (floats)."""
 
 
 class Rewards:
-    """What is known of a growing number of rewards, in constant memory."""
+    """Statistics of a growing number of rewards, in constant memory."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -50,7 +50,7 @@ class Tally:
         self.completion_tokens = 0
         self.failures: Counter[str] = Counter()
         self.last_words: dict[str, str] = {}
-        """By kind of failure, what the latest one said."""
+        """The latest message of each kind of failure."""
         self.latest_failure = ""
         self.lost = 0
         self.drops: Counter[str] = Counter()
@@ -94,7 +94,7 @@ class Tally:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 group`, `2 groups`."""
+    """Returns `1 group`, `2 groups`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 

@@ -1,7 +1,7 @@
-"""Finds a task of an environment again by its id: its tasks are the same for the same settings.
+"""Finds a task of an environment again by its id: the same settings give the same tasks.
 
-In: the environment, its settings (split and seed among them), ids. Out: tasks with their hidden
-part. The environment's tasks are read only as far as is needed, each of them once.
+In: the environment, its settings (including split and seed), ids. Out: tasks with their hidden
+part. The environment's tasks are read only as far as needed, each of them once.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..registry import find
 from ..sandbox.watched import WatchedSandboxes
 
 MAX_TASKS_SEARCHED = 100_000
-"""Tasks of the environment among which a task id is looked up."""
+"""Maximum number of tasks searched for an id."""
 
 
 class TaskFinder:
-    """Finds tasks by id, reading the environment's tasks only as far as is needed."""
+    """Finds tasks by id; reads the environment's tasks only as far as needed."""
 
     def __init__(
         self, env_reference: str, env_config: dict[str, Any], sandbox_address: str | None
@@ -37,7 +37,7 @@ class TaskFinder:
         self._split = ""
 
     async def find(self, task_id: str) -> Task:
-        """The task with this id.
+        """Finds the task with this id.
 
         Raises:
             NotFoundError: the split in the settings has none, or not among its first tasks.
@@ -79,6 +79,6 @@ class TaskFinder:
 
 
 def environment_of(reference: str, config: dict[str, Any]) -> Environment:
-    """A fresh instance of the environment with these settings."""
+    """Returns a new instance of the environment with these settings."""
     environment_class = find(reference)
     return environment_class(environment_class.Config.model_validate(config))

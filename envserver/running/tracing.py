@@ -1,4 +1,4 @@
-"""Where the traces of a command go."""
+"""Makes the tracer of a command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..telemetry.tracing import NO_TRACER, Tracer
 
 @asynccontextmanager
 async def tracer_of(config: TelemetryConfig) -> AsyncIterator[Tracer]:
-    """Traces as `config` has them; without an endpoint none, and nothing is imported for it.
+    """Yields a tracer for `config`; without an endpoint it traces nothing and imports nothing.
 
     Raises:
         ConfigError: the library is not installed.

@@ -1,4 +1,4 @@
-"""From values by dotted path to checked settings; shared by the command line and the Python API."""
+"""Makes checked settings from values by dotted path; shared by command line and Python API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LONGEST_VALUE_SHOWN = 80
 def with_environment(
     settings_class: type[S], reference: str, config_class: type[EnvironmentConfig] | None = None
 ) -> type[S]:
-    """`settings_class` whose `env` has the type of the environment's own Config.
+    """Returns `settings_class` with the environment's own Config class as the type of `env`.
 
     Raises:
         NotFoundError, ConfigError: `reference` names no environment, and no class is given.
@@ -35,10 +35,10 @@ def with_environment(
 
 
 def sampling_of_model(values: Mapping[str, Any], options: Mapping[str, Option]) -> dict[str, Any]:
-    """How the model that is named wants to be sampled, where nobody says anything else.
+    """Returns the sampling settings of the named model, to be used where nothing else is set.
 
     Raises:
-        NotFoundError, ConfigError: there is no such model, or its file is wrong.
+        NotFoundError, ConfigError: there is no such model, or its file is invalid.
     """
     name = values.get("model")
     if not isinstance(name, str) or name == "sim" or "engine.models_file" not in options:
@@ -56,13 +56,13 @@ def validated(
     options: Mapping[str, Option],
     where: Callable[[str], str],
 ) -> S:
-    """Makes `model` of values by dotted path.
+    """Makes `model` from values by dotted path.
 
     Args:
         where: says where the value of a path was given, or how to give it.
 
     Raises:
-        ConfigError: a value is wrong or missing; a line for each. Secrets are not shown.
+        ConfigError: values are wrong or missing; one line for each. Secrets are not shown.
     """
     tree = nest(values)
     for name, field in model.model_fields.items():
@@ -100,7 +100,7 @@ def _explained(
 
 
 def _path_of(location: Sequence[int | str], options: Mapping[str, Option]) -> str:
-    """The option that pydantic's location means; the section where it is about several."""
+    """Returns the option at pydantic's location; the section if it is about several options."""
     parts: list[str] = []
     for part in location:
         parts.append(str(part))

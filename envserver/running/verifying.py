@@ -1,8 +1,8 @@
-"""The work of `envserver verify`: what was delivered is held against what the engine says now.
+"""The work of `envserver verify`: compares delivered groups with what the engine computes now.
 
-Every row is checked by itself (ids, masks, labels, logprobs, versions). Those that can be compared,
-or a sample of them, are scored again by the engine. What holds: each row is compared, or counted
-under a reason, or named in a finding.
+Every row is checked by itself (ids, masks, labels, logprobs, versions). Comparable rows, or a
+sample of them, are scored again by the engine. What holds: each row is compared, or counted under a
+reason, or named in a finding.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _MOST_FINDINGS: Final = 100
 _MOST_WORST: Final = 10
 
 Progress = Callable[[int, int, float | None], None]
-"""Gets the groups read, the rows compared, and the share of the input that was read."""
+"""Called with the groups read, the rows compared, and the share of the input that was read."""
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """Which of the rows that can be compared are: a share of them, or a number, or all."""
+    """Which of the comparable rows are compared: a share of them, a number, or all."""
 
     share: float = 1.0
     count: int | None = None
 
 
 def parse_sample(text: str | None) -> Sample:
-    """`1%` and `0.01` are a share, `20` is a number of rows; None is all.
+    """Parses a sample: `1%` and `0.01` are a share, `20` is a number of rows, None is all.
 
     Raises:
         ConfigError: it is none of these.
@@ -67,7 +67,7 @@ def _share(share: float) -> Sample:
 
 
 class Report:
-    """What was found so far."""
+    """The results so far."""
 
     def __init__(self, tolerance: float, version: int) -> None:
         self.version = version
@@ -76,14 +76,14 @@ class Report:
         self.totals = Totals(tolerance)
         self.not_compared: Counter[str] = Counter()
         self.kinds: Counter[str] = Counter()
-        """Findings by kind, all of them."""
+        """Number of all findings by kind."""
         self.findings: list[Finding] = []
-        """The first of them."""
+        """The first findings."""
         self._worst: list[tuple[float, int, Difference]] = []
 
     @property
     def worst(self) -> list[Difference]:
-        """Of the rows that differ most the token that does, worst first."""
+        """The token that differs most in each of the rows that differ most, worst first."""
         return [difference for _, _, difference in sorted(self._worst, reverse=True)]
 
     @property
@@ -96,7 +96,7 @@ class Report:
         return "exact" if self.totals.exact == self.totals.tokens else "within_tolerance"
 
     def add_delivery(self, delivery: Delivery) -> None:
-        """Counts a group and what is wrong with it by itself."""
+        """Counts a group and the findings about its own data."""
         self.groups += 1
         self.rows += delivery.size
         self.not_compared.update(delivery.not_compared)
@@ -104,7 +104,7 @@ class Report:
             self.add_finding(finding)
 
     def add_outcome(self, row: AuditedRow, outcome: AuditResult) -> None:
-        """Counts what came of comparing `row`."""
+        """Counts the result of comparing `row`."""
         if outcome.refused:
             self.add_finding(_about(row, "refused", outcome.refused))
         elif outcome.comparison is None:
@@ -122,17 +122,17 @@ class Report:
                 self.add_finding(_about(row, "logprobs_differ", words, worst.position))
 
     def add_failure(self, row: AuditedRow, error: EngineError) -> None:
-        """The engine could not score `row`."""
+        """Counts that the engine could not score `row`."""
         self.add_finding(_about(row, error.kind, str(error)))
 
     def add_finding(self, finding: Finding) -> None:
-        """Counts it, and keeps it if there are few."""
+        """Counts a finding, and keeps it if there are few."""
         self.kinds[finding.kind] += 1
         if len(self.findings) < _MOST_FINDINGS:
             self.findings.append(finding)
 
     def facts(self) -> dict[str, Any]:
-        """All of it, JSON-like."""
+        """Returns the whole report, JSON-like."""
         return {
             "verdict": self.verdict,
             "groups": self.groups,
@@ -146,7 +146,7 @@ class Report:
         }
 
     def _keep(self, difference: Difference) -> None:
-        # The count behind the size keeps the order of rows that differ equally.
+        # The count after the size keeps the order of rows that differ equally.
         entry = (abs(difference.difference), -self.totals.rows, difference)
         if len(self._worst) < _MOST_WORST:
             heapq.heappush(self._worst, entry)
@@ -181,18 +181,18 @@ async def verify(
 
     Args:
         tolerance: largest |difference| of a logprob that passes.
-        sample: which of the comparable rows are compared; `seed` decides with their names.
-        policy_version: the one that the engine serves; None: the newest of the source.
+        sample: which of the comparable rows are compared; depends on `seed` and the rows' names.
+        policy_version: the version that the engine serves; None: the newest of the source.
         concurrency: requests to the engine at a time.
 
     Raises:
-        EngineUnavailable: the engine does not answer (any more).
+        EngineUnavailable: the engine does not answer, or stops answering.
         NotFoundError, InputError, ConflictError: the source cannot be read.
     """
     version = await source.newest_version() if policy_version is None else policy_version
     report = Report(tolerance, version)
     rescorer = Rescorer(engine)
-    await rescorer.context()  # an engine that is not there is told before anything is read
+    await rescorer.context()  # report an engine that does not answer before reading anything
 
     def tell(share: float | None = None) -> None:
         progress(report.groups, report.totals.rows, share)
@@ -226,9 +226,9 @@ async def verify(
 async def _chosen(
     source: Source, report: Report, sample: Sample, seed: int, tell: Callable[[float | None], None]
 ) -> AsyncGenerator[AuditedRow]:
-    """The rows to compare; all others are counted in `report`.
+    """Yields the rows to compare; counts all others in `report`.
 
-    Of a number of rows all that can be compared must be seen first: those with the lowest shares
+    To sample a number of rows, all comparable rows must be read first: those with the lowest shares
     are kept, so that the choice does not depend on the order of the rows.
     """
     kept: list[tuple[float, int, AuditedRow]] = []
