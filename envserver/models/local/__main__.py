@@ -8,7 +8,7 @@ from .options import parse
 
 
 def main() -> int:
-    """Serves until SIGTERM or SIGINT; 2 where it cannot."""
+    """Serves until SIGTERM or SIGINT; returns 2 if it cannot start."""
     options = parse()
     try:
         import torch  # noqa: F401

@@ -1,8 +1,8 @@
 """Several LoRA adapters at once: each row of a batch may use another adapter, or none.
 
-An adapter in PEFT's form (adapter_config.json, adapter_model.safetensors) adds scale * B A x to the
-output of the layers it names. A hook on the layer does this for the rows that use the adapter; the
-weights are never changed, so any number of adapters can be loaded.
+An adapter in PEFT's format (adapter_config.json, adapter_model.safetensors) adds scale * B A x to
+the output of the layers it names. A hook on the layer does this for the rows that use the adapter;
+the weights are never changed, so any number of adapters can be loaded.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Part = tuple[slice | torch.Tensor, "Adapter"]
 _ADAPTER, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
 _PLAIN = {"use_dora": False, "lora_bias": False, "bias": "none", "modules_to_save": None}
-"""What of PEFT's settings is known here, with the only value that is."""
+"""PEFT settings that must have these values, the only supported ones."""
 
 
 class Adapter:
-    """A loaded adapter. `layers`: by the name of a layer, A [rank, in] and scaled B [out, rank]."""
+    """A loaded adapter. `layers`: layer name -> A [rank, in] and scaled B [out, rank]."""
 
     def __init__(
         self, name: str, folder: Path, layers: dict[str, tuple[torch.Tensor, ...]]
@@ -47,11 +47,11 @@ class Adapters:
 
     @property
     def loaded(self) -> list[Adapter]:
-        """All that can be asked for, the oldest first."""
+        """All loaded adapters, the oldest first."""
         return list(self._loaded.values())
 
     def find(self, name: str) -> Adapter | None:
-        """The adapter called `name` as it is now; rows keep the one that they began with."""
+        """Returns the current adapter called `name`; running rows keep the one they began with."""
         return self._loaded.get(name)
 
     def load(self, name: str, folder: Path, *, replace: bool = False) -> Adapter:
@@ -73,17 +73,17 @@ class Adapters:
         return adapter
 
     def unload(self, name: str) -> None:
-        """Forgets an adapter; rows that wear it keep it until they end.
+        """Unloads an adapter; rows that use it keep it until they end.
 
         Raises:
-            NotFoundError: none has this name.
+            NotFoundError: no adapter has this name.
         """
         if self._loaded.pop(name, None) is None:
             raise NotFoundError(f"The lora adapter {name!r} cannot be found.")
 
     @contextmanager
     def worn(self, adapters: Sequence[Adapter | None]) -> Iterator[None]:
-        """While it lasts, row `i` of what the model computes wears `adapters[i]`."""
+        """Applies `adapters[i]` to row `i` of what the model computes inside the block."""
         self._worn = _parts(adapters, self._model)
         try:
             yield
@@ -151,7 +151,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _parts(adapters: Sequence[Adapter | None], model: torch.nn.Module) -> list[Part]:
-    """Which rows wear what; rows without an adapter are in no part."""
+    """Groups rows by adapter; rows without an adapter are in no part."""
     by_adapter: dict[int, tuple[Adapter, list[int]]] = {}
     for row, adapter in enumerate(adapters):
         if adapter is not None:
@@ -168,7 +168,7 @@ def _parts(adapters: Sequence[Adapter | None], model: torch.nn.Module) -> list[P
 def _added(
     output: torch.Tensor, states: torch.Tensor, layer: str, parts: list[Part]
 ) -> torch.Tensor:
-    """The layer's output with what the adapters add."""
+    """Returns the layer's output plus the adapters' contributions."""
     output = output.clone()
     for rows, adapter in parts:
         pair = adapter.layers.get(layer)

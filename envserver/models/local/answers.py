@@ -1,4 +1,4 @@
-"""Parts of answers, field by field where vLLM 0.32 puts them."""
+"""Parts of responses, with each field where vLLM 0.32 puts it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 
 def head(prefix: str, kind: str, model: str) -> Json:
-    """How every answer begins."""
+    """Returns the first fields of every response."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
@@ -24,13 +24,13 @@ def head(prefix: str, kind: str, model: str) -> Json:
 
 
 def usage(prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> Json:
-    """Tokens of all prompts and all answers."""
+    """Counts the tokens of all prompts and all answers."""
     asked, said = sum(map(len, prompts)), sum(len(row.ids) for row in rows)
     return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
 
 
 def ranked(row: Row, start: int, end: int) -> list[Ranked]:
-    """Per token its id and logprob, then the likeliest others, as many as were asked for."""
+    """Returns for each token its id and logprob, then the requested number of most likely ones."""
     if not row.sampling.top_logprobs:
         return [[pair] for pair in zip(row.ids[start:end], row.logprobs[start:end], strict=True)]
     found = []
@@ -42,7 +42,7 @@ def ranked(row: Row, start: int, end: int) -> list[Ranked]:
 
 
 def chat_logprobs(text: Text, row: Row, start: int, end: int, *, as_ids: bool) -> Json:
-    """Logprobs in the form of chat answers; the likeliest first."""
+    """Returns logprobs in the format of chat completions, the most likely first."""
 
     def entry(index: int, logprob: float) -> Json:
         name = text.name(index)
@@ -65,7 +65,8 @@ def chat_logprobs(text: Text, row: Row, start: int, end: int, *, as_ids: bool) -
 
 
 def token_logprobs(row: Row, start: int, end: int) -> Json:
-    """Logprobs in the form of answers of ids only: the sampled token, then the likeliest."""
+    """Returns logprobs in the format of responses with ids only: sampled token, then most likely
+    ones."""
 
     def entry(index: int, logprob: float) -> Json:
         return {"token_id": index, "logprob": logprob, "rank": None}
@@ -79,7 +80,7 @@ def token_logprobs(row: Row, start: int, end: int) -> Json:
 
 
 def completion_logprobs(text: Text, row: Row, start: int, end: int, *, as_ids: bool) -> Json:
-    """Logprobs in the form of completions."""
+    """Returns logprobs in the format of completions."""
     name = _named(text, as_ids)
     return _columns(
         [name(index) for index in row.ids[start:end]],
@@ -89,7 +90,7 @@ def completion_logprobs(text: Text, row: Row, start: int, end: int, *, as_ids: b
 
 
 def echoed_logprobs(text: Text, row: Row, *, as_ids: bool) -> Json:
-    """The same for prompt and answer together; of the first token there is none."""
+    """Returns logprobs of prompt and answer in the same format; the first token has none."""
     name = _named(text, as_ids)
     own = completion_logprobs(text, row, 0, len(row.ids), as_ids=as_ids)
     scored = row.scored or []
@@ -105,7 +106,7 @@ def echoed_logprobs(text: Text, row: Row, *, as_ids: bool) -> Json:
 
 
 def prompt_logprobs(text: Text, row: Row) -> list[Json | None] | None:
-    """Logprobs of the prompt's tokens by id, None for the first; None if nobody asked."""
+    """Returns logprobs of the prompt's tokens by id, None for the first; None if not requested."""
     if row.scored is None:
         return None
     found: list[Json | None] = [None]

@@ -1,7 +1,8 @@
 """Attention of a padded batch, registered with transformers under NAME.
 
-One query a row (a decoding step) is two batched products over the heads that share keys, without
-copying the keys for each head; more queries (a prompt) go through torch's own fused attention.
+With one query per row (a decoding step) it computes two batched products over the heads that share
+keys, without copying the keys for each head. With more queries (a prompt) it calls torch's fused
+attention.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from transformers import AttentionInterface
 
 NAME = "envserver_slots"
 _FOREIGN = ("s_aux", "position_bias")
-"""Parts of attention that some models have and this does not."""
+"""Inputs of attention that some models need and that are not supported here."""
 
 
 def attend(
@@ -28,14 +29,16 @@ def attend(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As transformers' attention functions: query [rows, heads, queries, size] and keys, values
-    [rows, shared heads, length, size] -> [rows, queries, heads, size].
+    """Computes attention with the signature of transformers' attention functions.
+
+    query [rows, heads, queries, size] and keys, values [rows, shared heads, length, size]
+    -> [rows, queries, heads, size].
 
     Args:
-        attention_mask: [rows, 1, queries, length], true where a query may look.
+        attention_mask: [rows, 1, queries, length], true where a query may attend.
 
     Raises:
-        ConfigError: the model's attention has parts that this has not.
+        ConfigError: the model's attention has inputs that are not supported.
     """
     if any(kwargs.get(name) is not None for name in _FOREIGN):
         raise ConfigError("The local engine does not know this model's attention.", hint=OTHERS)
@@ -64,7 +67,7 @@ def _by_products(
 ) -> torch.Tensor:
     rows, heads, queries, size = query.shape
     shared = key.shape[1]
-    # Heads that share keys are further queries of them.
+    # Heads that share keys are treated as further queries of the same head.
     grouped = (query * scale).reshape(rows, shared, heads // shared * queries, size)
     scores = torch.matmul(grouped, key.transpose(2, 3))
     if softcap is not None:

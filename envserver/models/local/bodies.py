@@ -1,7 +1,7 @@
-"""The request bodies of the endpoints, beyond those that the simulated engine shares.
+"""Request bodies of the endpoints, beyond those shared with the simulated engine.
 
-A field of a wrong type is refused with its place; a field that would change the answer and is not
-supported is refused by name; any other field is ignored, as vLLM does.
+A field of a wrong type is refused with its place. An unsupported field that would change the answer
+is refused by name. Any other unknown field is ignored, as in vLLM.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FOREIGN = (
 
 
 class Sampled(msgspec.Struct, kw_only=True):
-    """What all sampling endpoints take; None: as the model's generation config says."""
+    """Fields of all sampling endpoints; None: the value of the model's generation config."""
 
     n: requests.Count | None = 1
     seed: int | None = None
@@ -57,13 +57,13 @@ class Sampled(msgspec.Struct, kw_only=True):
     prompt_logprobs: requests.Top | None = None
 
     def stops(self) -> list[str]:
-        """The stop strings; empty ones stop nothing."""
+        """The stop strings, without empty ones."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [text for text in stop if text]
 
 
 class Body(Sampled, kw_only=True):
-    """What chat and completions share."""
+    """Fields shared by chat and completions."""
 
     model: str | None = None
     stream: bool | None = False
@@ -74,7 +74,7 @@ class Body(Sampled, kw_only=True):
 
     @property
     def limit(self) -> int | None:
-        """Tokens of an answer; None: all that the context leaves."""
+        """Maximum number of tokens of an answer; None: as many as the context leaves."""
         return self.max_completion_tokens or self.max_tokens
 
 
@@ -103,13 +103,13 @@ class CompletionBody(Body, kw_only=True):
 
 
 class SamplingParams(Sampled, kw_only=True):
-    """Of a request for ids; `logprobs`: how many alternatives, None for no logprobs."""
+    """Sampling settings of a request for ids; `logprobs`: number of alternatives, None for none."""
 
     logprobs: requests.Top | None = None
 
 
 class GenerateBody(msgspec.Struct, kw_only=True):
-    """Of /inference/v1/generate: ids in, ids out."""
+    """Body of /inference/v1/generate: ids in, ids out."""
 
     token_ids: list[int]
     sampling_params: SamplingParams
@@ -122,7 +122,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
 
 
 class LoraBody(msgspec.Struct, kw_only=True):
-    """Of the routes that load and unload adapters."""
+    """Body of the routes that load and unload adapters."""
 
     lora_name: str
     lora_path: str = ""
@@ -130,29 +130,30 @@ class LoraBody(msgspec.Struct, kw_only=True):
 
 
 class RpcBody(msgspec.Struct, kw_only=True):
-    """Of /collective_rpc."""
+    """Body of /collective_rpc."""
 
     method: str
     kwargs: dict[str, Any] = {}
 
 
 class VersionBody(msgspec.Struct, kw_only=True):
-    """Of /update_weight_version."""
+    """Body of /update_weight_version."""
 
     new_version: str
 
 
 class TokenizeBody(requests.TokenizeBody, kw_only=True):
-    """With vLLM's default: a plain text gets the tokens that the tokenizer puts around texts."""
+    """As in vLLM, special tokens are added to plain text by default."""
 
     add_special_tokens: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 def check(body: Body) -> None:
-    """
+    """Checks rules between fields.
+
     Raises:
-        EngineRefused: a rule between fields is broken.
+        EngineRefused: a rule is broken.
     """
     if body.stream_options is not None and not body.stream:
         raise _refused("Stream options need `stream`.", "stream_options")
@@ -174,9 +175,10 @@ def check(body: Body) -> None:
 
 
 def refuse_foreign(body: Any) -> None:
-    """
+    """Refuses features that this engine does not support.
+
     Raises:
-        EngineRefused: the body asks for something that this engine does not do.
+        EngineRefused: the body uses one.
     """
     if not isinstance(body, dict):
         raise EngineRefused("The body must be a JSON object.", status=400)

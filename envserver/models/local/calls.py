@@ -13,10 +13,11 @@ from .text import Text
 
 
 class CallReader:
-    """
+    """Reads tool calls from text.
+
     Attributes:
-        known: whether the model writes calls in a format that is known here; if not, what it says
-            is text, as from an engine without a parser.
+        known: whether the model writes calls in a known format; if not, all of its answer is text,
+            as from an engine without a parser.
     """
 
     def __init__(self, text: Text) -> None:
@@ -30,11 +31,11 @@ class CallReader:
         self.known = self._format is not None
 
     def free(self, body: ChatBody) -> bool:
-        """Whether the model may call a tool in answer to `body`, and would be understood."""
+        """Returns whether the model may call a tool, in a format that can be parsed."""
         return self.known and bool(body.tools) and body.tool_choice in (None, "auto")
 
     def read(self, text: str, body: ChatBody) -> tuple[str | None, list[dict[str, Any]]]:
-        """The content and the calls in a text. Calls that are broken are text."""
+        """Returns the content and the calls of a text. Malformed calls are returned as text."""
         if self._format is None:
             return text, []
         found = FORMATS[self._format](text, body.tools or [])

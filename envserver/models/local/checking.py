@@ -1,6 +1,6 @@
 """Checks at start-up that the engine computes the model as transformers does.
 
-Masks, positions, cache and attention are this engine's own, and may be wrong for an unknown
+Masks, positions, cache and attention are this engine's own code and may be wrong for an unknown
 architecture. So a few tokens sampled here are compared with a plain pass without a cache and with
 transformers' own attention.
 """
@@ -20,14 +20,14 @@ _SAMPLED = 4
 _PLAIN = "eager"
 _TOLERANCES = {torch.float32: 1e-3}
 _ROUGH = 0.5
-"""Of a logprob in half precision or 4 bits, where other sums differ visibly."""
+"""Tolerance of a logprob in half precision or 4 bits, where other sums differ visibly."""
 
 
 def check(generator: Generator) -> float:
-    """The largest difference of a logprob, of two prompts that were sampled together.
+    """Returns the largest difference of a logprob, for two prompts that were sampled together.
 
     Raises:
-        ConfigError: it is no rounding, or the model cannot be run here at all.
+        ConfigError: it is larger than rounding explains, or the model cannot be run here at all.
     """
     model = generator.model
     size = model.get_input_embeddings().num_embeddings

@@ -1,11 +1,8 @@
-"""Continuous batching: rows join and leave between steps, and each step samples a token for each
-row.
+"""Continuous batching: rows join and leave between steps; each step samples a token for each row.
 
-A joining row puts all its tokens but the last into the cache (rows that join together share
-passes);
-its last token then takes part in the next step with the others. So there is one kind of step, and
-no
-prefix is computed twice.
+All tokens of a joining row but the last are written to the cache (rows that join together share
+passes); its last token then takes part in the next step with the others. So there is one kind of
+step, and no prefix is computed twice.
 """
 
 from __future__ import annotations
@@ -29,18 +26,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 _untraced: Callable[[F], F] = torch.inference_mode()
 
 _PASS_TOKENS = 2048
-"""Tokens of prompts, with their padding, that go through the model in one pass."""
+"""Maximum number of prompt tokens, with padding, in one pass of the model."""
 _LENGTH_STEP = 32
-"""What is read of the cache grows by so many places: fewer shapes for the allocator."""
+"""The part of the cache that is read grows in steps of this length: fewer shapes to allocate."""
 
 
 class Generator:
     """The rows that are being sampled; `rows[s]` is in slot `s` of the cache.
 
-    Args:
-        model: on its device, in evaluation mode; what it computes is not traced for gradients.
+    Call every method from one thread.
 
-    Every method must be called from one thread.
+    Args:
+        model: on its device, in evaluation mode; computed without gradients.
     """
 
     def __init__(self, model: PreTrainedModel, adapters: Adapters) -> None:
@@ -53,19 +50,19 @@ class Generator:
         self._device = model.device
         self._cache = SlotCache(self._config.num_hidden_layers)
         self._lengths = np.zeros(0, dtype=np.int64)
-        """Per row: so many of its tokens are in the cache."""
+        """Number of tokens in the cache, by row."""
         self._pending = torch.zeros(0, dtype=torch.int64, device=self._device)
-        """Per row: its last token, which is not."""
+        """Last token of each row, which is not yet in the cache."""
         self._settings: Settings | None = None
 
     @property
     def cache_bytes(self) -> int:
-        """Of keys and values."""
+        """Bytes of keys and values."""
         return self._cache.bytes_held
 
     @_untraced
     def join(self, rows: Sequence[Row]) -> None:
-        """Takes rows in; ones that have sampled something already go on where they were."""
+        """Takes rows in; a row that has sampled tokens already continues from them."""
         first = len(self.rows)
         rows = sorted(rows, key=lambda row: len(row.prompt) + len(row.ids))
         self._make_room([*self.rows, *rows])
@@ -84,10 +81,10 @@ class Generator:
 
     @_untraced
     def leave(self, row: Row, *, keep: bool = True) -> None:
-        """Lets a row go; the last slot's row takes its place.
+        """Removes a row; the last slot's row takes its place.
 
         Args:
-            keep: later prompts may begin with its tokens, which are kept for them.
+            keep: keep its tokens in the prefix cache for later prompts.
         """
         slot, last = self.rows.index(row), len(self.rows) - 1
         if keep:
@@ -105,8 +102,10 @@ class Generator:
 
     @_untraced
     def step(self) -> None:
-        """Each row gets one token, with its logprob by the model itself (temperature 1, nothing
-        left out), and the likeliest ones where it asked for them.
+        """Samples one token per row.
+
+        Stores its logprob by the model itself (temperature 1, no filters), and those of the most
+        likely tokens if requested.
         """
         count = len(self.rows)
         if self._settings is None:
@@ -128,7 +127,7 @@ class Generator:
         self._lengths += 1
 
     def forget(self) -> None:
-        """Drops all rows and what was kept of old ones, as after a failure."""
+        """Drops all rows and the prefix cache, as after a failure."""
         self.rows.clear()
         self.prefixes.clear()
         self._cache = SlotCache(self._config.num_hidden_layers)
@@ -137,7 +136,7 @@ class Generator:
 
     @_untraced
     def score(self, row: Row) -> list[Ranked]:
-        """For each token of the row's prompt but the first: itself, then the likeliest."""
+        """Returns logprobs of each prompt token but the first, then the most likely tokens."""
         count = row.sampling.prompt_logprobs or 0
         ids = torch.tensor([row.prompt], device=self._device)
         own = SlotCache(self._config.num_hidden_layers)
@@ -162,7 +161,7 @@ class Generator:
         self._cache.make_room(len(rows), longest + _LENGTH_STEP)
 
     def _recall(self, slot: int, row: Row) -> int:
-        """Puts into the cache what is kept of the row's tokens; how many those are."""
+        """Copies the cached prefix of a row into its slot; returns its length."""
         found = self.prefixes.find(row.tokens[:-1], row.adapter)
         if found is None:
             return 0
@@ -171,7 +170,7 @@ class Generator:
         return length
 
     def _read(self, first: int, rows: Sequence[Row], known: Sequence[int]) -> None:
-        """Puts the rows' tokens but the last into slots from `first` on."""
+        """Writes all tokens of the rows but the last to the slots from `first` on."""
         tokens = [row.tokens[:-1] for row in rows]
         start, end = min(known), max(map(len, tokens))
         while start < end:
@@ -185,7 +184,7 @@ class Generator:
             start = stop
 
     def _decode(self, count: int) -> torch.Tensor:
-        """Logits [rows, vocabulary] behind each row's last token."""
+        """Returns logits [rows, vocabulary] after each row's last token."""
         length = int(self._lengths.max()) + 1
         length = -(-length // _LENGTH_STEP) * _LENGTH_STEP
         self._cache.make_room(count, length)
@@ -202,7 +201,7 @@ class Generator:
         cache: SlotCache | None = None,
         head: bool = False,
     ) -> torch.Tensor:
-        """One pass of ids [rows, queries]: hidden states, or with `head` logits."""
+        """Runs a pass of ids [rows, queries]; returns hidden states, or logits with `head`."""
         cache = cache or self._cache
         cache.place = place
         model: Any = self.model if head else self.model.base_model
@@ -218,7 +217,7 @@ class Generator:
         return found
 
     def _masks(self, place: Place) -> Any:
-        """Where queries may look, [rows, 1, queries, length]; by kind of layer if there are two."""
+        """Returns attention masks [rows, 1, queries, length]; by kind of layer if there are two."""
         back = place.positions[:, None, :, None] - torch.arange(
             place.length, device=place.positions.device
         )
@@ -236,7 +235,7 @@ class Generator:
 
 
 def _pass_rows(lengths: np.ndarray, known: Sequence[int]) -> int:
-    """How many of the next rows, which are sorted by length, are read in one pass."""
+    """Returns how many of the next rows, sorted by length, are read in one pass."""
     count, least = 1, known[0]
     while count < len(lengths):
         least = min(least, known[count])
@@ -247,12 +246,12 @@ def _pass_rows(lengths: np.ndarray, known: Sequence[int]) -> int:
 
 
 def _windows(config: Any) -> dict[str, int | None]:
-    """The kinds of the model's layers, with how far back each looks; None: to the beginning.
+    """Returns the kinds of the model's layers with their window; None: the whole sequence.
 
     Raises:
-        ConfigError: some layers are no attention over all or the last tokens.
+        ConfigError: a layer's attention is neither full nor over the last tokens.
     """
-    # One that is only in the model's file, and nothing of its architecture, is not used by it.
+    # A setting in the model's file that its architecture does not know is not used by it.
     declared = hasattr(type(config), "sliding_window")
     window = config.sliding_window if declared else None
     kinds = set(getattr(config, "layer_types", None) or ())

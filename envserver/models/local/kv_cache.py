@@ -1,9 +1,8 @@
 """Keys and values of all running answers: one padded block per layer, one slot per answer.
 
-Slot `s` holds its tokens at 0, 1, ...; what follows them is masked and overwritten. Slots 0 to n -
-1
-are in use without gaps, so a step reads views and copies nothing. The block grows as needed, and
-only moves an answer to close a gap.
+Slot `s` holds its tokens at 0, 1, ...; what follows them is masked and overwritten. Slots 0 to
+n - 1 are in use without gaps, so a step reads views and copies nothing. The block grows as needed;
+an answer moves only to close a gap.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ class Place:
     """Where a pass writes and reads: slots `first` to `first + count`, at `positions`.
 
     Args:
-        positions: [count, queries], of the tokens that go in.
-        length: so many places are read.
+        positions: [count, queries], positions of the tokens to write.
+        length: number of places to read.
     """
 
     def __init__(self, first: int, positions: torch.Tensor, length: int) -> None:
@@ -39,21 +38,21 @@ class SlotCache:
         self.place: Place | None = None
         self._slots = self._length = 0
         self._blocks: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * layers
-        """Per layer keys and values, each [slots, heads, length, size]; None until it is used."""
+        """Keys and values by layer, each [slots, heads, length, size]; None until first used."""
 
     @property
     def bytes_held(self) -> int:
-        """Of memory."""
+        """Bytes of memory used."""
         return sum(part.nbytes for block in self._blocks if block for part in block)
 
     def make_room(self, slots: int, length: int) -> None:
-        """There are at least so many slots of at least so many places afterwards."""
+        """Grows the cache to at least this number of slots and places."""
         if slots <= self._slots and length <= self._length:
             return
         if slots > self._slots:
             self._slots = _up(max(slots, 2 * self._slots), _SLOT_STEP)
         if length > self._length:
-            # A longest answer grows for long: half as much again spares it most of the copies.
+            # The longest answer grows for long: growing by half avoids most of the copies.
             self._length = _up(max(length, self._length * 3 // 2), _LENGTH_STEP)
         for layer, block in enumerate(self._blocks):
             if block is not None:
@@ -61,14 +60,15 @@ class SlotCache:
                 self._blocks[layer] = self._grown(keys), self._grown(values)
 
     def move(self, source: int, target: int, length: int) -> None:
-        """The first `length` places of one slot, into another."""
+        """Copies the first `length` places of one slot to another."""
         for block in self._blocks:
             for part in block or ():
                 part[target, :, :length] = part[source, :, :length]
 
     def taken(self, slot: int, length: int) -> list[torch.Tensor]:
-        """A copy of the first `length` places of a slot: [2, heads, length, size] for each layer;
-        empty if nothing was ever put in.
+        """Returns a copy of a slot's first `length` places: [2, heads, length, size] per layer.
+
+        Empty if nothing was ever written.
         """
         return [
             torch.stack([part[slot, :, :length] for part in block])
@@ -77,7 +77,7 @@ class SlotCache:
         ]
 
     def put(self, slot: int, taken: list[torch.Tensor], length: int) -> None:
-        """The first `length` places of what was taken, into a slot."""
+        """Writes the first `length` places of a copy to a slot."""
         for layer, old in enumerate(taken):
             keys, values = self._block(layer, old[0], old[1])
             keys[slot, :, :length] = old[0, :, :length]
@@ -91,7 +91,8 @@ class SlotCache:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Puts in the states [rows, heads, queries, size] of a pass; all that its rows look at."""
+        """Writes the states [rows, heads, queries, size] of a pass; returns all that its rows
+        attend to."""
         place = self.place
         assert place is not None
         keys, values = self._block(layer_idx, key_states, value_states)
@@ -100,20 +101,20 @@ class SlotCache:
         return keys[place.slots, :, : place.length], values[place.slots, :, : place.length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """See transformers' Cache; positions are always told, so that nothing hangs on it."""
+        """See transformers' Cache; unused, since positions are always passed."""
         return 0 if self.place is None else self.place.length
 
     def _block(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's block, made for states like these ([..., heads, length, size]) if need be."""
+        """Returns the layer's block; allocates it for states shaped like these if necessary."""
         block = self._blocks[layer]
         if block is None:
             block = self._blocks[layer] = self._empty(keys), self._empty(values)
         return block
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
-        # Zeros, not whatever was there: what is masked is multiplied by 0, and may be no NaN.
+        # Zeros, not uninitialised memory: masked values are multiplied by 0 and must not be NaN.
         return like.new_zeros((self._slots, like.shape[-3], self._length, like.shape[-1]))
 
     def _grown(self, part: torch.Tensor) -> torch.Tensor:

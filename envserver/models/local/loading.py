@@ -21,13 +21,14 @@ from .text import Text
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _MOST_TOKENS = 32_768
-"""Of a context, where neither the model nor the user says less."""
+"""Maximum context length if neither the model nor the user sets a smaller one."""
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """
+    """A loaded model.
+
     Args:
-        most_tokens: of a prompt and its answer together.
+        most_tokens: maximum number of tokens of a prompt and its answer together.
         defaults: sampling settings of the model's generation config.
     """
 
@@ -38,11 +39,11 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 def load(options: Options) -> Loaded:
-    """Loads what `options` name.
+    """Loads the model that `options` name.
 
     Raises:
-        ConfigError: there is no such model, it is none that this engine can serve, or what it needs
-            is not installed.
+        ConfigError: the model does not exist, is not supported, or needs a library that is not
+            installed.
     """
     device = _device(options)
     try:
@@ -87,7 +88,7 @@ def _dtype(options: Options, config: Any, device: torch.device) -> torch.dtype:
     if options.dtype != "auto":
         found: torch.dtype = getattr(torch, options.dtype)
         return found
-    # On a CPU half the bits are slower, not faster, and not exact.
+    # On a CPU half precision is slower, not faster, and not exact.
     return torch.float32 if device.type == "cpu" else getattr(config, "dtype", torch.float32)
 
 
@@ -107,7 +108,7 @@ def _quantized(options: Options, device: torch.device) -> dict[str, Any]:
 
 
 def _stop_ids(tokenizer: Any, generation: Any, config: Any) -> list[int]:
-    """The tokenizer's own end first, then what the model's configurations name besides."""
+    """Returns the tokenizer's end token first, then those in the model's configurations."""
     ids: list[int] = []
     for found in (
         tokenizer.eos_token_id,

@@ -12,7 +12,7 @@ from .runner import Runner
 
 
 class Metrics(Collector):
-    """Read when they are asked for; nothing is counted twice."""
+    """Metrics read when they are requested; nothing is counted twice."""
 
     media_type = CONTENT_TYPE_LATEST
 
@@ -23,7 +23,7 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def text(self) -> str:
-        """All of them."""
+        """All metrics as text."""
         return generate_latest(self._registry).decode()
 
     def collect(self) -> Iterator[Metric]:

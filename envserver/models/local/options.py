@@ -34,7 +34,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(arguments: list[str] | None = None) -> Options:
-    """The options on the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m envserver.models.local", description=__doc__, allow_abbrev=False
     )

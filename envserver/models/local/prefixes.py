@@ -1,9 +1,8 @@
 """A prefix cache: keys and values of finished answers, for prompts that begin with the same tokens.
 
 A conversation continues its last prompt and answer, and the rollouts of a group share a prompt:
-both
-reuse what was computed before. Entries belong to one set of weights and one adapter, so a change of
-weights clears the cache.
+both reuse earlier computations. Entries belong to one set of weights and one adapter, so a change
+of weights clears the cache.
 """
 
 from __future__ import annotations
@@ -19,24 +18,25 @@ if TYPE_CHECKING:
 
 _MOST_BYTES = 512 * 2**20
 _BLOCK = 16
-"""Tokens: beginnings are looked for by such steps; fewer are sooner computed than copied."""
+"""Tokens per block: prefixes are looked up in such steps; computing fewer is faster than copying.
+"""
 
 
 class Prefixes:
-    """Bounded in bytes; the least lately used goes first."""
+    """The cache, bounded in bytes; evicts the least recently used entry first."""
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._by_block: dict[int, int] = {}
-        """Hashes of beginnings of whole blocks, with the key of what was kept last of them."""
+        """Hash of a prefix of whole blocks -> key of the entry stored last for it."""
         self._most_bytes = most_bytes
         self._next = 0
         self.bytes = 0
         self.asked = self.found = 0
-        """Tokens of prompts that were looked for here, and those that need not be computed."""
+        """Prompt tokens looked up, and those found in the cache."""
 
     def keep(self, ids: list[int], adapter: Adapter | None, taken: list[torch.Tensor]) -> None:
-        """Keeps what belongs to `ids`; what they go on from is then not needed any more."""
+        """Stores the states of `ids`, and drops the entry that they extend."""
         kept = _Kept(np.array(ids, dtype=np.int64), adapter, taken)
         if not kept.blocks or kept.bytes > self._most_bytes:
             return
@@ -53,7 +53,7 @@ class Prefixes:
     def find(
         self, ids: list[int], adapter: Adapter | None
     ) -> tuple[list[torch.Tensor], int] | None:
-        """What is kept of the longest known beginning of `ids`, and its length in tokens."""
+        """Returns the states of the longest cached prefix of `ids`, and its length in tokens."""
         self.asked += len(ids)
         if not self._kept:
             return None
@@ -69,7 +69,7 @@ class Prefixes:
         return self._kept[key].taken, length
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Drops all entries."""
         self._kept.clear()
         self._by_block.clear()
         self.bytes = 0
@@ -100,7 +100,7 @@ class _Kept:
             self.blocks.append(chain)
 
     def shared(self, other: _Kept) -> int:
-        """How many ids both begin with; 0 under different adapters."""
+        """Returns the length of the common prefix in tokens; 0 for different adapters."""
         if other.adapter is not self.adapter:
             return 0
         count = min(len(other.ids), len(self.ids))

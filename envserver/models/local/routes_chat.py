@@ -1,7 +1,7 @@
-"""/v1/chat/completions: render with the template, sample rows, parse tool calls.
+"""/v1/chat/completions: renders the template, samples rows, parses tool calls.
 
-A stream sends text as it comes, unless it may hold calls: then the text is parsed once at the end,
-while ids and logprobs still come token by token.
+A stream sends text as it is sampled, unless it may contain calls: then the text is parsed once at
+the end, while ids and logprobs are still sent token by token.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Chat:
         self._calls = calls
 
     def prompt_ids(self, body: ChatBody) -> list[int]:
-        """The ids of the rendered conversation.
+        """Returns the ids of the rendered conversation.
 
         Raises:
-            EngineRefused: the template does not take it.
+            EngineRefused: the template does not accept it.
         """
         kwargs: dict[str, Any] = dict(body.chat_template_kwargs or {})
         kwargs["add_generation_prompt"] = body.add_generation_prompt
@@ -42,7 +42,7 @@ class Chat:
         return self._text.encode(self._text.prompt_text(body.messages, tools, kwargs))
 
     def rows(self, body: ChatBody) -> list[Row]:
-        """One row for each choice that is asked for.
+        """Returns one row for each requested choice.
 
         Raises:
             EngineRefused: the request cannot be answered.
@@ -64,7 +64,7 @@ class Chat:
         ]
 
     async def whole(self, body: ChatBody) -> Json:
-        """The answer at once."""
+        """Returns the complete answer."""
         rows = self.rows(body)
         await self._asking.whole(rows)
         prompt = rows[0].prompt
@@ -77,7 +77,7 @@ class Chat:
         }
 
     async def chunks(self, body: ChatBody, rows: Sequence[Row]) -> AsyncIterator[Json]:
-        """The answer as it comes."""
+        """Yields the answer in chunks."""
         head = answers.head("chatcmpl", "chat.completion.chunk", body.model or self._asking.model)
         for index in range(len(rows)):
             role = {"role": "assistant", "content": ""}
@@ -97,7 +97,7 @@ class Chat:
             yield {**head, "choices": [], "usage": answers.usage([rows[0].prompt], rows)}
 
     def message(self, body: ChatBody, text: str) -> Json:
-        """The assistant's message in a text."""
+        """Returns the assistant's message for a text."""
         message: Json = {"role": "assistant", "content": text}
         if self._calls.free(body):
             content, calls = self._calls.read(text, body)
@@ -107,7 +107,7 @@ class Chat:
         return message
 
     def facts(self, body: ChatBody, row: Row, start: int, end: int) -> Json:
-        """What a choice or a chunk of it tells of tokens `start` to `end`."""
+        """Returns ids, logprobs and other facts about tokens `start` to `end` of a choice."""
         facts: Json = {"logprobs": None}
         if body.logprobs:
             as_ids = bool(body.return_tokens_as_token_ids)
@@ -127,7 +127,7 @@ class Chat:
         }
 
     def whole_delta(self, body: ChatBody, row: Row) -> Json:
-        """All of a message as one delta, where calls may be in it."""
+        """Returns a whole message as one delta, for answers that may contain calls."""
         message = self.message(body, self._text.answer(row))
         delta: Json = {"content": message["content"]} if message["content"] else {}
         if message.get("tool_calls"):
@@ -150,7 +150,7 @@ class _Stream:
         self._growing = None if chat._calls.free(body) else Growing(chat._text, row)
 
     def next(self) -> Json | None:
-        """The next chunk's choice; None if there is nothing new."""
+        """Returns the next chunk's choice; None if there is nothing new."""
         row = self._row
         finish, count = row.finish, len(row.logprobs)
         if not self.open or (count == self._told and finish is None):

@@ -26,7 +26,7 @@ class Completions:
         self._text = asking.text
 
     def rows(self, body: CompletionBody) -> list[Row]:
-        """The rows of all prompts, in order, `n` for each.
+        """Returns the rows of all prompts, in order, `n` for each.
 
         Raises:
             EngineRefused: the request cannot be answered.
@@ -45,7 +45,7 @@ class Completions:
         return rows
 
     async def whole(self, body: CompletionBody) -> Json:
-        """The answer at once."""
+        """Returns the complete answer."""
         rows = self.rows(body)
         await self._asking.whole(rows)
         return {
@@ -55,7 +55,7 @@ class Completions:
         }
 
     async def chunks(self, body: CompletionBody, rows: Sequence[Row]) -> AsyncIterator[Json]:
-        """The answer as it comes."""
+        """Yields the answer in chunks."""
         head = answers.head("cmpl", "text_completion", body.model or self._asking.model)
         growing = [Growing(self._text, row) for row in rows]
         told = [0] * len(rows)

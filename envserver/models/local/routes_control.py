@@ -32,7 +32,7 @@ class Control:
     """Answers requests about the engine itself.
 
     Args:
-        lora: adapters may be loaded.
+        lora: whether adapters may be loaded.
     """
 
     def __init__(self, asking: Asking, *, lora: bool) -> None:
@@ -43,7 +43,7 @@ class Control:
         self._metrics = Metrics(asking.runner, asking.model)
 
     def routes(self) -> list[Route]:
-        """All of them."""
+        """All routes."""
         gets: dict[str, Callable[[Request], Any]] = {
             "/health": self._health,
             "/ping": self._health,

@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 
 class Tokens:
-    """Answers requests of ids."""
+    """Answers requests that contain or return ids."""
 
     def __init__(self, asking: Asking, chat: Chat, calls: CallReader) -> None:
         self._asking = asking
@@ -34,7 +34,7 @@ class Tokens:
         self._calls = calls
 
     def render(self, body: ChatBody) -> Json:
-        """The request for generating what a chat request asks for."""
+        """Returns the body for /inference/v1/generate that corresponds to a chat request."""
         row = self._chat.rows(body)[0]
         asked = row.sampling
         params: Json = {
@@ -70,7 +70,7 @@ class Tokens:
         }
 
     def rows(self, body: GenerateBody) -> list[Row]:
-        """One row for each answer.
+        """Returns one row for each answer.
 
         Raises:
             EngineRefused: the request cannot be answered.
@@ -90,7 +90,7 @@ class Tokens:
         ]
 
     async def whole(self, body: GenerateBody) -> Json:
-        """The answer at once."""
+        """Returns the complete answer."""
         rows = self.rows(body)
         await self._asking.whole(rows)
         found = []
@@ -108,7 +108,7 @@ class Tokens:
         }
 
     async def chunks(self, body: GenerateBody, rows: Sequence[Row]) -> AsyncIterator[Json]:
-        """The answer as it comes; the prompt's ids are in the first chunk."""
+        """Yields the answer in chunks; the prompt's ids are in the first one."""
         head = self._head(body)
         growing = [Growing(self._text, row) for row in rows]
         told = [0] * len(rows)
@@ -137,10 +137,10 @@ class Tokens:
             yield {**head, "choices": [], "usage": answers.usage([body.token_ids], rows)}
 
     def derender(self, body: Any) -> Json:
-        """The messages in generated ids. The token that ended an answer is text here.
+        """Returns the messages in generated ids; the token that ended an answer becomes text.
 
         Raises:
-            EngineRefused: there are no ids, or not the request that they answer.
+            EngineRefused: there are no ids, or the request that they answer is missing.
         """
         asked = body.get("chat_request")
         if asked is None and self._calls.known:
@@ -162,7 +162,7 @@ class Tokens:
         }
 
     def tokenize(self, body: TokenizeBody) -> Json:
-        """The ids of a text or of a conversation."""
+        """Returns the ids of a text or of a conversation."""
         if body.messages is not None:
             kwargs = {**(body.chat_template_kwargs or {})}
             kwargs["add_generation_prompt"] = body.add_generation_prompt
@@ -181,7 +181,7 @@ class Tokens:
         }
 
     def detokenize(self, body: DetokenizeBody) -> Json:
-        """The text of ids."""
+        """Returns the text of ids."""
         if any(not 0 <= index < self._asking.vocabulary for index in body.tokens):
             raise EngineRefused("An id is none of the vocabulary.", status=400, param="tokens")
         return {"prompt": self._text.decode(body.tokens)}

@@ -21,13 +21,15 @@ from .text import Text
 
 
 class Asking:
-    """
+    """Makes rows from requests.
+
     Args:
         model: the name under which the model is served.
-        root: the folder or the name on the hub that it comes from.
-        most_tokens: of a prompt and its answer together.
-        vocabulary: ids that the model has: often more than its tokenizer, and it may sample those.
-        defaults: sampling settings by the model's generation config, by the names of the API.
+        root: its folder or its name on the hub.
+        most_tokens: maximum number of tokens of a prompt and its answer together.
+        vocabulary: number of ids of the model; it may exceed the tokenizer's, and all can be
+            sampled.
+        defaults: sampling settings of the model's generation config, by their API names.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Asking:
         self._defaults = defaults
 
     def adapter(self, name: str | None) -> Adapter | None:
-        """The adapter that is asked for by a model's name; None for the model itself.
+        """Returns the adapter that a model name refers to; None for the model itself.
 
         Raises:
             EngineRefused: nothing is served under this name.
@@ -65,9 +67,10 @@ class Asking:
         return found
 
     def check_prompt(self, ids: Sequence[int]) -> None:
-        """
+        """Checks the ids of a prompt.
+
         Raises:
-            EngineRefused: the prompt is empty, too long, or no ids of the vocabulary.
+            EngineRefused: the prompt is empty, too long, or has ids outside the vocabulary.
         """
         if not ids:
             raise EngineRefused("The prompt is empty.", status=400, param="prompt")
@@ -86,15 +89,15 @@ class Asking:
     def sampling(
         self, body: Sampled, prompt: Sequence[int], *, limit: int | None, top: int, raw: bool
     ) -> Sampling:
-        """What `body` asks for behind `prompt`.
+        """Returns the sampling settings of `body` for `prompt`.
 
         Args:
-            limit: tokens of the answer, None for all that the context leaves.
-            top: likeliest tokens that are told.
-            raw: special tokens are text.
+            limit: maximum number of tokens of the answer, None: all that the context leaves.
+            top: number of most likely tokens to return.
+            raw: whether special tokens are returned as text.
 
         Raises:
-            EngineRefused: the answer does not fit the context, or an id is none of the vocabulary.
+            EngineRefused: the answer does not fit the context, or an id is outside the vocabulary.
         """
         room = self.most_tokens - len(prompt)
         if limit is not None and limit > room:
@@ -133,10 +136,10 @@ class Asking:
 
     @asynccontextmanager
     async def running(self, rows: Sequence[Row]) -> AsyncIterator[Callable[[], Any]]:
-        """Runs rows while it lasts; gives a function that waits until one of them went on.
+        """Runs rows inside the block; yields a function that waits until one has progressed.
 
         Raises:
-            EngineRefused: the engine's thread is gone (HTTP 503).
+            EngineRefused: the engine's thread has ended (HTTP 503).
         """
         if not self.runner.alive:
             raise EngineRefused("The engine has ended.", status=503)
@@ -183,7 +186,8 @@ class Asking:
 
 
 def check(rows: Sequence[Row]) -> None:
-    """
+    """Checks that no row failed.
+
     Raises:
         EngineRefused: the engine failed while it sampled one of the rows (HTTP 500).
     """

@@ -1,7 +1,7 @@
 """One answer while it is sampled, and its settings.
 
 A row belongs to the engine's thread, which only appends to its lists. Waiting code reads them, and
-the row's end once `finish` is set.
+reads the row's end once `finish` is set.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from .adapters import Adapter
 
 Ranked = list[tuple[int, float]]
-"""Ids with their logprobs, the likeliest first."""
+"""Ids with their logprobs, the most likely first."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen, and what ends an answer.
+    """How tokens are sampled, and what ends an answer.
 
     Args:
-        temperature: 0 takes the likeliest token.
+        temperature: 0 takes the most likely token.
         top_k: 0 for all.
-        seed: of the answer; the same seed, prompt and weights give the same answer.
-        enders: ids that end the answer, with the `stop_reason` that each gives.
+        seed: seed of the answer; the same seed, prompt and weights give the same answer.
+        enders: ids that end the answer -> the `stop_reason` of each.
         stops: stop strings, none empty.
-        top_logprobs: how many of the likeliest tokens are told for each place.
-        allowed: the only ids that may come; None for all.
+        top_logprobs: number of most likely tokens returned for each position.
+        allowed: the only ids that may be sampled; None for all.
     """
 
     max_tokens: int
@@ -52,7 +52,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
 
     def times(self, count: int) -> list[Sampling]:
-        """The settings of several answers to one prompt: with a seed, each has its own."""
+        """Returns the settings of several answers to one prompt: with a seed, each has its own."""
         if self.seed is None:
             return [self] * count
         return [
@@ -62,11 +62,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def filters(self) -> bool:
-        """Whether unlikely tokens are left out."""
+        """Whether unlikely tokens are filtered out."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def adjusts(self, sampled: int) -> bool:
-        """Whether logits are changed before the token behind `sampled` others is chosen."""
+        """Returns whether logits are changed before the token after `sampled` others is chosen."""
         return bool(
             self.presence_penalty
             or self.frequency_penalty
@@ -82,8 +82,8 @@ class Row:
 
     Args:
         prompt: ids, at least one.
-        adapter: which the model wears for it; None: its own weights only.
-        told: called, from the engine's thread, after each step that added to it or ended it.
+        adapter: adapter to use; None: only the model's own weights.
+        told: called, from the engine's thread, after each step that added to the row or ended it.
             Calls of one step come together.
     """
 
@@ -101,15 +101,16 @@ class Row:
         self.adapter = adapter
         self.told = told
         self.eager = eager
-        """Whether it is told of each token, and not only of its end."""
+        """Whether to call `told` for each token, and not only at the end."""
         self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % (1 << 64)
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.tops: list[Ranked] = []
         self.scored: list[Ranked] | None = None
-        """Of each token of the prompt but the first: itself, then the likeliest in its place."""
+        """Logprobs of each prompt token but the first: the token itself, then the most likely ones.
+        """
         self.starts: list[tuple[str, int]] = []
-        """Versions of the weights, each with the place of the first token that it sampled."""
+        """Versions of the weights, each with the index of the first token that it sampled."""
         self.stop_reason: int | str | None = None
         self.finish: str | None = None
         """stop, length, abort or error."""
@@ -117,11 +118,11 @@ class Row:
 
     @property
     def tokens(self) -> list[int]:
-        """The prompt and what was sampled behind it."""
+        """The prompt and the sampled tokens."""
         return self.prompt + self.ids
 
     def spans(self) -> list[dict[str, int | str]]:
-        """Which version sampled what, in vLLM's form."""
+        """The spans of tokens by version, in vLLM's format."""
         ends = [start for _, start in self.starts[1:]] + [len(self.ids)]
         return [
             {"version": version, "start": start, "end": end}
@@ -129,7 +130,7 @@ class Row:
         ]
 
     def mark(self, version: str) -> None:
-        """What is sampled from now on is of `version`."""
+        """Sets the version of the tokens sampled from now on."""
         if self.starts and self.starts[-1][1] == len(self.ids):
             self.starts.pop()
         if not self.starts or self.starts[-1][0] != version:

@@ -1,8 +1,8 @@
 """The thread that runs torch: it executes commands between steps and reports results.
 
-In flow rows and commands from the event loop, out flow calls of the rows' `told`, all of one step
-together. What always holds: the model, its adapters and the batch are touched by this thread only;
-a step that fails ends the rows that were in it, each with the reason, and nothing else.
+In: rows and commands from the event loop. Out: calls of the rows' `told`, all of one step together.
+What always holds: only this thread touches the model, its adapters and the batch; a step that fails
+ends the rows that were in it, each with the reason, and nothing else.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _log = structlog.get_logger("envserver.models.local")
 
 
 class Runner:
-    """
+    """Runs the engine's thread.
+
     Args:
-        version: of the weights, as tokens are marked with it.
+        version: version of the weights, with which tokens are marked.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Runner:
         self._text = text
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._idle: list[Future[None]] = []
-        """Who waits for the running rows to end."""
+        """Futures that wait for the running rows to end."""
         self._ended = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
@@ -58,26 +59,26 @@ class Runner:
 
     @property
     def alive(self) -> bool:
-        """Whether rows that are submitted are worked on."""
+        """Whether submitted rows are processed."""
         return self._thread.is_alive()
 
     def end(self) -> None:
-        """Ends all rows with what they have, and then the thread."""
+        """Ends all rows with the tokens they have, and then the thread."""
         self._commands.put(self._end)
 
     def submit(self, rows: Sequence[Row]) -> None:
-        """Puts rows in line."""
+        """Queues rows."""
         self._commands.put(lambda: self._submit(rows))
 
     def abort(self, rows: Sequence[Row]) -> None:
-        """Ends those of the rows that have not ended, with what they have."""
+        """Ends those rows that are still running or waiting, with the tokens they have."""
         self._commands.put(lambda: self._abort(rows))
 
     async def run(self, command: Callable[[], T]) -> T:
-        """What `command` returns, run between two steps.
+        """Runs `command` between two steps and returns its result.
 
         Raises:
-            Exception: what it raises.
+            Exception: whatever `command` raises.
         """
         future: Future[T] = Future()
 
@@ -91,23 +92,23 @@ class Runner:
         return await asyncio.wrap_future(future)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stops sampling: what runs is aborted, ended first, or kept as it is until `resume`."""
+        """Stops sampling: running rows are aborted, finished first, or kept until `resume`."""
         done = await self.run(lambda: self._pause(mode))
         await asyncio.wrap_future(done)
 
     def resume(self) -> None:
-        """Goes on. To be run between steps."""
+        """Resumes sampling. Call it between steps."""
         self.scheduler.paused = None
         self._tell_idle()
 
     def set_version(self, version: str) -> None:
-        """What is sampled from now on is of `version`. To be run between steps."""
+        """Sets the version of tokens sampled from now on. Call it between steps."""
         self.version = version
         for row in self.scheduler.running:
             row.mark(version)
 
     def abort_all(self) -> int:
-        """Ends all rows with what they have; how many. To be run between steps."""
+        """Ends all rows with the tokens they have; returns their number. Call it between steps."""
         rows = [*self.scheduler.running, *self.scheduler.waiting]
         self._abort(rows)
         return len(rows)
@@ -124,7 +125,7 @@ class Runner:
                 self._fail(error)
 
     def _obey(self) -> None:
-        """Runs the commands that are there; waits for one if there is nothing else to do."""
+        """Runs the queued commands; waits for one if there is nothing else to do."""
         while not self._ended:
             try:
                 self._commands.get(block=not self.scheduler.steps)()

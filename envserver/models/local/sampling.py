@@ -1,9 +1,9 @@
 """Samples tokens from logits, for a whole batch at once. Pure.
 
-A row's choice depends on its own logits, settings, seed and place only: the uniform number for a
-place is a hash of seed and place, and a token is found where the summed probabilities pass it. So
-the same request with a seed gives the same answer whoever is sampled beside it, up to the rounding
-of the logits themselves.
+A row's choice depends only on its own logits, settings, seed and position: the uniform number for a
+position is a hash of seed and position, and the sampled token is where the cumulative probability
+exceeds it. So a request with a seed gives the same answer in any batch, up to the rounding of the
+logits themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class Settings:
-    """The settings of the rows of a batch, as tensors; made anew when rows join or leave."""
+    """Settings of the rows of a batch as tensors; made again when rows join or leave."""
 
     def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
         asked = [row.sampling for row in rows]
@@ -43,7 +43,7 @@ class Settings:
 
 
 def uniforms(seeds: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """A number in [0, 1) for each pair of seed and place: splitmix64, 53 bits of it."""
+    """Returns a number in [0, 1) for each pair of seed and place: splitmix64, 53 bits of it."""
     with np.errstate(over="ignore"):
         mixed = seeds + (places.astype(np.uint64) + np.uint64(1)) * _GOLDEN
         mixed = _mixed(_mixed(mixed) + _GOLDEN)
@@ -58,7 +58,7 @@ def _mixed(value: np.ndarray) -> np.ndarray:
 
 
 def adjusted(logits: torch.Tensor, rows: Sequence[Row], places: Sequence[int]) -> torch.Tensor:
-    """Logits with the penalties, biases and bans of the rows at `places`; others are unchanged."""
+    """Returns logits with penalties, biases and bans applied to the rows at `places`."""
     logits = logits.clone()
     for place in places:
         row, line = rows[place], logits[place]
@@ -84,18 +84,18 @@ def adjusted(logits: torch.Tensor, rows: Sequence[Row], places: Sequence[int]) -
 
 
 def chosen(logits: torch.Tensor, settings: Settings, places: np.ndarray) -> torch.Tensor:
-    """One id a row.
+    """Samples one id per row.
 
     Args:
         logits: [rows, vocabulary], float32.
-        places: [rows], how many tokens each row has sampled before.
+        places: [rows], number of tokens that each row has sampled before.
     """
     if settings.all_greedy:
         return logits.argmax(dim=-1)
     scaled = logits / settings.temperature
     if settings.filters:
         scaled = filtered(scaled, settings.top_k, settings.top_p, settings.min_p)
-    # Double: in single precision what is summed up last would lose the least likely tokens.
+    # Double precision: in single precision the sum would lose the least likely tokens.
     sums = torch.softmax(scaled, dim=-1).cumsum(dim=-1, dtype=torch.float64)
     picks = torch.from_numpy(uniforms(settings.seeds, places)).to(sums.device)[:, None]
     sampled = torch.searchsorted(sums, picks * sums[:, -1:], right=True)[:, 0]
@@ -108,9 +108,9 @@ def chosen(logits: torch.Tensor, settings: Settings, places: np.ndarray) -> torc
 def filtered(
     logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Logits without the tokens that min_p, then top_k, then top_p leave out. Settings: [rows, 1].
+    """Returns logits without the tokens that min_p, then top_k, then top_p exclude.
 
-    The likeliest token always stays.
+    Settings are [rows, 1]. The most likely token always stays.
     """
     ordered, order = logits.sort(dim=-1, descending=True)
     ranks = torch.arange(logits.shape[-1], device=logits.device)[None, :]
@@ -123,7 +123,7 @@ def filtered(
 
 
 def ranked(logprobs: torch.Tensor, count: int) -> list[Ranked]:
-    """The `count` likeliest ids of each row of logprobs [rows, vocabulary]."""
+    """Returns the `count` most likely ids of each row of logprobs [rows, vocabulary]."""
     values, ids = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
     return [
         list(zip(of_row, scores, strict=True))

@@ -15,10 +15,11 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 
 class Scheduler:
-    """
+    """Decides which rows run.
+
     Args:
-        most_rows: that run at the same time.
-        most_tokens: places of the padded cache, rows times the longest row's tokens.
+        most_rows: maximum number of rows that run at the same time.
+        most_tokens: places of the padded cache: rows times the tokens of the longest row.
     """
 
     def __init__(self, most_rows: int, most_tokens: int) -> None:
@@ -37,16 +38,16 @@ class Scheduler:
 
     @property
     def share(self) -> float:
-        """Of the cache's places, those in use."""
+        """Share of the cache's places in use."""
         running = list(self.running)
         return self._places(running) / self._most_tokens if running else 0.0
 
     def submit(self, row: Row) -> None:
-        """Puts a row at the end of the queue."""
+        """Adds a row to the end of the queue."""
         self.waiting.append(row)
 
     def admitted(self) -> list[Row]:
-        """The rows that run from now on."""
+        """Moves rows from the queue to the batch and returns them."""
         joining: list[Row] = []
         while (row := self._next()) is not None and self._fits(row):
             self.waiting.popleft()
@@ -55,9 +56,9 @@ class Scheduler:
         return joining
 
     def displaced(self) -> list[Row]:
-        """The rows that have to leave because the others grew; they wait first in line.
+        """Returns the rows that must leave because others grew; they go to the front of the queue.
 
-        The one that came last goes first, and one always stays.
+        The row that came last leaves first; one row always stays.
         """
         leaving: list[Row] = []
         while len(self.running) > 1 and self._places(self.running) > self._most_tokens:
@@ -67,7 +68,7 @@ class Scheduler:
         return leaving
 
     def remove(self, row: Row) -> bool:
-        """Takes a row out, wherever it is; whether it was running."""
+        """Removes a row from the queue or the batch; returns whether it was running."""
         if row in self.running:
             self.running.remove(row)
             return True
@@ -76,7 +77,10 @@ class Scheduler:
         return False
 
     def _next(self) -> Row | None:
-        """The row that is first in line; one that had begun ends before a pause that waits."""
+        """Returns the first row of the queue.
+
+        During a pause that lets rows finish, only rows that had begun may continue.
+        """
         row = self.waiting[0] if self.waiting else None
         if self.paused is None or (self.paused == "wait" and row is not None and row.ids):
             return row

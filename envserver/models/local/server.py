@@ -1,4 +1,4 @@
-"""The engine over HTTP, with vLLM's paths and the shapes of its answers.
+"""The engine over HTTP, with vLLM's paths and response formats.
 
 What always holds: a wrong request gets an OpenAI-style error with HTTP 4xx, and a client that hangs
 up frees its place in the batch.
@@ -33,10 +33,10 @@ _STATUS_NAMES = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalSer
 
 
 def local_app(asking: Asking, *, lora: bool) -> Starlette:
-    """The ASGI application.
+    """Makes the ASGI application.
 
     Args:
-        lora: adapters may be loaded while it runs.
+        lora: whether adapters may be loaded at run time.
     """
     calls = CallReader(asking.text)
     chat = Chat(asking, calls)
@@ -110,7 +110,7 @@ def _decoding(answer: Answering) -> Callable[[Request], Awaitable[Response]]:
 
 
 async def _whole(request: Request, answer: Awaitable[Json]) -> Response:
-    """The answer, unless the client hangs up first: then nobody works on it any more."""
+    """Returns the answer; cancels the work if the client hangs up first."""
     answering = asyncio.ensure_future(answer)
     leaving = asyncio.ensure_future(_hung_up(request))
     try:

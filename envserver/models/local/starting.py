@@ -1,4 +1,4 @@
-"""Runs the process: load, listen, print the address, serve, shut down in order."""
+"""Runs the process: loads, listens, prints the address, serves, shuts down in order."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from .scheduler import Scheduler
 from .server import local_app
 
 FIRST_VERSION = "default"
-"""Of the weights, until another is named; as vLLM's."""
+"""Version of the weights until another one is set; the same as vLLM's."""
 _SECONDS_FOR_OPEN_REQUESTS = 2
 _SWITCH_SECONDS = 0.0005
-"""Torch gives the interpreter away at each operation; the default would keep it waiting for 5 ms
-whenever the event loop is busy."""
+"""Interpreter switch interval. Torch releases the interpreter lock at each operation; with the
+default it would wait 5 ms for it whenever the event loop is busy.
+"""
 
 
 def run(options: Options) -> int:
@@ -79,13 +80,13 @@ async def _serve(options: Options, loaded: Loaded) -> None:
 
 
 def _end(server: uvicorn.Server, runner: Runner) -> None:
-    """Open answers end here as they are, so that who waits for them is told."""
+    """Ends open answers as they are, so that waiting clients get a response."""
     server.should_exit = True
     runner.end()
 
 
 def _most_places(options: Options, loaded: Loaded) -> int:
-    """Tokens whose keys and values have room in the memory that is given to them."""
+    """Returns the number of tokens whose keys and values fit the memory budget."""
     config = loaded.model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,4 +1,7 @@
-"""The model's tokenizer and chat template: messages and texts <-> ids, and where a text ends."""
+"""The model's tokenizer and chat template: converts messages and texts to ids and back.
+
+It also finds where an answer's text ends.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,15 @@ from transformers import PreTrainedTokenizerBase
 from .rows import Row
 
 _TAIL_TOKENS = 16
-"""Of an answer, beside the length of a stop string: where that may have become complete."""
+"""Tokens at the end of an answer, besides the stop string's length, searched for a stop string."""
 _BROKEN = "\ufffd"
 
 
 class Text:
-    """
+    """Tokenizer and chat template of a model.
+
     Args:
-        stop_ids: ids that end the model's turn; the first is its own end.
+        stop_ids: ids that end the model's turn; the first is its regular end.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
@@ -30,7 +34,7 @@ class Text:
 
     @property
     def enders(self) -> dict[int, int | None]:
-        """Ids that end an answer, with the reason that is told: none for the model's own end."""
+        """Ids that end an answer -> the reported reason: None for the model's regular end."""
         return {index: index if place else None for place, index in enumerate(self.stop_ids)}
 
     def prompt_text(
@@ -39,10 +43,10 @@ class Text:
         tools: list[dict[str, Any]] | None,
         kwargs: dict[str, Any],
     ) -> str:
-        """A conversation as the model's template writes it.
+        """Renders a conversation with the model's template.
 
         Raises:
-            EngineRefused: there is no template, or it does not take the conversation.
+            EngineRefused: there is no template, or it does not accept the conversation.
         """
         try:
             text = self._tokenizer.apply_chat_template(
@@ -53,26 +57,28 @@ class Text:
             )
         except EngineRefused:
             raise
-        except Exception as error:  # a template can raise whatever Python can
+        except Exception as error:  # a template can raise any Python exception
             raise EngineRefused(
                 f"The model's chat template does not take this: {error}", status=400
             ) from error
         return str(text)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """The ids of a text; `special`: with those that the tokenizer puts around texts."""
+        """Returns the ids of a text; `special`: with the tokens that the tokenizer adds around
+        texts."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """The text of ids."""
+        """Returns the text of ids."""
         text = self._tokenizer.decode(
             list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )
         return str(text)
 
     def answer(self, row: Row) -> str:
-        """The text of a row so far: without the token that ended it, and up to a stop string."""
+        """Returns the text of a row so far, without the token that ended it and up to a stop
+        string."""
         asked = row.sampling
         ended = row.finish == "stop" and not isinstance(row.stop_reason, str)
         ids = row.ids[:-1] if ended and not asked.keep_stop else row.ids
@@ -83,7 +89,7 @@ class Text:
         return text
 
     def ends(self, row: Row) -> bool:
-        """Whether the row's last token ended it; sets its `finish` and `stop_reason` if so."""
+        """Returns whether the row's last token ended it; then sets `finish` and `stop_reason`."""
         asked = row.sampling
         token = row.ids[-1]
         enough = len(row.ids) >= asked.min_tokens
@@ -98,7 +104,7 @@ class Text:
         return row.finish is not None
 
     def _stop(self, row: Row) -> str | None:
-        """The stop string that is complete now; the one that ends first, of several."""
+        """Returns the stop string that is complete now; of several, the one that ends first."""
         asked = row.sampling
         tail = _TAIL_TOKENS + max(map(len, asked.stops))
         text = self.decode(row.ids[-tail:], skip_special=asked.skip_special_tokens)
@@ -113,9 +119,9 @@ class Text:
 
 
 class Growing:
-    """The text of a row as it grows: what is given once is never taken back.
+    """The text of a row as it grows; text that was returned is never revoked.
 
-    An unfinished character is held back, and so is what may be the beginning of a stop string.
+    An incomplete character is held back, and so is what may be the beginning of a stop string.
     """
 
     def __init__(self, text: Text, row: Row) -> None:
@@ -124,10 +130,10 @@ class Growing:
         self._given = 0
         self._whole = ""
         self._before = self._read = 0
-        """Tokens before the last ones that were read, and those read."""
+        """Index of the first token decoded for context, and number of tokens read."""
 
     def more(self) -> str:
-        """What can be told now and was not."""
+        """Returns the text that can be sent now and was not sent yet."""
         row = self._row
         if row.finish is not None:
             whole = self._text.answer(row)
@@ -139,8 +145,9 @@ class Growing:
         return new
 
     def _read_on(self) -> str:
-        """All text that is whole. Tokens are decoded behind the ones before them, without which
-        some tokenizers drop a space.
+        """Reads all complete text.
+
+        Tokens are decoded together with those before them; otherwise some tokenizers drop a space.
         """
         ids, skip = self._row.ids, self._row.sampling.skip_special_tokens
         count = len(ids)
@@ -153,7 +160,7 @@ class Growing:
 
 
 def _held(text: str, stops: Sequence[str]) -> int:
-    """Characters at the end of `text` with which a stop string may begin."""
+    """Returns the number of characters at the end of `text` with which a stop string may begin."""
     most = 0
     for stop in stops:
         for size in range(min(len(stop) - 1, len(text)), most, -1):
@@ -164,10 +171,10 @@ def _held(text: str, stops: Sequence[str]) -> int:
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: contents as text, arguments of calls as objects.
+    """Returns a message as templates expect it: contents as text, arguments of calls as objects.
 
     Raises:
-        EngineRefused: it has no role, or a part of its content is no text.
+        EngineRefused: it has no role, or a part of its content is not text.
     """
     if not isinstance(message.get("role"), str):
         raise EngineRefused("A message has no role.", status=400, param="messages")

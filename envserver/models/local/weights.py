@@ -1,7 +1,7 @@
 """Loads new weights into a running model from a folder of safetensors.
 
-Everything is checked before anything is changed: every parameter is in the folder, of its shape,
-and nothing else is. Tied weights are one tensor, and may be given under either name or both.
+Everything is checked before anything changes: the folder must hold every parameter in its shape and
+nothing else. Tied weights are one tensor and may be given under either name or both.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _PATTERN = "*.safetensors"
 
 
 def reload(model: PreTrainedModel, folder: Path) -> None:
-    """Puts the weights in `folder` into `model`.
+    """Loads the weights in `folder` into `model`.
 
     Raises:
-        InputError: the folder does not hold exactly the weights of this model; the model is
-            unchanged. The model's weights are quantized, and cannot be changed.
+        InputError: the folder does not hold exactly the weights of this model, or the model is
+            quantized and cannot be changed; the model is unchanged.
     """
     if getattr(model, "is_quantized", False):
         raise InputError(
@@ -41,7 +41,7 @@ def reload(model: PreTrainedModel, folder: Path) -> None:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[dict[str, Any]]:
-    """The names of the tensors in a folder, each with the open file that holds it."""
+    """Yields the names of the tensors in a folder, each with the open file that holds it."""
     files = sorted(folder.glob(_PATTERN)) if folder.is_dir() else []
     if not files:
         raise InputError(
@@ -60,7 +60,8 @@ def _opened(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _check(targets: dict[str, torch.Tensor], tensors: dict[str, Any], folder: Path) -> None:
-    """
+    """Checks names, shapes and the values of tied weights.
+
     Raises:
         InputError: names or shapes differ, or two names of one tensor have different values.
     """
