@@ -60,6 +60,22 @@ _HOMES = {
     "pass_at_k": "envserver.evaluation",
     "pass_hat_k": "envserver.evaluation",
     "main": "envserver.cli",
+    "process": "envserver.running.blocking",
+    "groups": "envserver.running.blocking",
+    "serve": "envserver.running.blocking",
+    "evaluate": "envserver.running.blocking",
+    "score": "envserver.running.blocking",
+    "rescore": "envserver.running.blocking",
+    "replay": "envserver.running.blocking",
+    "verify": "envserver.running.blocking",
+    "ProcessSettings": "envserver.running.run_settings",
+    "EvaluateSettings": "envserver.running.run_settings",
+    "ScoreSettings": "envserver.running.run_settings",
+    "RescoreSettings": "envserver.running.run_settings",
+    "ReplaySettings": "envserver.running.run_settings",
+    "VerifySettings": "envserver.running.run_settings",
+    "ProcessResult": "envserver.running.python_api",
+    "ScoreResult": "envserver.running.python_api",
 }
 
 if TYPE_CHECKING:
@@ -100,6 +116,7 @@ if TYPE_CHECKING:
         unpack,
     )
 
+    from . import aio
     from .cli import main
     from .config import EnvironmentConfig
     from .environment import (
@@ -114,6 +131,25 @@ if TYPE_CHECKING:
         Services,
     )
     from .evaluation import pass_at_k, pass_hat_k
+    from .running.blocking import (
+        evaluate,
+        groups,
+        process,
+        replay,
+        rescore,
+        score,
+        serve,
+        verify,
+    )
+    from .running.python_api import ProcessResult, ScoreResult
+    from .running.run_settings import (
+        EvaluateSettings,
+        ProcessSettings,
+        ReplaySettings,
+        RescoreSettings,
+        ScoreSettings,
+        VerifySettings,
+    )
     from .sandbox_interface import BlockingSandbox, Sandbox, Sandboxes
 
 __all__ = [
@@ -166,10 +202,29 @@ __all__ = [
     "pass_at_k",
     "pass_hat_k",
     "main",
+    "aio",
+    "process",
+    "groups",
+    "serve",
+    "evaluate",
+    "score",
+    "rescore",
+    "replay",
+    "verify",
+    "EvaluateSettings",
+    "ProcessSettings",
+    "ReplaySettings",
+    "RescoreSettings",
+    "ScoreSettings",
+    "VerifySettings",
+    "ProcessResult",
+    "ScoreResult",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "aio":
+        return importlib.import_module("envserver.aio")
     try:
         home = _HOMES[name]
     except KeyError:

@@ -15,13 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import MixSettings
-from ..evaluation.folders import View
 from ..evaluation.report import Report
 from ..evaluation.suite import Suite
 from ..evaluation.tables import TextTable, notes_of, summary_of, tables_of, warnings_of
-from ..running.evaluating import Choice, EvaluationView, evaluate
+from ..running.evaluating import EvaluationView, evaluate_members
 from ..running.group_run import GroupRun
-from ..running.prices import pricing_of
+from ..running.python_api import EVALUATION_DEFAULTS, choice_of
 from .evaluate_members import read_members
 from .logs import configure_logs
 from .loop import run_loop
@@ -30,7 +29,6 @@ from .progress import ProgressView
 from .signals import SignalStop
 from .specs.evaluate_command import COMMAND
 
-DEFAULTS = {"env": {"split": "test"}, "rollouts": {"min_group_size": 1}}
 _SHOWN_OF_SEVERAL = ("What happened", "What it took")
 
 
@@ -41,27 +39,17 @@ def run(argv: list[str]) -> int:
         EnvserverError: it cannot be run, nothing could be evaluated, or it ended by failures (then
             there is a report of what was done before).
     """
-    members = read_members(COMMAND, argv, defaults=DEFAULTS)
+    members = read_members(COMMAND, argv, defaults=EVALUATION_DEFAULTS)
     settings = members[0].settings
     configure_logs(settings.log_level, settings.log_format)
     for member in members:
         own: Any = member.settings
         if own.sampling.temperature == 0 and "group_size" not in own.env.model_fields_set:
             own.env.group_size = 1
-    choice = Choice(
-        folder=settings.out,
-        resume=settings.resume,
-        overwrite=settings.overwrite,
-        baselines=not settings.no_baselines,
-        view=View(
-            pass_at=settings.pass_at,
-            failures=settings.failures,
-            truncated=settings.truncated,
-            pricing=pricing_of(settings.prices, settings.model, settings.engine.models_file),
-        ),
-    )
     console = Console(stderr=True)
-    done = run_loop(evaluate(members, choice, view=_Shown(console), stop=SignalStop(console.print)))
+    stop = SignalStop(console.print)
+    work = evaluate_members(members, choice_of(settings), view=_Shown(console), stop=stop)
+    done = run_loop(work)
     return 130 if done.stopped else 0
 
 

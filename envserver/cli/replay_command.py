@@ -10,7 +10,7 @@ from envserver_records.errors import ConfigError, UsageError
 from rich.console import Console
 from rich.table import Table
 
-from ..running.replaying import Record, Replayed, read_record, replay
+from ..running.replaying import Record, Replayed, read_record, recorded_settings, replay
 from ..running.run_settings import ReplaySettings
 from ..running.spec import RunSpec
 from ..running.tally import counted
@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
     """
     record = _named_record(COMMAND.flags(argv))
     environment = COMMAND.named_environment(argv) or str(record.facts["env"])
-    line = read_run_spec(COMMAND, argv, defaults=_as_then(record), environment=environment)
+    line = read_run_spec(COMMAND, argv, defaults=recorded_settings(record), environment=environment)
     settings = line.settings
     configure_logs("warning" if settings.debug else settings.log_level, settings.log_format)
     played = _environment(line)
@@ -64,15 +64,6 @@ def _named_record(flags: Sequence[Given]) -> Record:
         )
     ids = [str(one.value) for one in flags if one.path == "rollout" and one.value]
     return read_record(sources, ids[-1] if ids else "")
-
-
-def _as_then(record: Record) -> dict[str, Any]:
-    """The settings with which it was run, as far as they are known."""
-    config = dict(record.facts.get("env_config") or {})
-    config |= {"split": record.facts["split"], "seed": record.facts["seed"]}
-    known = {"temperature", "top_p", "max_tokens"}
-    sampling = {key: value for key, value in record.sampling.items() if key in known}
-    return {"env": config, "sampling": sampling}
 
 
 def _environment(line: RunSpec[Any]) -> Any:

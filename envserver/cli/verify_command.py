@@ -5,23 +5,16 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import orjson
-from envserver_records.errors import UsageError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
-from ..config import OpenAIConfig, SimConfig
-from ..models.engine import Engine
 from ..rollouts.audit import NOT_COMPARED
-from ..running.engines import SIMULATED, started
-from ..running.group_sources import FileSource, ServerSource
-from ..running.run_settings import VerifySettings
 from ..running.tally import counted
 from ..running.verifying import Progress as Told
-from ..running.verifying import Report, parse_sample, verify
+from ..running.verifying import Report, verify_source
 from .logs import configure_logs
 from .loop import run_loop
 from .specs.verify_command import COMMAND
@@ -46,50 +39,13 @@ def run(argv: list[str]) -> int:
     settings = COMMAND.read(argv)
     configure_logs(settings.log_level)
     with _bar(Console(stderr=True)) as told:
-        report, model = run_loop(_verify(settings, told))
+        report, model = run_loop(verify_source(settings, told))
     if settings.as_json:
         facts = {"source": settings.source, "model": model, **report.facts()}
         sys.stdout.write(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode() + "\n")
     else:
         _show(Console(), report, f"{settings.source} against {model}")
     return 0 if report.verdict in ("exact", "within_tolerance") else 1
-
-
-async def _verify(settings: VerifySettings, told: Told) -> tuple[Report, str]:
-    sample = parse_sample(settings.sample)
-    async with contextlib.AsyncExitStack() as stack:
-        source: FileSource | ServerSource
-        if settings.source.startswith(("http://", "https://")):
-            source = await stack.enter_async_context(ServerSource(settings.source))
-        else:
-            source = FileSource(Path(settings.source))
-        openai = await stack.enter_async_context(
-            started(settings.model, settings.openai, settings.engine)
-        )
-        engine = await stack.enter_async_context(_engine(settings, openai))
-        report = await verify(
-            source,
-            engine,
-            tolerance=settings.tolerance,
-            sample=sample,
-            seed=settings.seed,
-            policy_version=settings.policy_version,
-            concurrency=settings.concurrency,
-            progress=told,
-        )
-        return report, await engine.model_name()
-
-
-def _engine(settings: VerifySettings, openai: OpenAIConfig) -> Engine:
-    if settings.model == SIMULATED:
-        from ..models.sim import SimEngine
-
-        return SimEngine(SimConfig(latency_seconds=0))
-    from ..models.openai import OpenAIEngine
-
-    if openai.server_type != "vllm":
-        raise UsageError("Only an engine that gives prompt_logprobs (vllm) can verify.")
-    return OpenAIEngine(openai)
 
 
 @contextlib.contextmanager

@@ -9,13 +9,15 @@ Processes are warm: the environment is loaded before the first score is asked fo
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import pickle
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from multiprocessing import forkserver, resource_tracker, util
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from multiprocessing import forkserver, popen_forkserver, resource_tracker, spawn, util
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -196,7 +198,7 @@ class _Scorer:
 
     def _start(self) -> ProcessPool:
         # Not fork: the server has threads, and its memory is none of the scorer's business.
-        context = multiprocessing.get_context("forkserver")
+        context = _ScorerContext()
         context.set_forkserver_preload([scorer_process.__name__])
         _start_forkserver()
         pool = ProcessPool(
@@ -211,6 +213,48 @@ class _Scorer:
         if pool is not None:
             pool.stop()  # type: ignore[no-untyped-call]
             await asyncio.to_thread(pool.join)
+
+
+class _Popen(popen_forkserver.Popen):
+    """Starts a process that does not import the caller's script.
+
+    multiprocessing would import it into each process, and so run it again where it has no
+    `if __name__ == "__main__"`. Scorers need nothing of it.
+    """
+
+    def _launch(self, process_obj: BaseProcess) -> None:
+        with _without_script():
+            super()._launch(process_obj)  # type: ignore[misc]  # not in typeshed
+
+
+class _ScorerProcess(ForkServerProcess):
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> _Popen:  # multiprocessing's name
+        return _Popen(process_obj)
+
+
+class _ScorerContext(ForkServerContext):
+    Process = _ScorerProcess
+
+
+_launching = threading.Lock()
+
+
+@contextmanager
+def _without_script() -> Iterator[None]:
+    """What a new process is told leaves out the script (`init_main_from_...`)."""
+    with _launching:
+        original = spawn.get_preparation_data
+
+        def prepared(name: str) -> dict[str, Any]:
+            data = original(name)
+            return {key: value for key, value in data.items() if not key.startswith("init_main")}
+
+        spawn.get_preparation_data = prepared
+        try:
+            yield
+        finally:
+            spawn.get_preparation_data = original
 
 
 def _start_forkserver() -> None:

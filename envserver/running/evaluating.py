@@ -157,7 +157,7 @@ class _Part:
     runs: dict[str, _Run]
 
 
-async def evaluate(
+async def evaluate_members(
     members: Sequence[Member[Any]],
     choice: Choice,
     *,

@@ -190,6 +190,15 @@ def _nobody_trained(facts: dict[str, Any]) -> bool:
     return bool(agents) and not any(agent.get("trained", True) for agent in agents.values())
 
 
+def recorded_settings(record: Record) -> dict[str, Any]:
+    """Returns the settings that the rollout was made with, as far as they are recorded."""
+    config = dict(record.facts.get("env_config") or {})
+    config |= {"split": record.facts["split"], "seed": record.facts["seed"]}
+    known = {"temperature", "top_p", "max_tokens"}
+    sampling = {key: value for key, value in record.sampling.items() if key in known}
+    return {"env": config, "sampling": sampling}
+
+
 async def replay(
     record: Record,
     settings: Settings,

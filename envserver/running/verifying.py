@@ -11,18 +11,22 @@ import asyncio
 import heapq
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from envserver_records.errors import ConfigError, EngineError, EngineUnavailable
+from envserver_records.errors import ConfigError, EngineError, EngineUnavailable, UsageError
 
+from ..config import OpenAIConfig, SimConfig
 from ..models.engine import Engine
 from ..rollouts.audit import AuditedRow, AuditResult, Difference, Totals, audit_row, share_of
 from ..rollouts.audit import why_not_comparable as why_not
 from ..rollouts.rescoring import Rescorer
 from .delivered import Delivery, Finding
-from .group_sources import Source
+from .engines import SIMULATED, started
+from .group_sources import FileSource, ServerSource, Source
+from .run_settings import VerifySettings
 
 _MOST_FINDINGS: Final = 100
 _MOST_WORST: Final = 10
@@ -252,3 +256,51 @@ async def _chosen(
                 report.not_compared["not_sampled"] += 1
     for _, _, row in sorted(kept, key=lambda entry: entry[1]):
         yield row
+
+
+async def verify_source(
+    settings: VerifySettings, told: Progress = lambda groups, rows, share: None
+) -> tuple[Report, str]:
+    """Checks what the settings name.
+
+    Returns:
+        The report, and the name of the model that scored.
+
+    Raises:
+        UsageError: the engine is of a type that cannot score given tokens.
+        EngineError: it does not answer.
+    """
+    sample = parse_sample(settings.sample)
+    async with AsyncExitStack() as stack:
+        source: FileSource | ServerSource
+        if settings.source.startswith(("http://", "https://")):
+            source = await stack.enter_async_context(ServerSource(settings.source))
+        else:
+            source = FileSource(Path(settings.source))
+        openai = await stack.enter_async_context(
+            started(settings.model, settings.openai, settings.engine)
+        )
+        engine = await stack.enter_async_context(_engine(settings, openai))
+        report = await verify(
+            source,
+            engine,
+            tolerance=settings.tolerance,
+            sample=sample,
+            seed=settings.seed,
+            policy_version=settings.policy_version,
+            concurrency=settings.concurrency,
+            progress=told,
+        )
+        return report, await engine.model_name()
+
+
+def _engine(settings: VerifySettings, openai: OpenAIConfig) -> Engine:
+    if settings.model == SIMULATED:
+        from ..models.sim import SimEngine
+
+        return SimEngine(SimConfig(latency_seconds=0))
+    from ..models.openai import OpenAIEngine
+
+    if openai.server_type != "vllm":
+        raise UsageError("Only an engine that gives prompt_logprobs (vllm) can verify.")
+    return OpenAIEngine(openai)

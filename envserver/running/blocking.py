@@ -1,0 +1,186 @@
+"""The Python API for code without asyncio: notebooks, tests, scripts.
+
+Each call runs its asynchronous twin of `python_api` on an event loop in a thread of its own, so it
+works where an event loop already runs (a notebook). Ctrl-C cancels the work and waits for its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from envserver_records.records import Group
+
+from . import python_api
+from .api_settings import AnyEnvironment, Mix
+from .evaluating import Evaluation
+from .python_api import ProcessResult, ScoreResult
+from .replaying import Replayed
+from .rescoring import Tally
+from .serving import Served
+from .verifying import Report
+
+T = TypeVar("T")
+
+
+def process(environment: Mix, *, out: Path | str | None = None, **settings: Any) -> ProcessResult:
+    """Makes groups of rollouts; see `python_api.process`."""
+    with _Loop() as loop:
+        return loop.run(python_api.process(environment, out=out, **settings))
+
+
+def groups(
+    environment: Mix, *, out: Path | str | None = None, **settings: Any
+) -> Generator[Group, None, None]:
+    """Yields groups as they finish; see `python_api.groups`."""
+    with _Loop() as loop:
+        finished = python_api.groups(environment, out=out, **settings)
+        try:
+            while (group := loop.run(_next(finished))) is not None:
+                yield group
+        finally:
+            loop.run(finished.aclose())  # type: ignore[attr-defined]  # it is a generator
+
+
+async def _next(finished: Any) -> Group | None:
+    return await anext(finished, None)
+
+
+class Server:
+    """A running server; see `serve`."""
+
+    def __init__(self, loop: _Loop, server: python_api.Server) -> None:
+        self.url = server.url
+        """Where trainers connect."""
+        self.model_url = server.model_url
+        """Endpoint of the model, for environments that run elsewhere."""
+        self._loop = loop
+        self._server = server
+
+    def wait(self) -> Served:
+        """Waits until as many groups as wanted were made and acknowledged."""
+        return self._loop.run(self._server.wait())
+
+    def stop(self) -> Served:
+        """Finishes the open groups (at most `server.drain_seconds`), then ends the server."""
+        return self._loop.run(self._server.stop())
+
+
+@contextlib.contextmanager
+def serve(environment: Mix, **settings: Any) -> Iterator[Server]:
+    """Serves groups to trainers while the block runs; see `python_api.serve`."""
+    with _Loop() as loop:
+        opened: Future[python_api.Server] = Future()
+        ended = loop.event()
+
+        async def hold() -> None:
+            try:
+                async with python_api.serve(environment, **settings) as server:
+                    opened.set_result(server)
+                    await ended.wait()
+            except BaseException as error:
+                if opened.done():
+                    raise
+                opened.set_exception(error)
+
+        holding = loop.start(hold())
+        server = opened.result()
+        try:
+            yield Server(loop, server)
+        finally:
+            loop.call(ended.set)
+            holding.result()
+
+
+def evaluate(environment: Mix, *, out: Path | str | None = None, **settings: Any) -> Evaluation:
+    """Measures a model; see `python_api.evaluate`."""
+    with _Loop() as loop:
+        return loop.run(python_api.evaluate(environment, out=out, **settings))
+
+
+def score(
+    environment: AnyEnvironment,
+    rows: Path | str | Iterable[Mapping[str, Any]],
+    **settings: Any,
+) -> ScoreResult:
+    """Scores answers without a model; see `python_api.score`."""
+    with _Loop() as loop:
+        return loop.run(python_api.score(environment, rows, **settings))
+
+
+def rescore(
+    environment: AnyEnvironment,
+    source: Path | str | Sequence[Path | str],
+    out: Path | str,
+    **settings: Any,
+) -> Tally:
+    """Scores delivered groups again; see `python_api.rescore`."""
+    with _Loop() as loop:
+        return loop.run(python_api.rescore(environment, source, out, **settings))
+
+
+def replay(
+    source: Path | str,
+    rollout: str,
+    *,
+    environment: AnyEnvironment | None = None,
+    **settings: Any,
+) -> Replayed:
+    """Runs a recorded rollout again and compares; see `python_api.replay`."""
+    with _Loop() as loop:
+        return loop.run(python_api.replay(source, rollout, environment=environment, **settings))
+
+
+def verify(source: Path | str, **settings: Any) -> Report:
+    """Checks delivered tokens against the engine; see `python_api.verify`."""
+    with _Loop() as loop:
+        return loop.run(python_api.verify(source, **settings))
+
+
+class _Loop:
+    """An event loop in a thread; a context manager."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="envserver", daemon=True
+        )
+
+    def __enter__(self) -> _Loop:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *ignored: object) -> None:
+        self.run(self._loop.shutdown_asyncgens())
+        self.run(self._loop.shutdown_default_executor())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs `work` in the background."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work` to its end; an interrupt (Ctrl-C) cancels it first."""
+        running = self.start(work)
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            running.cancel()
+            with contextlib.suppress(BaseException):
+                running.result()
+            raise
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Calls `function` on the loop."""
+        self._loop.call_soon_threadsafe(function)
+
+    def event(self) -> asyncio.Event:
+        """Returns an event of the loop."""
+        return asyncio.Event()

@@ -1,0 +1,387 @@
+"""The Python API: what the commands do, as asynchronous functions with typed results.
+
+    result = await process("math", model="sim", env={"total_steps": 4})
+    async for group in groups("math", model="sim", env={"total_steps": 4}): ...
+    async with serve("math", model="sim", server={"port": 0}) as server: server.url
+
+In: an environment and settings by the names of the command line (`envserver COMMAND --help` lists
+them). Out: groups, reports, counts. What holds: nothing is printed, no signal handler is set, and
+a wrong setting is a ConfigError before anything runs. `blocking` has the same functions for code
+without asyncio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import tempfile
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+from envserver_records.records import Group
+
+from ..config import MixSettings
+from ..evaluation.folders import View
+from . import replaying, rescoring, scoring, verifying
+from .api_settings import AnyEnvironment, Mix, checked_settings, members_of, spec_of
+from .evaluating import Choice, Evaluation, evaluate_members
+from .evaluating import Member as EvaluatedMember
+from .group_run import Give, GroupRun
+from .prices import pricing_of
+from .processing import process_run
+from .run_settings import (
+    EvaluateSettings,
+    ProcessSettings,
+    ReplaySettings,
+    RescoreSettings,
+    ScoreSettings,
+    VerifySettings,
+)
+from .serving import Served, Serving, serving
+from .stopping import Stop
+
+if not structlog.is_configured():  # a library logs where Python's logging says, and prints nothing
+    structlog.configure(
+        processors=[structlog.stdlib.filter_by_level, structlog.dev.ConsoleRenderer(colors=False)],
+        wrapper_class=structlog.stdlib.BoundLogger,
+        logger_factory=structlog.stdlib.LoggerFactory(),
+    )
+
+EVALUATION_DEFAULTS: dict[str, Any] = {"env": {"split": "test"}, "rollouts": {"min_group_size": 1}}
+
+
+@dataclass(frozen=True)
+class ProcessResult:
+    """The result of `process`.
+
+    Args:
+        groups: the groups, where they went to no file.
+        files: groups in each file, those of an earlier run included.
+        delivered: groups that this run delivered.
+        mean_reward: over all scored rollouts; None without one.
+        failures: failed attempts by kind; `messages`: the latest message of each kind.
+        dropped: groups that were not delivered, by reason.
+        flags: rollouts by flag, see `tokens.flags`.
+        stopped: whether it was stopped before its end.
+    """
+
+    groups: list[Group]
+    files: dict[Path, int]
+    delivered: int
+    mean_reward: float | None
+    failures: dict[str, int]
+    messages: dict[str, str]
+    dropped: dict[str, int]
+    flags: dict[str, int]
+    stopped: bool
+
+
+@dataclass(frozen=True)
+class ScoreResult:
+    """The result of `score`: output rows in the order of the input, and their counts."""
+
+    rows: list[dict[str, Any]]
+    summary: scoring.Summary
+
+
+async def process(
+    environment: Mix, *, out: Path | str | None = None, **settings: Any
+) -> ProcessResult:
+    """Makes groups of rollouts, as `envserver process` does.
+
+    Args:
+        environment: one, several, or several by weight (`{"math": 2, "code": 1}`).
+        out: JSONL file for the groups; unset: they are in the result.
+        settings: see `ProcessSettings`.
+
+    Raises:
+        ConfigError, NotFoundError: a setting is wrong, or there is no such environment.
+        EngineError: the engine does not answer.
+        AllFailed: too many groups failed in a row.
+        StoreError: the file cannot be written.
+    """
+    kept: list[Group] = []
+
+    async def keep(group: Group) -> None:
+        kept.append(group)
+
+    run = _group_run(environment, out, settings, keep if out is None else None, Stop())
+    await run.run()
+    tally = run.tally
+    return ProcessResult(
+        groups=kept,
+        files=run.written(),
+        delivered=run.groups.total(),
+        mean_reward=tally.rewards.mean,
+        failures=dict(tally.failures),
+        messages=dict(tally.last_words),
+        dropped=dict(tally.drops),
+        flags=dict(tally.flags),
+        stopped=run.stopped,
+    )
+
+
+async def groups(
+    environment: Mix, *, out: Path | str | None = None, **settings: Any
+) -> AsyncIterator[Group]:
+    """Yields groups as they finish. Arguments and errors as for `process`.
+
+    The run waits while nobody takes its groups. Closing the iterator cancels what is open.
+    """
+    finished: asyncio.Queue[Group] = asyncio.Queue(maxsize=1)
+    run = _group_run(environment, out, settings, finished.put, Stop())
+    task = asyncio.create_task(run.run(), name="envserver.groups")
+    try:
+        while (group := await _next_group(finished, task)) is not None:
+            yield group
+        await task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def _next_group(finished: asyncio.Queue[Group], run: asyncio.Task[None]) -> Group | None:
+    """Returns the next group; None when the run has ended and all were taken."""
+    getting = asyncio.create_task(finished.get())
+    try:
+        await asyncio.wait({getting, run}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not getting.done():
+            getting.cancel()
+    if getting.done() and not getting.cancelled():
+        return getting.result()
+    return None if finished.empty() else finished.get_nowait()
+
+
+def _group_run(
+    environment: Mix,
+    out: Path | str | None,
+    settings: Mapping[str, Any],
+    give: Give | None,
+    stop: Stop,
+) -> GroupRun:
+    path = None if out is None else Path(out)
+    members = members_of(ProcessSettings, environment, settings)
+    return process_run(members, path_of=lambda environment: path, give=give, stop=stop)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server; see `serve`.
+
+    Args:
+        url: where trainers connect.
+        model_url: endpoint of the model, for environments that run elsewhere.
+    """
+
+    url: str
+    model_url: str
+    _stop: Stop
+    _task: asyncio.Task[Served]
+
+    async def wait(self) -> Served:
+        """Waits until as many groups as wanted were made and acknowledged."""
+        return await asyncio.shield(self._task)
+
+    async def stop(self) -> Served:
+        """Finishes the open groups (at most `server.drain_seconds`), then ends the server."""
+        self._stop.finish()
+        return await self.wait()
+
+
+@contextlib.asynccontextmanager
+async def serve(environment: Mix, **settings: Any) -> AsyncIterator[Server]:
+    """Serves groups to trainers, as `envserver serve` does, while the block runs.
+
+    At the end of the block open groups are cancelled; `Server.stop` finishes them first. What was
+    accepted stays in the store.
+
+    Args:
+        settings: see `MixSettings`; `server={"port": 0}` takes a free port, `store` names the file.
+
+    Raises:
+        ConfigError, NotFoundError: a setting is wrong, or there is no such environment.
+        StoreError, EngineError: the store cannot be opened, or the engine does not answer.
+    """
+    stop = Stop()
+    async with serving(members_of(MixSettings, environment, settings)) as opened:
+        task = asyncio.create_task(_served(opened, stop), name="envserver.serve")
+        try:
+            yield Server(opened.url, opened.model_url, stop, task)
+        finally:
+            if not task.done():
+                stop.at_once()
+            await asyncio.wait([task])
+    task.result()
+
+
+async def _served(opened: Serving, stop: Stop) -> Served:
+    return await opened.run(stop, lambda line: None)
+
+
+async def evaluate(
+    environment: Mix, *, out: Path | str | None = None, **settings: Any
+) -> Evaluation:
+    """Measures a model, as `envserver evaluate` does.
+
+    Args:
+        environment: one or several; the weights of a mapping have no effect.
+        out: folder for groups and report; unset: runs/evaluate/<environment>-<time>.
+        settings: see `EvaluateSettings`.
+
+    Raises:
+        ConfigError, NotFoundError: a setting is wrong, or there is no such environment.
+        AllFailed: nothing could be evaluated, or too many groups failed in a row.
+    """
+    several = isinstance(environment, Mapping) or (
+        isinstance(environment, Sequence) and not isinstance(environment, str)
+    )
+    listed: list[Any] = list(environment) if several else [environment]  # type: ignore[arg-type]
+    given = settings if out is None else {**settings, "out": Path(out)}
+    specs = [spec_of(EvaluateSettings, one, given, defaults=EVALUATION_DEFAULTS) for one in listed]
+    members = [EvaluatedMember(spec.environment_class.name, spec) for spec in specs]
+    return await evaluate_members(members, choice_of(specs[0].settings))
+
+
+def choice_of(settings: EvaluateSettings) -> Choice:
+    """How to evaluate, from the settings of the command."""
+    return Choice(
+        folder=settings.out,
+        resume=settings.resume,
+        overwrite=settings.overwrite,
+        baselines=not settings.no_baselines,
+        view=View(
+            pass_at=settings.pass_at,
+            failures=settings.failures,
+            truncated=settings.truncated,
+            pricing=pricing_of(settings.prices, settings.model, settings.engine.models_file),
+        ),
+    )
+
+
+async def score(
+    environment: AnyEnvironment,
+    rows: Path | str | Iterable[Mapping[str, Any]],
+    **settings: Any,
+) -> ScoreResult:
+    """Scores answers without a model, as `envserver score` does.
+
+    Args:
+        rows: a JSONL file, or rows {"task": id of a task or row of the data set, "response": ...}.
+        settings: see `ScoreSettings`.
+
+    Raises:
+        ConfigError, NotFoundError: a setting is wrong, or there is no such environment or file.
+    """
+    with tempfile.TemporaryDirectory(prefix="envserver-score-") as folder:
+        source, target = Path(folder, "rows.jsonl"), Path(folder, "scores.jsonl")
+        if isinstance(rows, (str, Path)):
+            source = Path(rows)
+        else:
+            source.write_text("".join(json.dumps(dict(row)) + "\n" for row in rows))
+        given = {**settings, "input": source, "out": target}
+        spec = spec_of(ScoreSettings, environment, given)
+        summary = await scoring.run_score(
+            spec.reference,
+            spec.settings.env.model_dump(mode="json"),
+            source,
+            target,
+            processes=spec.settings.processes,
+            sandbox=spec.settings.sandbox,
+        )
+        scored = await asyncio.to_thread(_json_lines, target)
+    return ScoreResult(scored, summary)
+
+
+async def rescore(
+    environment: AnyEnvironment,
+    source: Path | str | Sequence[Path | str],
+    out: Path | str,
+    **settings: Any,
+) -> rescoring.Tally:
+    """Scores delivered groups again, as `envserver rescore` does.
+
+    Args:
+        source: files of `process`, folders of them, a store, or the address of a server.
+        out: JSONL file for the groups with their new scores.
+        settings: see `RescoreSettings`; `rubric="file.py:Class"` scores instead of the environment.
+
+    Raises:
+        ConfigError, NotFoundError: a setting is wrong, or there is no such environment or source.
+        InputError: a source holds something that is not a group.
+        StoreError: `out` cannot be written.
+    """
+    sources = [source] if isinstance(source, (str, Path)) else list(source)
+    given = {**settings, "source": [str(one) for one in sources], "out": Path(out)}
+    spec = spec_of(RescoreSettings, environment, given)
+    own = spec.settings
+    return await rescoring.rescore(
+        own.source,
+        spec.reference,
+        own.env.model_dump(mode="json"),
+        own.out,
+        rubric=own.rubric,
+        resume=own.resume,
+        overwrite=own.overwrite,
+        processes=own.processes,
+        sandbox=own.sandbox,
+        without_messages=own.without_messages,
+    )
+
+
+async def replay(
+    source: Path | str,
+    rollout: str,
+    *,
+    environment: AnyEnvironment | None = None,
+    **settings: Any,
+) -> replaying.Replayed:
+    """Runs a recorded rollout again and compares, as `envserver replay` does.
+
+    Args:
+        source: a file of `process`, a folder of them, a store, or the address of a server.
+        rollout: id of the rollout.
+        environment: unset: the one that made it, by its name.
+        settings: see `ReplaySettings`; unset ones are as they were then.
+
+    Raises:
+        ConfigError, NotFoundError: a setting is wrong, or there is no such environment or rollout.
+    """
+    record = replaying.read_record([str(source)], rollout)
+    given = {**settings, "source": [str(source)], "rollout": rollout}
+    spec = spec_of(
+        ReplaySettings,
+        environment if environment is not None else str(record.facts["env"]),
+        given,
+        defaults=replaying.recorded_settings(record),
+    )
+    own = spec.settings
+    live = own.services == "live" or (own.services == "auto" and not record.kept)
+    return await replaying.replay(
+        record, own, spec.make_environment(), spec.reference, live_services=live, debug=False
+    )
+
+
+async def verify(source: Path | str, **settings: Any) -> verifying.Report:
+    """Checks delivered tokens against the engine, as `envserver verify` does.
+
+    Args:
+        source: a JSONL file, or the address of a running server.
+        settings: see `VerifySettings`.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        NotFoundError: there is no such file.
+        EngineError: the engine does not answer.
+    """
+    own = checked_settings(VerifySettings, {**settings, "source": str(source)})
+    report, _ = await verifying.verify_source(own)
+    return report
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
