@@ -1,0 +1,146 @@
+"""The Python API: what commands do, as functions with typed results, from any kind of code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from envserver_clients import SyncEnvClient
+
+import envserver
+from envserver import ConfigError, Environment, NotFoundError, Score, Task
+
+SIM: dict[str, Any] = {"model": "sim", "env": {"total_steps": 2, "group_size": 2}}
+
+
+class Echo(Environment):
+    """Says what it is asked to say."""
+
+    def tasks(self, split: str) -> Any:
+        for number in range(9):
+            yield Task(f"echo-{number}", {"word": f"word-{number}"}, {"word": f"word-{number}"})
+
+    async def rollout(self, task: Any, run: Any) -> Any:
+        return (await run.chat([{"role": "user", "content": task.public["word"]}])).content
+
+    def score(self, task: Any, result: Any) -> Score:
+        return Score(reward=float(task.hidden["word"] in (result.output or "")))
+
+    def demonstration(self, task: Any) -> Any:
+        return [{"role": "assistant", "content": task.hidden["word"]}]
+
+
+def test_groups_are_made_and_returned() -> None:
+    result = envserver.process("math", **SIM)
+    assert (result.delivered, len(result.groups), result.files) == (2, 2, {})
+    assert all(len(group.trajectories) == 2 for group in result.groups)
+
+
+def test_groups_can_be_taken_as_they_finish_and_left(tmp_path: Path) -> None:
+    endless = {"model": "sim", "env": {"total_steps": 1000, "group_size": 2}}
+    taken = []
+    for group in envserver.groups("math", **endless):
+        taken.append(group.group_id)
+        if len(taken) == 3:
+            break
+    assert len(set(taken)) == 3
+    assert len(list(envserver.groups("math", **SIM))) == 2
+
+
+@pytest.mark.parametrize("environment", [Echo, Echo(Echo.Config(group_size=2))])
+def test_an_environment_may_be_a_class_or_an_instance(environment: Any) -> None:
+    result = envserver.process(environment, model="sim", env={"total_steps": 1, "group_size": 2})
+    assert [group.env for group in result.groups] == ["echo"]
+
+
+def test_a_class_without_a_file_is_refused_with_what_to_do() -> None:
+    made = type("Made", (Echo,), {"__module__": "__nowhere__"})
+    with pytest.raises(ConfigError, match="not in a file"):
+        envserver.process(made, **SIM)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"env": {"group_sizes": 2}}, r"'env\.group_sizes'\. Did you mean 'env\.group_size'"),
+        ({"env.group_size": 0}, r"env\.group_size: must be greater"),
+        ({"modle": "sim"}, "Did you mean 'model'"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        envserver.process("math", **settings)
+
+
+def test_an_unknown_environment_is_told_with_the_nearest_name() -> None:
+    with pytest.raises(NotFoundError, match="Did you mean 'math'"):
+        envserver.process("maths", **SIM)
+
+
+async def test_it_works_inside_a_running_event_loop_and_as_coroutines() -> None:
+    assert envserver.process("math", **SIM).delivered == 2  # as a notebook calls it
+    mix = {"math": 2.0, "router": 1.0}
+    result = await envserver.aio.process(mix, model="sim", env={"total_steps": 1, "group_size": 2})
+    assert {group.env for group in result.groups} == {"math", "router"}
+    taken = [group async for group in envserver.aio.groups("math", **SIM)]
+    assert len(taken) == 2
+
+
+async def test_a_cancelled_run_ends() -> None:
+    endless = {"model": "sim", "env": {"total_steps": 10_000, "group_size": 2}}
+    task = asyncio.create_task(envserver.aio.process("math", **endless))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_a_server_hands_out_groups_while_its_block_runs(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"store": str(tmp_path / "groups.db"), "server": {"port": 0}}
+    with envserver.serve("math", model="sim", env={"group_size": 2}, **settings) as server:
+        with SyncEnvClient(server.url, run="trainer", batch_size=1) as client:
+            batch = client.lease(wait_seconds=60)
+            assert batch is not None and len(batch.rows) == 2
+            client.ack(batch, checkpoint="step-1")
+        served = server.stop()
+    assert served.ending == "stopped"
+
+
+def test_what_was_made_is_evaluated_verified_scored_again_and_replayed(tmp_path: Path) -> None:
+    made, again = tmp_path / "groups.jsonl", tmp_path / "again.jsonl"
+    result = envserver.process("math", out=made, **SIM, tokens={"keep_calls": True})
+    assert result.files == {made: 2} and result.groups == []
+    assert envserver.verify(made, model="sim").verdict == "exact"
+    rescored = envserver.rescore("math", made, again)
+    assert (rescored.groups, rescored.changed) == (2, 0)
+    line = json.loads(made.read_text().splitlines()[0])
+    rollout = line["envserver"]["rollouts"][0]["rollout_id"]
+    assert envserver.replay(made, rollout).same
+    evaluation = envserver.evaluate("math", out=tmp_path / "evaluation", **SIM, no_baselines=True)
+    assert evaluation.report is not None and (evaluation.folder / "report.json").exists()
+
+
+def test_answers_are_scored_without_a_model() -> None:
+    rows = [
+        {"task": {"question": "1 + 1?", "answer": "#### 2"}, "response": f"\\boxed{{{answer}}}"}
+        for answer in (2, 3)
+    ]
+    assert [row["reward"] for row in envserver.score("math", rows).rows] == [1.0, 0.0]
+
+
+def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import envserver\nprint('begin')\n"
+        "r = envserver.process('math', model='sim', env={'total_steps': 1, 'group_size': 2})\n"
+        "print(r.delivered)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, timeout=120
+    )
+    assert done.stdout.split() == ["begin", "1"], done.stderr
