@@ -1,1 +1,88 @@
-"""What agents use: each tool is a module with the function, and its description for the model."""
+"""Tools for agents: a function and its description for the model, and loops that run them.
+
+The names below are imported when they are first used; `documents`, `retrieval` and `web` are
+packages with names of their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .calculator import CALCULATE, calculate
+    from .calling import (
+        Tool,
+        ToolError,
+        ToolResult,
+        call_tool,
+        descriptions,
+        function_tool,
+        run_tool_call,
+        toolbox,
+        use_tool,
+    )
+    from .loop import LoopEnd, chat_with_tools
+    from .protocol import ProtocolRun, describe_tools, parse_message, run_protocol
+    from .sandboxed import PRELOAD, read_patch, sandbox_tools
+    from .smolagents_adapter import as_smolagents
+    from .visible import visible_text
+
+# The programs in a sandbox import this package too, so it must not import the tools itself.
+_MODULES = {
+    "CALCULATE": "calculator",
+    "calculate": "calculator",
+    "Tool": "calling",
+    "ToolError": "calling",
+    "ToolResult": "calling",
+    "call_tool": "calling",
+    "descriptions": "calling",
+    "function_tool": "calling",
+    "run_tool_call": "calling",
+    "toolbox": "calling",
+    "use_tool": "calling",
+    "LoopEnd": "loop",
+    "chat_with_tools": "loop",
+    "ProtocolRun": "protocol",
+    "describe_tools": "protocol",
+    "parse_message": "protocol",
+    "run_protocol": "protocol",
+    "PRELOAD": "sandboxed",
+    "read_patch": "sandboxed",
+    "sandbox_tools": "sandboxed",
+    "as_smolagents": "smolagents_adapter",
+    "visible_text": "visible",
+}
+
+__all__ = [
+    "CALCULATE",
+    "LoopEnd",
+    "PRELOAD",
+    "ProtocolRun",
+    "Tool",
+    "ToolError",
+    "ToolResult",
+    "as_smolagents",
+    "calculate",
+    "call_tool",
+    "chat_with_tools",
+    "describe_tools",
+    "descriptions",
+    "function_tool",
+    "parse_message",
+    "read_patch",
+    "run_protocol",
+    "run_tool_call",
+    "sandbox_tools",
+    "toolbox",
+    "use_tool",
+    "visible_text",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    globals()[name] = value
+    return value
