@@ -1,8 +1,8 @@
-"""Recorded logprobs held against those that the engine gives now: one row, and sums over rows.
+"""Compares recorded logprobs with the engine's current ones: one row, and sums over rows.
 
-In: a `AuditedRow` (a training sequence with its place) and a `Rescorer`. Out: an `AuditResult`: a
-comparison of every trained token, or the reason why none can be made (`NOT_COMPARED`), or what is
-wrong. What holds: a row is compared or counted under a reason, never left out silently.
+In: an `AuditedRow` (a training sequence with its place) and a `Rescorer`. Out: an `AuditResult`: a
+comparison of every trained token, or the reason why there is none (`NOT_COMPARED`), or the engine's
+refusal. What always holds: a row is compared or counted under a reason, never left out silently.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class AuditedRow(msgspec.Struct, frozen=True, kw_only=True):
     """A delivered sequence and its place. The arrays have length T, as in `records.Sequence`.
 
     Args:
-        versions: int32[T], -1 for context or unknown; where nobody wrote them down, of the group.
-        flags: of the sequence, or of its trajectory where only those are known.
-        altered: it was sampled at another temperature than 1 or with top_p.
-        number: which row of its group, from 0.
-        line: of the file that it stands in, from 1.
+        versions: int32[T], -1 for context or unknown; the group's if tokens have none.
+        flags: of the sequence, or of its trajectory if only those are known.
+        altered: it was sampled with a temperature other than 1 or with top_p.
+        number: index of the row in its group, from 0.
+        line: line of its file, from 1.
     """
 
     tokens: Tokens
@@ -63,13 +63,13 @@ class AuditedRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def trained(self) -> NDArray[np.intp]:
-        """The places of the trained tokens that have something before them."""
+        """Returns the positions of the trained tokens that have a token before them."""
         places = np.flatnonzero(self.mask)
         return places[places > 0]
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """The largest difference of a row: at `position`, of `token`."""
+    """The largest difference of a row: its `position` and `token`."""
 
     group_id: str
     rollout_id: str
@@ -91,11 +91,11 @@ class Comparison(msgspec.Struct, frozen=True):
 
     @property
     def differences(self) -> NDArray[np.float64]:
-        """Logprobs of the engine now minus the recorded ones."""
+        """Returns the engine's current logprobs minus the recorded ones."""
         return self.again - self.recorded
 
     def worst(self) -> Difference:
-        """The token whose logprobs differ most."""
+        """Returns the token whose logprobs differ most."""
         at = int(np.abs(self.differences).argmax())
         position = int(self.row.trained[at])
         return Difference(
@@ -112,7 +112,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 class Totals(msgspec.Struct):
-    """Sums over compared rows. Differences are of logprobs, now less recorded, in nats.
+    """Sums over compared rows. Differences are of logprobs, current minus recorded, in nats.
 
     Args:
         exact: tokens whose two float32 are equal.
@@ -133,7 +133,7 @@ class Totals(msgspec.Struct):
     sum_k3: float = 0.0
 
     def add(self, comparison: Comparison) -> bool:
-        """Counts `comparison`; whether all of it is within the tolerance."""
+        """Adds `comparison`; returns whether all of it is within the tolerance."""
         differences = comparison.differences
         absolute = np.abs(differences)
         over = int((absolute > self.tolerance).sum())
@@ -145,13 +145,13 @@ class Totals(msgspec.Struct):
         self.largest = max(self.largest, float(absolute.max(initial=0.0)))
         self.sum_absolute += float(absolute.sum())
         self.sum_k1 -= float(differences.sum())
-        # A token that was all but impossible would make the sum infinite, which no JSON can say.
+        # A nearly impossible token would make the sum infinite, which JSON cannot express.
         bounded = np.minimum(differences, _LARGEST_EXPONENT)
         self.sum_k3 += float((np.expm1(bounded) - differences).sum())
         return over == 0
 
     def facts(self) -> dict[str, Any]:
-        """Counts and means; a mean over no token is None."""
+        """Returns counts and means; a mean over no token is None."""
         count = self.tokens
         return {
             "rows": self.rows,
@@ -168,7 +168,7 @@ class Totals(msgspec.Struct):
 
 
 class AuditResult(msgspec.Struct, frozen=True):
-    """What came of one row: a comparison, or a key of NOT_COMPARED, or what the engine refused."""
+    """The result of one row: a comparison, or a key of NOT_COMPARED, or the engine's refusal."""
 
     comparison: Comparison | None = None
     not_compared: str = ""
@@ -176,7 +176,7 @@ class AuditResult(msgspec.Struct, frozen=True):
 
 
 def rows_of(trajectory: Trajectory) -> Iterator[AuditedRow]:
-    """The rows of `trajectory`, numbered within it."""
+    """Yields the rows of `trajectory`, numbered within it."""
     for number, sequence in enumerate(trajectory.sequences):
         yield AuditedRow(
             tokens=sequence.tokens,
@@ -192,16 +192,16 @@ def rows_of(trajectory: Trajectory) -> Iterator[AuditedRow]:
 
 
 def is_altered(flags: list[str], generation_params: Mapping[str, Any]) -> bool:
-    """Whether flags or settings say that temperature or top_p changed what was sampled from."""
+    """Whether flags or settings say that temperature or top_p changed the sampled distribution."""
     params = [generation_params.get(name) for name in ("temperature", "top_p")]
     return any(flag in flags for flag in _ALTERING) or any(one not in (None, 1) for one in params)
 
 
 def why_not_comparable(row: AuditedRow, version: int) -> str:
-    """The key of NOT_COMPARED that holds of `row` whatever the engine says; "" for none.
+    """Returns the key of NOT_COMPARED that applies to `row` without asking the engine, or "".
 
     Args:
-        version: the policy version that the engine serves, -1 where nobody counts them.
+        version: the policy version that the engine serves, -1 if versions are not counted.
     """
     if not len(row.tokens):
         return "no_tokens"
@@ -216,7 +216,7 @@ def why_not_comparable(row: AuditedRow, version: int) -> str:
 
 
 async def audit_row(rescorer: Rescorer, row: AuditedRow) -> AuditResult:
-    """Compares `row`, which is comparable as far as it can tell itself.
+    """Compares `row`, for which `why_not_comparable` returned "".
 
     Raises:
         EngineError: the engine failed.
@@ -225,7 +225,7 @@ async def audit_row(rescorer: Rescorer, row: AuditedRow) -> AuditResult:
     if context is not None and len(row.tokens) >= context:
         return AuditResult(
             not_compared="too_long"
-        )  # the engine wants to sample one token behind it
+        )  # the engine must have room to sample one token after it
     if row.altered and not await rescorer.is_raw(row.tokens[: row.trained[0]]):
         return AuditResult(not_compared="processed_logprobs")
     try:
@@ -241,6 +241,9 @@ async def audit_row(rescorer: Rescorer, row: AuditedRow) -> AuditResult:
 
 
 def share_of(seed: int, key: str) -> float:
-    """A number in [0, 1) that `key` alone decides, spread evenly: what is below f is a share f."""
+    """Returns a number in [0, 1) that depends only on `key` and `seed`, spread evenly.
+
+    A fraction f of all keys has a number below f.
+    """
     digest = hashlib.blake2b(f"{seed}\0{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) / 2**64

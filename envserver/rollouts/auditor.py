@@ -1,8 +1,8 @@
-"""A share of the rollouts of a server, re-scored in the background while it works.
+"""Re-scores a share of a server's rollouts in the background.
 
-`offer` never waits: what does not fit the queue is dropped and counted. One request at a time goes
-to the engine, so rollouts hardly notice; differences are logged as `audit_mismatch` and counted in
-`report`. Whether a rollout is audited depends on its id alone.
+`offer` never waits: rollouts that do not fit in the queue are dropped and counted. The engine gets
+one request at a time, so rollouts are hardly slowed; differences are logged as `audit_mismatch` and
+counted in `report`. Whether a rollout is audited depends on its id alone.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _LAST_SECONDS: Final = 10.0
 
 
 class Auditor:
-    """Audits a share of what it is offered; an async context manager.
+    """Audits a share of the rollouts offered to it; an async context manager.
 
     Args:
         engine: open for as long as the auditor works.
         fraction: share of the rollouts, in [0, 1].
-        tolerance: largest |difference| of a logprob that is taken for rounding.
-        version: gives the policy version that the engine serves now, -1 where nobody counts them.
-        gate: what holds calls back while the engine's weights change; audits wait there too.
-        most_waiting: rollouts in the queue.
+        tolerance: largest |difference| of a logprob that counts as rounding.
+        version: returns the policy version that the engine serves, -1 if versions are not counted.
+        gate: pauses calls during weight updates; audits wait there, too.
+        most_waiting: maximum rollouts in the queue.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Auditor:
             await self._work
 
     def offer(self, trajectory: Trajectory) -> bool:
-        """Queues `trajectory` if it is among those to be audited and there is room; whether."""
+        """Queues `trajectory` if it is to be audited and there is room; returns whether it did."""
         if share_of(0, trajectory.rollout_id) >= self.fraction:
             return False
         try:
@@ -105,7 +105,7 @@ class Auditor:
         }
 
     def summary(self) -> str:
-        """The report in a line."""
+        """Returns the report in one line."""
         totals = self._totals
         words = [
             f"{totals.rows_over} of {totals.rows} rows differ",

@@ -1,9 +1,9 @@
-"""Whether an environment's tasks are sound and its rewards are what they should be.
+"""Checks whether an environment's tasks are sound and its rewards are as expected.
 
-In: an environment, and scorers of it. Every result of which the reward is known (the author's own,
-and absurd ones) goes through the real scorer. Out: an EnvironmentReport: one row a kind of result,
-and every task where it went wrong. A scorer that fails is wrong, too (what it cannot score is
-lost), but at what no agent leaves.
+In: an environment and its scorers. Every result whose reward is known (the author's own, and absurd
+ones) goes through the real scorer. Out: an EnvironmentReport: one row per kind of result, and every
+task with an unexpected reward. A scorer that fails is wrong, too, because the rollout would be
+lost, except for results that no agent produces.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .absurd import MAY_RAISE, absurd_results, strings_in
 from .stream import group_requests
 
 SHORTEST_SECRET = 20
-"""Characters of a hidden text that would not stand in the public part by chance."""
+"""Characters; a hidden text this long is not in the public part by chance."""
 _TOLERANCE = 1e-9
 _AT_A_TIME = 32
 
 Progress = Callable[[int, int], None]
-"""Gets the results that were scored, and how many there are."""
+"""Is called with the number of scored results and the total."""
 
 
 class Wrong(msgspec.Struct, frozen=True, kw_only=True):
-    """A result whose reward is not as expected. `reward` None: there is none, `error` says why."""
+    """A result whose reward is not as expected. `reward` None: `error` says why there is none."""
 
     task_id: str
     reward: float | None
@@ -41,15 +41,15 @@ class Wrong(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Kind(msgspec.Struct, kw_only=True):
-    """All results of one name and expectation.
+    """All results with one name and expectation.
 
     Args:
         name: as in KnownResult.
-        count: how many were scored.
-        expected_least, expected_most: the reward must lie between these.
-        least, most: the lowest and highest reward that was given, None without any.
-        wrong: those that were not as expected.
-        raised: those at which the scorer raised, where it may.
+        count: number of scored results.
+        expected_least, expected_most: bounds of the expected reward.
+        least, most: lowest and highest reward given, None without any.
+        wrong: results with an unexpected reward.
+        raised: results for which the scorer raised, where it may.
     """
 
     name: str
@@ -63,13 +63,13 @@ class Kind(msgspec.Struct, kw_only=True):
 
 
 class EnvironmentReport(msgspec.Struct, kw_only=True):
-    """What a check found.
+    """The findings of a check.
 
     Args:
-        tasks: how many were looked at.
-        whole: they are all there are.
-        without_gold: ids of tasks of which no right result is known.
-        problems: what is wrong with the tasks, in words.
+        tasks: number of tasks checked.
+        whole: these are all tasks of the split.
+        without_gold: ids of tasks for which no right result is known.
+        problems: what is wrong with the tasks, as text.
     """
 
     environment: str
@@ -86,7 +86,7 @@ class EnvironmentReport(msgspec.Struct, kw_only=True):
 
 
 class Scorer(Protocol):
-    """As `ScorerPool.score`."""
+    """Scores like `ScorerPool.score`."""
 
     async def score(self, task: Task, result: Result) -> Score: ...
 
@@ -138,7 +138,7 @@ async def check(
 
 
 def differences(tasks: list[Task], again: list[Task]) -> Iterator[str]:
-    """What two listings of the same tasks should not show."""
+    """Yields the differences between two listings of the same tasks."""
     if len(tasks) != len(again):
         yield f"Listed twice, there are {len(tasks)} tasks and then {len(again)}."
     changed = [
@@ -153,7 +153,7 @@ def differences(tasks: list[Task], again: list[Task]) -> Iterator[str]:
 
 
 def task_problems(task: Task) -> Iterator[str]:
-    """What is wrong with one task by itself."""
+    """Yields the problems of one task by itself."""
     try:
         orjson.dumps(task.public)
         pack(task)
@@ -174,14 +174,14 @@ def _first(environment: Environment, count: int) -> list[Task]:
 def _packed(task: Task) -> bytes | None:
     try:
         return pack(task)
-    except (TypeError, ValueError, RecursionError):  # told by `task_problems`
+    except (TypeError, ValueError, RecursionError):  # reported by `task_problems`
         return None
 
 
 def _cases(
     environment: Environment, tasks: list[Task], problems: list[str], without_gold: list[str]
 ) -> list[tuple[Task, KnownResult]]:
-    """Every result to be scored; what goes wrong in making them is added to `problems`."""
+    """Returns every result to be scored; adds failures in making them to `problems`."""
     cases: list[tuple[Task, KnownResult]] = []
     for task in tasks:
         try:
@@ -205,7 +205,7 @@ def _cases(
 def _demonstrated(environment: Environment, task: Task) -> Iterator[KnownResult]:
     turns = environment.demonstration(task)
     if not turns or isinstance(turns, Mapping):
-        return  # several agents' parts are no conversation that could be scored
+        return  # parts of several agents do not form one conversation to score
     content = turns[-1].get("content")
     text = content if isinstance(content, str) else ""
     result = environment.response_from_row(text, turns)
@@ -215,7 +215,7 @@ def _demonstrated(environment: Environment, task: Task) -> Iterator[KnownResult]
 async def _scored(
     scorer: Scorer, cases: list[tuple[Task, KnownResult]]
 ) -> AsyncIterator[tuple[Task, KnownResult, Wrong | float]]:
-    """Each case with its verdict, in order; many are scored at a time."""
+    """Yields each case with its verdict, in order; many are scored at a time."""
     waiting = iter(cases)
     flying: list[tuple[Task, KnownResult, asyncio.Task[Wrong | float]]] = []
 
@@ -238,7 +238,7 @@ async def _scored(
 
 
 async def _verdict(scorer: Scorer, task: Task, known: KnownResult) -> Wrong | float:
-    """The reward where it is as expected."""
+    """Returns the reward if it is as expected, else what is wrong."""
     try:
         score = await _score(scorer, task, known.result)
     except (ScorerError, SandboxError) as error:
@@ -252,7 +252,7 @@ async def _verdict(scorer: Scorer, task: Task, known: KnownResult) -> Wrong | fl
 
 
 async def _score(scorer: Scorer, task: Task, result: Result) -> Score:
-    """As rollouts are scored: a scorer that failed is asked once more."""
+    """Scores as for rollouts: a scorer that failed is asked once more."""
     try:
         return await scorer.score(task, result)
     except (ScorerError, SandboxError):

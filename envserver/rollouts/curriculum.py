@@ -1,17 +1,17 @@
-"""Which task comes next: decisions from estimates, settings and seeded chance. Pure.
+"""Chooses the next task from estimates, settings and a seeded random generator. Pure.
 
-A run's stream of tasks is the environment's own order, into which tasks of before come again:
+A run's stream of tasks is the environment's own order, with earlier tasks mixed in:
 
-- `difficulty`: a remembered task is drawn by w(p) = (p/t)^(st) ((1-p)/(1-t))^(s(1-t)), at most 1,
+- `difficulty`: a remembered task is drawn with w(p) = (p/t)^(st) ((1-p)/(1-t))^(s(1-t)), at most 1,
   where p is its chance of success, t the target and s the sharpness (t = 1/2, s = 2: 4p(1-p), what
   T. Foster and J. Foerster call learnability, "Learning to reason at the frontier of learnability",
-  arXiv:2502.12272, 2025). It comes again with that chance too, else the environment's order goes
-  on: where all that is remembered is too easy or too hard, most tasks are new.
-- `replay`: with a fixed chance a remembered task that is unsolved comes again.
+  arXiv:2502.12272, 2025). It is repeated with that probability, too; otherwise the environment's
+  order continues: if all remembered tasks are too easy or too hard, most tasks are new.
+- `replay`: with a fixed probability, a remembered unsolved task is repeated.
 
-What holds: the environment's own order goes on with at least the share that is set, so that no task
-waits for ever; where others are remembered, a task that has just come rests; the same seed,
-estimates and settings decide the same.
+What always holds: the environment's own order gets at least the configured share, so that no task
+waits forever; a task that has just run rests while others are remembered; the same seed, estimates
+and settings give the same choices.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Candidate(msgspec.Struct, frozen=True):
     """A remembered task.
 
     Args:
-        estimate: None while nothing of it was scored.
-        drawn: number of the group that it had last.
+        estimate: None until one of its rollouts is scored.
+        drawn: number of its last group.
     """
 
     task_id: str
@@ -44,7 +44,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def wanted(success: float, target: float, sharpness: float) -> float:
-    """How much a task is wanted whose chance of success is `success`, in (0, 1); at most 1."""
+    """Returns the weight of a task with chance `success` in (0, 1); at most 1."""
     easy = (success / target) ** (sharpness * target)
     return float(easy * ((1.0 - success) / (1.0 - target)) ** (sharpness * (1.0 - target)))
 
@@ -52,7 +52,7 @@ def wanted(success: float, target: float, sharpness: float) -> float:
 def choose(
     candidates: Sequence[Candidate], rules: CurriculumConfig, rng: random.Random, number: int
 ) -> str | None:
-    """The task that comes again as group `number`; None: the environment's own order goes on."""
+    """Returns the task to repeat as group `number`; None: continue the environment's own order."""
     if rules.sampler == "difficulty":
         return _near_target(candidates, rules, rng, number)
     if rules.sampler == "replay":
@@ -61,7 +61,7 @@ def choose(
 
 
 def is_passed_over(estimate: Estimate | None, rules: CurriculumConfig, rng: random.Random) -> bool:
-    """Whether a task to which the environment's order comes gets no group this time."""
+    """Whether the next task in the environment's order is skipped this time."""
     if rules.solved_above is None or estimate is None:
         return False
     is_known = estimate.attempts >= rules.solved_attempts
@@ -70,8 +70,10 @@ def is_passed_over(estimate: Estimate | None, rules: CurriculumConfig, rng: rand
 
 
 def to_forget(candidates: Sequence[Candidate], rules: CurriculumConfig, count: int) -> list[str]:
-    """Which `count` of `candidates` are remembered no longer: those that are wanted least; of those
-    that are wanted alike, or not yet scored, those that were not drawn for longest."""
+    """Returns the `count` candidates to forget: those with the lowest weight.
+
+    Among equal weights, and among tasks not yet scored, the least recently drawn go first.
+    """
 
     def worth(one: Candidate) -> tuple[float, int]:
         if one.estimate is None:
@@ -110,7 +112,7 @@ def _unsolved(
 
 
 def _is_unsolved(estimate: Estimate, rules: CurriculumConfig) -> bool:
-    """One of which nothing holds any more was unsolved when it was remembered, or is so far."""
+    """Whether the task is unsolved; one without current weight was unsolved when last tried."""
     mean = estimate.mean_reward
     return mean is None or mean <= rules.unsolved_below
 

@@ -1,4 +1,4 @@
-"""How often the policy of now solves a task: an estimate from what was scored. Pure.
+"""Estimates how often the current policy solves a task. Pure.
 
 In: for each group that was scored as a whole, the rewards of its rollouts and the policy version
 that sampled them. Out: a discounted Beta posterior. With the rewards r_i in [0, 1] of policy
@@ -7,14 +7,14 @@ versions v_i, V the last of these, and a discount g in (0, 1] for each version:
     weight = sum g^(V - v_i)        solved = sum r_i g^(V - v_i)
     success = (solved + 1) / (weight + 2)
 
-so that what an old policy did counts less and less, and a task of which little is known that still
-holds is near 1/2, as one that was never tried. Where versions are unknown (-1) the policy is taken
-for one and the same. What holds: groups of known versions may come in any order, the estimate is
-the same; it never counts what no scorer judged.
+so that results of old policies count less and less, and a task with little current evidence is near
+1/2, like one that was never tried. If versions are unknown (-1), the policy is assumed not to
+change. What always holds: groups of known versions may come in any order, the estimate is the same;
+rollouts without a score never count.
 
 Discounting the counts of a Beta posterior is what V. Raj and S. Kalyani do for bandits whose arms
 change ("Taming non-stationary bandits: a Bayesian approach", arXiv:1707.09727, 2017): there for
-each round, here for each version of the policy. A reward between 0 and 1 counts as a part of a
+each round, here for each version of the policy. A reward between 0 and 1 counts as a partial
 success.
 """
 
@@ -36,12 +36,12 @@ _LEAST_WEIGHT: Final = 1e-300
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True):
-    """What one group says of its task.
+    """The result of one group for its task.
 
     Args:
-        attempts: its rollouts that have a reward, at least one.
-        rewards: of all of them together.
-        policy_version: the lowest that sampled any of it, -1 where that is not known.
+        attempts: number of its rollouts with a reward, at least one.
+        rewards: sum of these rewards.
+        policy_version: the lowest that sampled any of it, -1 if unknown.
     """
 
     group_id: str
@@ -54,12 +54,12 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """What is known of one task, as of `policy_version`.
+    """The estimate of one task, as of `policy_version`.
 
     Args:
-        attempts: rollouts that were ever counted.
+        attempts: number of rollouts ever counted.
         weight, solved: see the module.
-        policy_version: the last that tried it, -1 where none is known.
+        policy_version: the last that tried it, -1 if unknown.
     """
 
     attempts: int = 0
@@ -69,17 +69,17 @@ class Estimate(msgspec.Struct, frozen=True):
 
     @property
     def success(self) -> float:
-        """Mean of the posterior, in (0, 1): how likely the next rollout solves it."""
+        """Returns the posterior mean, in (0, 1): the chance that the next rollout solves it."""
         return (self.solved + 1.0) / (self.weight + 2.0)
 
     @property
     def mean_reward(self) -> float | None:
-        """Mean reward, later versions count more; None if the weight is too small."""
+        """Returns the mean reward, weighted to later versions; None if the weight is too small."""
         return self.solved / self.weight if self.weight > _LEAST_WEIGHT else None
 
     @property
     def variance(self) -> float:
-        """Variance of the posterior, in (0, 1/12]: the uncertainty."""
+        """Returns the variance of the posterior, in (0, 1/12]: the uncertainty."""
         return self.success * (1.0 - self.success) / (self.weight + 3.0)
 
 
@@ -102,8 +102,10 @@ def scored(
     rewards: Sequence[float],
     policy_version: int = -1,
 ) -> Scored | None:
-    """What these rewards say; what lies outside [0, 1] counts as the nearer end, what is no number
-    not at all. None: there are none, or the task has no name that can be kept."""
+    """Returns the result of these rewards: clipped to [0, 1], NaN left out.
+
+    None: there are no rewards, or the task's name cannot be stored.
+    """
     rewards = [reward for reward in rewards if not math.isnan(reward)]
     if not rewards or not task_id or len(task_id) > LONGEST_TASK_ID or "\x00" in task_id:
         return None
@@ -119,7 +121,7 @@ def scored(
 
 
 def as_of(estimate: Estimate, version: int, discount: float) -> Estimate:
-    """`estimate` as it stands when `version` is the policy's; it never goes back."""
+    """Returns `estimate` discounted to policy `version`; never back to an earlier version."""
     later = version - estimate.policy_version
     if later <= 0 or estimate.policy_version < 0:
         return estimate
@@ -133,7 +135,7 @@ def as_of(estimate: Estimate, version: int, discount: float) -> Estimate:
 
 
 def updated(estimate: Estimate, news: Scored, discount: float) -> Estimate:
-    """`estimate` with one group more."""
+    """Returns `estimate` with one more group."""
     before = as_of(estimate, news.policy_version, discount)
     last = max(before.policy_version, news.policy_version)
     behind = last - news.policy_version if news.policy_version >= 0 else 0

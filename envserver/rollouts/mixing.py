@@ -1,9 +1,9 @@
 """Chooses which of several environments in one run starts a group next.
 
 `targets` and `Shares` are pure: weights and minimum shares in, a name out. `Turns` gives each
-environment's scheduler its turn when it asks and there is room. What holds: the one that is
-furthest behind its share comes first; who does not ask for a while (its tasks have ended, it pauses
-after failures, its data set is being loaded) is not waited for; rollouts in flight are bounded.
+environment's scheduler its turn when it asks and there is room. What always holds: the environment
+furthest behind its share comes first; one that does not ask for a while (its tasks have ended, it
+pauses after failures, its data set is loading) is not waited for; rollouts in flight are bounded.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Share(msgspec.Struct, frozen=True):
 
 
 def targets(shares: Iterable[Share]) -> dict[str, float]:
-    """The part of each: the minimum where its weight gives less, by weight of what is left else.
+    """Returns the target share of each: its minimum, or more by weight of what the minima leave.
 
-    Positive, and 1 together.
+    Shares are positive and sum to 1.
 
     Raises:
-        ConfigError: a weight is not positive, minima are over 1 together, or a name comes twice.
+        ConfigError: a weight is not positive, the minima sum to more than 1, or a name comes twice.
     """
     given = list(shares)
     by_name = {share.name: share for share in given}
@@ -68,7 +68,7 @@ def targets(shares: Iterable[Share]) -> dict[str, float]:
         fixed |= {share.name: share.minimum for share in low}
     found = fixed | {share.name: left * share.weight / weight for share in free}
     least = min(part for part in found.values() if part > 0)
-    # Where minima take all, what has none still moves, if only just.
+    # If the minima take everything, an environment without one still gets a tiny share.
     return {name: found[name] or least * 1e-3 for name in by_name}
 
 
@@ -102,7 +102,7 @@ class Shares:
         self._clocks[name] += 1 / self._targets[name]
 
     def give_back(self, name: str, part: float) -> None:
-        """A group that it began counts less, by `part` in [0, 1]."""
+        """Reduces the cost of a group that the environment started, by `part` in [0, 1]."""
         self._clocks[name] -= part / self._targets[name]
 
 
@@ -165,7 +165,7 @@ class Turns:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        # Who was cancelled a moment ago asks no more, though it has not yet run.
+        # A caller cancelled a moment ago no longer asks, although its cancellation has not run yet.
         self._asking = {name: one for name, one in self._asking.items() if not one[1].done()}
         while self._asking:
             if self._wanted is not None and self._delivered >= self._wanted:

@@ -1,10 +1,10 @@
 """Makes groups on request: a trainer names the tasks and the number of rollouts.
 
-In: an order. Out: one group for each of its tasks, in their order, durable. What holds: groups of
-an order have ids that follow from the order alone, so that asking again, also of a server that was
-killed in between, makes none of them twice; no filter of the stream of groups applies, so that each
-task gets an answer: a group lacks only rollouts that were lost, and says how many. An order that
-nobody waits for any more is given up after a while; what it had finished is kept.
+In: an order. Out: one durable group for each of its tasks, in their order. What always holds: the
+ids of an order's groups depend on the order alone, so a repeated request, even after the server was
+killed, makes no group twice; the filters of the stream do not apply, so each task gets an answer: a
+group lacks only rollouts that were lost, and says how many. An order that nobody waits for is given
+up after a while; its finished groups are kept.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _AGAIN_SECONDS: Final = 1.0
 
 
 class GroupSink(Protocol):
-    """Where finished groups of orders are kept."""
+    """Stores the finished groups of orders."""
 
     async def put(self, group: Group) -> None:
-        """Returns when `group` is durable. Raises StoreError: it is not; it is tried again."""
+        """Returns when `group` is durable. Raises StoreError if not; the caller tries again."""
 
     async def known(self, group_ids: list[str]) -> set[str]:
-        """Which of these were ever put."""
+        """Returns those of these ids that were ever put."""
 
 
 class GroupsOrder(msgspec.Struct, frozen=True):
-    """What is to be made.
+    """A request for groups.
 
     Args:
         key: the caller's name for it; the same order with the same key is the same order.
-        task_ids: each gets a group of its own, also one that is named several times.
-        group_size: rollouts of each.
+        task_ids: each gets its own group, even if it is named several times.
+        group_size: rollouts per group.
     """
 
     key: str
@@ -62,11 +62,11 @@ class GroupsOrder(msgspec.Struct, frozen=True):
 
     @property
     def rollouts(self) -> int:
-        """All of it."""
+        """Number of rollouts of the whole order."""
         return len(self.task_ids) * self.group_size
 
     def group_ids(self) -> list[str]:
-        """IDs of its groups, in the order of its tasks."""
+        """Returns the ids of its groups, in the order of its tasks."""
         said = msgspec.msgpack.encode(msgspec.structs.astuple(self))
         digest = hashlib.blake2b(said, digest_size=12).hexdigest()
         return [f"ordered-{digest}-{number:05d}" for number in range(len(self.task_ids))]
@@ -87,8 +87,8 @@ class Orders:
     """All orders of a server; an async context manager that gives them up at its end.
 
     Args:
-        parts: what runs the rollouts of each environment.
-        forgotten_after_seconds: without anybody who waits for it, an order is given up.
+        parts: the context that runs rollouts, by environment.
+        forgotten_after_seconds: an order that nobody waits for is given up after this time.
     """
 
     def __init__(
@@ -122,19 +122,19 @@ class Orders:
 
     @property
     def open_rollouts(self) -> int:
-        """Rollouts of all orders that are being made."""
+        """Number of rollouts of all open orders."""
         return sum(one.order.rollouts for one in self._open.values())
 
     def snapshot(self) -> Mapping[str, int]:
-        """How things stand."""
+        """Returns current numbers for the status page."""
         return {"open_orders": len(self._open), "open_rollouts": self.open_rollouts}
 
     def is_open(self, order: GroupsOrder) -> bool:
-        """Whether it is being made."""
+        """Whether the order is being made."""
         return order in self._open
 
     def environment(self, name: str) -> Environment:
-        """Raises NotFoundError: this server has none of this name."""
+        """Returns an environment. Raises NotFoundError: this server has none of this name."""
         if name not in self._parts:
             raise NotFoundError(
                 f"This server has no environment {name!r}; it has {', '.join(self._parts)}."
@@ -142,12 +142,12 @@ class Orders:
         return self._parts[name].environment
 
     def book(self, name: str) -> TaskIndex:
-        """The tasks of an environment. Raises NotFoundError: there is none of this name."""
+        """Returns the tasks of an environment. Raises NotFoundError: there is none of this name."""
         self.environment(name)
         return self._books[name]
 
     async def wait(self, order: GroupsOrder, seconds: float) -> int:
-        """Begins `order`, where it is not being made yet, and waits for it.
+        """Starts `order` if it is not open yet, and waits for it.
 
         Returns:
             How many of its groups are finished: all of them, unless the time was over.
@@ -233,7 +233,7 @@ class Orders:
         self._open[order].done += 1
 
     def _room_of(self, context: RolloutContext, order: GroupsOrder) -> asyncio.Semaphore:
-        """Groups of this size at a time: the time of a group begins when its rollouts can."""
+        """Limits concurrent groups of this size, so a group's time starts with its rollouts."""
         key = (order.environment, order.group_size)
         if key not in self._room:
             fit = max(1, context.rollouts.max_concurrent // order.group_size)
@@ -249,7 +249,7 @@ class Orders:
                 await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _give_up_forgotten(self) -> None:
-        """Cancels what nobody has waited for, and forgets what is done, until cancelled."""
+        """Cancels orders that nobody waits for and forgets finished ones, until cancelled."""
         while True:
             await asyncio.sleep(self._forgotten_after_seconds / 4)
             limit = time.monotonic() - self._forgotten_after_seconds
@@ -263,7 +263,7 @@ class Orders:
 
 
 def _nothing(request: GroupRequest, drop: Drop, order: GroupsOrder) -> Group:
-    """A group that has lost all its rollouts."""
+    """Returns a group that has lost all its rollouts."""
     return Group(
         group_id=request.group_id,
         index=request.index,

@@ -1,8 +1,8 @@
-"""A recorded rollout as an engine: each call of its agent is answered with what it was answered.
+"""Plays a recorded rollout as an engine: each call gets its recorded answer.
 
-In: what was recorded of one rollout (`recorded_calls`, `told_calls`). Out: a `Player`, an Engine
-that compares what an agent asks now with what it asked then. The first difference is kept
-(`Player.difference`) and ends the rollout: from then on nothing is answered any more.
+In: the record of one rollout (`recorded_calls`, `told_calls`). Out: a `Player`, an Engine that
+compares what an agent sends now with the record. The first difference is kept
+(`Player.difference`) and ends the rollout: every later call is refused.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Exchange:
     """One request of an agent and its answers.
 
     Args:
-        line: under which name the engine knows the agent (see `proxy.attempts.routing_key`).
+        line: routing key of the agent (see `proxy.attempts.routing_key`).
         messages, tools: what it sent; None: not known, so not compared.
         answers: one for each choice.
-        played: it has been asked for.
+        played: it has been requested.
     """
 
     line: str
@@ -48,12 +48,12 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an agent left its record.
+    """The first difference between an agent and its record.
 
     Args:
         call: number of the call, from 1, among those that were played.
         what: in a sentence.
-        diff: lines of a unified diff, then and now; empty where there is nothing to compare.
+        diff: lines of a unified diff, recorded and current; empty if there is nothing to compare.
     """
 
     call: int
@@ -62,7 +62,7 @@ class Difference:
 
 
 def recorded_calls(calls: Sequence[Call], rollout_id: str, agents: Sequence[str]) -> list[Exchange]:
-    """What a record of all calls holds, in the order in which they were answered.
+    """Returns the exchanges in a record of all calls, in the order of their answers.
 
     Args:
         agents: names that the environment declares.
@@ -71,7 +71,7 @@ def recorded_calls(calls: Sequence[Call], rollout_id: str, agents: Sequence[str]
     for call in calls:
         line = routing_key(rollout_id, call.agent if call.agent in agents else None)
         if call.delivered == "none":
-            continue  # nobody had this answer
+            continue  # nobody received this answer
         if call.choice:
             exchanges[-1].answers.append(call)
             continue
@@ -81,11 +81,12 @@ def recorded_calls(calls: Sequence[Call], rollout_id: str, agents: Sequence[str]
 
 
 def told_calls(messages: Sequence[Message], turns: int, line: str) -> list[Exchange]:
-    """The calls that a conversation tells of, where they were not kept: its last `turns` messages
-    of the assistant are their answers.
+    """Reconstructs calls that were not kept from a conversation.
+
+    The last `turns` messages of the assistant are their answers.
 
     Raises:
-        InputError: it tells of fewer; its agent did not only append to it.
+        InputError: it has fewer; its agent did not only append to it.
     """
     places = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
     if len(places) < turns:
@@ -138,7 +139,7 @@ class Player:
 
     @property
     def left(self) -> int:
-        """Calls of the record that were not asked for."""
+        """Number of recorded calls that were not requested."""
         return sum(not exchange.played for exchange in self._exchanges)
 
     def differ(self, what: str, diff: Sequence[str] = ()) -> Difference:
@@ -173,7 +174,7 @@ class Player:
         """See Engine.
 
         Raises:
-            EngineRefused: this is not what was asked then.
+            EngineRefused: the request differs from the record.
         """
         exchange = self._next(body, rollout_id)
         is_chat = path.endswith("/chat/completions")
@@ -199,7 +200,7 @@ class Player:
         yield _chunks(answer)
 
     def _next(self, body: Json, line: str) -> Exchange:
-        """The exchange that `body` asks for: of several at once each finds its own."""
+        """Returns the exchange that `body` requests; concurrent calls each find their own."""
         if self.difference is not None:
             raise _over(self.difference)
         waiting = [one for one in self._exchanges if not one.played and one.line == line]
@@ -215,7 +216,7 @@ class Player:
 
 
 class RecordedServices(Services):
-    """Services that answer as they did then; whatever is asked beyond that is a difference."""
+    """Services that answer from the record; any other request is a difference."""
 
     def __init__(self, asked: Sequence[ServiceCall], player: Player) -> None:
         super().__init__({})
@@ -223,10 +224,10 @@ class RecordedServices(Services):
         self._player = player
 
     def __bool__(self) -> bool:
-        return True  # though no name is listed
+        return True  # although no name is listed
 
     def get(self, name: str, default: Any = None) -> Service:
-        """Every name is one: what is not in the record is told of as a difference."""
+        """Returns a service for every name; a name missing in the record counts as a difference."""
         return functools.partial(self._answer, name)
 
     async def _answer(self, name: str, arguments: Json, caller: Caller) -> Any:
@@ -314,7 +315,7 @@ def _said(body: Json) -> list[str]:
 
 
 def _spoken(messages: Sequence[Message]) -> list[str]:
-    """Messages as lines for people; every part of them is in it."""
+    """Returns messages as readable lines, with every part of them."""
     lines: list[str] = []
     for message in messages:
         lines.append(f"[{message.get('role')}]")
@@ -341,5 +342,5 @@ def _over(difference: Difference) -> EngineRefused:
 
 
 def agents_of(rollout: Mapping[str, Any], group: Mapping[str, Any]) -> list[str]:
-    """The names of the agents that the environment declared, as the group's line tells them."""
+    """Returns the names of the environment's agents, from the group's line."""
     return list((group.get("rendering") or {}).get("agents") or {})

@@ -1,8 +1,9 @@
-"""Logprobs asked for a second time: what the engine says now of tokens that it sampled before.
+"""Asks the engine again for the logprobs of tokens that it sampled before.
 
 A row's token ids go to `/v1/completions` as the prompt, with `prompt_logprobs`; nothing of the row
-is rendered or tokenized again. In float32 on a CPU vLLM gives the very numbers that it gave when it
-sampled, one request at a time; on a GPU kernels and batches differ, and so do the last digits.
+is rendered or tokenized again. In float32 on a CPU, with one request at a time, vLLM returns
+exactly the numbers that it gave when it sampled; on a GPU kernels and batches differ, and so do the
+last digits.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ _PROBE_TEMPERATURE: Final = 2.0
 _PROBE_CONTEXT: Final = 64
 _PROBE_TOKENS: Final = 32
 _PROBE_DIFFERENCE: Final = 0.2
-"""At the highest temperature that vLLM takes the logprobs of 32 tokens differ by nats from those
-before the temperature, even of a model that was certain at first; rounding is far less.
+"""Separates raw from processed logprobs: rounding errors are far smaller.
+
+At the highest temperature that vLLM accepts, the logprobs of 32 tokens differ by nats from the raw
+ones, even for a model that was certain at first.
 """
 
 
@@ -38,7 +41,7 @@ class Rescorer:
         self._raw: bool | None = None
 
     async def context(self) -> int | None:
-        """The most tokens that a prompt and an answer may have together; None: it does not say.
+        """Returns the maximum tokens of prompt and answer together; None: the engine does not say.
 
         Raises:
             EngineError: it does not answer.
@@ -50,10 +53,10 @@ class Rescorer:
         return self._context
 
     async def score(self, tokens: Tokens) -> Logprobs:
-        """float32[T]: the logprob of each token behind those before it; of the first 0.
+        """Returns float32[T]: the logprob of each token given those before it; 0 for the first.
 
         Raises:
-            EngineRefused: the engine does not take these tokens.
+            EngineRefused: the engine does not accept these tokens.
             EngineGarbage: its answer is about other tokens, or lacks numbers.
             EngineError: it failed.
         """
@@ -64,7 +67,9 @@ class Rescorer:
         return _prompt_logprobs(choice, tokens)
 
     async def takes(self, length: int) -> bool:
-        """Whether the engine takes a prompt of `length` tokens: what else it refuses is the tokens.
+        """Whether the engine accepts a prompt of `length` tokens.
+
+        If so, it refused a row because of its token ids.
 
         Raises:
             EngineError: it failed.
@@ -76,8 +81,9 @@ class Rescorer:
         return True
 
     async def is_raw(self, context: Tokens) -> bool:
-        """Whether the logprobs that the engine returns with samples are those from before the
-        temperature is applied, as `score` gives them. Found out once, by sampling behind `context`.
+        """Whether sampled logprobs are raw (before the temperature), as those of `score`.
+
+        Determined once, by sampling after `context`.
 
         Raises:
             EngineError: it failed.

@@ -1,7 +1,7 @@
 """Runs inside a scorer process: loads one environment and scores in the main thread.
 
-`answer` is the only way in. It never raises: a `ScorerAnswer` holds the value or the failure. A
-score that leaves this module is valid: a reward in [0, 1] or None, and finite numbers.
+`answer` is the only entry point. It never raises: a `ScorerAnswer` holds the value or the failure.
+A score that leaves this module is valid: a reward in [0, 1] or None, and finite numbers.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class RowToScore(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         task: the task, or a row of one of the environment's data sets.
         response: the model's last text.
-        messages: the conversation, where the row has one.
-        finish_reason: of the model's last answer, where the row says it.
+        messages: the conversation, if the row has one.
+        finish_reason: of the model's last answer, if the row has it.
     """
 
     task: Task | dict[str, Any]
@@ -70,10 +70,10 @@ def load(
     sandbox_address: str | None,
     rubric: str | None = None,
 ) -> None:
-    """Runs first in each process. A failure is kept, and told to whoever asks for a score.
+    """Runs first in each process. A failure is kept and returned to every request for a score.
 
     Args:
-        rubric: what scores instead of the environment (see `rubric`).
+        rubric: scores instead of the environment (see `rubric`).
     """
     global _loaded, _sandboxes
     if sandbox_address is not None:
@@ -98,12 +98,12 @@ def score_timeout_seconds() -> float:
 
 
 def score(task: Task, result: Result) -> Score:
-    """The score of one rollout."""
+    """Returns the score of one rollout."""
     return _checked_score_of(_environment(), task, result)
 
 
 def score_group(task: Task, results: list[Result], scores: list[Score]) -> list[Score]:
-    """The scores of a group, after the environment's last word on them."""
+    """Returns the scores of a group, after the environment's group scoring."""
     final = _environment().score_group(task, results, scores)
     if not isinstance(final, list) or len(final) != len(scores):
         raise ScorerError(f"score_group must return a list of {len(scores)} scores.")
@@ -111,7 +111,7 @@ def score_group(task: Task, results: list[Result], scores: list[Score]) -> list[
 
 
 def score_row(row: RowToScore) -> Score:
-    """The score of a bare row."""
+    """Returns the score of a bare row."""
     environment = _environment()
     task = row.task if isinstance(row.task, Task) else environment.task_from_row(row.task)
     if not isinstance(task, Task):
@@ -191,9 +191,10 @@ def _environment() -> Environment:
 
 
 def _checked_score_of(environment: Environment, task: Task, result: Result) -> Score:
-    """
+    """Returns the environment's score of one rollout, checked.
+
     Raises:
-        SandboxError: a sandbox failed meanwhile; the scorer may have taken that for the model's.
+        SandboxError: a sandbox failed meanwhile; the scorer may have blamed the model for it.
     """
     if _sandboxes is not None:
         _sandboxes.failure = None

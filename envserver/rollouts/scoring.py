@@ -1,9 +1,9 @@
 """Scores rollouts in separate processes, which may hang or die without harm.
 
 In: a task with its hidden part, and a result. Out: a valid Score, or a ScorerError that says what
-the scorer did. A scorer that takes longer than its environment's `score_timeout_seconds`, and one
-whose caller is cancelled, is killed; a killed or dead one is replaced before the next score.
-Processes are warm: the environment is loaded before the first score is asked for.
+the scorer did. A scorer that exceeds its environment's `score_timeout_seconds`, or whose caller is
+cancelled, is killed; a dead one is replaced before the next score. Processes are warm: the
+environment is loaded before the first request.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ScorerPool:
         env_config: the fields of the environment's Config.
         processes: number of scorer processes.
         sandbox_address: where the environment's `sandboxes` are made; unset: it has none.
-        rubric: what scores instead of the environment (see `rubric`); its file should be absolute.
+        rubric: scores instead of the environment (see `rubric`); its file should be absolute.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class ScorerPool:
         await self._close()
 
     async def score(self, task: Task, result: Result) -> Score:
-        """The score of one rollout.
+        """Returns the score of one rollout.
 
         Raises:
             ScorerError: the scorer raised, died, took too long, or gave an invalid score.
-            SandboxError: a sandbox failed it, whatever it made of that.
+            SandboxError: a sandbox failed, whatever the scorer made of it.
             ConfigError: the environment cannot score as it is set up.
         """
         score: Score = await self._ask(scorer_process.score, task, result)
@@ -120,12 +120,12 @@ class ScorerPool:
     async def score_group(
         self, task: Task, results: list[Result], scores: list[Score]
     ) -> list[Score]:
-        """The scores of a group, after the environment's last word on them; raises like `score`."""
+        """Returns the scores of a group, after its group scoring; raises like `score`."""
         final: list[Score] = await self._ask(scorer_process.score_group, task, results, scores)
         return final
 
     async def score_row(self, row: RowToScore) -> ScoredRow:
-        """The score of a bare row; whatever goes wrong is in its `error`."""
+        """Returns the score of a bare row; its `error` holds any failure."""
         try:
             score: Score = await self._ask(scorer_process.score_row, row)
         except (ScorerError, SandboxError, ConfigError) as error:
@@ -152,7 +152,7 @@ class ScorerPool:
 
 
 class _Scorer:
-    """One process. A pool of one each: what happens to a scorer cannot touch its neighbours."""
+    """One scorer process, in its own pool, so that its failure cannot affect the others."""
 
     def __init__(self, arguments: tuple[str, dict[str, Any], str | None, str | None]) -> None:
         self._arguments = arguments
@@ -174,7 +174,7 @@ class _Scorer:
             try:
                 return await self._call_once(request, timeout_seconds)
             except RuntimeError:
-                # The process had died while it was idle: nothing was lost, another one takes over.
+                # The process died while idle: nothing was lost, another one takes over.
                 await self.close()
         raise ScorerError("A scorer process cannot be started.")
 
@@ -197,14 +197,14 @@ class _Scorer:
         return outcome
 
     def _start(self) -> ProcessPool:
-        # Not fork: the server has threads, and its memory is none of the scorer's business.
+        # Not fork: the server has threads, and scorers must not see its memory.
         context = _ScorerContext()
         context.set_forkserver_preload([scorer_process.__name__])
         _start_forkserver()
         pool = ProcessPool(
             1, initializer=scorer_process.load, initargs=self._arguments, context=context
         )
-        _ = pool.active  # starts the process now, in this thread, and not when it is first asked
+        _ = pool.active  # starts the process now, in this thread, not at the first request
         return pool
 
     async def close(self) -> None:
@@ -242,7 +242,7 @@ _launching = threading.Lock()
 
 @contextmanager
 def _without_script() -> Iterator[None]:
-    """What a new process is told leaves out the script (`init_main_from_...`)."""
+    """Removes the script (`init_main_from_...`) from the data that a new process gets."""
     with _launching:
         original = spawn.get_preparation_data
 
@@ -258,12 +258,12 @@ def _without_script() -> Iterator[None]:
 
 
 def _start_forkserver() -> None:
-    """Starts the process that scorers are forked from, out of reach of Ctrl-C.
+    """Starts the process that scorers are forked from, protected from Ctrl-C.
 
-    A terminal sends Ctrl-C to all processes; what they do then is the server's to decide.
+    A terminal sends Ctrl-C to all processes; the server decides how they react.
     """
     _place_its_socket()
-    # Its own helper first: starting that one unblocks the signal.
+    # First multiprocessing's helper: starting it unblocks the signal.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -273,7 +273,7 @@ def _start_forkserver() -> None:
 
 
 def _place_its_socket() -> None:
-    """Has multiprocessing choose its folder now, once for this process, where a socket fits."""
+    """Makes multiprocessing choose its folder once, early, where a socket's path fits."""
     usual = tempfile.tempdir
     tempfile.tempdir = folder_for_sockets()
     try:
@@ -285,7 +285,7 @@ def _place_its_socket() -> None:
 def _raise(failure: Failure) -> NoReturn:
     """Converts the failure that a process reported into an error.
 
-    What a person must repair (a setting, a missing library) stops the run.
+    Errors that a person must repair (a setting, a missing library) stop the run.
     """
     if failure.kind == ConfigError.kind:
         raise ConfigError(failure.message, hint=failure.hint, **failure.detail)

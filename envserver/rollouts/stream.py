@@ -95,8 +95,8 @@ def read(requests: Iterator[GroupRequest]) -> asyncio.Future[GroupRequest | None
 def aside(work: Callable[[], T]) -> asyncio.Future[T]:
     """Runs `work`, which reads tasks, in a thread.
 
-    It is done in a thread, for the first task may come with a data set to be loaded; and in one
-    that nobody waits for, so that a stop does not wait for the data set.
+    Reading the first task may load a data set. Nobody waits for the thread, so a stop does not wait
+    for the data set either.
     """
     reading: concurrent.futures.Future[T] = concurrent.futures.Future()
     reading.set_running_or_notify_cancel()

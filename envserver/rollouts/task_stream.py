@@ -1,11 +1,11 @@
-"""The stream of a run with a curriculum: the environment's own order, into which tasks come again.
+"""The stream of a run with a curriculum: the environment's own order with repeated tasks mixed in.
 
-In: the requests of the environment, what is known of their groups and tasks, and the events of the
-groups that are made. Out: requests. What holds: the environment's own order is the one of
-`stream.group_requests`, with the same ids, so a run can be resumed with any sampler; groups made
-before, or scored and dropped, are not made again; a group of a task that came again has an id of
-its own; no more than `memory` tasks are held. After a restart the environment's order is read from
-its beginning, as without a curriculum, and tasks that were scored are remembered as it comes by.
+In: the environment's requests, what is known of their groups and tasks, and the events of groups.
+Out: requests. What always holds: the environment's own order is that of `stream.group_requests`,
+with the same ids, so a run can be resumed with any sampler; groups made before, or scored and
+dropped, are not made again; a group of a repeated task has its own id; at most `memory` tasks are
+held. After a restart the environment's order is read from its beginning, as without a curriculum,
+and scored tasks are remembered as they come by.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ from .stream import GroupRequest, again_prefix, group_id, stream_prefix
 
 _ASKED_AT_ONCE = 1024
 _FORGOTTEN = 8
-"""The part of the memory, as 1 / so many, that is forgotten when it is full."""
+"""When the memory is full, one task in so many is forgotten."""
 _LONG_AGO = 2**62
 _LATEST = 1000
-"""Tasks of which it is told how many are solved."""
+"""Number of latest tasks over which the share of solved ones is computed."""
 _PASSED_OVER_AT_MOST = 1000
-"""In a row: then a group is made whatever is known, so that nobody waits for ever."""
+"""Maximum tasks skipped in a row; then a group is made anyway, so nobody waits forever."""
 
 
 class Known(msgspec.Struct, frozen=True):
-    """What is known of some requests: the ids of groups that need not be made, and estimates by
-    task."""
+    """What is known of some requests: ids of groups not to be made, and estimates by task."""
 
     made: set[str]
     estimates: dict[str, Estimate]
@@ -50,13 +49,13 @@ class _Remembered(msgspec.Struct):
 
 
 class TaskStream:
-    """See the module. Iterate `requests` in one thread at a time; `observe` may run beside it.
+    """See the module. Iterate `requests` in one thread at a time; `observe` may run concurrently.
 
     Args:
-        look: what is known of these requests; it may block.
-        counts: how many groups of the environment's own order need not be made, and how many of
-            tasks that came again there are; asked once, when the stream begins.
-        version: of the policy that is published now, -1 for none.
+        look: returns what is known of these requests; may block.
+        counts: returns how many groups of the environment's own order need not be made, and how
+            many groups of repeated tasks exist; called once, when the stream starts.
+        version: returns the published policy version, -1 for none.
     """
 
     def __init__(
@@ -80,23 +79,22 @@ class TaskStream:
         self._latest: OrderedDict[str, bool] = OrderedDict()
         self._lock = threading.Lock()
         self.came_again = 0
-        """Groups of tasks that came again, since the start."""
+        """Groups of repeated tasks since the start."""
         self.passed_over = 0
-        """Tasks of the environment's order that were solved and got no group, since the start."""
+        """Solved tasks of the environment's order that were skipped since the start."""
 
     @property
     def remembered(self) -> int:
-        """Tasks that may come again."""
+        """Number of tasks that may be repeated."""
         return len(self._remembered)
 
     def solved_share(self) -> float | None:
-        """Of the tasks that were scored last: how many are solved more often than not; None when
-        there is none yet."""
+        """Share of the last scored tasks that are solved more often than not; None without any."""
         latest = list(self._latest.values())
         return sum(latest) / len(latest) if latest else None
 
     def requests(self, own: Iterator[GroupRequest]) -> Iterator[GroupRequest]:
-        """The stream over the environment's own order `own`; it ends where that does."""
+        """Yields the stream over the environment's own order `own`; it ends when `own` does."""
         self._left, self._again = self._counts()
         self._rng = random.Random(f"{self._seed}/{self._left}/{self._again}")
         unmade = self._unmade(own)
@@ -112,7 +110,7 @@ class TaskStream:
             yield request
 
     def observe(self, event: Event) -> None:
-        """Takes up what a group says of its task."""
+        """Updates the estimates with a group's result."""
         news: Scored | None = None
         if isinstance(event, GroupDelivered):
             news = scored_of(event.group)
@@ -130,7 +128,7 @@ class TaskStream:
                 self._latest.popitem(last=False)
 
     def _one_again(self, last: GroupRequest) -> GroupRequest | None:
-        """A remembered task as a request of the same stream as `last`; None: none comes again."""
+        """Returns a repeated task as a request of the same stream as `last`; or None."""
         with self._lock:
             task_id = choose(self._candidates(), self._rules, self._rng, self._number)
             if task_id is None:
@@ -148,7 +146,7 @@ class TaskStream:
         """Yields the requests in the environment's order whose groups must be made."""
         passed = 0
         while True:
-            # As long as made ones are to be met, many are asked for at once.
+            # While groups made before may still come, look up many at once.
             ahead = list(itertools.islice(own, max(1, min(_ASKED_AT_ONCE, self._left))))
             if not ahead:
                 return
@@ -170,7 +168,7 @@ class TaskStream:
         return is_passed_over(self._now(estimate), self._rules, self._rng)
 
     def _now(self, estimate: Estimate | None) -> Estimate | None:
-        """As things stand for the policy of now."""
+        """Returns the estimate discounted to the current policy."""
         if estimate is None:
             return None
         return as_of(estimate, self._version(), self._rules.discount)
@@ -187,7 +185,7 @@ class TaskStream:
         if self._rules.sampler == "uniform":
             return
         task = request.task
-        # What was scored in an earlier life has rested, and waits in the environment's order.
+        # What was scored before a restart has rested; it waits in the environment's order.
         new = _Remembered(task, None, request.index - _LONG_AGO)
         with self._lock:
             one = self._remembered.setdefault(task.id, new)
@@ -198,7 +196,7 @@ class TaskStream:
                 self._forget(task.id)
 
     def _forget(self, keep: str) -> None:
-        """Makes room, for some at once: it takes a look at all of them."""
+        """Forgets several tasks at once, because choosing them looks at all."""
         others = [one for one in self._candidates() if one.task_id != keep]
         for task_id in to_forget(others, self._rules, max(1, self._rules.memory // _FORGOTTEN)):
             del self._remembered[task_id]
