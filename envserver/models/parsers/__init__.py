@@ -1,7 +1,7 @@
-"""Text that a model wrote -> calls of tools.
+"""Parses tool calls in text that a model wrote.
 
-Each format is a function of text; which one a model uses is seen in how its chat template writes a
-call down: the format that reads it back is the right one.
+Each format is a function of text. A model's format is found by rendering a call with its chat
+template: the format that reads the call back is the right one.
 """
 
 from .calls import ParsedCall, ParsedCalls, Tools

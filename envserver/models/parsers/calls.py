@@ -1,4 +1,4 @@
-"""What all formats of tool calls give: the calls, and the text around them."""
+"""Types shared by all formats of tool calls: the calls, and the text before them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ParsedCall(msgspec.Struct, frozen=True):
     arguments: str
 
     def message(self) -> dict[str, Any]:
-        """It as an entry of `tool_calls`."""
+        """Returns the call as an entry of `tool_calls`."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
@@ -31,20 +31,20 @@ class ParsedCalls(msgspec.Struct, frozen=True):
 
 
 def parsed_call(name: Any, arguments: Any) -> ParsedCall | None:
-    """A call, None when that is none."""
+    """Returns a call; None if the name or the arguments are invalid."""
     if not isinstance(name, str) or not name:
         return None
     return ParsedCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
 def found(calls: list[ParsedCall | None], content: str = "") -> ParsedCalls | None:
-    """All of `calls`, None when there is none or one of them is no call."""
+    """Returns all of `calls`; None if there are none or one of them is invalid."""
     sound = [call for call in calls if call is not None]
     return ParsedCalls(sound, content) if sound and len(sound) == len(calls) else None
 
 
 def parameters_of(tools: Tools, name: str) -> dict[str, Any]:
-    """The schemas of the parameters of the tool called `name`."""
+    """Returns the schemas of the parameters of the tool called `name`."""
     for tool in tools:
         function = tool.get("function")
         if isinstance(function, dict) and function.get("name") == name:
@@ -55,7 +55,7 @@ def parameters_of(tools: Tools, name: str) -> dict[str, Any]:
 
 
 def json_at(text: str, start: int) -> tuple[Any, int]:
-    """The JSON value that begins at `start`, and where it ends.
+    """Returns the JSON value that begins at `start`, and its end.
 
     Raises:
         ValueError: there is none.

@@ -1,4 +1,4 @@
-"""Which format of tool calls a model uses: the one that reads back what its template writes."""
+"""Finds the format of a model's tool calls: the one that reads back what its template writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .calls import ParsedCalls, Tools
 
 Parse = Callable[[str, Tools], ParsedCalls | None]
 Write = Callable[[list[Message], Tools], str | None]
-"""A conversation with tools as a model's template writes it; None where it does not take it."""
+"""Renders a conversation with tools by a model's template; None if it does not accept it."""
 
 FORMATS: dict[str, Parse] = {
     "hermes": hermes.parse,
@@ -23,7 +23,7 @@ FORMATS: dict[str, Parse] = {
     "pythonic": pythonic.parse,
     "llama": llama.parse,
 }
-"""The stricter before the laxer."""
+"""All formats, stricter ones first."""
 
 _NAME, _KEY, _VALUE = "zqtool", "zqkey", "zqvalue"
 _ASKED = {"role": "user", "content": "zqask"}
@@ -48,7 +48,8 @@ _CALL = {
 
 
 def detect_format(write: Write) -> str | None:
-    """The name of the format in FORMATS that `write` writes calls in, None for none of them."""
+    """Returns the name of the format in FORMATS in which `write` writes calls, None if there is
+    none."""
     said = write([_ASKED, {"role": "assistant", "content": _SAID}], [_TOOL])
     calling = write(
         [_ASKED, {"role": "assistant", "content": None, "tool_calls": [_CALL]}], [_TOOL]

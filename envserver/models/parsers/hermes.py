@@ -11,7 +11,7 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def parse(text: str, tools: Tools) -> ParsedCalls | None:
-    """The calls in `text`; one that is broken makes all of it plain text."""
+    """Returns the calls in `text`; None if one is malformed, so that all of it is plain text."""
     if _OPEN not in text:
         return None
     calls = [_call(match.group(1)) for match in _CALL.finditer(text)]

@@ -6,7 +6,7 @@ from .calls import ParsedCall, ParsedCalls, Tools, found, json_at, parsed_call
 
 
 def parse(text: str, tools: Tools) -> ParsedCalls | None:
-    """The calls in `text`; what stands around them is dropped, as by Llama's own parsers."""
+    """Returns the calls in `text`; drops the text around them, as Llama's own parsers do."""
     calls: list[ParsedCall | None] = []
     at = text.find("{")
     while at >= 0:

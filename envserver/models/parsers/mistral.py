@@ -10,7 +10,7 @@ _OPEN = "[TOOL_CALLS]"
 
 
 def parse(text: str, tools: Tools) -> ParsedCalls | None:
-    """The calls in `text`."""
+    """Returns the calls in `text`."""
     content, *parts = text.split(_OPEN)
     if not parts:
         return None

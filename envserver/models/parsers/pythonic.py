@@ -10,7 +10,7 @@ _MOST_CHARACTERS = 200_000
 
 
 def parse(text: str, tools: Tools) -> ParsedCalls | None:
-    """The calls in `text`, which holds nothing else."""
+    """Returns the calls in `text`, which must contain nothing else."""
     text = text.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
     if not text.startswith("[") or not text.endswith("]") or len(text) > _MOST_CHARACTERS:
         return None

@@ -24,7 +24,7 @@ _NULLS = ("null", "none")
 
 
 def parse_functions(text: str, tools: Tools) -> ParsedCalls | None:
-    """The calls of Qwen 3 Coder in `text`."""
+    """Returns the calls of Qwen 3 Coder in `text`."""
     first = _FUNCTION.search(text)
     if first is None:
         return None
@@ -37,7 +37,7 @@ def parse_functions(text: str, tools: Tools) -> ParsedCalls | None:
 
 
 def parse_keys(text: str, tools: Tools) -> ParsedCalls | None:
-    """The calls of GLM in `text`."""
+    """Returns the calls of GLM in `text`."""
     if _OPEN not in text:
         return None
     calls = []
@@ -55,7 +55,7 @@ def _parsed_call(name: str, pairs: list[tuple[str, str]], tools: Tools) -> Parse
 
 
 def _value(text: str, schema: Any) -> Any:
-    """`text` without the one line break that the templates put around it, typed by `schema`."""
+    """Returns `text` without one line break at each end, converted to the type in `schema`."""
     text = text.removeprefix("\n").removesuffix("\n")
     kinds = schema.get("type") if isinstance(schema, dict) else None
     kinds = kinds if isinstance(kinds, list) else [kinds]

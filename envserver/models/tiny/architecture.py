@@ -11,10 +11,10 @@ MAX_TOKENS = 2048
 
 
 def new_model(*, seed: int, vocabulary: int, end_of_turn: int, padding: int) -> Any:
-    """A Qwen2ForCausalLM with random weights, the same for the same seed.
+    """Makes a Qwen2ForCausalLM with random weights, the same for the same seed.
 
-    The head size is 64, the least that vLLM has on a CPU; the embeddings are not tied to the head,
-    since vLLM on a CPU does not reload such weights right.
+    The head size is 64, the smallest that vLLM supports on a CPU. The embeddings are not tied to
+    the head, because vLLM on a CPU does not reload tied weights correctly.
     """
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(

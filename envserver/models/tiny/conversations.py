@@ -1,7 +1,7 @@
-"""Expert trajectories as `envserver process` writes them -> what the model reads and says.
+"""Reads expert trajectories of `envserver process` as training texts.
 
-Pure but for reading the file. Always: the pieces of a conversation, put together, are the text that
-its chat template renders, and exactly what the model has to say itself is marked as said.
+Pure except for reading the file. What holds: the pieces of a conversation, joined, are the text
+that its chat template renders, and exactly the model's own text is marked as said.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     """A part of a conversation's text.
 
     Args:
-        said: by the model: to be learned.
+        said: whether the model says it, so that it is trained on.
     """
 
     text: str
@@ -37,9 +37,9 @@ class Conversation:
     """One rollout of an expert.
 
     Args:
-        rollout_id: names it; the same expert makes the same conversation under the same id.
-        right: it was rewarded in full.
-        messages, tools: as they went over the wire.
+        rollout_id: its id; the same expert makes the same conversation under the same id.
+        right: whether it got the full reward.
+        messages, tools: as sent to the engine.
     """
 
     rollout_id: str
@@ -48,7 +48,7 @@ class Conversation:
     tools: list[dict[str, Any]]
 
     def pieces(self) -> list[Piece]:
-        """Its text, in parts."""
+        """Returns its text in parts."""
         pieces, before = [], ""
         for place, message in enumerate(self.messages):
             if message["role"] != "assistant":
@@ -61,15 +61,15 @@ class Conversation:
         return pieces
 
     def text(self) -> str:
-        """All of it, as far as the model's last word."""
+        """Returns its text up to the model's last word."""
         return "".join(piece.text for piece in self.pieces())
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """All rollouts with a reward in a file of groups, by their ids: whatever was finished first.
+    """Reads all rollouts with a reward from a file of groups, sorted by id.
 
     Raises:
-        InputError: a line is no group of `envserver process`, or there is no conversation.
+        InputError: a line is not a group of `envserver process`, or there is no conversation.
     """
     found: list[Conversation] = []
     with path.open(encoding="utf-8") as lines:
@@ -84,7 +84,7 @@ def read_conversations(path: Path) -> list[Conversation]:
 
 
 def texts(conversations: Iterable[Conversation]) -> list[str]:
-    """Their texts, each once, in order."""
+    """Returns the distinct texts of conversations, in order."""
     return sorted({conversation.text() for conversation in conversations})
 
 
@@ -106,7 +106,7 @@ def _render(
 
 
 def _compiled() -> jinja2.Template:
-    """The template as transformers and engines compile it."""
+    """Returns the template compiled as transformers and engines compile it."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     return environment.from_string(TEMPLATE)

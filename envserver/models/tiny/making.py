@@ -1,4 +1,4 @@
-"""All steps in a row: experts' files -> a folder with weights, tokenizer and chat template."""
+"""All steps: files of experts -> a folder with weights, tokenizer and chat template."""
 
 from __future__ import annotations
 

@@ -30,13 +30,13 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Qwen2 splits text before the byte pairs, as its tokenizer.json says."""
+"""The pattern by which Qwen2 splits text before byte pairs, from its tokenizer.json."""
 
 
 def trained_tokenizer(texts: Sequence[str]) -> Tokenizer:
-    """A tokenizer of VOCABULARY tokens; the same for the same texts.
+    """Trains a tokenizer of VOCABULARY tokens; the same texts give the same tokenizer.
 
-    What is left of the vocabulary when every word of `texts` is one token stays unused.
+    Ids that are left when every word of `texts` is one token stay unused.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -56,18 +56,18 @@ def trained_tokenizer(texts: Sequence[str]) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     tokenizer.train_from_iterator(texts, trainer)
-    # The parsers of tool calls read these: they must stay when special tokens are left out.
+    # The parsers of tool calls read these: keep them when special tokens are skipped.
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in TOOL_MARKS])
     return tokenizer
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The number of a token that it has."""
+    """Returns the id of a token that exists."""
     return int(tokenizer.encode(token, add_special_tokens=False).ids[0])
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes it with the chat template, as transformers has it."""
+    """Writes the tokenizer and the chat template in transformers' format."""
     from transformers import PreTrainedTokenizerFast
 
     PreTrainedTokenizerFast(

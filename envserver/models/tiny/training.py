@@ -1,8 +1,8 @@
-"""The supervised start: conversations of an expert -> weights, the same for the same seed.
+"""Supervised start: conversations of an expert -> weights, the same for the same seed.
 
-The loss is that of the tokens that the model has to say. First the model learns what is right, from
-the conversations that were rewarded; then from all of them how seldom this expert says it. So it
-knows the answer, and gives it about as seldom as the expert: what is left for RL to find.
+The loss covers only the model's own tokens. The model first learns right answers from the rewarded
+conversations, then from all of them how rarely the expert gives them. So it knows the answer and
+gives it about as rarely as the expert, which leaves room for RL to improve.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from .conversations import Conversation
 
 ProgressCallback = Callable[[int, float], None]
-"""Told after each step: how many are done, and the loss."""
+"""Called after each step with the number of steps done and the loss."""
 
 _NO_LOSS = -100
 
@@ -29,11 +29,11 @@ class TrainingPlan:
     """How the model is trained.
 
     Args:
-        steps: optimizer steps in all.
-        right: share of them with rewarded conversations only.
-        batch_tokens: about so many a step.
-        learning_rate: the largest; it rises in the first steps and falls to a twentieth.
-        threads: of torch: another number adds up in another order, which gives other weights.
+        steps: number of optimizer steps.
+        right: share of the steps with rewarded conversations only.
+        batch_tokens: approximate number of tokens per step.
+        learning_rate: maximum; it rises in the first steps and falls to a twentieth.
+        threads: torch threads; another number sums in another order and gives other weights.
     """
 
     steps: int = 500
@@ -46,7 +46,7 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """Token ids, and as targets those of them that are to be said (else _NO_LOSS)."""
+    """Token ids, and as targets those that the model says (others are _NO_LOSS)."""
 
     ids: list[int]
     targets: list[int]
@@ -95,7 +95,7 @@ def _row(conversation: Conversation, tokenizer: Tokenizer) -> TrainingRow:
 def _batches(
     kinds: list[list[TrainingRow]], steps: int, plan: TrainingPlan, name: str
 ) -> list[list[TrainingRow]]:
-    """Of each kind in turn; every row comes as often as any other, but for one."""
+    """Returns batches of each kind in turn; rows are used equally often, give or take one."""
     rng = random.Random(f"{plan.seed}-{name}")
     sizes = [max(1, plan.batch_tokens // max(len(row.ids) for row in kind)) for kind in kinds]
     waiting: list[list[TrainingRow]] = [[] for _ in kinds]
@@ -113,7 +113,7 @@ def _batches(
 
 
 def _rate(step: int, steps: int) -> float:
-    """Of the largest learning rate."""
+    """Returns the factor of the maximum learning rate."""
     warm = min(1.0, (step + 1) / 20)
     return warm * max(0.05, 0.5 * (1 + math.cos(math.pi * step / steps)))
 
