@@ -23,7 +23,7 @@ from envserver_records.records import text_of
 from numpy.typing import NDArray
 
 from .stored import StoredRollout
-from .stored_sources import opened
+from .stored_files import opened
 
 Hashes = NDArray[np.uint64]
 

@@ -21,6 +21,7 @@ from envserver_records.errors import InputError
 from envserver_records.records import Logprobs, Mask, Message, Tokens
 
 from ..formats.atropos import NOT_TRAINED
+from .stored_sources import open_source
 
 Json = dict[str, Any]
 OnBad = Callable[[InputError], None]
@@ -150,8 +151,6 @@ def read_groups(
         InputError: something is not a group; its place is named.
         ConfigError, StoreError: a store cannot be read.
     """
-    from .stored_sources import open_source
-
     for source in sources:
         for raw in open_source(source, on_bytes):
             try:
@@ -177,7 +176,7 @@ def group_of(line: Any, place: str) -> StoredGroup:
         return _group(line, facts, facts.envserver, place)
     except (msgspec.ValidationError, ValueError, OverflowError) as error:
         raise InputError(
-            f"{place} is no group: {error}.",
+            f"{place} is not a group: {error}.",
             hint="Files of `envserver process` hold groups, one a line; --skip_bad passes it over.",
             place=place,
         ) from error

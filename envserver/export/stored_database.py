@@ -21,13 +21,13 @@ from ..store.groups import arrived_after, stored_bodies
 from ..store.rows import GroupRow
 from ..store.schema import SCHEMA_VERSION, schema_version
 from .stored_bodies import line_of
-from .stored_sources import Raw
+from .stored_raw import RawGroup
 
 _PAGE: Final = 64
 _NOT_DELIVERED: Final = ("buffered", "dropped")
 
 
-def of_database(where: str) -> Iterator[Raw]:
+def of_database(where: str) -> Iterator[RawGroup]:
     """Yields the groups that the store at `where` (path or URL) still keeps, oldest first.
 
     Raises:
@@ -53,7 +53,7 @@ def of_database(where: str) -> Iterator[Raw]:
             thread.submit(loop.close).result()
 
 
-def _raw(row: GroupRow, body: bytes | Exception, name: str) -> Raw:
+def _raw(row: GroupRow, body: bytes | Exception, name: str) -> RawGroup:
     place = f"group {row.group_id} of {name}"
 
     def decoded() -> Any:
@@ -61,7 +61,7 @@ def _raw(row: GroupRow, body: bytes | Exception, name: str) -> Raw:
             raise InputError(f"{place} is damaged: {body}.", place=place) from body
         return line_of(body, row.format, row.env, row.group_id, place)
 
-    return Raw(place, decoded)
+    return RawGroup(place, decoded)
 
 
 async def _reading(url: URL, name: str) -> AsyncGenerator[tuple[GroupRow, bytes | Exception], None]:

@@ -13,14 +13,14 @@ from envserver_records.errors import ConflictError, InputError, NotFoundError
 from envserver_records.wire import GROUP_MSGPACK, WireGroup
 
 from .stored_bodies import line_of
-from .stored_sources import Raw
+from .stored_raw import RawGroup
 
 _PAGE: Final = 256
 _SECONDS: Final = 60.0
 _NOT_DELIVERED: Final = ("buffered", "dropped")
 
 
-def of_server(url: str) -> Iterator[Raw]:
+def of_server(url: str) -> Iterator[RawGroup]:
     """Yields delivered and waiting groups; sends the token of ENVSERVER_TOKEN.
 
     Raises:
@@ -39,7 +39,7 @@ def of_server(url: str) -> Iterator[Raw]:
             after = page["next"]
 
 
-def _raw(http: httpx.Client, url: str, group_id: str) -> Raw:
+def _raw(http: httpx.Client, url: str, group_id: str) -> RawGroup:
     place = f"group {group_id} of {url}"
 
     def decoded() -> Any:
@@ -50,7 +50,7 @@ def _raw(http: httpx.Client, url: str, group_id: str) -> Raw:
             raise InputError(f"{place} is none: {error}.", place=place) from error
         return line_of(bytes(whole.body), whole.format, whole.env, group_id, place)
 
-    return Raw(place, decoded)
+    return RawGroup(place, decoded)
 
 
 def _get(
