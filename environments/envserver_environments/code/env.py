@@ -47,7 +47,7 @@ from .scoring import References, Rules, score_rollout
 DataSetName = Literal["sample", "opc", "mbpp", "mbpp_plus", "humaneval", "humaneval_plus", "pairs"]
 
 MAX_UNUSABLE_ROWS = 1000
-"""Unusable rows at the start of a data set, before it is taken for the wrong one."""
+"""Unusable rows at the start of a data set before loading fails."""
 
 _logger = logging.getLogger(__name__)
 
@@ -63,19 +63,19 @@ class Code(Environment):
         """Which tasks, how they are solved, and what counts."""
 
         data_set: DataSetName = "sample"
-        """Data set; `sample`: 40 own tasks; `pairs`: rows of inputs and outputs (data_path)."""
+        """Data set. sample: 40 built-in tasks; pairs: inputs and outputs in data_path."""
         data_path: Path | None = None
         """Local .jsonl, .json or .parquet file, or folder with one per split, not the hub."""
         mode: Mode = "single"
         """single: one answer; tools: run_tests, python and submit."""
         show_tests: ShowTests = "0"
-        """How many of the visible tests the prompt shows: 0, 1 or all."""
+        """Number of visible tests shown in the prompt: 0, 1 or all."""
         partial_credit: bool = False
-        """The reward is the share of tests that pass, not 1 for all of them and else 0."""
+        """Reward the share of tests that pass, instead of 1 if all pass and 0 otherwise."""
         fuzz: int = Field(default=6, ge=0, le=100)
-        """Calls with changed arguments on which a program is compared with the reference."""
+        """Number of calls with mutated arguments that compare a program with the reference."""
         check_references: bool = True
-        """Drop rows (but the sample's) whose reference is missing or fails its own tests."""
+        """Drop rows whose reference solution is missing or fails its tests (not in the sample)."""
 
         @field_validator("show_tests", mode="before")
         @classmethod
@@ -86,9 +86,9 @@ class Code(Environment):
         """What is to be written, and tests of it."""
 
         entry_point: str = ""
-        """Name of the function; unset: a program that reads and prints."""
+        """Name of the function to write; unset: a program that reads stdin and prints."""
         tests: Path | None = None
-        """File of asserts, one a line, that the function must pass; half of them are hidden."""
+        """File with one assert per line that the function must pass; half of them are hidden."""
 
         def is_scored(self) -> bool:
             return self.tests is not None
@@ -96,9 +96,9 @@ class Code(Environment):
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
         self.dropped: Counter[str] = Counter()
-        """Rows that were dropped by `tasks`, by reason."""
+        """Number of rows that `tasks` dropped, by reason."""
         self.tests_left_out = 0
-        """Tests of the other rows that cannot be judged outside of a program."""
+        """Number of tests left out because they can only be judged inside the program."""
         self._references = References()
 
     def tasks(self, split: Split) -> Iterator[Task]:

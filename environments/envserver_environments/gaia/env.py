@@ -75,64 +75,64 @@ class Gaia(Environment):
         """Which tasks, who answers them, with what, and what counts."""
 
         data_set: Literal["sample", "gaia"] = "sample"
-        """sample: 30 own tasks; gaia: the local copy in data/gaia, or in data_path."""
+        """Data set. sample: 30 built-in tasks; gaia: the local copy in data/gaia or data_path."""
         data_path: Path | None = None
-        """Folder with GAIA, or with tasks in its shape (metadata.jsonl or .parquet, and files)."""
+        """Folder of GAIA, or of tasks in its format (metadata.jsonl or .parquet, and files)."""
         levels: list[int] = list(LEVELS)
-        """Levels of difficulty, of 1, 2, 3."""
+        """Difficulty levels to use: 1, 2, 3."""
         text_only: bool = False
-        """Leave out tasks with a file."""
+        """Skip tasks that come with a file."""
         max_file_mb: float = Field(default=16.0, gt=0, le=64)
-        """Tasks with a larger file are left out."""
+        """Skip tasks whose file is larger, in megabytes."""
         train_on_gaia: bool = False
-        """Give GAIA's own tasks to the split train, which its authors ask not to do."""
+        """Use GAIA's own tasks for the split train; its authors ask you not to."""
         agent: Kind = "code"
-        """code: smolagents' CodeAgent; tools: its ToolCallingAgent; plain: a loop of ours."""
+        """code: smolagents' CodeAgent; tools: its ToolCallingAgent; plain: a built-in loop."""
         max_steps: int = Field(default=12, ge=1)
-        """Steps of an agent; plans are not counted."""
+        """Maximum number of agent steps; planning steps are not counted."""
         planning_interval: int | None = Field(default=None, ge=1)
-        """A plan is asked for before the first step and then every so many; unset: never."""
+        """Plan before the first step and then every N steps; unset: never."""
         extra_imports: list[str] = []
-        """Modules that are imported before the first step."""
+        """Modules imported before the first step."""
         documents: bool = True
-        """Give agents read_document and find_in_document."""
+        """Offer the tools read_document and find_in_document."""
         web: Literal["none", "live", "record", "replay"] = "none"
-        """Give agents web_search, visit_page and find_in_page. record: what was never asked before
-        is fetched and kept in web_folder; replay: only what stands there; live: nothing is kept."""
+        """Offer web_search, visit_page and find_in_page. live: record nothing; record: fetch what
+        web_folder lacks and keep it there; replay: serve only what web_folder holds."""
         web_folder: Path = Path("data/web")
-        """Where the web is recorded."""
+        """Folder of the recorded web."""
         web_epoch: str = "1"
-        """Which recording in web_folder."""
+        """Name of the recording in web_folder."""
         web_provider: Literal["tavily", "duckduckgo"] = "tavily"
-        """Who searches. tavily: with the server's variable TAVILY_API_KEY."""
+        """Search provider. tavily reads the server's environment variable TAVILY_API_KEY."""
         web_provider_url: str = ""
-        """Where the provider is asked, for a gateway of your own; unset: at the provider's. Agents'
-        processes know it: no place for keys."""
+        """URL of your own gateway to the search provider; unset: the provider's. Put no keys here:
+        agent processes can read it."""
         web_reader: Literal["own", "tavily"] = "own"
-        """Who reads pages: the server itself, or Tavily's extraction."""
+        """Page reader. own: the server itself; tavily: Tavily's extraction."""
         web_allow_private: bool = False
-        """Let agents read pages of the server's own network."""
+        """Let agents read pages in the server's private network."""
         web_leaks: Literal["hide", "show"] = "hide"
-        """What repeats the question, and places where benchmarks are kept: hide them as if they
-        were not there (the rollout goes on), or show them. Both are told by a flag."""
+        """Hide or show pages that repeat the question and sites that host benchmarks. Hidden pages
+        look as if they did not exist; a flag records both cases."""
         contaminated: Contaminated = "drop"
-        """Rollouts that saw what gives their task away all the same: left out of training, reward
-        0, or scored as all others."""
+        """Rollouts that saw a leaked answer anyway. drop: leave them out of training; otherwise
+        reward 0, or score them like all others."""
         agent_seconds: float | None = Field(default=None, gt=0)
-        """After so long an agent ends by itself; unset: shortly before worker_timeout."""
+        """Seconds until an agent stops; unset: shortly before worker_timeout."""
         step_seconds: float = Field(default=60.0, gt=0)
-        """The most that the code of one step may take."""
+        """Maximum seconds for the code of one step."""
         verbosity: int = Field(default=-1, ge=-1, le=2)
-        """smolagents' own log on stderr: -1 nothing, 0 errors, 1 steps, 2 all."""
+        """Level of smolagents' log on stderr: -1 nothing, 0 errors, 1 steps, 2 all."""
         unfinished: Unfinished = "score"
-        """Rollouts that end without an answer: 0, or left out of training."""
+        """Rollouts without an answer: score them 0, or leave them out of training."""
         rubric: Weights = Weights()
         max_turns: int = Field(default=0, ge=0)
-        """Model calls per rollout; 0: as many as steps and plans need."""
+        """Maximum model calls per rollout; 0: as many as steps and plans need."""
         max_completion_tokens: int = Field(default=16384, ge=1)
-        """Tokens sampled per rollout, over all calls."""
+        """Maximum tokens sampled per rollout, over all calls."""
         max_token_length: int = Field(default=32768, ge=1)
-        """Longest training sequence in tokens; a group with a longer one is dropped and counted."""
+        """Maximum training sequence length in tokens; groups with a longer one are dropped."""
 
         @field_validator("levels", mode="before")
         @classmethod
@@ -165,7 +165,7 @@ class Gaia(Environment):
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
         self.dropped: Counter[str] = Counter()
-        """Rows that were left out by `tasks`, by reason."""
+        """Number of rows that `tasks` dropped, by reason."""
 
     def tasks(self, split: Split) -> Iterator[Task]:
         items = list(self._items(split))

@@ -25,19 +25,19 @@ class Weights(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     steps: float = Field(default=0.05, ge=0)
-    """Off a right answer that used all model calls."""
+    """Penalty for a correct answer that used all model calls."""
     tokens: float = Field(default=0.05, ge=0)
-    """Off a right answer that used all tokens."""
+    """Penalty for a correct answer that used all tokens."""
     format: float = Field(default=0.05, ge=0)
-    """Off, if no step could be read: unusable messages and invalid tool calls."""
+    """Penalty if no step could be parsed (unusable messages, invalid tool calls)."""
     errors: float = Field(default=0.05, ge=0)
-    """Off, if all steps ended in errors of code or tools."""
+    """Penalty if every step ended in a code or tool error."""
     ungrounded: float = Field(default=0.0, ge=0)
-    """Off a right answer that was never observed."""
+    """Penalty for a correct answer that appeared in no observation."""
     free_share: float = Field(default=0.25, ge=0, lt=1)
-    """Share of the calls and of the tokens that costs nothing."""
+    """Share of calls and tokens without a penalty."""
     free_errors: int = Field(default=2, ge=0)
-    """Errors of code and tools that cost nothing: exploring is legal."""
+    """Number of code and tool errors without a penalty."""
 
     @model_validator(mode="after")
     def _right_beats_wrong(self) -> Weights:

@@ -57,25 +57,25 @@ class Math(Environment):
         """Which problems, how they are solved, and what counts as right."""
 
         data_set: DataSetName | list[DataSetName] = "sample"
-        """Data set or sets (repeat the flag, or separate with commas); `sample`: 48 own tasks."""
+        """Data sets (repeat the flag, or separate with commas). sample: 48 built-in tasks."""
         data_path: Path | None = None
         """Local .jsonl, .json or .parquet file, or folder with one per split, not the hub."""
         mode: Mode = "tools"
         """tools: calculator and finish; single: one answer, no tools; seed0: fenced commands."""
         literal: Literal["auto"] | bool = "auto"
-        """Must a right number be written out? auto: where the data set's answers are numbers."""
+        """Require plain numbers as answers. auto: if the data set's answers are numbers."""
         lenient: bool = False
         """Accept malformed LaTeX (such as \\frac12) and plain expressions."""
         system_prompt: str | None = None
-        """In place of the mode's own system prompt; "": none at all."""
+        """Replaces the mode's system prompt; "": no system prompt."""
         max_operand: int = Field(default=9, ge=1)
         """Largest number in the questions of the data set `arithmetic`."""
         procedural: list[str] = list(procedural.ALLOWED)
-        """Generators that the data set `procedural` draws from."""
+        """Generators of the data set `procedural`."""
         partial_credit: bool = False
-        """Pass on the generators' scores between 0 and 1."""
+        """Keep the generators' scores between 0 and 1."""
         tool_error_penalty: float = 0.0
-        """Taken off the reward per failed tool call, down to 0."""
+        """Subtracted from the reward per failed tool call; the reward stays at least 0."""
 
         @field_validator("data_set", "procedural", mode="before")
         @classmethod
@@ -85,7 +85,7 @@ class Math(Environment):
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
         self.dropped: Counter[str] = Counter()
-        """Rows that were dropped by `tasks`, by reason."""
+        """Number of rows that `tasks` dropped, by reason."""
 
     def tasks(self, split: Split) -> Iterator[Task]:
         chosen = self.config.data_set

@@ -60,29 +60,29 @@ class Mhqa(Environment):
         """Which questions, where and how agents search, and what counts."""
 
         data_set: DataSet | list[DataSet] = "sample"
-        """Data set or sets (repeat the flag, or separate with commas); `sample`: 36 own tasks."""
+        """Data sets (repeat the flag, or separate with commas). sample: 36 built-in tasks."""
         data_path: Path | None = None
         """Local .jsonl, .json or .parquet file, or folder with one per split, not the hub."""
         mode: Mode = "tools"
         """tools: tool calls; text: the same tools as THOUGHT / TOOL_CALL / FINAL; tags: AFM's tags;
         scripted: sub-questions, a search and a note for each, the answer."""
         scope: Scope = "question"
-        """What is searched. question: the question's own passages; corpus: all that there are, or
-        those in corpus_path; external: what retriever_url knows."""
+        """What the search covers. question: the question's own passages; corpus: the passages of
+        all questions, or those in corpus_path; external: the retriever at retriever_url."""
         corpus_path: Path | None = None
         """JSONL of passages (title, and text or sentences) for the scope corpus."""
         retriever_url: str | None = None
-        """A retriever for the scope external, such as http://localhost:8000/retrieve."""
+        """URL of the retriever for the scope external, such as http://localhost:8000/retrieve."""
         top_k: int = Field(default=3, ge=1, le=MAX_TOP_K)
-        """Passages that a search gives, where the model does not say how many."""
+        """Passages per search if the model does not say how many."""
         max_searches: int = Field(default=8, ge=1)
-        """Searches of a rollout."""
+        """Maximum searches per rollout."""
         unanswerable: bool = False
-        """Also questions whose passages do not tell the answer; `noanswer` is right there."""
+        """Include questions that the passages do not answer; `noanswer` is the right answer."""
         support_weight: float = Field(default=0.0, ge=0.0, le=1.0)
-        """Share of the reward that is the F1 of what the answer is said to rest on."""
+        """Share of the reward given for the F1 score of the supporting facts."""
         max_turns: int = Field(default=10, ge=1)
-        """Model calls per rollout."""
+        """Maximum model calls per rollout."""
 
         @field_validator("data_set", mode="before")
         @classmethod
@@ -109,7 +109,7 @@ class Mhqa(Environment):
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
         self.dropped: Counter[str] = Counter()
-        """Rows that were dropped by `tasks`, by reason."""
+        """Number of rows that `tasks` dropped, by reason."""
 
     def tasks(self, split: Split) -> Iterator[Task]:
         streams = [self._tasks_of(name, split) for name in self._data_sets]

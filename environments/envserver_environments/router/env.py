@@ -65,23 +65,23 @@ class Router(Environment):
         """Which queries, in which form they are routed, and whether plans are run."""
 
         data_set: DataSetName = "sample"
-        """sample: 40 own tasks; coursegpt: the router data of CourseGPT."""
+        """Data set. sample: 40 built-in tasks; coursegpt: CourseGPT's router data."""
         data_path: Path | None = None
         """Local .jsonl, .json or .parquet file, or folder with one per split, not the hub."""
         profile: Profile | None = None
-        """graph: steps and handoffs; coursegpt: a route and nine more keys; unset: as the row."""
+        """Plan format. graph: steps and handoffs; coursegpt: ten keys; unset: as the row says."""
         repair: bool = True
-        """A plan that is not valid may be written once more, for four fifths of the reward."""
+        """Allow one retry of an invalid plan, for 0.8 of the reward."""
         execute: bool = False
-        """Run plans by sub-agents, where the answer can be checked: 0.7 of the reward."""
+        """Let sub-agents run plans whose answer can be checked, for 0.7 of the reward."""
 
     class Question(Environment.Question):
         """A query to be routed."""
 
         documents: Path | None = None
-        """File that search may use: JSON or JSONL with title and text, or any text."""
+        """File for the search agent: JSON or JSONL with title and text, or plain text."""
         execute: bool = False
-        """Run the plan, as is done where an answer is given; else the plan is the answer."""
+        """Run the plan even without an expected answer; otherwise the plan is the answer."""
 
         def settings(self) -> dict[str, Any]:
             return {"execute": self.execute or self.answer is not None}
@@ -89,7 +89,7 @@ class Router(Environment):
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
         self.dropped: Counter[str] = Counter()
-        """Rows that were dropped by `tasks`, by reason."""
+        """Number of rows that `tasks` dropped, by reason."""
         if self.config.execute:
             # Of the code agent and of functions that are an answer; plans alone need none.
             self.sandbox = SPEC

@@ -44,24 +44,24 @@ class Scenarios(Environment):
         """Which scenarios, and how long a run may be."""
 
         scenario: list[Path] = Field(default_factory=list)
-        """Folders or YAML files; unset: the sample's."""
+        """Scenario folders or YAML files; unset: the built-in sample."""
         label: str = "gold"
-        """Which of a scenario's prompts."""
+        """Label of the scenario's prompt to use."""
         max_turns: int = Field(default=30, ge=1)
-        """Messages of the model."""
+        """Maximum model calls per run."""
         worker_timeout: float = Field(default=900.0, gt=0)
-        """Seconds of wall clock per run."""
+        """Wall-clock seconds per run."""
         max_retries: int = Field(default=3, ge=1)
-        """Messages in a row without anything that can be used, before a run ends."""
+        """Consecutive unusable messages before a run ends."""
         command_seconds: int = Field(default=30, ge=1)
-        """Seconds for one command of the model."""
+        """Maximum seconds per command."""
         context_tokens: int | None = Field(default=None, ge=256)
-        """Of prompt and answer together: the oldest turns are left out of what the model sees
-        before they pass this; unset: nothing is left out."""
+        """Maximum tokens of prompt and answer together; the oldest turns are dropped from the
+        prompt to stay below it. Unset: no limit."""
         answer_tokens: int = Field(default=1024, ge=1)
-        """Of those, kept free for the answer."""
+        """Tokens of context_tokens reserved for the answer."""
         tokenizer: Path | None = None
-        """tokenizer.json that counts them; unset: 3.5 characters are one."""
+        """tokenizer.json to count tokens with; unset: estimate 3.5 characters per token."""
 
     def tasks(self, split: Split) -> Iterator[Task]:
         paths = self.config.scenario or sorted(SAMPLE.glob("*.yaml"))

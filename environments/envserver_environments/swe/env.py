@@ -58,7 +58,7 @@ DataSetName = Literal[
 ]
 
 MAX_UNUSABLE_ROWS = 1000
-"""Unusable rows at the start of a data set, before it is taken for the wrong one."""
+"""Unusable rows at the start of a data set before loading fails."""
 
 T = TypeVar("T")
 
@@ -77,45 +77,45 @@ class Swe(Environment):
         """Which repositories, who repairs them, and what the tests may take."""
 
         data_set: DataSetName = "sample"
-        """Data set; `sample`: 20 own tasks."""
+        """Data set. sample: 20 built-in tasks."""
         data_path: Path | None = None
-        """Local .jsonl, .json or .parquet file, folder with one per split, or folders of tasks."""
+        """Local .jsonl, .json or .parquet file, folder with one file per split, or task folders."""
         mirror: Path | None = None
         """Folder with the git repositories of a data set: owner__name, or owner__name.git."""
         image_name: str = ""
-        """Image of rows that name none: sweb.eval.x86_64.{owner}_1776_{name} (of instance_id)."""
+        """Image of rows without one: sweb.eval.x86_64.{owner}_1776_{name} (of instance_id)."""
         image_repository: str = "/testbed"
-        """Where a repository is in its image."""
+        """Path of the repository in the image."""
         image_path: str = "/opt/miniconda3/envs/testbed/bin"
-        """What comes first in PATH in containers: there is the Python that tests need."""
+        """Folder put first in PATH in containers; it holds the Python that runs the tests."""
         agent: AgentKind = "bash"
         """bash: one command block per message; tools: tool calls; text: THOUGHT and TOOL_CALL."""
         command_seconds: int = Field(default=60, ge=1, le=590)
-        """The most that one command of an agent may take."""
+        """Maximum seconds per agent command."""
         test_seconds: float = Field(default=60.0, gt=0, le=590)
-        """The most that all tests of a task may take together."""
+        """Maximum seconds for all tests of a task together."""
         max_format_errors: int = Field(default=3, ge=1)
-        """Messages in a row that cannot be used, before an agent is stopped."""
+        """Consecutive unusable messages before an agent is stopped."""
         check_gold: bool = True
-        """Drop rows (but the sample's) whose gold patch does not pass their tests here."""
+        """Drop rows whose gold patch fails its tests on this machine (not in the sample)."""
         plugins: list[str] = []
-        """pytest plugins that the tests of a data set need, by module (`pytest_asyncio`)."""
+        """Module names of pytest plugins that the data set's tests need (`pytest_asyncio`)."""
         max_turns: int = Field(default=40, ge=1)
-        """Model calls per rollout."""
+        """Maximum model calls per rollout."""
         worker_timeout: float = Field(default=900.0, gt=0)
-        """Seconds of wall clock per rollout, from start to result."""
+        """Wall-clock seconds per rollout, from start to result."""
         max_token_length: int = Field(default=32768, ge=1)
-        """Longest training sequence in tokens; a group with a longer one is dropped and counted."""
+        """Maximum training sequence length in tokens; groups with a longer one are dropped."""
 
     class Question(Environment.Question):
         """A problem of a repository on this machine, which itself is not changed."""
 
         repo: Path
-        """The repository: a folder."""
+        """Folder of the repository."""
         steps: int = Field(default=40, ge=1)
-        """The most messages of the model."""
+        """Maximum model calls."""
         yolo: bool = False
-        """Run commands without asking on the terminal before each."""
+        """Run commands without asking for confirmation."""
 
         def settings(self) -> dict[str, Any]:
             # Who is asked needs time.
@@ -124,7 +124,7 @@ class Swe(Environment):
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
         self.dropped: Counter[str] = Counter()
-        """Rows that were dropped by `tasks`, by reason."""
+        """Number of rows that `tasks` dropped, by reason."""
         rules = ImageRules(self.config.image_repository, self.config.image_path)
         self._images = Images(rules)
 

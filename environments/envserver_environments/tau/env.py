@@ -54,7 +54,7 @@ from .texting import as_texts
 from .users import USER, UserKind
 
 MINI = "mini_"
-"""Before the name of a domain of tau2-bench: ours with the same tools."""
+"""Name prefix of the built-in domains that have the tools of a tau2-bench domain."""
 
 
 class Tau(Environment):
@@ -67,34 +67,34 @@ class Tau(Environment):
         """Which tasks, who plays the customer, and what counts."""
 
         domain: str | list[str] = list(OWN)
-        """Domain or domains (repeat the flag, or separate with commas): ours (mini_...), or those
-        of tau2-bench: mock, retail, airline, telecom, telecom-workflow."""
+        """Domains (repeat the flag, or separate with commas): built-in ones (mini_...), or
+        tau2-bench's: mock, retail, airline, telecom, telecom-workflow."""
         tau2_data: Path | None = None
         """Folder of tau2-bench (or of its data/tau2); unset: the data of inspect_evals."""
         task_split: str | None = None
-        """A split by the domain's own name for it (base, small, full); unset: as `split` says."""
+        """The domain's own split name (base, small, full); unset: chosen by `split`."""
         user: UserKind = "auto"
-        """Who plays the customer. script: the task's script; model: a model, see agents.user; auto:
-        the script where there is one."""
+        """Who plays the customer. script: the task's script; model: the model of agents.user;
+        auto: the script if the task has one."""
         protocol: Protocol = "tools"
         """How the assistant calls tools. tools: tool calls; text: THOUGHT, TOOL_CALL and FINAL in
-        texts, for models without."""
+        plain text, for models without tool calls."""
         nl_assertions: Literal["skip", "ignore", "judge"] = "skip"
-        """Tasks that need a judge: skip them, score what else counts, or ask the one of
-        agents.judge (its base_url, model_name and api_key)."""
+        """Tasks that need a judge. skip: leave them out; ignore: score without the judge; judge:
+        ask the model of agents.judge (its base_url, model_name and api_key)."""
         strict: bool | None = None
-        """Close the holes of tau2-bench's reward (see the README); unset: in domains of ours, and
-        for the split train."""
+        """Close the loopholes in tau2-bench's reward (see the README); unset: in the built-in
+        domains and in the split train."""
         max_steps: int = Field(default=100, ge=1)
-        """Messages and rounds of tools of both sides; then the conversation ends, worth 0."""
+        """Maximum messages and tool rounds of both sides; beyond it the reward is 0."""
         max_tool_errors: int = Field(default=10, ge=1)
-        """Calls that fail, of both sides; then it ends, worth 0."""
+        """Maximum failed tool calls of both sides; beyond it the reward is 0."""
         max_turns: int = Field(default=30, ge=1)
-        """Model calls of the assistant; of the customer as many again."""
+        """Maximum model calls of the assistant, and again of the customer."""
         max_token_length: int = Field(default=32768, ge=1)
-        """Longest training sequence in tokens; a group with a longer one is dropped and counted."""
+        """Maximum training sequence length in tokens; groups with a longer one are dropped."""
         worker_timeout: float = Field(default=600.0, gt=0)
-        """Seconds of wall clock per rollout, from start to result."""
+        """Wall-clock seconds per rollout, from start to result."""
 
         @field_validator("domain", mode="before")
         @classmethod
@@ -123,14 +123,14 @@ class Tau(Environment):
         """A customer's question to the assistant of a domain."""
 
         subdomain: str = "retail"
-        """The domain; retail, airline and telecom are ours where tau2-bench's data are missing."""
+        """Domain; without tau2-bench's data, retail, airline and telecom are the built-in ones."""
         context: Path | None = None
-        """Text file that the assistant is to know beside its policy."""
+        """Text file added to the assistant's policy."""
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
         self.dropped: Counter[str] = Counter()
-        """Tasks that were left out by `tasks`, by reason."""
+        """Number of tasks that `tasks` dropped, by reason."""
 
     def agents(self) -> Mapping[str, AgentRole]:
         roles = {AGENT: AgentRole(), USER: AgentRole(trained=False)}

@@ -53,43 +53,43 @@ class Video(Environment):
         """Which questions, who answers them, and with what."""
 
         data_set: DataSetName = "sample"
-        """sample: 30 own questions; nextqa, egoschema; captions: rows of your own (data_path)."""
+        """Data set. sample: 30 built-in questions; nextqa; egoschema; captions: data_path."""
         data_path: Path | None = None
-        """Local .jsonl, .json, .csv or .parquet file, or folder with one per split, not the hub."""
+        """Local .jsonl, .json, .csv or .parquet file or folder, instead of the hub."""
         answers_path: Path | None = None
-        """JSON file of answers by video, for rows without (EgoSchema's subset_answers.json)."""
+        """JSON file of answers by video, for rows without one (EgoSchema's subset_answers.json)."""
         captions_path: Path | None = None
-        """What is known of the videos: a folder of NAME.json or NAME.txt, or one JSON by name."""
+        """Video captions: a folder of NAME.json or NAME.txt, or one JSON file keyed by name."""
         caption_fps: float = Field(default=1.0, gt=0)
-        """Captions a second, where they are a plain list."""
+        """Captions per second, if captions are a plain list."""
         mode: Mode = "single"
-        """single: one agent; report: experts, and an organizer where they disagree; star: an
-        organizer who asks experts one by one."""
+        """single: one agent; report: experts, and an organizer if they disagree; star: an
+        organizer that asks experts one by one."""
         protocol: Protocol = "tools"
-        """How agents call tools. tools: tool calls; text: THOUGHT, TOOL_CALL and FINAL in texts."""
+        """How agents call tools. tools: tool calls; text: THOUGHT, TOOL_CALL and FINAL as text."""
         blind: bool = False
-        """The question without the video, one answer, no tools: the baseline of all results."""
+        """Baseline: ask the question without the video and without tools."""
         shuffle_options: bool = True
-        """Options in an order that the seed and the task decide, the same for a whole group."""
+        """Shuffle options by seed and task; a group shares one order."""
         max_rounds: int = Field(default=8, ge=1)
-        """Messages of the organizer of a star."""
+        """Maximum messages of the organizer in mode star."""
         organizer_schema: bool = False
-        """Hold the organizer of `report` to its JSON schema; its tokens are then not trained."""
+        """Force the organizer's JSON schema in mode report; its tokens are then not trained."""
         evidence_bonus: float = Field(default=0.0, ge=0, le=0.5)
-        """Share of the reward that a right answer has only if it names a time of its evidence."""
+        """Share of the reward that needs a right answer to name a time of its evidence."""
 
     class Question(Environment.Question):
         """A question about a video of which there is a file."""
 
         video_ctx: Path
-        """What is known of the video: a .txt or .json file, see README.md."""
+        """Captions of the video: a .txt or .json file, see README.md."""
         options: list[str] = []
-        """Options, in their order; without them the answer is in words."""
+        """Answer options in order; without options the answer is free text."""
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
         self.dropped: Counter[str] = Counter()
-        """Rows that were dropped by `tasks`, by reason."""
+        """Number of rows that `tasks` dropped, by reason."""
 
     def baselines(self) -> dict[str, dict[str, Any]]:
         """Settings of the runs that results of this environment are to be held against."""
