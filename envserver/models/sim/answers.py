@@ -25,14 +25,14 @@ Json = dict[str, Any]
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """A prompt with its answers, one for each of `n`."""
+    """A prompt with its `n` answers."""
 
     prompt: Prompt
     completions: list[Completion]
 
 
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One chat request, answered. `choice` is how tools may be used (see requests.check_chat)."""
+    """The answer to a chat request. `choice` is how tools may be used (see requests.check_chat)."""
 
     tokenizer: SimTokenizer
     body: ChatBody
@@ -41,7 +41,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     created: int
 
     def whole(self) -> Json:
-        """The answer at once."""
+        """Returns the complete answer."""
         prompt = self.sampled.prompt
         scored = _prompt_logprobs(self.tokenizer, prompt, self.body.prompt_logprobs)
         return {
@@ -56,7 +56,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def chunks(self) -> Iterator[Json]:
-        """The answer token by token; of several choices one token each in turn."""
+        """Yields the answer token by token, one token of each choice in turn."""
         head = self._head("chat.completion.chunk")
         for index in range(len(self.sampled.completions)):
             delta = {"role": "assistant", "content": ""}
@@ -78,7 +78,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def _parsed(self, completion: Completion) -> tuple[str | None, list[Json]]:
-        """Content and calls; without tools in the request nothing is read as a call."""
+        """Returns content and calls; without tools in the request nothing is parsed as a call."""
         if self.choice == "none":
             return completion.text, []
         content, calls = parsed(completion.text)
@@ -127,7 +127,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def _steps(self, number: int) -> Iterator[Json]:
-        """The choices of the chunks of one completion, one a token."""
+        """Yields the choices of one completion's chunks, one per token."""
         completion = self.sampled.completions[number]
         _, calls = self._parsed(completion)
         scored = self._logprobs(completion) if self.body.logprobs else None
@@ -147,7 +147,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One request to completions, answered: its prompts in order, each with `n` choices."""
+    """The answer to a completions request: its prompts in order, each with `n` choices."""
 
     tokenizer: SimTokenizer
     body: CompletionBody
@@ -155,14 +155,14 @@ class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
     created: int
 
     def whole(self) -> Json:
-        """The answer at once."""
+        """Returns the complete answer."""
         choices = [self._choice(prompt, completion) for prompt, completion in self._pairs()]
         for index, choice in enumerate(choices):
             choice["index"] = index
         return {**self._head(), "choices": choices, "usage": usage(self.sampled)}
 
     def chunks(self) -> Iterator[Json]:
-        """The answer token by token; of several choices one token each in turn."""
+        """Yields the answer token by token, one token of each choice in turn."""
         head = self._head()
         steps = [self._steps(index, *pair) for index, pair in enumerate(self._pairs())]
         for choices in zip_longest(*steps):
@@ -231,14 +231,15 @@ class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One request to Atropos's `/generate`, answered; it has no chunks."""
+    """The answer to a request to Atropos's `/generate`; it has no chunks."""
 
     tokenizer: SimTokenizer
     body: GenerateBody
     sampled: Sampled
 
     def whole(self) -> Json:
-        """The answer at once; each position of `logprobs` is a list of one `{id: logprob}`."""
+        """Returns the complete answer; each position of `logprobs` is a list of one `{id:
+        logprob}`."""
         completions = self.sampled.completions
         answer: Json = {
             "text": [completion.text for completion in completions],
@@ -261,7 +262,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def usage(sampled: list[Sampled]) -> Json:
-    """Tokens of all prompts and all answers."""
+    """Counts the tokens of all prompts and all answers."""
     asked = sum(len(one.prompt.ids) for one in sampled)
     said = sum(len(completion.ids) for one in sampled for completion in one.completions)
     return {"prompt_tokens": asked, "total_tokens": asked + said, "completion_tokens": said}
@@ -270,7 +271,7 @@ def usage(sampled: list[Sampled]) -> Json:
 def _ranked(
     tokenizer: SimTokenizer, prompt: Prompt, completion: Completion, top: int
 ) -> list[list[tuple[int, float]]]:
-    """Per token its id and logprob, then those of likely others: `top` in all, at least one."""
+    """Returns for each token its id and logprob, then likely others: `top` in all, at least one."""
     sampled = list(zip(completion.ids, completion.logprobs, strict=True))
     if top < 2:
         return [[pair] for pair in sampled]
@@ -298,7 +299,7 @@ def _prompt_logprobs(
 
 
 def _deltas(tokenizer: SimTokenizer, completion: Completion, calls: list[Json]) -> Iterator[Json]:
-    """What each token adds to the message; the marks around calls add nothing."""
+    """Yields what each token adds to the message; the tags around calls add nothing."""
     text = completion.text
     _, ends = tokenizer.offsets(completion.ids)
     spans = call_spans(text, [call["function"] for call in calls])
@@ -330,7 +331,7 @@ def _name(tokenizer: SimTokenizer, index: int, as_ids: bool) -> str:
 
 
 def _by_name(tokenizer: SimTokenizer, row: list[tuple[int, float]], as_ids: bool) -> Json:
-    """Logprobs by token; of tokens that are written alike (broken UTF-8) the likelier counts."""
+    """Returns logprobs by token text; of tokens with the same text the more likely one counts."""
     named: Json = {}
     for index, value in row:
         named.setdefault(_name(tokenizer, index, as_ids), value)

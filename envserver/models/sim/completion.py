@@ -1,7 +1,7 @@
 """Finds where an answer ends, and its tokens and logprobs.
 
-Follows vLLM: a stop string cuts the text, but every token that was sampled stays, the one that
-completed the stop string included; the end-of-turn token is a token without text; a stop token too.
+Follows vLLM: a stop string cuts the text, but all sampled tokens stay, including the one that
+completed the stop string; the end-of-turn token and stop tokens have no text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .tokenizer import Prompt, SimTokenizer
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """What may end an answer before its own end.
+    """What can end an answer early.
 
     Args:
         max_tokens: at least 1.
@@ -43,9 +43,9 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 def completed(
     tokenizer: SimTokenizer, prompt: Prompt, sampled: list[int], ending: Ending, key: str
 ) -> Completion:
-    """The answer `sampled` after `prompt`, up to what ends it first.
+    """Returns the answer `sampled` after `prompt`, up to what ends it first.
 
-    Without an end-of-turn token at their end the ids were cut off already.
+    If the ids do not end with the end-of-turn token, they were cut off already.
     """
     ids, finish, reason = _cut(sampled, ending, tokenizer.im_end)
     silent = reason is not None and not ending.keep_stop
@@ -62,7 +62,7 @@ def completed(
 
 
 def _cut(ids: list[int], ending: Ending, im_end: int) -> tuple[list[int], str, int | str | None]:
-    """The ids up to a stop token or the limit, with how they end and the stop token."""
+    """Returns the ids up to a stop token or the limit, how they end, and the stop token."""
     for place, index in enumerate(ids[: ending.max_tokens] if ending.stop_token_ids else ()):
         if index in ending.stop_token_ids and index != im_end:
             return ids[: place + 1], "stop", index
@@ -71,7 +71,7 @@ def _cut(ids: list[int], ending: Ending, im_end: int) -> tuple[list[int], str, i
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, int, str] | None:
-    """Start, end and text of the stop string that is complete first; of ties the first listed."""
+    """Returns start, end and text of the stop string completed first; ties: the first listed."""
     found = [(text.find(stop), stop) for stop in stops]
     spans = [(start, start + len(stop), stop) for start, stop in found if start >= 0]
     return min(spans, key=lambda span: span[1], default=None)

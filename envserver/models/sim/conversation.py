@@ -1,7 +1,7 @@
 """Reads the conversation from a chat request's messages or from a prompt's text.
 
-Both give the same conversation, so the policy says the same whether an agent sends messages or a
-proxy sends the ids of the rendered prompt.
+Both give the same conversation, so the policy gives the same answer whether an agent sends messages
+or a proxy sends the ids of the rendered prompt.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from .tokenizer import IM_END, IM_START, canonical_arguments, parsed
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """Messages with text contents, and the tools in OpenAI's shape that were offered with them."""
+    """Messages with text contents, and the offered tools in OpenAI's format."""
 
     messages: list[Message]
     tools: list[dict[str, Any]]
 
     def turn(self) -> int:
-        """How many turns the assistant has had."""
+        """Number of turns that the assistant has had."""
         return sum(message["role"] == "assistant" for message in self.messages)
 
 
 def refusal(message: str, *, param: str | None = None, status: int = 400) -> EngineRefused:
-    """HTTP 4xx as the engine's client sees it."""
+    """Returns the error of an HTTP 4xx response, as the engine's client reports it."""
     return EngineRefused(message, status=status, param=param)
 
 
 def plain_messages(messages: list[dict[str, Any]]) -> list[Message]:
-    """The messages with contents as text and the arguments of calls as canonical JSON.
+    """Returns the messages with contents as text and arguments of calls as canonical JSON.
 
     Raises:
-        EngineRefused: a role is missing, a content is neither text nor parts of text, a call has
+        EngineRefused: a role is missing, a content is neither text nor parts of text, or a call has
             no function name.
     """
     if not messages:
@@ -45,10 +45,10 @@ def plain_messages(messages: list[dict[str, Any]]) -> list[Message]:
 
 
 def checked_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The tools of a request.
+    """Checks and returns the tools of a request.
 
     Raises:
-        EngineRefused: there are none in the list, or one is no function with a name.
+        EngineRefused: the list is empty, or a tool is not a function with a name.
     """
     if tools is not None and not tools:
         raise refusal("`tools` must not be empty; leave it out instead.", param="tools")
@@ -62,7 +62,7 @@ def checked_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
 
 
 def conversation_of_text(text: str) -> Conversation:
-    """The conversation that a rendered prompt shows; a text without ChatML is a user's message."""
+    """Parses the conversation in a rendered prompt; text without ChatML is a user's message."""
     blocks = text.split(IM_START)[1:]
     messages: list[Message] = []
     for block in blocks:
@@ -108,7 +108,7 @@ def _plain_call(call: Any, place: str) -> dict[str, Any]:
     try:
         arguments = canonical_arguments(arguments)
     except ValueError:
-        # Another model may have written them: what cannot be read is shown as it is.
+        # Another model may have written them: text that cannot be parsed stays as it is.
         if not isinstance(arguments, str):
             raise refusal("The arguments of a call must be JSON.", param=place) from None
     return {"function": {"name": function["name"], "arguments": arguments}}

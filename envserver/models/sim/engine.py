@@ -1,9 +1,8 @@
 """The simulated engine: vLLM's endpoints without a model, for tests, load and demos.
 
-In flow the bodies that vLLM takes, out flow the answers it gives, with real token ids and
-consistent logprobs; the words come from a script (policy.py). It says so: its model is called
-"sim", owned by "envserver-simulated", and the `system_fingerprint` of its answers is
-"envserver-sim".
+In: request bodies of vLLM. Out: vLLM's answers, with real token ids and consistent logprobs; a
+script (policy.py) makes the text. Answers are recognisable: the model is called "sim", owned by
+"envserver-simulated", and their `system_fingerprint` is "envserver-sim".
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ _BROKE = "The simulated engine broke off in the middle, as its disconnect_rate a
 
 
 class SimEngine:
-    """An Engine in this process; `server.py` offers the same one over HTTP.
+    """An Engine in this process; `server.py` serves it over HTTP.
 
     Over HTTP requests are independent, so whether a task is solved is drawn per request; in process
-    it is drawn per rollout. As only the last turn of a demonstration can be spoiled, both solve
+    it is drawn per rollout. Only the last turn of a demonstration can be spoiled, so both solve
     tasks equally often.
 
     Args:
         config: see SimConfig.
-        solver: where right answers come from; without one the engine babbles.
+        solver: source of right answers; without one the answers are arbitrary text.
     """
 
     kind = "sim"
@@ -99,7 +98,7 @@ class SimEngine:
         yield self._streamed(plan, deadline)
 
     def plan(self, path: str, body: Any, rollout_id: str = "") -> Plan:
-        """The answer to a POST, ready at once; nothing has been waited for.
+        """Returns the answer to a POST at once, without waiting.
 
         Raises:
             EngineRefused: the request is wrong; `detail` holds `status` and `param`.
@@ -108,11 +107,11 @@ class SimEngine:
 
     @property
     def latency_seconds(self) -> float:
-        """How long the first token takes."""
+        """Returns the seconds before the first token."""
         return self._config.latency_seconds
 
     def token_seconds(self, count: int) -> float:
-        """How long `count` tokens take."""
+        """Returns the seconds for `count` tokens."""
         return count * self._config.seconds_per_token
 
     async def _before(self, plan: Plan, deadline: float) -> None:
@@ -147,10 +146,10 @@ def _now() -> float:
 
 
 async def _until(deadline: float, seconds: float) -> None:
-    """Waits `seconds`, and lets others run in any case.
+    """Waits `seconds`, and yields to the event loop in any case.
 
     Raises:
-        EngineTimeout: the deadline comes first; it is waited for.
+        EngineTimeout: the deadline comes first; raised when it is reached.
     """
     left = deadline - _now()
     await asyncio.sleep(max(0.0, min(seconds, left)))

@@ -28,7 +28,7 @@ U64 = NDArray[np.uint64]
 
 
 def _mixed(values: U64) -> U64:
-    """Bijective scrambling of 64-bit numbers (the finalizer of splitmix64)."""
+    """Scrambles 64-bit numbers bijectively (the finalizer of splitmix64)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: U64 = values ^ (values >> np.uint64(31))
@@ -36,13 +36,13 @@ def _mixed(values: U64) -> U64:
 
 
 def _table() -> Logprobs:
-    """Log-probabilities at evenly spaced quantiles: mostly near zero, with a tail."""
+    """Returns log-probabilities at evenly spaced quantiles: mostly near zero, with a tail."""
     quantile = (np.arange(_BINS, dtype=np.float64) + 0.5) / _BINS
     return (-(0.001 + 3.0 * quantile**6 - 0.15 * np.log1p(-quantile))).astype(np.float32)
 
 
 class Logits:
-    """The function, for ids below `vocabulary_size` and prefixes of at most `max_length` tokens."""
+    """The logprob function, for ids below `vocabulary_size`, prefixes up to `max_length` tokens."""
 
     def __init__(self, vocabulary_size: int, max_length: int) -> None:
         self.vocabulary_size = vocabulary_size
@@ -55,26 +55,27 @@ class Logits:
         self._table = _table()
 
     def fold(self, ids: Sequence[int]) -> int:
-        """The fold of `ids` as a whole prefix."""
+        """Returns the fold of `ids` as a whole prefix."""
         tokens = np.asarray(ids, dtype=np.intp)
         return int((self._mix[tokens] * self._powers[: len(tokens)]).sum(dtype=np.uint64))
 
     def joined(self, fold: int, length: int, next_fold: int) -> int:
-        """The fold of `length` tokens, whose fold is `fold`, and others with fold `next_fold`."""
+        """Returns the fold of `length` tokens with fold `fold`, followed by others with
+        `next_fold`."""
         return (fold + int(self._powers[length]) * next_fold) & _MASK
 
     def score(self, fold: int, length: int, ids: Sequence[int]) -> Logprobs:
-        """Logprobs `[len(ids)]` of `ids` after a prefix of `length` tokens with this fold."""
+        """Returns logprobs `[len(ids)]` of `ids` after a prefix with this length and fold."""
         tokens = np.asarray(ids, dtype=np.intp)
         return self._look_up(self._before(fold, length, tokens), tokens)
 
     def alternatives(
         self, fold: int, length: int, ids: Sequence[int], count: int
     ) -> list[list[tuple[int, float]]]:
-        """Per position up to `count` other tokens, all less likely than the one that stands there.
+        """Returns per position up to `count` other tokens, all less likely than the actual one.
 
-        Each has the logprob that `score` would give it in that place, best first. They are drawn
-        from the vocabulary by the prefix; that others would be likelier is left unsaid.
+        Each has the logprob that `score` would give it there, the most likely first. They are drawn
+        from the vocabulary by the prefix; more likely tokens are not listed.
         """
         tokens = np.asarray(ids, dtype=np.intp)
         before = self._before(fold, length, tokens)

@@ -23,11 +23,11 @@ from .wording import CLOSERS, NOUNS, OPENERS, VERBS
 
 VOCABULARY_SIZE = 1536
 _WORD_WEIGHT = 3
-"""How often the template and the policy's phrases count: most text is made of them."""
+"""Weight of the template and the policy's phrases in training: most text consists of them."""
 
 
 def build_tokenizer() -> Tokenizer:
-    """The tokenizer, trained anew."""
+    """Trains the tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -49,7 +49,7 @@ def build_tokenizer() -> Tokenizer:
 
 
 def tokenizer_config() -> dict[str, Any]:
-    """What transformers reads beside tokenizer.json."""
+    """Returns what transformers reads in addition to tokenizer.json."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": MAX_MODEL_LEN,
@@ -62,7 +62,7 @@ def tokenizer_config() -> dict[str, Any]:
 
 
 def write(folder: Path) -> None:
-    """Both files, into `folder`."""
+    """Writes both files to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     build_tokenizer().save(str(folder / "tokenizer.json"), pretty=False)
     config = json.dumps(tokenizer_config(), indent=2, ensure_ascii=False)

@@ -49,11 +49,11 @@ _REMEMBERED_PROMPTS = 16_384
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer that is ready, and how it is to be delivered.
+    """An answer that is ready, and how to deliver it.
 
     Args:
-        answer: can give itself whole; those that stream also in chunks.
-        fault: what goes wrong on the way.
+        answer: returns itself whole; streaming endpoints also in chunks.
+        fault: the simulated fault during delivery.
         tokens: length of the longest choice: the steps a model would have needed.
         stream: whether the request asked for chunks.
     """
@@ -64,7 +64,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
 
     def chunks(self) -> Iterator[Json | None]:
-        """The chunks of the answer; a last None where the connection is to break.
+        """Yields the chunks of the answer; a last None means that the connection breaks.
 
         Raises:
             EngineRefused: this endpoint does not stream.
@@ -82,16 +82,16 @@ class Fixed(msgspec.Struct, frozen=True):
     body: Json
 
     def whole(self) -> Json:
-        """The answer."""
+        """Returns the answer."""
         return self.body
 
 
 class Planner:
-    """Answers requests by `plan`; remembers only how often a prompt was asked.
+    """Answers requests with `plan`; its only state is how often each prompt was requested.
 
     Args:
-        config: the seed and the chances; times do not matter here.
-        solver: where right answers come from; without one the engine babbles.
+        config: seed and probabilities; times are not used here.
+        solver: source of right answers; without one the answers are arbitrary text.
     """
 
     def __init__(self, config: SimConfig, solver: Solver | None, tokenizer: SimTokenizer) -> None:
@@ -101,7 +101,7 @@ class Planner:
         self._asked: OrderedDict[tuple[str, int, int], int] = OrderedDict()
 
     def plan(self, path: str, body: Any, rollout_id: str = "") -> Plan:
-        """The answer to a POST, ready at once; nothing has been waited for.
+        """Returns the answer to a POST at once, without waiting.
 
         Raises:
             EngineRefused: the request is wrong; `detail` holds `status` and `param`.
@@ -213,7 +213,7 @@ class Planner:
         return "error" if failed else "disconnect" if broken else None
 
     def _count(self, rollout_id: str, prompt: Prompt) -> int:
-        """How often this was asked before, so that repeated requests differ."""
+        """Returns how often this was requested before, so that repeated requests differ."""
         asked = (rollout_id, len(prompt.ids), prompt.fold)
         count = self._asked.pop(asked, 0)
         self._asked[asked] = count + 1
@@ -222,7 +222,7 @@ class Planner:
         return count
 
     def _prompts(self, prompt: Any) -> list[Prompt]:
-        """The prompts of a request: a text, ids, or a list of either."""
+        """Returns the prompts of a request: a text, ids, or a list of either."""
         several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
         return [self._one_prompt(one) for one in (prompt if several else [prompt])]
 
@@ -291,7 +291,7 @@ def _plan(
 
 
 def _nonce(body: Body, asked: int) -> str:
-    """What tells the samples of one prompt apart."""
+    """Returns a key that distinguishes the samples of one prompt."""
     if body.seed is not None:
         return f"seed {body.seed}"
     return "greedy" if body.temperature == 0 else f"sample {asked}"

@@ -27,9 +27,9 @@ from .tokenizer import END_OF_TEXT, IM_END, IM_START, assistant_text, canonical_
 from .wording import CLOSERS, NOUNS, OPENERS, VERBS
 
 _BABBLED_TURNS = 6
-"""After so many turns without a demonstration the policy calls no more tools."""
+"""After this many turns without a demonstration the policy calls no more tools."""
 _NOT_PROSE = ("{", "[", "<")
-"""Answers that begin so are read by programs: nothing is put before them."""
+"""Answers that begin like this are read by programs: nothing is put before them."""
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -40,10 +40,10 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer must obey.
+    """Constraints on an answer.
 
     Args:
-        rollout_id: "" where there is none.
+        rollout_id: "" if there is none.
         choice: "none", "auto", "required" or the name of a tool that must be called.
         parallel: whether several calls in one turn are allowed.
         response_format: OpenAI's field.
@@ -72,11 +72,11 @@ class Policy:
         self._solver = solver
 
     def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> str:
-        """The text of the next assistant turn.
+        """Returns the text of the next assistant turn.
 
         Args:
             fate: decides whether the task is solved; equal for all turns of a rollout.
-            key: decides the words.
+            key: decides the wording.
 
         Raises:
             EngineRefused: the demonstration or the schema of a tool cannot be used.
@@ -116,15 +116,15 @@ class Policy:
 
 
 def generator(seed: int, purpose: str, key: str) -> random.Random:
-    """Chance that is the same on every machine for the same arguments."""
+    """Returns a random generator that is the same on every machine for the same arguments."""
     digest = hashlib.blake2b(f"{seed}|{purpose}|{key}".encode(), digest_size=8).digest()
     return random.Random(int.from_bytes(digest, "little"))
 
 
 def playable(turns: list[Turn], names: set[str]) -> list[Turn]:
-    """The turns that can be played with these tools.
+    """Returns the turns that can be played with these tools.
 
-    A turn that calls another tool is left out, but for the last, which then says its answer.
+    A turn that calls another tool is left out, except the last, which then says its answer.
     """
     kept = [turn for turn in turns[:-1] if _callable(turn, names)]
     final = turns[-1]
@@ -143,7 +143,7 @@ def as_text(turn: Turn) -> str:
 
 
 def spoiled(turn: Turn, rng: random.Random) -> Turn:
-    """The turn with its answer made wrong: that of the last call, else that of the text."""
+    """Returns the turn with a wrong answer: in its last call, or else in its text."""
     if not turn.calls:
         return Turn(spoiled_text(turn.content, rng))
     *others, (name, arguments) = turn.calls
@@ -153,7 +153,7 @@ def spoiled(turn: Turn, rng: random.Random) -> Turn:
 
 
 def worded(turn: Turn, rng: random.Random) -> Turn:
-    """The turn with up to three sentences before it, on a line of their own."""
+    """Returns the turn with up to three sentences before it, on a separate line."""
     if turn.content.startswith(_NOT_PROSE):
         return turn
     openers = rng.sample(OPENERS, rng.choice((0, 1, 1, 2, 2, 3)))
@@ -162,7 +162,7 @@ def worded(turn: Turn, rng: random.Random) -> Turn:
 
 
 def without_specials(text: str) -> str:
-    """`text` without anything that would become a special token."""
+    """Returns `text` without anything that would become a special token."""
     while any(special in text for special in (END_OF_TEXT, IM_START, IM_END)):
         for special in (END_OF_TEXT, IM_START, IM_END):
             text = text.replace(special, "")
@@ -194,7 +194,7 @@ def _callable(turn: Turn, names: set[str]) -> bool:
 
 
 def _callable_tools(conversation: Conversation, wish: Wish) -> dict[str, Any]:
-    """Schemas of the tools that may be called, by name."""
+    """Returns the schemas of the tools that may be called, by name."""
     if wish.choice == "none":
         return {}
     schemas = {

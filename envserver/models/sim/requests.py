@@ -22,7 +22,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """What all sampling endpoints share."""
+    """Fields shared by all sampling endpoints."""
 
     model: str | None = None
     n: Count | None = 1
@@ -39,7 +39,7 @@ class Body(msgspec.Struct, kw_only=True):
     echo: bool | None = False
 
     def stops(self) -> list[str]:
-        """The stop strings; empty ones stop nothing."""
+        """The stop strings, without empty ones."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [text for text in stop if text]
 
@@ -83,7 +83,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 def read(body: Any, kind: type[T]) -> T:
-    """`body` as `kind`.
+    """Converts `body` to `kind`.
 
     Raises:
         EngineRefused: something is missing or of a wrong type; `param` is its place.
@@ -97,10 +97,10 @@ def read(body: Any, kind: type[T]) -> T:
 
 
 def check_sampling(body: Body) -> None:
-    """The rules that hold between fields.
+    """Checks rules between fields.
 
     Raises:
-        EngineRefused: one is broken.
+        EngineRefused: a rule is broken.
     """
     if body.stream_options is not None and not body.stream:
         raise refusal("Stream options need `stream`.", param="stream_options")
@@ -113,10 +113,10 @@ def check_sampling(body: Body) -> None:
 
 
 def check_chat(body: ChatBody, names: set[str]) -> str:
-    """How tools may be used: "none", "auto", "required" or the name of the one that must be called.
+    """Returns how tools may be used: "none", "auto", "required" or the name of a required tool.
 
     Raises:
-        EngineRefused: the request contradicts itself or asks for what is not there.
+        EngineRefused: the request contradicts itself or names a tool that it does not have.
     """
     check_sampling(body)
     if body.top_logprobs and not body.logprobs:

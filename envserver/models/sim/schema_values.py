@@ -13,7 +13,7 @@ from typing import Any
 from .wording import NOUNS
 
 _OPTIONAL_DEPTH = 6
-"""Deeper than this, what is not required is left out."""
+"""Below this depth optional values are left out."""
 _MAX_DEPTH = 32
 _MAX_VALUES = 2000
 _MAX_CHARACTERS = 4000
@@ -21,12 +21,12 @@ _MAX_STEPS = 8
 
 
 def drawn_value(schema: Any, rng: random.Random) -> Any:
-    """A value for `schema`; small, and the same for the same state of `rng`.
+    """Draws a small value for `schema`; the same state of `rng` gives the same value.
 
     Raises:
         ValueError: the schema asks for more than a few thousand values or characters, for values
-            that contain themselves, or for none that exists.
-        TypeError, AttributeError, LookupError, ArithmeticError: it is no JSON schema.
+            that contain themselves, or allows no value.
+        TypeError, AttributeError, LookupError, ArithmeticError: it is not a JSON schema.
     """
     return _Drawer(schema if isinstance(schema, dict) else {}, rng).draw(schema, 0)
 

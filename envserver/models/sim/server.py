@@ -38,7 +38,7 @@ _BACKLOG = 1024
 
 
 def sim_app(engine: SimEngine) -> Starlette:
-    """The ASGI application of one engine."""
+    """Makes the ASGI application of one engine."""
 
     async def post(request: Request) -> Response:
         try:
@@ -82,8 +82,8 @@ async def serve_sim(
 
     Args:
         port: 0 takes a free one.
-        listening: told the base URL (with /v1) as soon as connections are accepted.
-        stop: set it to end; open requests get two seconds.
+        listening: called with the base URL (with /v1) as soon as connections are accepted.
+        stop: set it to stop; open requests get two seconds.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -115,7 +115,7 @@ async def serve_sim(
 
 
 class QuietServer(uvicorn.Server):
-    """Leaves signals to its caller."""
+    """A server that leaves signals to its caller."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -137,7 +137,7 @@ class _CutOff(StreamingResponse):
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that accepts connections at `host`; port 0 takes a free one.
+    """Returns a socket that accepts connections at `host`; port 0 takes a free one.
 
     Raises:
         ConfigError: the address cannot be bound.

@@ -15,28 +15,28 @@ class Solver(Protocol):
     """Finds the demonstration of the task that a conversation is about."""
 
     def solve(self, messages: list[Message], rollout_id: str) -> list[Message] | None:
-        """The assistant's messages that solve it, one a turn, or None where none is known.
+        """Returns the assistant's messages that solve it, one per turn, or None if none are known.
 
-        `rollout_id` is "" where requests come from outside. Called for every request, on the event
-        loop: it must be quick.
+        `rollout_id` is "" for requests from outside. Called for every request on the event loop, so
+        it must be fast.
         """
 
 
 class RolloutSolver:
-    """Demonstrations by rollout, told by whoever starts the rollouts."""
+    """Demonstrations by rollout, assigned by the code that starts the rollouts."""
 
     def __init__(self) -> None:
         self._turns: dict[str, list[Message]] = {}
 
     def assign(self, rollout_id: str, turns: list[Message] | None) -> None:
-        """What solves the task of `rollout_id`; None: nothing does."""
+        """Assigns a demonstration to `rollout_id`; None: it has none."""
         if turns:
             self._turns[rollout_id] = turns
         else:
             self.forget(rollout_id)
 
     def forget(self, rollout_id: str) -> None:
-        """The rollout is over; unknown ones are no error."""
+        """Forgets a rollout that is over; unknown ids are ignored."""
         self._turns.pop(rollout_id, None)
 
     def solve(self, messages: list[Message], rollout_id: str) -> list[Message] | None:

@@ -14,7 +14,7 @@ _BOXED = "\\boxed{"
 
 
 def spoiled_text(text: str, rng: random.Random) -> str:
-    """`text` with its last `\\boxed{}` made wrong, else its last number, else its last word."""
+    """Returns `text` with a wrong last `\\boxed{}`, or else last number, or else last word."""
     span = _last_boxed(text)
     if span is None:
         span = _last_answer(text)
@@ -23,7 +23,7 @@ def spoiled_text(text: str, rng: random.Random) -> str:
 
 
 def spoiled_answer(answer: str, rng: random.Random) -> str:
-    """An answer of the same shape that is never equal to `answer`, nor to it as a number."""
+    """Returns an answer of the same form that never equals `answer`, as text or as a number."""
     lower = answer.strip().lower()
     if lower in _OPPOSITES:
         return _OPPOSITES[lower]
@@ -37,7 +37,7 @@ def spoiled_answer(answer: str, rng: random.Random) -> str:
 
 
 def spoiled_arguments(arguments: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """The arguments of the last call with `answer`, or else the longest value, made wrong."""
+    """Returns a call's arguments with a wrong `answer`, or else a wrong longest value."""
     if not arguments:
         return arguments
     name = (
@@ -79,7 +79,7 @@ def _with_other_letter(answer: str, word: re.Match[str], rng: random.Random) -> 
 
 
 def _last_boxed(text: str) -> tuple[int, int] | None:
-    """Where the inside of the last balanced `\\boxed{}` stands."""
+    """Returns start and end of the content of the last balanced `\\boxed{}`."""
     start = text.rfind(_BOXED)
     while start >= 0:
         depth = 0

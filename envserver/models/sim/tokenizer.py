@@ -28,14 +28,14 @@ ASSETS = Path(__file__).parent / "assets"
 """The folder with tokenizer.json and tokenizer_config.json."""
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 MAX_MODEL_LEN = 32_768
-"""Tokens of prompt and completion together."""
+"""Maximum number of tokens of prompt and completion together."""
 
 _CALL_OPENS, _CALL_CLOSES = "<tool_call>\n", "\n</tool_call>"
 _CACHED_BLOCKS = 4096
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """What the engine continues: its ids, the fold of the ids (see logprobs.py) and its text."""
+    """The input of the engine: its ids, the fold of the ids (see logprobs.py) and its text."""
 
     ids: list[int]
     fold: int
@@ -61,7 +61,7 @@ class SimTokenizer:
         self._template = environment.from_string(source)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`; special tokens written out in it become special ids.
+        """Returns the ids of `text`; special tokens in the text become special ids.
 
         Raises:
             UnicodeEncodeError: `text` holds unpaired surrogates.
@@ -71,7 +71,7 @@ class SimTokenizer:
         return ids
 
     def prompt(self, text: str) -> Prompt:
-        """`encode`, quick for a text that shares its messages with earlier ones."""
+        """Encodes `text`, fast if it shares messages with earlier texts."""
         text.encode()
         head, *rest = text.split(IM_START)
         ids: list[int] = []
@@ -86,20 +86,20 @@ class SimTokenizer:
         return Prompt(ids, fold, text)
 
     def prompt_of_ids(self, ids: list[int]) -> Prompt:
-        """A prompt that came as ids, each below `size`."""
+        """Returns a prompt made of ids, each below `size`."""
         fold = self.logits.fold(ids) if len(ids) <= MAX_MODEL_LEN else 0
         return Prompt(ids, fold, self.decode(ids, special=True))
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """The text of `ids`: broken UTF-8 becomes U+FFFD; special tokens only if asked for."""
+        """Returns the text of `ids`: broken UTF-8 becomes U+FFFD; special tokens on request."""
         skipped = () if special else self.special_ids
         pieces = [self.bytes_of[index] for index in ids if index not in skipped]
         return b"".join(pieces).decode("utf-8", "replace")
 
     def offsets(self, ids: Sequence[int]) -> tuple[str, list[int]]:
-        """The text of `ids` without special tokens, and how long it is after each of them.
+        """Returns the text of `ids` without special tokens, and its length after each id.
 
-        A character counts from the token that completes it; one that none completes is left out.
+        A character counts from the token that completes it; an incomplete one is left out.
         """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         pieces = [
@@ -119,7 +119,7 @@ class SimTokenizer:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt's text; contents are texts, arguments of calls JSON text or objects."""
+        """Returns the prompt's text; contents are text, arguments of calls JSON text or objects."""
         return self._template.render(
             messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt
         )
@@ -137,15 +137,15 @@ class SimTokenizer:
 
 @lru_cache(maxsize=1)
 def shared_tokenizer() -> SimTokenizer:
-    """One tokenizer for all engines of this process; it never changes."""
+    """Returns the tokenizer shared by all engines of this process; it never changes."""
     return SimTokenizer()
 
 
 def canonical_arguments(arguments: Any) -> str:
-    """Arguments of a call, JSON text or an object, in the one form that is written and returned.
+    """Returns arguments of a call, JSON text or an object, as canonical JSON text.
 
     Raises:
-        ValueError: they are no JSON, or nested too deep.
+        ValueError: they are not JSON, or nested too deep.
     """
     try:
         text = arguments if isinstance(arguments, str) else _to_json(arguments)
@@ -155,7 +155,7 @@ def canonical_arguments(arguments: Any) -> str:
 
 
 def assistant_text(message: Message) -> str:
-    """What the model writes for `message`; arguments of calls must be canonical JSON text."""
+    """Returns the model's text for `message`; arguments of calls must be canonical JSON text."""
     content = message.get("content") or ""
     calls = [
         f'{_CALL_OPENS}{{"name": {_to_json(call["function"]["name"])}, '
@@ -166,9 +166,9 @@ def assistant_text(message: Message) -> str:
 
 
 def parsed(text: str) -> tuple[str | None, list[tuple[str, str]]]:
-    """The content and the calls (name, arguments as JSON text) that `text` stands for.
+    """Returns the content and the calls (name, arguments as JSON text) in `text`.
 
-    What is not exactly in the form of `assistant_text` is content.
+    Anything that is not exactly in the format of `assistant_text` is content.
     """
     start = text.find(_CALL_OPENS)
     while start >= 0:
@@ -180,7 +180,7 @@ def parsed(text: str) -> tuple[str | None, list[tuple[str, str]]]:
 
 
 class CallSpan(msgspec.Struct, frozen=True):
-    """Where a call begins to show in the text (`opens`) and where its arguments stand."""
+    """Where a call first shows in the text (`opens`) and where its arguments are."""
 
     opens: int
     start: int
@@ -188,7 +188,7 @@ class CallSpan(msgspec.Struct, frozen=True):
 
 
 def call_spans(text: str, functions: list[dict[str, str]]) -> list[CallSpan]:
-    """The spans of the calls that `parsed(text)` found, in order."""
+    """Returns the spans of the calls that `parsed(text)` found, in order."""
     spans: list[CallSpan] = []
     for function in reversed(functions):
         # From the end: what stands before the first call is content and may hold anything.
@@ -201,7 +201,7 @@ def call_spans(text: str, functions: list[dict[str, str]]) -> list[CallSpan]:
 
 
 def _calls(text: str, start: int) -> list[tuple[str, str]]:
-    """The calls that stand one after the other from `start` to the end, or none."""
+    """Returns the calls that follow each other from `start` to the end, or none."""
     calls = []
     while True:
         if not text.startswith(_CALL_OPENS, start):
@@ -242,7 +242,7 @@ def _no_number(name: str) -> None:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The printable stand-ins of byte-level BPE (GPT-2's table) and the bytes they stand for."""
+    """Returns byte-level BPE's printable characters (GPT-2's table) and their bytes."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(plain)]
     return {chr(byte): byte for byte in plain} | {

@@ -1,4 +1,4 @@
-"""What the simulated policy says around an answer; nothing in it carries meaning.
+"""The phrases that the simulated policy puts around an answer; they carry no meaning.
 
 The tokenizer is trained on these phrases: run `make_tokenizer` after a change.
 """
@@ -31,7 +31,7 @@ CLOSERS = (
     "Nothing has changed:",
     "That was my final answer:",
 )
-"""Put before the answer when the conversation goes on after it was given."""
+"""Put before the answer when the conversation continues after the answer was given."""
 
 _NOUNS = (
     "answer agent bridge cloud corner engine field garden house island letter lamp market "
@@ -43,4 +43,4 @@ _VERBS = (
     "leaves makes meets needs opens reaches reads remembers shows starts takes turns waits"
 )
 NOUNS, VERBS = tuple(_NOUNS.split()), tuple(_VERBS.split())
-"""What babble is made of."""
+"""Words of arbitrary text."""
