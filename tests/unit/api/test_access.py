@@ -1,4 +1,4 @@
-"""Access tokens, roles, quotas: who may ask for what, over real HTTP."""
+"""Access tokens, roles, quotas: who may send which request, over real HTTP."""
 
 from __future__ import annotations
 

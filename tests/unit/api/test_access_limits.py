@@ -1,4 +1,4 @@
-"""Bounds of connections and requests, and HTTPS, over real sockets."""
+"""Limits of connections and requests, and HTTPS, over real sockets."""
 
 from __future__ import annotations
 

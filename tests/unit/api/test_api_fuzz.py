@@ -1,7 +1,8 @@
-"""Whatever is sent, the trainer API answers 4xx or better, shows no traceback and goes on.
+"""The trainer API answers any input with 4xx or better, without a traceback, and keeps running.
 
-By its own OpenAPI document (schemathesis), to which its answers keep, by a corpus of malformed
-bodies and by rubbish on the socket. 503 and 507 are for a store that fails, and here it does not.
+Inputs come from its own OpenAPI document (schemathesis), which the answers must match, from a
+corpus of malformed bodies, and from random bytes on the socket. 503 and 507 mean a failing store,
+and here the store works.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How batches are formed and what environments are told, held against the rules read literally."""
+"""Atropos batches and the answers to environments, compared with a literal reading of the rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bodies of the Atropos wire over real HTTP: what is taken, what is refused and how, gzip."""
+"""Bodies of the Atropos wire over real HTTP: what is accepted, what is refused and how, gzip."""
 
 from __future__ import annotations
 

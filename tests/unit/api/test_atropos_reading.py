@@ -1,4 +1,4 @@
-"""Posts are read as text where that is enough; this never takes what careful reading refuses."""
+"""The fast reading of Atropos posts as text never accepts what the full parser refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Atropos wire over real HTTP: what trainers and environments of that world are answered."""
+"""The Atropos wire over real HTTP: the answers to Atropos trainers and environments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit of `serve`: a share of what was delivered is scored again, and never waited for."""
+"""The audit of `serve` scores a share of the delivered groups again; nothing waits for it."""
 
 from __future__ import annotations
 

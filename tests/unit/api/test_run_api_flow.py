@@ -1,4 +1,4 @@
-"""`run-api` holds to what is declared about old groups, as `serve` does."""
+"""`run-api` applies the declared staleness rules, as `serve` does."""
 
 from __future__ import annotations
 

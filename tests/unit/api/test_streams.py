@@ -1,4 +1,4 @@
-"""Streams of leases over real HTTP: windows, hang-ups, broken connections, a killed server."""
+"""Streams of leases over real HTTP: windows, disconnects, broken connections, a killed server."""
 
 from __future__ import annotations
 

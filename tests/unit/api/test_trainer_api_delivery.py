@@ -1,5 +1,7 @@
-"""What a trainer may rely on, over real HTTP: limits and filters of leases, shared and broadcast
-runs, lost answers, checkpoints, and that a restart gets exactly what its checkpoint had not seen.
+"""Delivery guarantees for trainers, over real HTTP.
+
+Limits and filters of leases, shared and broadcast runs, lost answers, checkpoints; a restart gets
+exactly the groups that its checkpoint had not seen.
 """
 
 from __future__ import annotations

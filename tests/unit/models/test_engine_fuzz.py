@@ -1,4 +1,4 @@
-"""Whatever bytes an engine sends: a right answer or a typed error, in time, and nothing is leaked.
+"""Any bytes from an engine give a correct answer or a typed error, in time and without leaks.
 
 Hypothesis writes to a real socket; the engine's client reads.
 """

@@ -1,4 +1,4 @@
-"""What a probe finds out about an engine: its mode, what it lacks, and why."""
+"""What a probe reports about an engine: its mode, what it lacks, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decides about a replica, without a network: its breaker, its slots, its limit."""
+"""The parts that decide about a replica, without a network: its breaker, its slots, its limit."""
 
 from __future__ import annotations
 

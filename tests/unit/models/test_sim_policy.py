@@ -1,4 +1,4 @@
-"""What the simulated policy says: as often right as asked, never twice alike, always callable."""
+"""The simulated policy: correct as often as configured, varied answers, valid calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated engine over HTTP, as the OpenAI SDK, our own engine client and a person meet it."""
+"""The simulated engine over HTTP, used by the OpenAI SDK, this project's client and a person."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our own reading of what models write: calls of tools, reasoning, and the text around them."""
+"""This project's parsers of model output: tool calls, reasoning, and the text around them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Anthropic's messages API, as Anthropic's own client and its types see it."""
+"""Anthropic's messages API, checked with Anthropic's own client and types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests of Anthropic's messages API are read as, and which are refused."""
+"""How requests of Anthropic's messages API are parsed, and which are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's responses API, as OpenAI's own client and its types see it."""
+"""OpenAI's responses API, checked with OpenAI's own client and types."""
 
 from __future__ import annotations
 

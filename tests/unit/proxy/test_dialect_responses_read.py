@@ -1,4 +1,4 @@
-"""What requests of OpenAI's responses API are read as, and which are refused."""
+"""How requests of OpenAI's responses API are parsed, and which are refused."""
 
 from __future__ import annotations
 

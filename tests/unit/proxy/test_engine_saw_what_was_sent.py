@@ -1,5 +1,6 @@
-"""Any order of any requests: the engine sees what was sent, byte for byte, and what it samples
-behind that is recorded once. It samples whatever hypothesis likes, seldom as a tokenizer would.
+"""Any sequence of requests reaches the engine byte for byte; each sample is recorded once.
+
+The engine samples arbitrary tokens from hypothesis, rarely as a tokenizer would.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the proxy asks of the engine, records and shows, over HTTP with OpenAI's own client."""
+"""What the proxy sends to the engine, records and shows, over HTTP with OpenAI's own client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever an engine answers, the agent gets an answer or a typed error, and records stay true."""
+"""Whatever an engine answers, the agent gets an answer or a typed error; records stay correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long conversations are planned beside the event loop, and come out as short ones do."""
+"""Long conversations are planned off the event loop, with the same results as short ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When further groups may be begun: what waits stays bounded, and nothing waits for ever."""
+"""When further groups may start: the number waiting stays bounded, and nothing waits forever."""
 
 from __future__ import annotations
 

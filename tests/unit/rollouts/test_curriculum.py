@@ -1,5 +1,7 @@
-"""Which task comes next: estimates follow the policy, shares hold, nobody waits for ever, unsolved
-tasks come back, and more groups have something to learn from.
+"""The choice of the next task.
+
+Estimates follow the policy, shares hold, no task waits forever, unsolved tasks return, and more
+groups have a learning signal.
 """
 
 from __future__ import annotations

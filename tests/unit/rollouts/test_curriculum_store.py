@@ -1,4 +1,4 @@
-"""Estimates in the store: of what was scored, each group once, whatever is killed or told twice."""
+"""Estimates in the store count each scored group once, despite kills and repeated reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of rollouts and groups that come late, too old, or not at all: by declared rules."""
+"""Rollouts and groups that are late, stale or lost are handled by declared rules."""
 
 from __future__ import annotations
 

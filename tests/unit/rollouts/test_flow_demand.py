@@ -1,4 +1,4 @@
-"""What trainers want of the groups that are made, over a real store."""
+"""Trainers' demand for groups, over a real store."""
 
 from __future__ import annotations
 

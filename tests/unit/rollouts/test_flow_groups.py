@@ -1,4 +1,4 @@
-"""Groups that lack rollouts, made for real: their records say how they came about."""
+"""Real groups that lack rollouts: their records say why."""
 
 from __future__ import annotations
 

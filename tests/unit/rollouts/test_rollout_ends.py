@@ -1,4 +1,4 @@
-"""What ended a rollout decides whose fault it was, and how long until it is tried again."""
+"""The cause of a rollout's end decides who is at fault and how long until a retry."""
 
 from __future__ import annotations
 

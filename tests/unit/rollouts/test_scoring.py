@@ -1,4 +1,4 @@
-"""Scorer processes that misbehave, and `envserver score` over rows that do."""
+"""Scorer processes that misbehave, and `envserver score` with bad rows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The parts that backends are made of, whether each really holds, and what is done where none does.
+"""Each backend layer enforces its limits, and missing layers are handled.
 
-Run by root, all of this is run once more as an ordinary user, as servers mostly are.
+When run by root, every test runs once more as an ordinary user, as most servers do.
 """
 
 from __future__ import annotations

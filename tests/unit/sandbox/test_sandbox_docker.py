@@ -1,4 +1,4 @@
-"""The backend `docker`: what an engine is told, and that a container serves as any sandbox does."""
+"""The backend `docker`: the engine's command line, and containers that behave like any sandbox."""
 
 from __future__ import annotations
 

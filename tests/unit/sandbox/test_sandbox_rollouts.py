@@ -1,4 +1,4 @@
-"""Sandboxes of rollouts and scorers: they end with their owners; failures of ours never count."""
+"""Sandboxes of rollouts and scorers end with their owners; infrastructure failures never count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nobody who talks to a part of the sandboxes can break it: broken clients, a hostile inside."""
+"""No client can break a part of the sandboxes: broken clients, a hostile in-sandbox server."""
 
 from __future__ import annotations
 

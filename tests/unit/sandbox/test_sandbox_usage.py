@@ -1,4 +1,4 @@
-"""What a sandbox counts of what programs used."""
+"""The resource usage that a sandbox reports for its programs."""
 
 from __future__ import annotations
 

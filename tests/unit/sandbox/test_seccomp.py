@@ -1,4 +1,4 @@
-"""The filter of system calls, run by an interpreter: for machines that the tests do not run on."""
+"""Runs the system-call filter in an interpreter, to cover architectures other than this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store through its public methods: what was put is there, and nothing is delivered twice."""
+"""The store's public methods: groups that were put are found, and nothing is delivered twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups whose bodies a disk damaged: a trainer gets all others, and never waits for those."""
+"""Groups whose stored bodies are damaged: a trainer gets all others and never waits for these."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the store does while its database fails: the table in envserver/store/README.md, row by row.
+"""The store while its database fails: the table in envserver/store/README.md, row by row.
 
-What holds throughout: what was acknowledged is there, nothing is delivered twice while a lease
-holds, every refusal is a typed StoreError, and the event loop goes on.
+What always holds: acknowledged groups are kept, nothing is delivered twice while a lease holds,
+every refusal is a typed StoreError, and the event loop stays responsive.
 """
 
 from __future__ import annotations

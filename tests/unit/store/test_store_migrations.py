@@ -1,4 +1,4 @@
-"""Stores that an older version wrote: all that was in them is there, as it was."""
+"""Stores written by an older version keep all their contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store against a simple model: whatever is asked in whatever order, both say the same."""
+"""The store against a simple model: any sequence of calls gives the same answers."""
 
 from __future__ import annotations
 

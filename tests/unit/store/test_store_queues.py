@@ -1,4 +1,4 @@
-"""Runs, their queues and what is leased from them: who gets which group, and what can be undone."""
+"""Runs, their queues and leases: who gets which group, and what can be undone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What retention removes, what it never does, and what is still known afterwards."""
+"""What retention removes, what it keeps, and what is still known afterwards."""
 
 from __future__ import annotations
 

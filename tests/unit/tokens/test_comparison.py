@@ -1,4 +1,4 @@
-"""Where a template shows an answer otherwise than it was sampled, the difference gets its name."""
+"""If a template renders an answer differently than it was sampled, the difference is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever an agent does to its conversations, recorded tokens stand only where they fit."""
+"""Random changes to conversations: recorded tokens are reused only where they fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every check of the recorded tokens refuses something: right rows and calls, one value changed."""
+"""Every check of the recorded tokens refuses a right row or call with one value changed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rows that are made wrongly are caught: by the invariants, or by the definition of the rows.
+"""Wrong rows are caught by the invariants or by the definition of the rows.
 
-Two ways of going wrong: mistakes that real recorders made, each in a few lines, and our own builder
-with one line changed.
+Two sources of errors: mistakes that real recorders made, each in a few lines, and this project's
+builder with one line changed.
 """
 
 from __future__ import annotations

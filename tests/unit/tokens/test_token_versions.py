@@ -1,4 +1,4 @@
-"""Weights that change while a call is frozen at the engine: each token knows which sampled it."""
+"""Weights that change while a call is paused at the engine: each token has its policy version."""
 
 from __future__ import annotations
 

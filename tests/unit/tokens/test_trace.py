@@ -1,4 +1,4 @@
-"""A trace gives back the calls it was made from, in every field, and grows with what is new."""
+"""A trace gives back the calls it was made from, in every field, and stores only what is new."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents that execute code in their own process: the process lives behind the wall."""
+"""Agents that execute code in their own process: the whole process is sandboxed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pure parts of workers: frames, bounded output, who is blamed for a death."""
+"""The pure parts of workers: frames, limited output, and the blame for a death."""
 
 from __future__ import annotations
 

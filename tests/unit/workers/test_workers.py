@@ -1,4 +1,4 @@
-"""Workers: agents run, fail and misbehave in processes of their own; the server knows how."""
+"""Workers: agents run, fail and misbehave in their own processes, and the server reports how."""
 
 from __future__ import annotations
 
