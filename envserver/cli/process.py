@@ -104,7 +104,7 @@ def show_notes(
         files: where groups lie, and how many.
     """
     if settings.model == SIMULATED:
-        console.print("The model was simulated: these rewards are no measure of any real one.")
+        console.print("The model was simulated: these rewards do not measure a real model.")
 
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

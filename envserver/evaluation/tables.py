@@ -77,7 +77,7 @@ def warnings_of(report: Report | Suite) -> list[str]:
     return found
 
 
-_SIMULATED = "The model was simulated: these rewards are no measure of any real one."
+_SIMULATED = "The model was simulated: these rewards do not measure a real model."
 
 
 def _who_measured(report: Report) -> str:

@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 import orjson
 import structlog
-from envserver_records.errors import ConfigError, Failure, InputError, StoreError
-from envserver_records.files import write_failure
+from envserver_records.errors import ConfigError, Failure, InputError
 from envserver_records.records import Group, SandboxUsage, Split, Tokens, Trajectory
 
 from ..formats.atropos import ScoreRange, group_to_atropos
 from ..rollouts.estimates import Scored, scored
 from ..rollouts.events import Event, GroupDropped, RolloutFailed
 from ..rollouts.kept_calls import kept_calls
+from .output_file import OutputFile, cut_torn_line, lock, open_appending
 
 log = structlog.get_logger()
 
@@ -146,7 +145,7 @@ class JsonlSink:
     def __init__(
         self,
         path: Path,
-        file: IO[bytes],
+        file: OutputFile,
         written: _Written,
         *,
         include_messages: bool,
@@ -199,7 +198,7 @@ class JsonlSink:
         async with self._lock:
             if group.group_id in self._done:
                 return
-            await asyncio.to_thread(append_durably, self._file, line)
+            await asyncio.to_thread(self._file.append, line)
             self._done.add(group.group_id)
 
     async def known(self, group_ids: list[str]) -> set[str]:
@@ -208,26 +207,6 @@ class JsonlSink:
 
     async def wait_for_capacity(self) -> None:
         """Returns at once: a file always has capacity."""
-
-
-def append_durably(file: IO[bytes], data: bytes) -> None:
-    """Appends all of `data` to an unbuffered `file` and syncs it, or nothing.
-
-    Raises:
-        StoreFull: the disk is full.
-        StoreError: it cannot be written for another reason.
-    """
-    start = file.seek(0, os.SEEK_END)
-    try:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[file.write(rest) :]
-        os.fdatasync(file.fileno())
-    except OSError as error:
-        with contextlib.suppress(OSError):  # the original failure is the one to tell
-            file.truncate(start)
-        hint = "Nothing of this group was kept. Free space and run again with --resume."
-        raise write_failure(file.name, error, hint) from error
 
 
 @contextlib.asynccontextmanager
@@ -248,6 +227,7 @@ async def open_sink(
     """Opens the file at `path`, new or to be resumed.
 
     Args:
+        overwrite: the first group replaces the file.
         beside: `env`, `split` and `seed` of other groups in the same file.
         tell: called for each group already in the file and, as far as the failures file has them,
             for each group that was scored and dropped.
@@ -259,60 +239,28 @@ async def open_sink(
         InputError: a line is not a group.
         StoreError: it cannot be opened.
     """
-    with await asyncio.to_thread(_open_appending, path) as file:
-        _lock(file, path)
+    with await asyncio.to_thread(open_appending, path) as file:
+        lock(file, path)
         if file.seek(0, os.SEEK_END) and not (resume or overwrite):
             raise ConfigError(
                 f"{path} exists.", hint="Go on with it by --resume, replace it by --overwrite."
             )
-        if overwrite:
-            file.truncate(0)
-        expected = [{"env": env, "split": split, "seed": seed}, *map(dict, beside)]
-        written = await asyncio.to_thread(_read, path, expected, tell)
-        if tell is not None and resume:
-            await asyncio.to_thread(_read_dropped, failures_path(path), tell)
-        cut_torn_line(file)
-        yield JsonlSink(
-            path,
-            file,
-            written,
-            include_messages=include_messages,
-            include_actions=include_actions,
-            score_range=score_range,
-        )
-
-
-def _open_appending(path: Path) -> IO[bytes]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("a+b", 0)
-    except OSError as error:
-        raise StoreError(f"{path} cannot be opened: {error.strerror}.") from error
-
-
-def _lock(file: IO[bytes], path: Path) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise ConfigError(f"Another process is writing {path}.") from error
-
-
-def cut_torn_line(file: IO[bytes]) -> int:
-    """Removes what follows the last newline; returns the number of bytes removed."""
-    size = file.seek(0, os.SEEK_END)
-    end = size
-    while end:
-        start = max(0, end - 65536)
-        file.seek(start)
-        at = file.read(end - start).rfind(b"\n")
-        if at >= 0:
-            end = start + at + 1
-            break
-        end = start
-    if end < size:
-        file.truncate(end)
-        os.fsync(file.fileno())
-    return size - end
+        written = _Written(set(), set())
+        if not overwrite:
+            expected = [{"env": env, "split": split, "seed": seed}, *map(dict, beside)]
+            written = await asyncio.to_thread(_read, path, expected, tell)
+            if tell is not None and resume:
+                await asyncio.to_thread(_read_dropped, failures_path(path), tell)
+            cut_torn_line(file)
+        with contextlib.closing(OutputFile(path, file, replaces=overwrite)) as output:
+            yield JsonlSink(
+                path,
+                output,
+                written,
+                include_messages=include_messages,
+                include_actions=include_actions,
+                score_range=score_range,
+            )
 
 
 class _Facts(msgspec.Struct):

@@ -21,7 +21,7 @@ import orjson
 from envserver_records.errors import ConfigError, StoreError
 from envserver_records.records import Group, Trajectory
 
-from .jsonl import append_durably, cut_torn_line
+from .output_file import append_durably, cut_torn_line
 
 Decode = Callable[[list[int]], str]
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from http import HTTPStatus
 
 import structlog
-from envserver_records.errors import EngineError
+from envserver_records.errors import EngineError, EngineUnavailable
 
 from ..config import EngineConfig, OpenAIConfig, Settings
 from ..models.engine import Engine
@@ -96,6 +96,11 @@ def make_endpoint(
     return EngineEndpoint(engine, find=find, tokens=tokens, gate=gate)
 
 
+_START_AN_ENGINE = (
+    "Start one: `envserver models start MODEL`; or use the simulated engine: --model sim."
+)
+
+
 async def look_at(engine: Engine, *, must_answer: bool) -> bool:
     """Checks that an engine answers at its address, before many rollouts fail.
 
@@ -117,6 +122,8 @@ async def look_at(engine: Engine, *, must_answer: bool) -> bool:
             await engine.get("/v1/models")
         except EngineError as error:
             if error.detail.get("status") != HTTPStatus.NOT_FOUND:
+                if isinstance(error, EngineUnavailable):
+                    error.hint = error.hint or _START_AN_ENGINE
                 raise
     return answers or must_answer
 

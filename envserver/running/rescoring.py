@@ -31,7 +31,7 @@ from envserver_records.errors import (
 from envserver_records.records import Result, Score, Task
 
 from ..config import SandboxConfig
-from ..export.jsonl import append_durably, cut_torn_line
+from ..export.output_file import append_durably, cut_torn_line
 from ..export.rescored import old_reward, rescored_line
 from ..export.stored import StoredGroup, StoredRollout, read_groups
 from ..registry import absolute

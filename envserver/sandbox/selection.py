@@ -65,7 +65,8 @@ def nothing_works(failed: Sequence[ProbeReport]) -> ConfigError:
     """The refusal: every backend that was tried, why it failed, and what to do."""
     reasons = "; ".join(f"{report.backend}: {report.failure}" for report in failed)
     steps = list(dict.fromkeys(step for report in failed for step in report.remedies))
-    steps.append("Or use containers: --sandbox.backend docker.")
+    if all(report.backend != "docker" for report in failed):
+        steps.append("Or use containers: --sandbox.backend docker.")
     return ConfigError(
         f"Programs of a model cannot be held back on this machine. {reasons}.",
         hint=" ".join(steps) + " `envserver doctor` shows every check.",

@@ -333,3 +333,18 @@ def test_a_flag_that_does_not_exist_leaves_an_old_file_alone(tmp_path: Path) -> 
     assert ran.returncode == 2
     assert "There is no flag 'mixed_version'. Did you mean 'mixed_versions'?" in ran.stderr
     assert (tmp_path / "out.jsonl").read_text() == "old\n"
+
+
+def test_overwrite_keeps_the_old_file_until_the_first_group(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("old\n")
+    words = ("process", "--env", "math", "--env.total_steps", "1", "--overwrite",
+             "--env.data_path_to_save_groups", "out.jsonl")  # fmt: skip
+    failed = envserver(*words, "--openai.base_url", "http://127.0.0.1:9/v1", folder=tmp_path)
+    assert failed.returncode == 1
+    assert out.read_text() == "old\n"
+    assert "envserver models start" in failed.stderr
+    assert "--model sim" in failed.stderr
+    assert envserver(*words, "--model", "sim", folder=tmp_path).returncode == 0
+    assert len(list(read_jsonl(out))) == 1
+    assert [path.name for path in tmp_path.glob(".*.partial")] == []

@@ -42,10 +42,10 @@ def run_command(
     try:
         train(arguments, console)
     except (ConfigError, ConflictError, InputError) as error:
-        _tell(console, error)
+        tell(console, error)
         return 2
     except EnvserverError as error:
-        _tell(console, error)
+        tell(console, error)
         return 1
     except KeyboardInterrupt:
         console.print("Stopped; the same command continues from the last checkpoint.")
@@ -53,8 +53,10 @@ def run_command(
     return 0
 
 
-def _tell(console: Console, error: EnvserverError) -> None:
-    console.print(f"[red]Error:[/] {error.message}\n{error.hint}", highlight=False, soft_wrap=True)
+def tell(console: Console, error: EnvserverError) -> None:
+    """Prints an error in red; its text is not markup: `envserver[train]` keeps its brackets."""
+    console.print("envserver:", style="red", end=" ")
+    console.print(error.message, error.hint, markup=False, highlight=False, soft_wrap=True)
 
 
 def _quiet() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from ...config import Settings
-from ..command_line import CommandSpec
+from ..command_line import FREQUENT, CommandSpec
 
 SUMMARY = """Runs rollouts of one environment and writes those with the best scores of each group as
 rows for supervised training: {"messages", "score"}, or {"prefix", "completion", "score"}."""
@@ -44,4 +44,5 @@ COMMAND = CommandSpec(
     usage="FILE --env NAME",
     arguments=("filepath",),
     aliases=ALIASES,
+    frequent=(*FREQUENT, "filepath", "tokenizer", "save_messages", "num_seqs_to_save"),
 )

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from envserver_clients import dpo, sft
 from envserver_clients.finetuning.card import base_name
+from envserver_clients.finetuning.command import tell
 from envserver_clients.finetuning.data import Part, digest_of, parts_of, rows_of
+from rich.console import Console
 
 from envserver import ConfigError, InputError
 
@@ -101,3 +103,9 @@ def test_a_card_never_shows_a_path(tmp_path: Path) -> None:
     assert base_name(str(tmp_path), None) == tmp_path.name
     assert base_name("org/model", None) == "org/model"
     assert base_name(str(tmp_path), "org/model") == "org/model"
+
+
+def test_an_error_keeps_the_brackets_of_an_extra(capsys: pytest.CaptureFixture[str]) -> None:
+    tell(Console(stderr=True), ConfigError("No trl.", hint="pip install 'envserver[train,data]'"))
+    told = capsys.readouterr().err
+    assert told.startswith("envserver: No trl. pip install 'envserver[train,data]'")

@@ -31,6 +31,7 @@ from envserver.cli import doctor_command, main
 from envserver.config import SandboxConfig
 from envserver.sandbox import bubblewrap, landlock, linux, seccomp, selection, service, system
 from envserver.sandbox.probe import ProbeReport, examine, unavailable
+from envserver.sandbox.selection import nothing_works
 from envserver.sandbox.service import SandboxService, probe
 
 PROJECT = Path(__file__).parents[3]
@@ -431,3 +432,10 @@ def test_all_of_this_holds_for_an_ordinary_user() -> None:
     result = run_as_ordinary_user(words)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "passed" in result.stdout
+
+
+def test_a_missing_docker_is_not_advised_where_docker_failed() -> None:
+    failed = [ProbeReport(backend="docker", works=False, failure="neither docker nor podman")]
+    assert "--sandbox.backend docker" not in nothing_works(failed).hint
+    failed = [ProbeReport(backend="bwrap", works=False, failure="bwrap is not installed")]
+    assert "--sandbox.backend docker" in nothing_works(failed).hint

@@ -1,0 +1,112 @@
+"""Files that lines are appended to: locked, synced, replaced by a rename, cut after a torn write.
+
+In: lines. Out: a file of whole lines. What always holds: each append is whole or undone, and an old
+file is replaced only when the first line of the new one is on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+from typing import IO
+
+from envserver_records.errors import ConfigError, StoreError
+from envserver_records.files import replacing_path, write_failure
+
+
+class OutputFile:
+    """A locked file that lines are appended to; the first line may replace what another run left.
+
+    The old content stays until then, so a run that fails before its first group loses nothing.
+    """
+
+    def __init__(self, path: Path, file: IO[bytes], *, replaces: bool) -> None:
+        """
+        Args:
+            file: `path`, opened to append and locked; the caller closes it.
+            replaces: the first line replaces the file by a rename.
+        """
+        self._path = path.resolve()
+        self._file = file
+        self._replaces = replaces
+        self._opened = contextlib.ExitStack()
+
+    def append(self, line: bytes) -> None:
+        """Appends `line` and syncs it to disk.
+
+        Raises:
+            StoreError: it cannot be written; the file is unchanged.
+        """
+        if not self._replaces:
+            append_durably(self._file, line)
+            return
+        # The old file stays open: its lock refuses processes that opened it before the rename.
+        with contextlib.ExitStack() as stack:
+            try:
+                with replacing_path(self._path) as partial:
+                    file = stack.enter_context(open_appending(partial))
+                    lock(file, self._path)
+                    append_durably(file, line)
+            except OSError as error:
+                raise write_failure(str(self._path), error, "The old file is unchanged.") from error
+            self._opened = stack.pop_all()
+        self._file, self._replaces = file, False
+
+    def close(self) -> None:
+        """Closes the file that replaced the old one."""
+        self._opened.close()
+
+
+def append_durably(file: IO[bytes], data: bytes) -> None:
+    """Appends all of `data` to an unbuffered `file` and syncs it, or nothing.
+
+    Raises:
+        StoreFull: the disk is full.
+        StoreError: it cannot be written for another reason.
+    """
+    start = file.seek(0, os.SEEK_END)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[file.write(rest) :]
+        os.fdatasync(file.fileno())
+    except OSError as error:
+        with contextlib.suppress(OSError):  # the original failure is the one to tell
+            file.truncate(start)
+        hint = "Nothing of this group was kept. Free space and run again with --resume."
+        raise write_failure(file.name, error, hint) from error
+
+
+def open_appending(path: Path) -> IO[bytes]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a+b", 0)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be opened: {error.strerror}.") from error
+
+
+def lock(file: IO[bytes], path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise ConfigError(f"Another process is writing {path}.") from error
+
+
+def cut_torn_line(file: IO[bytes]) -> int:
+    """Removes what follows the last newline; returns the number of bytes removed."""
+    size = file.seek(0, os.SEEK_END)
+    end = size
+    while end:
+        start = max(0, end - 65536)
+        file.seek(start)
+        at = file.read(end - start).rfind(b"\n")
+        if at >= 0:
+            end = start + at + 1
+            break
+        end = start
+    if end < size:
+        file.truncate(end)
+        os.fsync(file.fileno())
+    return size - end

@@ -1,0 +1,37 @@
+"""The file that a run appends groups to, and how it replaces an old one."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from envserver_records.errors import ConfigError
+
+from envserver.export.output_file import OutputFile, lock, open_appending
+
+
+def test_the_first_line_replaces_the_old_content_and_later_lines_are_appended(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text("old 1\nold 2\n")
+    with open_appending(path) as old, contextlib.closing(OutputFile(path, old, replaces=True)) as f:
+        lock(old, path)
+        assert path.read_text() == "old 1\nold 2\n"
+        f.append(b"new 1\n")
+        assert path.read_text() == "new 1\n"
+        f.append(b"new 2\n")
+        with open_appending(path) as other, pytest.raises(ConfigError, match="Another process"):
+            lock(other, path)
+    assert path.read_text() == "new 1\nnew 2\n"
+
+
+def test_a_file_behind_a_link_is_replaced_and_the_link_stays(tmp_path: Path) -> None:
+    real, link = tmp_path / "real.jsonl", tmp_path / "link.jsonl"
+    real.write_text("old\n")
+    link.symlink_to(real)
+    with open_appending(link) as old, contextlib.closing(OutputFile(link, old, replaces=True)) as f:
+        f.append(b"new\n")
+    assert link.is_symlink()
+    assert real.read_text() == "new\n"
