@@ -23,7 +23,7 @@ from ..formats.atropos import ScoreRange
 from ..proxy.gate import Gate
 from ..rollouts.capacity import Bounds
 from ..rollouts.ordered import Orders
-from ..store import Store
+from ..store import GroupStore
 from ..store.demand import Demand
 from . import problems
 from .access.middleware import Access, KnownNames
@@ -48,7 +48,7 @@ _CHANGING_GETS: Final = frozenset({"/batch", "/reset_data"})
 
 
 def create_api(
-    store: Store,
+    store: GroupStore,
     *,
     settings: ServerConfig,
     status: Callable[[], dict[str, Any]] | None = None,
@@ -156,7 +156,7 @@ def create_api(
     return app
 
 
-async def _expire_leases(store: Store, atropos: AtroposService) -> None:
+async def _expire_leases(store: GroupStore, atropos: AtroposService) -> None:
     """Queues overdue leases again, until cancelled; a store that fails is asked again."""
     while True:
         await asyncio.sleep(_EXPIRY_SECONDS)
@@ -170,7 +170,7 @@ async def _expire_leases(store: Store, atropos: AtroposService) -> None:
             atropos.store_changed()
 
 
-def _store_only(store: Store) -> Health:
+def _store_only(store: GroupStore) -> Health:
     health = Health()
     health.found("store", store_probe(store))
     return health

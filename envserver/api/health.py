@@ -20,7 +20,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from ..models.engine import Engine
-from ..store import Store
+from ..store import GroupStore
 from ..telemetry.lag import LoopLag
 from .native.answers import json_answer
 from .problems import error_answer
@@ -138,7 +138,7 @@ class Health:
             _log.info("part_is_back", part=name)
 
 
-def store_probe(store: Store) -> Probe:
+def store_probe(store: GroupStore) -> Probe:
     """Asks the store for something small."""
 
     async def probe() -> str:

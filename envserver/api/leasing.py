@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..formats.atropos import group_to_atropos
-from ..store import GroupRow, Lease, Store
+from ..store import GroupRow, GroupStore, Lease
 from ..store.compression import RAW, ZSTD, decode
 from ..store.damage import DamagedBodies, decode_all
 from .cache import Cache
@@ -103,7 +103,7 @@ class GroupEncoder:
             groups in JSON.
     """
 
-    def __init__(self, store: Store, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(self, store: GroupStore, most_bytes: int = _MOST_BYTES) -> None:
         self._store = store
         self._stored = Cache(self._read, lambda body: len(body.data), most_bytes)
         self._json = Cache(self._encode, len, most_bytes)

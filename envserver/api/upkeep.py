@@ -9,14 +9,14 @@ import structlog
 from envserver_records.errors import StoreError
 
 from ..config import RetentionConfig
-from ..store import Store
+from ..store import GroupStore
 
 log = structlog.get_logger(__name__)
 
 _SECONDS: Final = 300.0
 
 
-async def remove_old(store: Store, retention: RetentionConfig) -> None:
+async def remove_old(store: GroupStore, retention: RetentionConfig) -> None:
     """Removes what was delivered long ago, every few minutes until cancelled; a store that fails is
     asked again.
     """

@@ -17,7 +17,7 @@ from ..proxy.gate import Gate
 from ..rollouts.capacity import Bounds
 from ..running.bootstrap import beside, front
 from ..running.metrics import Deliveries
-from ..store import Store
+from ..store import GroupStore
 from ..store.demand import Demand, Staleness
 from .logs import configure_logs
 from .loop import run_loop
@@ -69,7 +69,7 @@ async def run_api(settings: RunApiSettings) -> int:
 class _Delivery:
     """Which groups go to trainers, and what environments on other machines may make of them."""
 
-    def __init__(self, store: Store, settings: RunApiSettings) -> None:
+    def __init__(self, store: GroupStore, settings: RunApiSettings) -> None:
         rules = settings.rollouts
         self.version = -1
         self.staleness = Staleness(store, rules.most_staleness)

@@ -17,7 +17,7 @@ from ..api.health import Health, store_probe
 from ..api.metrics import Metrics
 from ..api.server import RunningServer, serve_api
 from ..config import ServerConfig, StorePlace, TelemetryConfig
-from ..store import Store, open_store
+from ..store import GroupStore, open_store
 from ..telemetry.lag import LoopLag
 
 
@@ -26,7 +26,7 @@ class Front:
 
     def __init__(
         self,
-        store: Store,
+        store: GroupStore,
         health: Health,
         lag: LoopLag,
         bootstrap: BootstrapServer,

@@ -24,7 +24,7 @@ from ..rollouts.stream import GroupRequest, again_prefix, group_requests, id_pre
 from ..rollouts.task_stream import Known, TaskStream
 
 if TYPE_CHECKING:  # a command without a store need not wait for SQLAlchemy
-    from ..store import Store
+    from ..store import GroupStore
 
 _log = structlog.get_logger("envserver.curriculum")
 
@@ -48,7 +48,7 @@ def stream_of(
 
 
 async def curriculum_of_store(
-    environment: Environment, rules: CurriculumConfig, store: Store, version: Callable[[], int]
+    environment: Environment, rules: CurriculumConfig, store: GroupStore, version: Callable[[], int]
 ) -> TaskStream | None:
     """Returns a task stream that uses the store's estimates; None if estimates are not used."""
     store.discount = rules.discount
@@ -66,12 +66,12 @@ async def curriculum_of_store(
     )
 
 
-def _look(store: Store, loop: asyncio.AbstractEventLoop, asked: list[GroupRequest]) -> Known:
+def _look(store: GroupStore, loop: asyncio.AbstractEventLoop, asked: list[GroupRequest]) -> Known:
     """Reads estimates from the thread that reads tasks."""
     return asyncio.run_coroutine_threadsafe(_ask(store, asked), loop).result()
 
 
-async def _ask(store: Store, asked: list[GroupRequest]) -> Known:
+async def _ask(store: GroupStore, asked: list[GroupRequest]) -> Known:
     """Reads the store's estimates of these tasks; retries until the store answers."""
     env, split = asked[0].env, asked[0].split
     while True:

@@ -24,7 +24,7 @@ from ..rollouts.ordered import Orders
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import id_prefix
 from ..rollouts.task_stream import TaskStream
-from ..store import Store
+from ..store import GroupStore
 from ..store.demand import Demand, Staleness
 from ..store.sink import StoreOrderSink
 from .bootstrap import Front, beside
@@ -146,7 +146,7 @@ def loaded_parts(members: Members) -> list[str]:
 
 
 async def _curriculum(
-    member: Member[MixSettings], store: Store, version: Callable[[], int]
+    member: Member[MixSettings], store: GroupStore, version: Callable[[], int]
 ) -> TaskStream | None:
     rules = member.spec.settings.curriculum
     return await curriculum_of_store(member.environment, rules, store, version)
@@ -214,7 +214,7 @@ def _found(health: Health, environment: str, part: str) -> None:
     health.found(f"{part}:{environment}")
 
 
-def _demand(members: Members, store: Store) -> Demand:
+def _demand(members: Members, store: GroupStore) -> Demand:
     rollouts = members[0].spec.settings.rollouts
     sizes = [
         min(one.spec.settings.rollouts.min_group_size or size, size)
@@ -237,7 +237,7 @@ def _demand(members: Members, store: Store) -> Demand:
 async def _schedulers(
     members: Members,
     parts: list[RolloutContext],
-    store: Store,
+    store: GroupStore,
     demand: Demand,
     elsewhere: RunnerRegistry,
     curricula: Mapping[str, TaskStream],

@@ -24,7 +24,7 @@ from ..rollouts.events import (
 )
 from ..rollouts.group import RolloutContext
 from ..rollouts.task_stream import TaskStream
-from ..store import Lease, Store
+from ..store import GroupStore, Lease
 from ..store.states import GroupState
 from ..telemetry.families import by_key, counter, gauge, histogram, single
 from ..telemetry.numbers import OTHER, SECONDS, Counts, Distribution, Labelled
@@ -224,7 +224,7 @@ class Deliveries:
         version: returns the current policy version; -1 if it is unknown.
     """
 
-    def __init__(self, store: Store, version: Callable[[], int]) -> None:
+    def __init__(self, store: GroupStore, version: Callable[[], int]) -> None:
         self._store = store
         self._version = version
         self._staleness = Distribution(_VERSIONS)

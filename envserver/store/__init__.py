@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .interface import GroupStore
 from .rows import (
     ATROPOS_RUN,
     UNKNOWN_VERSION,
@@ -36,6 +37,7 @@ __all__ = [
     "Delivery",
     "GroupPut",
     "GroupRow",
+    "GroupStore",
     "GroupState",
     "Lease",
     "Run",

@@ -29,8 +29,8 @@ from ..rollouts.capacity import (
 )
 from ..rollouts.policy import oldest_deliverable
 from .changes import Changes
+from .interface import GroupStore
 from .rows import ATROPOS_RUN
-from .sql import Store
 from .transaction import KnownRun
 
 log = structlog.get_logger(__name__)
@@ -59,7 +59,7 @@ class Staleness:
         max_staleness: versions that its oldest token may be behind; None: any.
     """
 
-    def __init__(self, store: Store, max_staleness: int | None) -> None:
+    def __init__(self, store: GroupStore, max_staleness: int | None) -> None:
         self._store = store
         self._most = max_staleness
         self._published = Changes()
@@ -100,7 +100,7 @@ class Demand:
 
     def __init__(
         self,
-        store: Store,
+        store: GroupStore,
         bounds: Bounds,
         *,
         smallest_group: int = 1,

@@ -9,8 +9,8 @@ from envserver_records.records import Group, pack
 
 from ..rollouts.estimates import Scored, scored_of
 from .demand import Demand
+from .interface import GroupStore
 from .rows import GroupPut
-from .sql import Store
 
 
 class StoreSink:
@@ -21,7 +21,7 @@ class StoreSink:
         demand: of all environments of this server.
     """
 
-    def __init__(self, store: Store, env: str, demand: Demand) -> None:
+    def __init__(self, store: GroupStore, env: str, demand: Demand) -> None:
         self._store = store
         self._env = env
         self._demand = demand
@@ -63,7 +63,7 @@ class StoreOrderSink:
     delivered groups.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: GroupStore) -> None:
         self._store = store
 
     async def put(self, group: Group) -> None:

@@ -17,7 +17,7 @@ from envserver_records.errors import StoreError
 from envserver_records.records import Group, unpack
 
 from ...formats.atropos import ScoreRange, group_to_atropos
-from ...store import Store
+from ...store import GroupStore
 from .batching import Waiting
 
 _MOST_BYTES: Final = 64 * 1024 * 1024
@@ -34,7 +34,7 @@ class EncodedGroups:
 
     def __init__(
         self,
-        store: Store,
+        store: GroupStore,
         *,
         include_messages: bool,
         score_range: ScoreRange,

@@ -16,7 +16,7 @@ from envserver_records.errors import StoreError
 from msgspec import structs
 
 from ...rollouts.estimates import scored
-from ...store import GroupPut, Store, compression
+from ...store import GroupPut, GroupStore, compression
 from ...store.groups import EncodedPut
 from .batching import Waiting
 from .encoded import EncodedGroups
@@ -32,7 +32,7 @@ _INT64: Final = 2**63
 class Posts:
     """Stores posts; `under_way` holds the ids of those that are being stored right now."""
 
-    def __init__(self, store: Store, view: View, encoded: EncodedGroups) -> None:
+    def __init__(self, store: GroupStore, view: View, encoded: EncodedGroups) -> None:
         self._store = store
         self._view = view
         self._encoded = encoded

@@ -20,7 +20,7 @@ import structlog
 from envserver_records.errors import ConflictError, NotFoundError, StoreError, StoreFull
 
 from ...formats.atropos import ScoreRange
-from ...store import ATROPOS_RUN, Store
+from ...store import ATROPOS_RUN, GroupStore
 from ...store.damage import DamagedBodies
 from ..heartbeats import Heartbeats
 from .batching import Formed, Lane, form_batches
@@ -60,7 +60,7 @@ class AtroposService:
 
     def __init__(
         self,
-        store: Store,
+        store: GroupStore,
         *,
         lease_seconds: float,
         include_messages: bool = True,

@@ -13,7 +13,7 @@ from fastapi import APIRouter
 
 from ...config import ServerConfig
 from ...rollouts.ordered import Orders
-from ...store import Store
+from ...store import GroupStore
 from ..atropos.service import AtroposService
 from ..leasing import GroupEncoder
 from .estimates import add_estimate_routes
@@ -31,7 +31,7 @@ __all__ = ["VERSION_LIMIT", "PolicyVersion", "native_routes"]
 
 
 def native_routes(
-    store: Store,
+    store: GroupStore,
     atropos: AtroposService,
     policy: PolicyVersion,
     *,

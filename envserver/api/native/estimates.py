@@ -8,7 +8,7 @@ from envserver_records.records import Split
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from ...store import Store
+from ...store import GroupStore
 from ...store.estimates import EstimateRow
 from .answers import answers, json_answer
 from .models import MOST_GROUPS, EstimatesAnswer
@@ -16,7 +16,7 @@ from .models import MOST_GROUPS, EstimatesAnswer
 _NUMBER_LIMIT = 2**63 - 1
 
 
-def add_estimate_routes(router: APIRouter, store: Store) -> None:
+def add_estimate_routes(router: APIRouter, store: GroupStore) -> None:
     @router.get(
         "/v1/tasks/estimates",
         responses=answers(EstimatesAnswer, 422, what="A page of estimates."),

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...store import GroupRow, Store
+from ...store import GroupRow, GroupStore
 from ..leasing import GroupEncoder, PackedAnswer
 from .answers import answers, json_answer
 from .models import MOST_GROUPS, GroupsAnswer, LeasedGroup
@@ -18,7 +18,7 @@ from .models import MOST_GROUPS, GroupsAnswer, LeasedGroup
 _SEQ_LIMIT: Final = 2**63 - 1
 
 
-def add_group_routes(router: APIRouter, store: Store, encoder: GroupEncoder) -> None:
+def add_group_routes(router: APIRouter, store: GroupStore, encoder: GroupEncoder) -> None:
     @router.get("/v1/groups", responses=answers(GroupsAnswer, 422, what="A page of groups."))
     async def list_groups(
         after: Annotated[int, Query(ge=0, le=_SEQ_LIMIT, description="`seq` behind which")] = 0,

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...store import Lease, Store
+from ...store import GroupStore, Lease
 from ...store.damage import DamagedBodies
 from ..atropos.service import AtroposService
 from ..bodies import read_body, request_body
@@ -44,7 +44,7 @@ _LEASE_OF_STREAM: Final = re.compile(r"[A-Za-z0-9_-]{8,64}\.\d{20}")
 
 def add_lease_routes(
     router: APIRouter,
-    store: Store,
+    store: GroupStore,
     atropos: AtroposService,
     leasing: Leasing,
     encoder: GroupEncoder,
@@ -173,13 +173,13 @@ async def lease_answer(lease: Lease, encoder: GroupEncoder, headers: Headers) ->
     return Response(await encoder.lease_as_json(lease), media_type="application/json")
 
 
-async def _require_open(store: Store, run: str) -> None:
+async def _require_open(store: GroupStore, run: str) -> None:
     """Raises NotFoundError: there is no such run. ConflictError: it is closed."""
     if (await store.get_run(run)).state == "closed":
         raise ConflictError(f"The run {run} is closed.", run=run)
 
 
-async def _require_own(store: Store, run: str, lease_id: str) -> None:
+async def _require_own(store: GroupStore, run: str, lease_id: str) -> None:
     """Raises NotFoundError: the run has no such lease."""
     if (await store.find_lease(lease_id)).run != run:
         raise NotFoundError(f"The run {run} has no lease {lease_id}.", lease_id=lease_id)

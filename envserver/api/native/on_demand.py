@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...rollouts.ordered import GroupsOrder, Orders
-from ...store import Lease, Store
+from ...store import GroupStore, Lease
 from ...store.damage import DamagedBodies
 from ..access.quotas import TooManyRequests
 from ..bodies import read_body, request_body
@@ -74,7 +74,7 @@ _ROLLOUTS: Final = TypeAdapter(RolloutsRequest)
 
 
 def add_on_demand_routes(
-    router: APIRouter, orders: Orders, store: Store, encoder: GroupEncoder
+    router: APIRouter, orders: Orders, store: GroupStore, encoder: GroupEncoder
 ) -> None:
     @router.post(
         "/v1/rollouts",

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...store import Store
+from ...store import GroupStore
 from ..bodies import read_body, request_body
 from .answers import answers, json_answer
 from .models import PolicyVersionAnswer, PolicyVersionRequest
@@ -28,7 +28,7 @@ class PolicyVersion:
         on_change: called with each new version, and with the stored one after a restart.
     """
 
-    def __init__(self, store: Store, on_change: Callable[[int], None] | None) -> None:
+    def __init__(self, store: GroupStore, on_change: Callable[[int], None] | None) -> None:
         self._store = store
         self._on_change = on_change
         self._lock = asyncio.Lock()

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...store import ATROPOS_RUN, Run, Store
+from ...store import ATROPOS_RUN, GroupStore, Run
 from ..atropos.service import AtroposService
 from ..bodies import read_body, request_body
 from .answers import answers, json_answer
@@ -23,7 +23,7 @@ _BATCH_SIZE: Final = 8
 
 
 def add_run_routes(
-    router: APIRouter, store: Store, atropos: AtroposService, streams: Streams
+    router: APIRouter, store: GroupStore, atropos: AtroposService, streams: Streams
 ) -> None:
     @router.post(
         "/v1/runs",
@@ -92,7 +92,7 @@ def _require_native(name: str) -> None:
         raise ConflictError(f"The name {ATROPOS_RUN} is taken by the Atropos wire.")
 
 
-async def _created(store: Store, wanted: RunRequest) -> tuple[bool, Run]:
+async def _created(store: GroupStore, wanted: RunRequest) -> tuple[bool, Run]:
     """Whether the run is new, and the run, open and changed as asked."""
     try:
         run = await store.get_run(wanted.name)
@@ -127,7 +127,7 @@ async def _created(store: Store, wanted: RunRequest) -> tuple[bool, Run]:
     )
 
 
-async def _go_back(store: Store, wanted: RunRequest, key: str | None) -> int:
+async def _go_back(store: GroupStore, wanted: RunRequest, key: str | None) -> int:
     """How many groups come again; none when the request of this key was answered before.
 
     A copy of it that comes late would take back what the trainer acknowledged since.

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from ... import __version__
-from ...store import DamagedGroup, Store
+from ...store import DamagedGroup, GroupStore
 from ..atropos.service import AtroposService
 from .answers import answers, json_answer
 from .models import StatusAnswer
@@ -21,7 +21,7 @@ _DAMAGED_SHOWN: Final = 20
 
 def add_status_routes(
     router: APIRouter,
-    store: Store,
+    store: GroupStore,
     atropos: AtroposService,
     policy: PolicyVersion,
     joined: Callable[[], dict[str, int]],

@@ -25,7 +25,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...store import Lease, Store
+from ...store import GroupStore, Lease
 from ...store.damage import DamagedBodies
 from ..leasing import GroupEncoder, zstd_frame
 from ..transfer import accepts
@@ -86,7 +86,13 @@ class LeaseStream:
     """
 
     def __init__(
-        self, store: Store, leasing: Leasing, run: str, wanted: StreamRequest, name: str, seen: str
+        self,
+        store: GroupStore,
+        leasing: Leasing,
+        run: str,
+        wanted: StreamRequest,
+        name: str,
+        seen: str,
     ) -> None:
         self.key = (run, name)
         self._store = store

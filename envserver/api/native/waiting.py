@@ -18,7 +18,7 @@ from envserver_records.errors import ConflictError, InputError, NotFoundError
 from starlette.requests import Request
 from starlette.types import Receive
 
-from ...store import Lease, Store
+from ...store import GroupStore, Lease
 from ...store.damage import DamagedBodies
 from ..access.quotas import TooManyRequests
 from ..lifespan import SERVER_ENDS
@@ -87,7 +87,7 @@ class Leasing:
 
     def __init__(
         self,
-        store: Store,
+        store: GroupStore,
         policy: PolicyVersion,
         default_seconds: float,
         on_change: Callable[[], None],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...rollouts.mixing import Share
-from ...store import Store
+from ...store import GroupStore
 from ...store.demand import Demand
 from ...store.sink import StoreSink
 from .registry import RunnerRegistry
@@ -20,7 +20,7 @@ class LocalEnvironmentSink(StoreSink):
 
     def __init__(
         self,
-        store: Store,
+        store: GroupStore,
         demand: Demand,
         environments: RunnerRegistry,
         *,

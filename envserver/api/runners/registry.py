@@ -43,7 +43,7 @@ from ...remote.messages import (
 from ...rollouts.estimates import Scored
 from ...rollouts.mixing import Share
 from ...rollouts.stream import again_prefix, stream_prefix
-from ...store import Store
+from ...store import GroupStore
 from ...store.demand import Demand
 from ...store.groups import EncodedPut
 from ..heartbeats import Heartbeats
@@ -79,7 +79,7 @@ class RunnerRegistry:
 
     def __init__(
         self,
-        store: Store,
+        store: GroupStore,
         demand: Demand,
         *,
         silent_after_seconds: float = 30.0,
