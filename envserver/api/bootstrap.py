@@ -25,7 +25,7 @@ _MOST_NAME: Final = 80
 _DISCONNECT: Final[Message] = {"type": "http.disconnect", SERVER_ENDS: True}
 
 
-class BootstrapServer:
+class BootstrapApp:
     """An ASGI application around another one that comes later."""
 
     def __init__(self, health: Health) -> None:

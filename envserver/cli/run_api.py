@@ -15,7 +15,7 @@ from ..api.app import create_api
 from ..api.runners.registry import RunnerRegistry
 from ..proxy.gate import Gate
 from ..rollouts.capacity import Bounds
-from ..running.bootstrap import beside, front
+from ..running.bootstrap import beside, bootstrap_server
 from ..running.metrics import Deliveries
 from ..store import GroupStore
 from ..store.demand import Demand, Staleness
@@ -41,28 +41,28 @@ async def run_api(settings: RunApiSettings) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with front(settings.server, settings.telemetry, settings.store, ()) as door:
-        delivery = _Delivery(door.store, settings)
-        door.metrics.add(Deliveries(door.store, lambda: delivery.version).families)
+    async with bootstrap_server(settings.server, settings.telemetry, settings.store, ()) as server:
+        delivery = _Delivery(server.store, settings)
+        server.metrics.add(Deliveries(server.store, lambda: delivery.version).families)
         api = create_api(
-            door.store,
+            server.store,
             settings=settings.server,
             status=delivery.status,
             on_policy_version=delivery.publish,
             runners=delivery.elsewhere,
             gate=Gate(),  # of no engine here: environments on other machines pause with it
-            metrics=door.metrics,
-            health=door.health,
+            metrics=server.metrics,
+            health=server.health,
             retention=settings.retention,
         )
-        await door.open(api)
-        print(f"Trainers and environments: {door.url}", file=sys.stderr, flush=True)
+        await server.open(api)
+        print(f"Trainers and environments: {server.url}", file=sys.stderr, flush=True)
         async with (
             beside("stale-groups", delivery.staleness.run()),
             beside("silent-runs", delivery.demand.close_silent_runs()),
         ):
             await stop.wait()
-        door.health.drain()
+        server.health.drain()
     return 0
 
 

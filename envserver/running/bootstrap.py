@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from ..api.bootstrap import BootstrapServer
+from ..api.bootstrap import BootstrapApp
 from ..api.health import Health, store_probe
 from ..api.metrics import Metrics
 from ..api.server import RunningServer, serve_api
@@ -21,15 +21,15 @@ from ..store import GroupStore, open_store
 from ..telemetry.lag import LoopLag
 
 
-class Front:
-    """An open store and a server that reports that it is starting; made by `front`."""
+class BootstrapServer:
+    """An open store and a server that reports that it is starting; made by `bootstrap_server`."""
 
     def __init__(
         self,
         store: GroupStore,
         health: Health,
         lag: LoopLag,
-        bootstrap: BootstrapServer,
+        app: BootstrapApp,
         server: RunningServer,
     ) -> None:
         self.store = store
@@ -37,7 +37,7 @@ class Front:
         self.metrics = Metrics()
         self.metrics.watch(lag, health)
         self._lag = lag
-        self._bootstrap = bootstrap
+        self._app = app
         self._server = server
 
     @property
@@ -51,19 +51,19 @@ class Front:
 
     async def open(self, api: ASGIApp) -> None:
         """Lets `api` answer requests from now on; raises what `api` raises while it starts."""
-        await self._bootstrap.open(api)
+        await self._app.open(api)
         self._lag.begin_anew()
 
     async def close(self) -> None:
         """Answers waiting requests and takes no others. Calling it twice does no harm."""
-        self._bootstrap.close()
+        self._app.close()
         await self._server.close()
 
 
 @contextlib.asynccontextmanager
-async def front(
+async def bootstrap_server(
     server: ServerConfig, telemetry: TelemetryConfig, store: StorePlace, expected: Sequence[str]
-) -> AsyncIterator[Front]:
+) -> AsyncIterator[BootstrapServer]:
     """Opens the store and starts the server.
 
     Args:
@@ -78,15 +78,15 @@ async def front(
         health.found("store", store_probe(opened))
         for part in expected:
             health.expect(part)
-        bootstrap = BootstrapServer(health)
-        running = await serve_api(bootstrap, server.host, server.port, server)
-        door = Front(opened, health, lag, bootstrap, running)
+        app = BootstrapApp(health)
+        running = await serve_api(app, server.host, server.port, server)
+        bootstrap = BootstrapServer(opened, health, lag, app, running)
         watching = asyncio.create_task(health.watch(), name="health")
         try:
-            yield door
+            yield bootstrap
         finally:
             watching.cancel()
-            await door.close()
+            await bootstrap.close()
 
 
 @contextlib.asynccontextmanager

@@ -27,7 +27,7 @@ from ..rollouts.task_stream import TaskStream
 from ..store import GroupStore
 from ..store.demand import Demand, Staleness
 from ..store.sink import StoreOrderSink
-from .bootstrap import Front, beside
+from .bootstrap import BootstrapServer, beside
 from .context import SharedEngine, rollout_context, shared_engine
 from .curricula import curriculum_of_store, stream_of
 from .metrics import CurriculumNumbers, Deliveries, EngineNumbers, PartsNumbers, RolloutNumbers
@@ -80,8 +80,8 @@ class Hosted(msgspec.Struct, frozen=True):
 
 
 @contextlib.asynccontextmanager
-async def hosted(members: Members, door: Front) -> AsyncIterator[Hosted]:
-    """Starts everything that `members` need and shows its metrics at `door`.
+async def hosted(members: Members, server: BootstrapServer) -> AsyncIterator[Hosted]:
+    """Starts everything that `members` need and shows its metrics at `server`.
 
     Raises:
         ConfigError, EngineError: see `rollout_context`.
@@ -92,7 +92,7 @@ async def hosted(members: Members, door: Front) -> AsyncIterator[Hosted]:
         room = await stack.enter_async_context(
             shared_engine(settings, need_engine=False, need_exact=True)
         )
-        door.health.found("engine", engine_probe(room.engine))
+        server.health.found("engine", engine_probe(room.engine))
         auditor = Auditor(
             room.engine,
             settings.tokens.audit_fraction,
@@ -103,15 +103,16 @@ async def hosted(members: Members, door: Front) -> AsyncIterator[Hosted]:
         curricula = {
             one.environment.name: curriculum
             for one in members
-            if (curriculum := await _curriculum(one, door.store, lambda: host.version)) is not None
+            if (curriculum := await _curriculum(one, server.store, lambda: host.version))
+            is not None
         }
         observe = partial(_observer, tally, numbers, auditor, curricula)
-        parts = await stack.enter_async_context(_machineries(members, room, observe, door.health))
+        parts = await stack.enter_async_context(_machineries(members, room, observe, server.health))
         await stack.enter_async_context(auditor)
-        demand = _demand(members, door.store)
+        demand = _demand(members, server.store)
         most_staleness = settings.rollouts.most_staleness
         elsewhere = RunnerRegistry(
-            door.store,
+            server.store,
             demand,
             silent_after_seconds=settings.server.silent_after_seconds,
             stretches=most_staleness is None,
@@ -121,20 +122,22 @@ async def hosted(members: Members, door: Front) -> AsyncIterator[Hosted]:
             parts=parts,
             auditor=auditor,
             demand=demand,
-            staleness=Staleness(door.store, most_staleness),
+            staleness=Staleness(server.store, most_staleness),
             elsewhere=elsewhere,
-            schedulers=await _schedulers(members, parts, door.store, demand, elsewhere, curricula),
-            orders=await stack.enter_async_context(Orders(parts, StoreOrderSink(door.store))),
+            schedulers=await _schedulers(
+                members, parts, server.store, demand, elsewhere, curricula
+            ),
+            orders=await stack.enter_async_context(Orders(parts, StoreOrderSink(server.store))),
             tally=tally,
         )
         for source in (
             numbers,
-            Deliveries(door.store, lambda: host.version),
+            Deliveries(server.store, lambda: host.version),
             EngineNumbers(room.engine, room.endpoint.gate, lambda: host.version),
             PartsNumbers(parts),
             CurriculumNumbers(curricula),
         ):
-            door.metrics.add(source.families)
+            server.metrics.add(source.families)
         await stack.enter_async_context(beside("stale-groups", host.staleness.run()))
         await stack.enter_async_context(beside("silent-runs", demand.close_silent_runs()))
         yield host

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from ..api.app import create_api
 from ..config import MixSettings
-from .bootstrap import Front, front
+from .bootstrap import BootstrapServer, bootstrap_server
 from .hosting import Hosted, Members, hosted, loaded_parts
 from .mix import Several
 from .stopping import Ending, Stop, run_until_stopped
@@ -44,14 +44,14 @@ class Served:
 class Serving:
     """A running server; made by `serving`."""
 
-    def __init__(self, settings: MixSettings, front: Front, host: Hosted) -> None:
-        self.url = front.url
+    def __init__(self, settings: MixSettings, server: BootstrapServer, host: Hosted) -> None:
+        self.url = server.url
         """Address for trainers."""
         context = host.parts[0]
         self.model_url = f"{context.proxy_url}/r/{context.proxy.open_guest()}/v1"
         """Endpoint of the model, with recording, for environments that run elsewhere."""
         self._settings = settings
-        self._front = front
+        self._server = server
         self._host = host
 
     async def run(self, stop: Stop, say: Callable[[str], object]) -> Served:
@@ -70,11 +70,11 @@ class Serving:
                 self._run_then_wait(say),
                 schedulers,
                 stop,
-                on_stop=self._front.health.drain,
+                on_stop=self._server.health.drain,
                 drain_seconds=seconds,
             )
         finally:
-            await self._front.close()
+            await self._server.close()
         cut_off = schedulers.cut_off()
         if ending == "overdue":
             _log.warning("drain_overdue", groups=cut_off, drain_seconds=seconds)
@@ -90,7 +90,7 @@ class Serving:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _waiting(self) -> int:
-        counts = await self._front.store.counts()
+        counts = await self._server.store.counts()
         return counts["queued"] + counts["buffered"] + counts["leased"]
 
 
@@ -106,23 +106,23 @@ async def serving(members: Members) -> AsyncIterator[Serving]:
     _check_alike(members)
     expected = ["engine", *loaded_parts(members)]
     async with (
-        front(settings.server, settings.telemetry, settings.store, expected) as opened,
+        bootstrap_server(settings.server, settings.telemetry, settings.store, expected) as opened,
         hosted(members, opened) as host,
     ):
         await opened.open(_api(members, opened, host))
         yield Serving(settings, opened, host)
 
 
-def _api(members: Members, front: Front, host: Hosted) -> FastAPI:
+def _api(members: Members, server: BootstrapServer, host: Hosted) -> FastAPI:
     settings, config = members[0].spec.settings, members[0].environment.config
     return create_api(
-        front.store,
+        server.store,
         settings=settings.server,
         status=host.status,
         on_policy_version=host.publish,
         gate=host.room.endpoint.gate,
-        metrics=front.metrics,
-        health=front.health,
+        metrics=server.metrics,
+        health=server.health,
         include_messages=config.include_messages,
         score_range=config.score_range,
         retention=settings.retention,

@@ -24,7 +24,7 @@ from starlette.responses import Response, StreamingResponse
 from support.api import native_group, put_native
 
 from envserver.api.app import create_api
-from envserver.api.bootstrap import BootstrapServer
+from envserver.api.bootstrap import BootstrapApp
 from envserver.api.health import Health
 from envserver.api.metrics import Metrics
 from envserver.api.server import serve_api
@@ -75,8 +75,8 @@ async def test_ready_means_that_every_part_is(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def at_the_door(health: Health) -> AsyncIterator[tuple[BootstrapServer, httpx.AsyncClient]]:
-    door = BootstrapServer(health)
+async def at_the_door(health: Health) -> AsyncIterator[tuple[BootstrapApp, httpx.AsyncClient]]:
+    door = BootstrapApp(health)
     async with (
         await serve_api(door, "127.0.0.1", 0) as server,
         httpx.AsyncClient(base_url=server.url, timeout=20) as http,
