@@ -1,8 +1,8 @@
-"""A calculator that is safe to hand to a model: arithmetic in, a string out, never an exception.
+"""A calculator that is safe to hand to a model: takes arithmetic, returns a string, never raises.
 
-An expression is parsed as Python, its tree is walked over a white list, and nothing is ever
-evaluated by the interpreter. What would be too large is refused before it is computed, so that the
-longest call takes well under a millisecond.
+The expression is parsed as Python and its tree is walked with an allow list; the interpreter never
+evaluates it. Values that would be too large are refused before they are computed, so the longest
+call takes well under a millisecond.
 
     >>> calculate("(1500 - 300) * 12%7")
     '6'
@@ -22,7 +22,7 @@ MAX_CHARACTERS = 200
 MAX_NODES = 200
 MAX_INTEGER_BITS = 4096
 MAX_COUNT = 500
-"""Largest argument of factorial, comb and perm, and largest number of digits for round."""
+"""Largest argument of factorial, comb and perm, and most digits for round."""
 
 CALCULATE: dict[str, Any] = {
     "type": "function",
@@ -47,17 +47,17 @@ Number = int | float
 
 
 class _Refused(Exception):
-    """The expression is refused; the only argument is the class of the error."""
+    """The expression is refused; the only argument is the error class."""
 
 
 def calculate(expression: str) -> str:
-    """The value of `expression`.
+    """Calculates `expression`.
 
     Args:
-        expression: at most 200 characters of arithmetic; `^` means power, and × ÷ − are understood.
+        expression: at most 200 characters of arithmetic; `^` means power, and × ÷ − are accepted.
 
     Returns:
-        Integers exactly, other numbers with 12 significant digits, whole ones without a point; or
+        Integers exactly; other numbers with 12 significant digits, without a trailing ".0"; or
         "error: " and one of syntax, too_long, too_large, operator, call, name, type, math,
         division_by_zero.
     """

@@ -1,9 +1,9 @@
-"""Runs the tool calls of a model: strict about the arguments, never raises for what a model wrote.
+"""Runs a model's tool calls: checks arguments strictly, never raises for what a model wrote.
 
-In: a tool's name and its arguments, bare or as one tool call in OpenAI's shape. Out: the text for
-the model, and whether the call was in order. JSON is strict (no duplicate keys, no NaN, no half
-characters), the arguments an object, valid against the tool's own JSON schema. What a tool raises
-itself, but ToolError, is a bug of the tool and passes through.
+In: a tool's name and arguments, or one tool call in OpenAI's format. Out: the text for the model,
+and whether the call succeeded. JSON is strict (no duplicate keys, NaN or lone surrogates); the
+arguments must be an object that is valid against the tool's JSON schema. An exception other than
+ToolError raised by a tool is a bug in the tool and propagates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CUT_MARKER = "\n[cut: the result is longer]"
 
 
 class ToolError(Exception):
-    """The call cannot be carried out; the message is for the model."""
+    """The call cannot be carried out; the message is shown to the model."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Tool:
     """A function tool.
 
     Args:
-        description: in OpenAI's shape.
+        description: in OpenAI's format.
         function: gets the arguments by name; plain or `async`. It may raise ToolError.
-        max_characters: what is longer is cut.
+        max_characters: longer results are cut.
     """
 
     description: dict[str, Any]
@@ -51,7 +51,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What came of a call: its text for the model, and whether it was in order."""
+    """The result of a call: its text for the model, and whether the call succeeded."""
 
     text: str
     ok: bool
@@ -60,7 +60,7 @@ class ToolResult:
 def function_tool(
     name: str, does: str, properties: dict[str, Any], required: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """A function tool in OpenAI's shape; nothing but `properties` may be given to it."""
+    """Describes a function tool in OpenAI format; other arguments are refused."""
     return {
         "type": "function",
         "function": {
@@ -77,20 +77,20 @@ def function_tool(
 
 
 def toolbox(*tools: Tool) -> dict[str, Tool]:
-    """Tools by their names."""
+    """Returns a dict of tools by name."""
     return {tool.name: tool for tool in tools}
 
 
 def descriptions(tools: Iterable[Tool]) -> list[dict[str, Any]]:
-    """What a chat completion gets as `tools`."""
+    """Returns the `tools` argument of a chat completion."""
     return [tool.description for tool in tools]
 
 
 def run_tool_call(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> ToolResult:
-    """Runs `call` with the tool that it names, which must be a plain function.
+    """Runs `call` with the tool it names, which must be a plain function.
 
     Returns:
-        The result, cut at the tool's limit; "Error: ..." where the call is not in order.
+        The result, cut at the tool's limit; "Error: ..." if the call is not valid.
     """
     try:
         tool, arguments = checked_call(tools, call)
@@ -105,7 +105,7 @@ def run_tool_call(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> ToolRes
 
 
 async def call_tool(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> ToolResult:
-    """`run_tool_call` for tools of both kinds."""
+    """Runs `call` with a plain or asynchronous tool; otherwise like `run_tool_call`."""
     try:
         tool, arguments = checked_call(tools, call)
     except ToolError as error:
@@ -114,7 +114,7 @@ async def call_tool(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> ToolR
 
 
 async def use_tool(tools: Mapping[str, Tool], name: object, arguments: object) -> ToolResult:
-    """`call_tool`, with arguments that are an object already."""
+    """Like `call_tool`, for arguments that are already parsed."""
     try:
         tool, valid = checked_arguments(tools, name, arguments)
     except ToolError as error:
@@ -132,15 +132,15 @@ async def _called(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
 
 
 def refused(error: ToolError) -> ToolResult:
-    """The result of a call that cannot be carried out."""
+    """Returns the result of a call that cannot be carried out."""
     return ToolResult(cut(f"Error: {error}"), ok=False)
 
 
 def checked_call(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> tuple[Tool, dict[str, Any]]:
-    """The tool that `call` names and its arguments.
+    """Returns the tool that `call` names, and its arguments.
 
     Raises:
-        ToolError: there is no such tool, or the arguments break its schema.
+        ToolError: the tool does not exist, or the arguments violate its schema.
     """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
@@ -160,7 +160,7 @@ def checked_call(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> tuple[To
 def checked_arguments(
     tools: Mapping[str, Tool], name: object, arguments: object
 ) -> tuple[Tool, dict[str, Any]]:
-    """The tool of that name and its valid arguments. Raises like `checked_call`."""
+    """Returns the named tool and its valid arguments; raises like `checked_call`."""
     tool = _named(tools, name)
     if not isinstance(arguments, dict):
         raise ToolError("the arguments must be a JSON object.")
@@ -174,12 +174,12 @@ def checked_arguments(
 
 
 def cut(text: str, limit: int = MAX_RESULT_CHARACTERS) -> str:
-    """`text`, at most `limit` characters and the marker that says so."""
+    """Cuts `text` to `limit` characters and appends a marker if it was longer."""
     return text if len(text) <= limit else text[:limit] + CUT_MARKER
 
 
 class StrictDecoder(json.JSONDecoder):
-    """JSON as the standard has it: ValueError for NaN, numbers out of range and duplicate keys."""
+    """Strict JSON: ValueError for NaN, numbers out of range and duplicate keys."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -190,7 +190,7 @@ class StrictDecoder(json.JSONDecoder):
 
 
 def check_characters(source: str, value: object) -> None:
-    """Raises ValueError where `value`, decoded from `source`, holds half a character."""
+    """Raises ValueError if `value`, decoded from `source`, contains a lone surrogate."""
     if "\\u" in source or not source.isascii():
         json.dumps(value, ensure_ascii=False).encode()
 
@@ -202,7 +202,7 @@ def _named(tools: Mapping[str, Tool], name: object) -> Tool:
 
 
 def _short(text: str) -> str:
-    """Words about what a model wrote: their head, and their end, which says what is wrong."""
+    """Shortens an error message to its start and its end, which names the fault."""
     return text if len(text) <= 300 else f"{text[:200]} ... {text[-90:]}"
 
 

@@ -1,8 +1,8 @@
-"""Documents to text, for models: tables, slides, PDF, pages, archives, facts about images.
+"""Converts documents to text for models: tables, slides, PDF, pages, archives, image metadata.
 
-In: the bytes of a file of anybody's making, and its name. Out: its text, in pages. What is read is
-read in a process of its own that is bounded in time, memory and output, so a hostile file costs an
-error and nothing else. Nothing is ever written to disk.
+In: the bytes and the name of an untrusted file. Out: its text, in pages. Files are parsed in a
+process of their own with limits on time, memory and output, so a hostile file causes an error and
+nothing else. Nothing is written to disk.
 """
 
 from __future__ import annotations

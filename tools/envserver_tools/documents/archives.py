@@ -1,7 +1,7 @@
-"""Zip archives, without unpacking them to disk: what is in them, and one member's bytes.
+"""Reads zip archives without unpacking them to disk: lists members and reads one.
 
-What an archive says about itself is checked first (how many members, how large all together), and
-what comes out is counted while it does: an archive that lies gains nothing.
+The declared sizes (number of members, total size) are checked first, and the unpacked bytes are
+counted while reading, so a false declaration gains nothing.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from .bounded import Limits
 
 _MOST_LISTED = 500
 _MOST_RATIO = 2000
-"""Times its packed size that a member may have: no document of use is denser."""
+"""Highest accepted compression ratio of a member."""
 
 
 class BadArchive(Exception):
-    """It is broken, too large, or has no such member."""
+    """The archive is broken or too large, or lacks the member."""
 
 
 def names(data: bytes) -> set[str]:
-    """Of the members; none where it is no archive after all."""
+    """Returns the members' names; empty if `data` is not an archive."""
     try:
         return set(_opened(data).namelist())
     except BadArchive:
@@ -31,10 +31,10 @@ def names(data: bytes) -> set[str]:
 
 
 def check(data: bytes, limits: Limits) -> zipfile.ZipFile:
-    """The archive, open.
+    """Opens the archive.
 
     Raises:
-        BadArchive: it is broken, or what would come out of it is over the limits.
+        BadArchive: it is broken, or its contents exceed the limits.
     """
     archive = _opened(data)
     members = archive.infolist()
@@ -47,7 +47,7 @@ def check(data: bytes, limits: Limits) -> zipfile.ZipFile:
 
 
 def listing(data: bytes, limits: Limits) -> str:
-    """Its members, one a line."""
+    """Lists the members, one per line."""
     archive = _opened(data)
     members = archive.infolist()
     lines = [f"An archive of {len(members):,} members (bytes, name):"]
@@ -68,10 +68,10 @@ def listing(data: bytes, limits: Limits) -> str:
 
 
 def member(data: bytes, name: str, limits: Limits) -> bytes:
-    """The bytes of one member.
+    """Reads one member.
 
     Raises:
-        BadArchive: there is none of that name, it is over the limits, encrypted or broken.
+        BadArchive: the member is missing, too large, encrypted or broken.
     """
     archive = _opened(data)
     try:

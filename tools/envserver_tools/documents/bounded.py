@@ -1,7 +1,7 @@
-"""Runs a function in a forked process that is bounded in time, memory and what it says.
+"""Runs a function in a forked process with limits on time, memory and output.
 
-What parses files of strangers can be made to loop, to eat memory or to crash; here that ends the
-process that did it and becomes a sentence. The function sees all that the caller had in memory.
+A parser of untrusted files can be made to loop, to exhaust memory or to crash; here that ends only
+the forked process and becomes an error message. The function sees the caller's memory.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any, NoReturn
 
 @dataclass(frozen=True)
 class Limits:
-    """What reading one document may use.
+    """Limits for reading one document.
 
     Args:
-        seconds: of wall time; of processor time, too.
-        memory_mb: beyond what the process has anyway.
-        input_bytes: of the file as it is.
-        unpacked_bytes, members: of an archive, also of one that is an office document.
-        characters: of text; the rest is left out, and that is said.
+        seconds: wall time, and also CPU time.
+        memory_mb: memory in addition to what the process already uses.
+        input_bytes: size of the file.
+        unpacked_bytes, members: for archives, including zipped office documents.
+        characters: length of the text; the rest is dropped, with a note.
     """
 
     seconds: float = 20.0
@@ -40,22 +40,22 @@ class Limits:
 
 
 class PassedLimits(Exception):
-    """The function used more than it may, or its process died."""
+    """The function exceeded a limit, or its process died."""
 
 
 def bounded(work: Callable[[], Any], limits: Limits) -> Any:
-    """What `work` returns (something JSON-like), or the exception that it raised as its text.
+    """Runs `work` and returns its JSON-like value, or the text of the exception it raised.
 
     Returns:
         `{"value": ...}` or `{"error": [class name, message]}`.
 
     Raises:
-        PassedLimits: it used more than it may; says what.
+        PassedLimits: a limit was exceeded; the message says which.
     """
     receiving, sending = os.pipe()
     with warnings.catch_warnings():
-        # The child runs nothing that another thread of ours could hold a lock of for long; if it
-        # does, its time ends it.
+        # The child runs nothing that needs a lock which another thread may hold for long; if it
+        # does, the time limit ends it.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:

@@ -1,6 +1,6 @@
-"""HTML as text for a model: headings, lists, tables and links as in Markdown, no scripts or styles.
+"""Converts HTML to text for a model: headings, lists, tables and links as Markdown, no scripts.
 
-Only the standard library; the same page always gives the same text.
+Uses only the standard library; the same page always gives the same text.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _MOST_LINK = 500
 
 
 def html_to_text(source: str, base_url: str = "", *, links: bool = True) -> tuple[str, str]:
-    """The title of a page, and its text.
+    """Returns the title and the text of a page.
 
     Args:
-        base_url: to which the addresses of links are relative.
-        links: say where they lead.
+        base_url: base of relative links.
+        links: include the targets of links.
     """
     writer = _Writer(base_url, links)
     writer.feed(source)
@@ -177,7 +177,7 @@ class _Writer(HTMLParser):
         self._link = None
 
     def _break(self, *, blank: bool = False, keep: bool = False) -> None:
-        if self._cells:  # a row of a table stays one line
+        if self._cells:  # a table row stays on one line
             self._line.append(" ")
             return
         line = "".join(self._line)

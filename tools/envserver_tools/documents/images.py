@@ -1,4 +1,4 @@
-"""What can be said of an image without showing it: its format, its size, the words stored in it."""
+"""Describes an image as text: its format, its size and its embedded metadata."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
 
 class BadImage(Exception):
-    """The file begins like an image and is none."""
+    """The file starts like an image but is not a valid one."""
 
 
 def kind_of(data: bytes) -> str:
-    """ "png", "jpeg", "gif", "bmp", "webp", or "" for what is none of them."""
+    """Returns "png", "jpeg", "gif", "bmp", "webp", or "" for other data."""
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         return "png"
     if data.startswith(b"\xff\xd8\xff"):
@@ -35,10 +35,10 @@ def kind_of(data: bytes) -> str:
 
 
 def facts(data: bytes) -> str:
-    """Lines about the image.
+    """Returns lines that describe the image.
 
     Raises:
-        BadImage: it is broken where its size stands.
+        BadImage: its size cannot be read.
     """
     kind = kind_of(data)
     try:
@@ -63,7 +63,7 @@ def facts(data: bytes) -> str:
 
 
 def _taken(data: bytes) -> list[str]:
-    """What a camera or program wrote into it: when, where, with what. Where Pillow is installed."""
+    """Returns EXIF data (time, place, device) if Pillow is installed."""
     try:
         from PIL import ExifTags, Image
     except ImportError:

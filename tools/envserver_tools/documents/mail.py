@@ -1,4 +1,4 @@
-"""Mail as text: as it is sent (eml), and as Outlook keeps it (msg)."""
+"""Converts mail to text: internet messages (eml) and Outlook messages (msg)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .html import html_to_text
 
 _HEADERS = ("From", "To", "Cc", "Date", "Subject")
 _OF_MSG = {"From": "0C1A", "Address": "5D01", "To": "0E04", "Cc": "0E03", "Subject": "0037"}
-"""Outlook's properties, by their numbers."""
+"""Outlook's property numbers."""
 _SENT, _RECEIVED = 0x0039, 0x0E06
 _BODY, _HTML, _NAME, _SHORT_NAME, _DATA = "1000", "1013", "3707", "3704", "3701"
 _MOST_FILES = 100
 
 
 def eml(data: bytes) -> str:
-    """A mail as it is sent: headers, text, the names of what is attached."""
+    """Converts an internet message: headers, text, names of attachments."""
     message = email.message_from_bytes(data, policy=email.policy.default)
     lines = [f"{name}: {message[name]}" for name in _HEADERS if message[name]]
     body = message.get_body(("plain", "html")) if isinstance(message, EmailMessage) else None
@@ -40,7 +40,7 @@ def _of_part(part: Any) -> str:
 
 
 def msg(data: bytes) -> str:
-    """A mail as Outlook keeps it: the same."""
+    """Converts an Outlook message: headers, text, names of attachments."""
     import olefile
 
     with olefile.OleFileIO(io.BytesIO(data)) as file:
@@ -78,7 +78,7 @@ def _bytes(file: Any, folder: list[str], number: str, kind: str) -> bytes:
 
 
 def _times(file: Any) -> dict[int, str]:
-    """Times among the mail's fixed properties, by number."""
+    """Returns the times among the mail's fixed properties, by property number."""
     if not file.exists("__properties_version1.0"):
         return {}
     data = file.openstream("__properties_version1.0").read()[32:]

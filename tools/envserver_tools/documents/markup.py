@@ -1,4 +1,4 @@
-"""Documents that are zipped markup: books (epub), and texts and slides of OpenDocument."""
+"""Converts zipped markup to text: books (epub), OpenDocument texts and slides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_NESTING = 100
 
 
 def epub(data: bytes, limits: Limits) -> tuple[str, str]:
-    """The title of a book, and its chapters in their order."""
+    """Returns a book's title and its chapters in order."""
     names = archives.names(data)
     container = _parsed(data, "META-INF/container.xml", limits)
     package = next((e.get("full-path") for e in container.iter() if _name(e) == "rootfile"), None)
@@ -37,7 +37,7 @@ def epub(data: bytes, limits: Limits) -> tuple[str, str]:
 
 
 def opendocument(data: bytes, limits: Limits) -> str:
-    """Headings, paragraphs and tables in their order; slides under their numbers."""
+    """Returns headings, paragraphs and tables in order; slides are numbered."""
     return joined(_blocks(_parsed(data, "content.xml", limits), [0], 0), limits.characters)
 
 

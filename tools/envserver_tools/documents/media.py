@@ -1,4 +1,4 @@
-"""What can be said of sounds and films without playing them: length, format, the words in them."""
+"""Describes audio and video files as text: length, format, tags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_EXTRA = 30
 
 
 def kind_of(data: bytes) -> str:
-    """ "mp3", "wav", "flac", "ogg", "aiff", "mp4" (also films and m4a), "wma" or ""."""
+    """Returns "mp3", "wav", "flac", "ogg", "aiff", "mp4" (also video and m4a), "wma" or ""."""
     marks = {b"ID3": "mp3", b"fLaC": "flac", b"OggS": "ogg", b"\x30\x26\xb2\x75\x8e\x66": "wma"}
     found = next((kind for mark, kind in marks.items() if data.startswith(mark)), "")
     if found:
@@ -28,7 +28,7 @@ KINDS = ("mp3", "wav", "flac", "ogg", "aiff", "mp4", "wma")
 
 
 def facts(data: bytes, kind: str) -> str:
-    """Lines about the sound or film. Raises whatever the library does with what is none."""
+    """Returns lines that describe the file; the library's exceptions propagate."""
     from tinytag import TinyTag
 
     tag = TinyTag.get(file_obj=io.BytesIO(data))

@@ -1,7 +1,7 @@
-"""Spreadsheets, text documents, slides and PDF as text; the libraries are imported where used.
+"""Converts spreadsheets, text documents, slides and PDF to text.
 
-Each reader stops soon after `most` characters. What the libraries do with hostile files is bounded
-by the process that this runs in.
+Libraries are imported where they are used. Each reader stops soon after `most` characters; the
+process that runs it limits what the libraries do with hostile files.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 MOST_COLUMNS = 400
 _MOST_EMPTY_ROWS = 2000
-"""In a row, after which the rest of a sheet is taken for empty."""
+"""Consecutive empty rows after which the rest of a sheet counts as empty."""
 _MOST_NESTING = 10
 
 
 def xlsx(data: bytes, most: int) -> str:
-    """Every sheet as a table with its cells' places: values, and beside them formulas and fills."""
+    """Returns every sheet as a table with cell addresses: values, formulas and fills."""
     import openpyxl
 
     values = openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=True)
@@ -65,7 +65,7 @@ def _sheet(values: Any, formulas: Any) -> Iterator[str]:
 
 
 def column_letters(count: int) -> str:
-    """A | B | ... | Z | AA and so on, `count` of them."""
+    """Returns "A | B | ... | Z | AA ...", `count` letters."""
     return " | ".join(
         ("" if index < 26 else chr(64 + index // 26)) + chr(65 + index % 26)
         for index in range(count)
@@ -85,7 +85,7 @@ def _cell(cell: Any, source: Any) -> str:
 
 
 def plain(value: object) -> str:
-    """A cell's value as one writes it."""
+    """Formats a cell's value."""
     if isinstance(value, datetime) and value.time() == time():
         return value.date().isoformat()
     if isinstance(value, datetime | date | time):
@@ -111,7 +111,7 @@ def _fill(cell: Any) -> str:
 
 
 def docx(data: bytes, most: int) -> str:
-    """Paragraphs and tables in their order; headings begin with #."""
+    """Returns paragraphs and tables in order; headings start with #."""
     import docx
 
     return joined(_docx_parts(docx.Document(io.BytesIO(data))), most)
@@ -146,7 +146,7 @@ def _inside(cell: Any, level: int) -> str:
 
 
 def pptx(data: bytes, most: int) -> str:
-    """Slide by slide: texts, tables, the names of pictures, notes."""
+    """Returns each slide's texts, tables, picture names and notes."""
     import pptx
 
     return joined(_slides(pptx.Presentation(io.BytesIO(data))), most)
@@ -179,7 +179,7 @@ def _shape(shape: Any, level: int) -> Iterator[str]:
 
 
 def pdf(data: bytes, most: int) -> str:
-    """The text of each page, under its number."""
+    """Returns the text of each page under its number."""
     import pypdf
 
     reader = pypdf.PdfReader(io.BytesIO(data))
@@ -196,13 +196,13 @@ def _pages(reader: Any) -> Iterator[str]:
 
 
 def table_row(cells: Iterable[str]) -> str:
-    """One line of a table."""
+    """Formats one table row."""
     texts = (cell.strip().replace("|", "\\|").replace("\n", " / ") for cell in cells)
     return f"| {' | '.join(texts)} |"
 
 
 def joined(parts: Iterable[str], most: int) -> str:
-    """Lines, until there are soon more than `most` characters."""
+    """Joins lines, stopping soon after `most` characters."""
     taken: list[str] = []
     size = 0
     for part in parts:

@@ -1,7 +1,7 @@
-"""Which reader a file gets, and what becomes of what goes wrong in it.
+"""Chooses the reader for a file, and turns its failures into errors for the model.
 
-A file is what its first bytes say, then what its name says; what is neither known nor text is
-described in one line. A member of a zip archive is named `outer.zip!inner/name.csv`.
+The first bytes decide the kind, then the name; a file that is neither known nor text is described
+in one line. A member of a zip archive is named `outer.zip!inner/name.csv`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .html import html_to_text
 
 MEMBER_MARK = "!"
 MOST_NESTING = 3
-"""Archives in archives."""
+"""Maximum nesting depth of archives."""
 
 _LIBRARIES = ("openpyxl", "docx", "pptx", "pypdf")
 _OFFICE = {
@@ -32,7 +32,7 @@ _OFFICE = {
 _NO_TEXTS = frozenset(
     (*_OFFICE.values(), *("pdf", "zip", "xls", "ods", "odt", "odp", "msg", "doc", "ppt", "binary"))
 )
-"""Kinds that a text is not, whatever its name says."""
+"""Kinds that a text file never is, whatever its name."""
 _OPEN = {"spreadsheet": "ods", "text": "odt", "presentation": "odp"}
 _OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
 _IN_OLE = {
@@ -42,7 +42,7 @@ _IN_OLE = {
     "WordDocument": "doc",
     "PowerPoint Document": "ppt",
 }
-"""Names in the older files of offices that tell their kinds."""
+"""Stream names that identify the kind of older office files."""
 _TEXT_MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -53,18 +53,18 @@ _TEXT_MARKS = (
 
 
 class DocumentError(ToolError):
-    """The document cannot be read; the message is for the model."""
+    """The document cannot be read; the message is shown to the model."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """What a document says.
+    """A document's text.
 
     Args:
         kind: "xlsx", "text", "zip" ...
-        text: all of it, up to the limit.
-        notes: what the reader should know: that something was left out.
-        title: where the document has one.
+        text: the whole text, up to the limit.
+        notes: remarks for the reader, such as what was left out.
+        title: the document's title, if it has one.
     """
 
     kind: str
@@ -74,7 +74,7 @@ class Text:
 
 
 def preload() -> None:
-    """Imports the libraries that are there, so that no reading process has to."""
+    """Imports the installed libraries once, so that reading processes need not."""
     for name in _LIBRARIES:
         try:
             importlib.import_module(name)
@@ -91,16 +91,16 @@ def to_text(
     base_url: str = "",
     limits: Limits | None = None,
 ) -> Text:
-    """The text of a document, read in a bounded process.
+    """Reads a document in a process with limits.
 
     Args:
-        name: of the file; its ending counts where the first bytes do not tell.
-        member: of a zip archive: what of it to read; archives in it stand before MEMBER_MARK.
-        kind: what it is, where the caller knows better ("html").
-        base_url: where a page is, for the addresses of its links.
+        name: the file's name; its suffix counts if the first bytes are ambiguous.
+        member: member of a zip archive to read; nested archives end with MEMBER_MARK.
+        kind: the kind, if the caller knows it ("html").
+        base_url: a page's address, for its relative links.
 
     Raises:
-        DocumentError: it cannot be read, or it passes the limits.
+        DocumentError: the document cannot be read, or exceeds the limits.
     """
     limits = limits or Limits()
     if len(data) > limits.input_bytes:
@@ -135,10 +135,10 @@ def read_bytes(
     base_url: str = "",
     limits: Limits | None = None,
 ) -> Text:
-    """`to_text` in this process, where only the sizes are bounded. Raises whatever a library does.
+    """Reads a document in this process, with limits on sizes only; library errors propagate.
 
     Raises:
-        DocumentError: it cannot be read.
+        DocumentError: the document cannot be read.
     """
     limits = limits or Limits()
     steps = [step for step in member.split(MEMBER_MARK) if step] if member else []
@@ -163,7 +163,7 @@ def read_bytes(
 
 
 def kind_of(data: bytes, name: str) -> str:
-    """What the file is: a reader's name, "text", or "binary"."""
+    """Returns the kind of a file: a reader's name, "text" or "binary"."""
     if data.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         names = archives.names(data)
         kind = next((kind for inner, kind in _OFFICE.items() if inner in names), "zip")
@@ -185,7 +185,7 @@ def kind_of(data: bytes, name: str) -> str:
 
 
 def _open_kind(data: bytes) -> str:
-    """Of an OpenDocument file; "zip" for what is none."""
+    """Returns the kind of an OpenDocument file; "zip" for other archives."""
     try:
         said = archives.member(data, "mimetype", Limits()).decode("latin-1")
     except archives.BadArchive:
@@ -194,7 +194,7 @@ def _open_kind(data: bytes) -> str:
 
 
 def _old_kind(data: bytes) -> str:
-    """Of a file in the form that offices used before they zipped theirs."""
+    """Returns the kind of an older, unzipped office file."""
     return next(
         (kind for name, kind in _IN_OLE.items() if f"{name}\0".encode("utf-16-le") in data),
         "binary",
@@ -247,13 +247,13 @@ def _html(data: bytes, base_url: str) -> Text:
 
 
 def decoded(data: bytes) -> str:
-    """`data` as text: by its mark, as UTF-8, else byte by byte; line ends are "\\n"."""
+    """Decodes text by its byte order mark, as UTF-8, or byte by byte; line ends become "\\n"."""
     text = data.decode(_encoding(data) or "latin-1", errors="replace")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _encoding(data: bytes) -> str | None:
-    """None: this is no text."""
+    """Returns the encoding; None if `data` is not text."""
     for mark, encoding in _TEXT_MARKS:
         if data.startswith(mark):
             return encoding

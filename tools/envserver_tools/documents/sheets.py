@@ -1,6 +1,6 @@
-"""Spreadsheets of other kinds than xlsx: xls, xlsb and ods, as tables of values.
+"""Converts xls, xlsb and ods spreadsheets to tables of values.
 
-The library is compiled and reads all three; formulas and fills it does not tell.
+One compiled library reads all three; it does not report formulas and fills.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MOST_ROWS = 200_000
 
 
 def sheets(data: bytes, most: int) -> str:
-    """Every sheet as a table with its cells' places."""
+    """Returns every sheet as a table with cell addresses."""
     import python_calamine
 
     book = python_calamine.CalamineWorkbook.from_filelike(io.BytesIO(data))

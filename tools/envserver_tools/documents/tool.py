@@ -1,4 +1,4 @@
-"""The document tools of an agent: read a file of its folder page by page, find words in one."""
+"""The document tools of an agent: read a file of its folder page by page, find text in it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MOST_PAGE_CHARACTERS = 40_000
 _AROUND = 200
 _MOST_FOUND = 20
 _MOST_KEPT = 8
-"""Documents whose text is remembered, for their next pages."""
+"""Number of documents whose text is cached for their next pages."""
 
 
 class DocumentReader:
-    """Reads the documents below `folder`, and nothing else.
+    """Reads documents below `folder` only.
 
     Args:
-        folder: of the agent.
+        folder: the agent's folder.
     """
 
     def __init__(self, folder: Path | str, limits: Limits | None = None) -> None:
@@ -32,15 +32,15 @@ class DocumentReader:
     def read(
         self, path: str, member: str = "", offset: int = 0, limit: int = PAGE_CHARACTERS
     ) -> str:
-        """One page of a document. Raises ToolError."""
+        """Returns one page of a document. Raises ToolError."""
         return page_of(self.text(path, member), self._name(path, member), offset, limit)
 
     def find(self, path: str, text: str, member: str = "") -> str:
-        """Where `text` stands in a document. Raises ToolError."""
+        """Finds `text` in a document. Raises ToolError."""
         return found_in(self.text(path, member), self._name(path, member), text)
 
     def text(self, path: str, member: str = "") -> Text:
-        """All of a document. Raises ToolError."""
+        """Returns a whole document. Raises ToolError."""
         if MEMBER_MARK in path and not member:
             path, _, member = path.partition(MEMBER_MARK)
         file = self._file(path)
@@ -78,7 +78,7 @@ class DocumentReader:
 
 
 def page_of(text: Text, name: str, offset: int = 0, limit: int = PAGE_CHARACTERS) -> str:
-    """The page of `text` from `offset`, below a line that says what it is and where to go on."""
+    """Returns the page of `text` that starts at `offset`, below a header line."""
     size = len(text.text)
     if offset and offset >= size:
         raise ToolError(f"{name} ends at character {size:,}; offset {offset:,} is behind that.")
@@ -92,9 +92,7 @@ def page_of(text: Text, name: str, offset: int = 0, limit: int = PAGE_CHARACTERS
 
 
 def found_in(text: Text, name: str, wanted: str) -> str:
-    """The places of `wanted` in `text` (small and capital letters are the same), with their
-    surroundings.
-    """
+    """Returns the matches of `wanted` in `text`, ignoring case, each with its context."""
     if not wanted.strip():
         raise ToolError("There is nothing to look for.")
     haystack, needle = _folded(text.text), _folded(wanted)
@@ -114,7 +112,7 @@ def found_in(text: Text, name: str, wanted: str) -> str:
 
 
 def _folded(text: str) -> str:
-    """In small letters, where that keeps every character's place."""
+    """Lowercases `text` if that keeps every character's position."""
     small = text.lower()
     if len(small) == len(text):
         return small
@@ -122,7 +120,7 @@ def _folded(text: str) -> str:
 
 
 def document_tools(folder: Path | str, limits: Limits | None = None) -> dict[str, Tool]:
-    """`read_document` and `find_in_document` for the files below `folder`."""
+    """Returns `read_document` and `find_in_document` for the files below `folder`."""
     reader = DocumentReader(folder, limits)
     return toolbox(
         Tool(_READ, reader.read, MOST_PAGE_CHARACTERS + 2000),
