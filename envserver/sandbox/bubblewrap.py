@@ -1,4 +1,4 @@
-"""The outer backend by bubblewrap, where that is installed: the same layout as `namespaces` builds.
+"""The outer layer made by bubblewrap, if installed: the same layout as in `namespaces`.
 
 Bubblewrap makes the namespaces and the root directory around a holder that only waits; then the
 zygote, its imports done, joins them. So nothing of ours has to be visible inside. Sandboxes get the
@@ -82,7 +82,7 @@ def command(
 def enter_outer(
     visible: Sequence[str], contents: Mapping[str, str], then: Callable[[], None]
 ) -> int:
-    """Runs `then` inside a fresh outer backend; see `namespaces.enter_outer`.
+    """Runs `then` inside a fresh outer layer; see `namespaces.enter_outer`.
 
     Raises:
         OSError: bubblewrap is not there, failed, or its namespaces cannot be joined.

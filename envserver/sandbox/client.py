@@ -103,7 +103,7 @@ class SandboxClient:
     def _give_up(self, number: int, answer: asyncio.Future[tuple[str, socket.socket, int]]) -> None:
         if answer.done() and not answer.cancelled() and answer.exception() is None:
             _, channel, pidfd = answer.result()
-            channel.close()  # the server inside ends then
+            channel.close()  # the in-sandbox server then ends
             os.close(pidfd)
         elif self._socket is not None:
             with contextlib.suppress(OSError):
@@ -241,7 +241,7 @@ class ConnectedSandbox:
 
     @property
     def _dies_whole(self) -> bool:
-        """Whether killing the server inside kills all programs; otherwise it has to clean up."""
+        """Whether killing the in-sandbox server kills all programs; else it cleans up."""
         return self.isolation in NAMESPACE_BACKENDS
 
     async def _gone(self) -> None:

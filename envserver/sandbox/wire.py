@@ -22,7 +22,7 @@ MAX_FRAME_BYTES = 96 * 2**20
 MAX_MESSAGE_BYTES = 65536
 """Of one message between clients, supervisor and zygotes."""
 NAMESPACE_BACKENDS = ("namespace", "bubblewrap")
-"""Behind these, the end of the server inside is the end of all its programs."""
+"""With these, all programs end with the in-sandbox server."""
 
 MAX_ANSWER_TEXT_BYTES = 2**20
 """What programs wrote comes beside the text."""

@@ -57,7 +57,7 @@ class LocalPool:
         config: number of processes and their timeouts.
         env_references: environments that the parent imports once; others are imported when needed.
         sandbox: sandbox of every process (each then runs one rollout); None: no sandbox.
-        listen: with a wall, serves the proxy on a listening socket.
+        listen: with a sandbox, serves the proxy on a listening socket.
     """
 
     def __init__(
