@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 from envserver_records.zstd import zstd
 
-GROUPS_MSGPACK: Final = "application/vnd.envserver.group-list+msgpack"
+GROUP_LIST_MSGPACK: Final = "application/vnd.envserver.group-list+msgpack"
 """Media type of several posted groups."""
 MOST_GROUPS: Final = 64
 """In one request."""

@@ -25,7 +25,7 @@ from envserver_records.records import Split
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ..rollouts.estimates import Estimate, Scored
-from .batch import GROUPS_MSGPACK, encode_batch
+from .batch import GROUP_LIST_MSGPACK, encode_batch
 from .gate import RunnerGate
 from .messages import (
     KEY_HEADER,
@@ -208,7 +208,7 @@ class Link:
                 "POST",
                 "/groups",
                 content=content,
-                headers={"content-type": GROUPS_MSGPACK},
+                headers={"content-type": GROUP_LIST_MSGPACK},
                 params={"open": max(0, now.open - len(bodies)), "begun": now.begun},
             )
 

@@ -214,7 +214,7 @@ class Wire:
         }
         welcome = await self._post("/v1/environments", body)
         self._joined = f"{self.url}/v1/environments/{welcome['id']}/groups"
-        self._headers = {KEY_HEADER: welcome["key"], "content-type": batch.GROUPS_MSGPACK}
+        self._headers = {KEY_HEADER: welcome["key"], "content-type": batch.GROUP_LIST_MSGPACK}
 
     async def post_packed(self, bodies: Sequence[bytes], at_once: int) -> None:
         """Posts `bodies`, so many in each request, over connections that are kept, as `envserver

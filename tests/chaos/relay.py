@@ -16,7 +16,7 @@ import orjson
 from aiohttp import web
 from support.beside import beside
 
-from envserver.remote.batch import GROUPS_MSGPACK
+from envserver.remote.batch import GROUP_LIST_MSGPACK
 
 from .digests import digest_of_post, id_and_digest_of_group, ids_and_digests_of_groups
 
@@ -104,7 +104,7 @@ class FaultyRelay:
             self.sent[POSTS].add(digest_of_post(body))
         if not (path.startswith("/v1/environments/") and path.endswith("/groups")):
             return []
-        is_list = request.content_type == GROUPS_MSGPACK
+        is_list = request.content_type == GROUP_LIST_MSGPACK
         found = ids_and_digests_of_groups(body) if is_list else [id_and_digest_of_group(body)]
         for group_id, digest in found:
             self.sent[group_id].add(digest)

@@ -23,7 +23,7 @@ from pydantic import BaseModel, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...remote.batch import GROUPS_MSGPACK
+from ...remote.batch import GROUP_LIST_MSGPACK
 from ...remote.messages import (
     GROUP_MSGPACK,
     KEY_HEADER,
@@ -47,7 +47,7 @@ _SCORED: Final = TypeAdapter(ScoredGroups)
 _MOST: Final = 2**31 - 1
 _PLACE: Final = "/v1/environments"
 _GROUP_BODY: Final = {
-    "requestBody": {"required": True, "content": {GROUP_MSGPACK: {}, GROUPS_MSGPACK: {}}}
+    "requestBody": {"required": True, "content": {GROUP_MSGPACK: {}, GROUP_LIST_MSGPACK: {}}}
 }
 
 
@@ -195,11 +195,11 @@ async def _accepted(
     environments.authenticate(env_id, key)
     body = await request.body()
     media_type = request.headers.get("content-type", "").partition(";")[0].strip()
-    if media_type == GROUPS_MSGPACK:
+    if media_type == GROUP_LIST_MSGPACK:
         several = environments.accept_batch
         return _json(await several(env_id, key, body, most_bytes, still_open, begun))
     if media_type != GROUP_MSGPACK:
-        raise WrongMediaType(f"Groups must be {GROUP_MSGPACK} or {GROUPS_MSGPACK}.")
+        raise WrongMediaType(f"Groups must be {GROUP_MSGPACK} or {GROUP_LIST_MSGPACK}.")
     return _json(await environments.accept(env_id, key, body, still_open, begun))
 
 

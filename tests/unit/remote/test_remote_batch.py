@@ -20,7 +20,7 @@ from support.joined import Joined, join, stream_group
 
 from envserver.api.runners.posted_groups import read_batch
 from envserver.api.runners.validation import Stream, read_group
-from envserver.remote.batch import GROUPS_MSGPACK, MOST_GROUPS, compressed, encode_batch
+from envserver.remote.batch import GROUP_LIST_MSGPACK, MOST_GROUPS, compressed, encode_batch
 from envserver.remote.posts import GroupPoster
 
 STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")
@@ -29,7 +29,7 @@ MANY = 1 << 20
 
 async def post(one: Joined, bodies: Sequence[bytes]) -> list[tuple[int, str]]:
     """The refused ones: index and place."""
-    headers = {"content-type": GROUPS_MSGPACK}
+    headers = {"content-type": GROUP_LIST_MSGPACK}
     answer = await one.send("POST", "/groups", content=encode_batch(bodies), headers=headers)
     assert answer.status_code == 200, answer.text
     return [(said["index"], said["place"]) for said in answer.json()["refused"]]
@@ -60,7 +60,7 @@ async def test_of_several_groups_the_wrong_one_is_named_and_the_others_are_store
             (encode_batch(["words"]), 422),
             (encode_batch([b"x"] * 99), 413),
         ):  # type: ignore[list-item]
-            headers = {"content-type": GROUPS_MSGPACK}
+            headers = {"content-type": GROUP_LIST_MSGPACK}
             answer = await one.send("POST", "/groups", content=wrong, headers=headers)
             assert answer.status_code == status, answer.text
 
