@@ -1,4 +1,4 @@
-"""Lets `python -m environments.math ...` run in a checkout; the installed package is
+"""Lets `python -m envserver_environments.math ...` run in a checkout; the installed package is
 `envserver_environments`."""
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`python -m environments.code process ...` is `envserver process --env code ...`."""
+"""`python -m envserver_environments.code process ...` is `envserver process --env code ...`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results whose rewards are known: the reference, broken programs, and programs that cheat. Pure.
+"""Results with a known reward: the reference, broken programs, and programs that cheat.
 
 Every cheat is a program that passes some grader without solving anything: one that trusts the exit
 status, the process, its output, `==`, or the files around it. Here each must score 0.

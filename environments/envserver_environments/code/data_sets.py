@@ -1,4 +1,4 @@
-"""What a row of each data set means: row -> Problem. Pure; nothing is loaded or run here.
+"""Converts the rows of each data set to `Problem`. Pure; loads and runs nothing.
 
     opc             instruction, entry_point, testcase (asserts), code, output
     mbpp            text or prompt, test_list (asserts), code

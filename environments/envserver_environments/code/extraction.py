@@ -1,4 +1,4 @@
-"""Finds the program in what a model said. Pure.
+"""Finds the program in a model's message. Pure.
 
 Only fenced blocks of the visible text count: the last one that parses and defines the function at
 its top level (or as a method of a class Solution), else the last one, else there is none. Where no

@@ -1,4 +1,4 @@
-"""The data sets of this environment: the shipped sample, and where the others are on the hub."""
+"""Loads the data sets of this environment: the built-in sample, files, the hub."""
 
 from __future__ import annotations
 

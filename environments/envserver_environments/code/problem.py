@@ -1,4 +1,4 @@
-"""A problem that is to be solved, whatever data set it comes from."""
+"""A programming problem, independent of its data set."""
 
 from __future__ import annotations
 

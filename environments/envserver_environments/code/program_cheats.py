@@ -1,4 +1,4 @@
-"""Whole programs that do not solve their task: each must score 0. Pure."""
+"""Whole programs that do not solve their task; each must score 0. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drops rows whose own reference does not pass their tests: nobody could solve them.
+"""Drops rows whose reference solution fails its own tests: they cannot be solved.
 
 The references run in sandboxes, some at a time, as a model's programs would.
 """

@@ -1,4 +1,4 @@
-"""The score of one rollout: 1 where the program passes every test, else 0.
+"""Scores a rollout: 1 if the program passes every test, else 0.
 
 A function is loaded in a sandbox, once for all tests; a program that reads and prints has a sandbox
 for each. Half of the tests are hidden from the model and

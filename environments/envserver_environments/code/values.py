@@ -1,4 +1,4 @@
-"""What a program returned, read back as exact built-in values. Pure.
+"""Parses a program's return values into exact built-in values. Pure.
 
 The harness in the sandbox writes one JSON text per call; it is as hostile as the program itself. So
 it is parsed strictly, bounded in size and depth, and only ever becomes None, bool, int, float,

@@ -1,4 +1,4 @@
-"""`python -m environments.gaia process ...` is `envserver process --env gaia ...`."""
+"""`python -m envserver_environments.gaia process ...` is `envserver process --env gaia ...`."""
 
 from __future__ import annotations
 

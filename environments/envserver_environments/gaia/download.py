@@ -1,4 +1,6 @@
-"""Fetches GAIA to a local copy: `python -m environments.gaia.download [--output-dir DIR]`.
+"""Fetches GAIA to a local copy.
+
+`python -m envserver_environments.gaia.download [--output-dir DIR]`.
 
 The data set is gated: its authors let in who has agreed, with a login, not to spread it. So nothing
 of it ships with us, and this command uses the login of `hf auth login` or HF_TOKEN. What is there
@@ -162,7 +164,8 @@ def summary(folder: Path) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """The command; its exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m environments.gaia.download", description="Fetches GAIA, with your login."
+        prog="python -m envserver_environments.gaia.download",
+        description="Fetches GAIA, with your login.",
     )
     parser.add_argument("--output-dir", type=Path, default=DEFAULT_COPY, help="default: data/gaia")
     parser.add_argument("--use-raw", action="store_true", help=f"{RAW.repo}, not {ANNOTATED.repo}")

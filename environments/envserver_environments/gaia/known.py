@@ -1,4 +1,4 @@
-"""What is known of a task: conversations that solve it, and results with their rewards. Pure."""
+"""Conversations that solve a task, and results with a known reward."""
 
 from __future__ import annotations
 

@@ -133,14 +133,15 @@ def _attachment(row: dict[str, Any], root: Path, folder: Path) -> Path | None:
 def _folder_of_split(copy: Path, split: Split) -> Path:
     if not copy.is_dir():
         raise NotFoundError(
-            f"There is no folder {str(copy)!r}.", hint="python -m environments.gaia.download"
+            f"There is no folder {str(copy)!r}.",
+            hint="python -m envserver_environments.gaia.download",
         )
     for folder in (copy / YEAR / split, copy / split, copy):
         if folder.is_dir() and _metadata_files(folder):
             return folder
     raise NotFoundError(
         f"{copy} has no metadata.parquet and no metadata.jsonl of the split {split!r}.",
-        hint="python -m environments.gaia.download fetches GAIA again, and only what is missing.",
+        hint="python -m envserver_environments.gaia.download fetches what is missing.",
     )
 
 

@@ -1,4 +1,4 @@
-"""What became of an agent's steps, read from what the proxy recorded. Pure.
+"""Reads what happened in an agent's steps from the calls the proxy recorded. Pure.
 
 The process of the agent writes a trace for people; code of the model might falsify it, so no reward
 hangs on it. Here the conversation counts: each step's outcome stands in it, for the model was told

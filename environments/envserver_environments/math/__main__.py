@@ -1,4 +1,4 @@
-"""`python -m environments.math process ...` is `envserver process --env math ...`."""
+"""`python -m envserver_environments.math process ...` is `envserver process --env math ...`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agent: a loop of chat and tools that ends with an answer.
+"""The agent: a loop of chat and tool calls that ends with an answer.
 
 In: a task's public part, and `run`. Out: `{"answer", "text"}`: the argument of `finish` if it was
 called, and the model's last text. It ends at a `finish`, at a text without a tool call, at an

@@ -1,4 +1,4 @@
-"""Sums and differences of small numbers, made here: for models that learn on a laptop.
+"""Generates sums and differences of small numbers, for models trained on a laptop.
 
 Every problem `A+B` and `A-B` whose answer is not negative, with operands up to a bound, comes once,
 in an order that depends on the seed only. Lazy: nothing is kept, however large the bound. A problem

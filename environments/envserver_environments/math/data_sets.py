@@ -1,4 +1,4 @@
-r"""What a row of each data set means: row -> Problem. Pure; nothing is loaded here.
+r"""Converts the rows of each data set to `Problem`. Pure; loads nothing.
 
 Ten shapes of rows are known, each by the field names under which its data set is published. A row
 says itself which one it has: by a key `data_set`, `dataset` or `source` with a known name, else by

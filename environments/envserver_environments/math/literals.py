@@ -1,4 +1,4 @@
-r"""Whether an answer is a plain number, written out.
+r"""Decides whether an answer is a plain number, written out.
 
 The rule for data sets whose answers are numbers: it closes the hole of boxing the unevaluated
 expression (`\boxed{12 \cdot 34}` would verify as equal).

@@ -1,4 +1,4 @@
-"""Compares polynomials that are written out, without evaluating anything. Pure."""
+"""Compares written-out polynomials without evaluating anything. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The score of one rollout: 1 for a right answer, else 0.
+"""Scores a rollout: 1 for a correct answer, else 0.
 
 The answer is the argument of `finish`, else the last balanced box of the visible text; a letter is
 found by the rules for options. Pure but for the comparison itself, which is `verification`'s.

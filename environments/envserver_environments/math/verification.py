@@ -1,4 +1,4 @@
-r"""Whether an answer equals the gold, by math-verify, whatever the answer is made of.
+r"""Decides with math-verify whether an answer equals the gold, whatever the answer contains.
 
 An answer is hostile input: `9^{9^9}` or `10^8!` can cost minutes and gigabytes. So each comparison
 runs in a process of its own, forked from the warm scorer, with a limit of memory and a limit of CPU

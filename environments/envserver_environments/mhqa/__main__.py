@@ -1,4 +1,4 @@
-"""`python -m environments.mhqa process ...` is `envserver process --env mhqa ...`."""
+"""`python -m envserver_environments.mhqa process ...` is `envserver process --env mhqa ...`."""
 
 from __future__ import annotations
 

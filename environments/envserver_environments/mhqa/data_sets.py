@@ -1,4 +1,4 @@
-"""What a row of each data set means: row -> Item. Pure; nothing is loaded here.
+"""Converts the rows of each data set to `Item`. Pure; loads nothing.
 
 Five shapes of rows are known, each by the field names under which its data set is published, and
 the shape of our own sample. A row says itself which one it has: by a key `data_set`, `dataset`,

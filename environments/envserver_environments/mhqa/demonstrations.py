@@ -1,4 +1,4 @@
-"""Conversations that solve a task, as a good model would hold them. Pure."""
+"""Conversations that solve a task, as a good model would. Pure."""
 
 from __future__ import annotations
 

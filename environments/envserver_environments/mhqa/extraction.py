@@ -1,4 +1,4 @@
-r"""Finds the answer in what a model said, for where it was not given by `finish`. Pure.
+r"""Finds the answer in a model's text when `finish` was not called. Pure.
 
 Only visible text counts. The first of these that is there is the answer:
 

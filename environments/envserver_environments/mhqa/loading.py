@@ -1,4 +1,4 @@
-"""The data sets of this environment, and the corpora that are searched."""
+"""Loads the data sets of this environment and the corpora to search."""
 
 from __future__ import annotations
 

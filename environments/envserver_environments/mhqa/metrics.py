@@ -1,4 +1,4 @@
-"""The measures of the multi-hop data sets, as their own programs compute them. Pure.
+"""The metrics of the multi-hop data sets, computed as their official programs do. Pure.
 
     Hotpot     hotpot_evaluate_v1.py: answer, supporting facts, joint
     2Wiki      2wikimultihop_evaluate_v1.1.py: the same over aliases, and evidence triples

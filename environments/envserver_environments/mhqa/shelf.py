@@ -1,4 +1,4 @@
-"""What one rollout has found, and the tools over it: search, read, finish.
+"""The passages one rollout has found, and the tools over them: search, read, finish.
 
 Passages are called p1, p2 ... in the order in which the rollout first saw them: their ids and their
 order say nothing about which of them matter. Sentences are numbered from 0.

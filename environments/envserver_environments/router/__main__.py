@@ -1,4 +1,4 @@
-"""`python -m environments.router process ...` is `envserver process --env router ...`."""
+"""`python -m envserver_environments.router process ...` is `envserver process --env router ...`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations that solve a task, as good models would hold them. Pure."""
+"""Conversations that solve a task, as good models would. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data sets of this environment, and how their rows are read.
+"""Loads the data sets of this environment and reads their rows.
 
 A row is one of: our own (`query`, `plan` as a graph, and what running it needs), a row of the
 CourseGPT router data (`user_query`, `route_plan` and the other keys), its form for fine-tuning

@@ -1,4 +1,4 @@
-"""`python -m environments.scenarios process ...` is `envserver process --env scenarios ...`."""
+"""`python -m envserver_environments.scenarios process` is `envserver process --env scenarios`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agent: the text protocol with the tools of a workspace, then the checks.
+"""The agent: the text protocol with workspace tools, followed by the checks.
 
 The workspace is a sandbox with a git repository of one commit. Checks run in the same sandbox, when
 the model has ended; what it started is gone by then, and what a check brings is written first.

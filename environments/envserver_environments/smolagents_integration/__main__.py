@@ -1,4 +1,4 @@
-"""`python -m environments.smolagents_integration process ...`, as in `smolagents_env`."""
+"""`python -m envserver_environments.smolagents_integration process ...`, as in `smolagents_env`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m environments.smolagents_integration.download_gaia` is
+"""`python -m envserver_environments.smolagents_integration.download_gaia` is
 `envserver_environments.gaia.download`.
 """
 

@@ -1,5 +1,5 @@
-"""`python -m environments.smolagents_integration.smolagents_env process ...` is `envserver process
---env gaia ...`."""
+"""`python -m envserver_environments.smolagents_integration.smolagents_env process ...` is
+`envserver process --env gaia ...`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m environments.swe process ...` is `envserver process --env swe ...`."""
+"""`python -m envserver_environments.swe process ...` is `envserver process --env swe ...`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of a task whose rewards are known: the gold patch, broken ones, and cheats.
+"""Results with a known reward: the gold patch, broken patches, and cheats.
 
 A cheat leaves the problem as it is and reaches for the reward in another way. Some are programs
 that are appended to the modules that the gold patch changes, so they run inside of the tests; those

@@ -1,4 +1,4 @@
-"""Takes the answers out of tests, so that the code that is tested cannot know them. Pure.
+"""Removes the expected answers from tests, so that the tested code cannot read them. Pure.
 
 In: the source of a test module. Out: the same tests, in which each `assert EXPRESSION == LITERAL`
 only tells what EXPRESSION was, and the answers. The comparison is done elsewhere, on values of

@@ -1,4 +1,4 @@
-"""Repositories that are only in the image of a container, for the backend `docker`.
+"""Repositories that exist only in a container image, for the backend `docker`.
 
 In: a row, or the image that a task names, and a way to open sandboxes. Out: the repository's files.
 They are read in a container in which nothing of an agent has run. Agents and tests get them in

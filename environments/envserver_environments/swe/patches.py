@@ -1,4 +1,4 @@
-"""Reads a patch as text, decides what of it counts, and applies it to a tree in memory.
+"""Parses a patch, decides which changes count, and applies it to a tree in memory.
 
 In: a diff in git's form, from a sandbox in which a model did what it liked. Out: changes of plain
 files below the root, without those of protected files. Nothing here touches a disk or runs git.

@@ -1,4 +1,4 @@
-"""How an agent may work, whichever it is."""
+"""Settings that all agents share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tasks of our own: one readable text file each, in `data/`.
+"""The built-in tasks: one readable text file each, in `data/`.
 
 A file is a series of sections; each begins with a line `=== kind argument`:
 

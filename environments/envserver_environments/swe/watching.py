@@ -1,4 +1,4 @@
-"""Tools that tell what they did, and ask a person first where one wants to be asked.
+"""Tools that log what they did, and ask the user for confirmation first if wanted.
 
 In: tools of a sandbox. Out: the same tools; each call becomes an action of the rollout, and a
 command runs only when the service `confirm` of the server allows it.

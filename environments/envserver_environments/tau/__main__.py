@@ -1,6 +1,6 @@
-"""`python -m environments.tau process ...` is `envserver process --env tau ...`.
+"""`python -m envserver_environments.tau process ...` is `envserver process --env tau ...`.
 
-`python -m environments.tau replay FILE` plays vectors of tau2-bench again (see `replay_command`).
+`python -m envserver_environments.tau replay FILE` replays tau2-bench vectors, see `replay_command`.
 """
 
 from __future__ import annotations

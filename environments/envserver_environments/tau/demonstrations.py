@@ -1,4 +1,4 @@
-"""Conversations that solve a task: its expected actions, then closing words. Pure.
+"""Conversations that solve a task: its expected actions, then a closing message. Pure.
 
 They are played in a world, so that whatever follows from them (results, a scripted customer's
 answers) is as it would be. The simulated engine plays them, `envserver check` scores them.

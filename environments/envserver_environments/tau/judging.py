@@ -1,4 +1,4 @@
-"""The judge of what only a reader can tell (NL_ASSERTION): a service of the server.
+"""The judge of assertions in natural language (NL_ASSERTION): a service of the server.
 
 In: a conversation that is over. Out: `{"verdicts": [bool, ...]}`, one for each of the task's
 assertions, in their order. The assertions stay on the server: neither a worker nor a recorded call

@@ -1,4 +1,6 @@
-"""`python -m environments.tau replay FILE --tau2-data DIR`: vectors of tau2-bench, played again.
+"""Replays vectors of tau2-bench.
+
+`python -m envserver_environments.tau replay FILE --tau2-data DIR`.
 
 Prints a line per vector: reward, components, and whether all is as `expected` tells; exits with 1
 if anything differs, with 2 if the vectors or the data cannot be read.
@@ -23,7 +25,7 @@ from .replays import Replay, differences, replay
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m environments.tau replay",
+        prog="python -m envserver_environments.tau replay",
         description="Plays scripted conversations of tau2-bench again and compares the outcome.",
     )
     parser.add_argument("file", type=Path, help='JSON: {"vectors": [...]} or a list; or JSONL')

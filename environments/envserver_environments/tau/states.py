@@ -1,4 +1,4 @@
-"""Worlds as tasks start them and as conversations leave them.
+"""World states at the start of a task and after a conversation.
 
 `start` makes the world in which a task begins; `replay_messages` does again what the calls of a
 conversation did, as tau2-bench's evaluation does: only calls that change data are made again, and

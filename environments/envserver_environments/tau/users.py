@@ -1,4 +1,4 @@
-"""Customers: by the script of their task, or played by a model.
+"""Customers: scripted by their task, or played by a model.
 
 Scripts make rollouts cheap and the same each time. A script is a list of rules of which the first
 that fits is followed: `{"if": pattern that is looked for in the assistant's last words (case does

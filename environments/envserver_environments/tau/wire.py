@@ -1,4 +1,4 @@
-"""Messages and calls between OpenAI's shape, in which models speak, and tau2-bench's.
+"""Converts messages and calls between OpenAI's format and tau2-bench's.
 
 What a model wrote is taken as it is, never trusted: arguments that are no JSON object stay the text
 that they are, and the world answers that they are none.

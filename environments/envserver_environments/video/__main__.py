@@ -1,4 +1,4 @@
-"""`python -m environments.video process ...` is `envserver process --env video ...`."""
+"""`python -m envserver_environments.video process ...` is `envserver process --env video ...`."""
 
 from __future__ import annotations
 

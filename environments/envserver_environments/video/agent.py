@@ -1,4 +1,4 @@
-"""One agent: a conversation that only grows, asked once or several times.
+"""One agent: an append-only conversation that can be asked several questions.
 
 In: a system prompt, tools, and questions. Out: what it says to each (`Said`). It goes on until it
 calls `finish`, writes a text without a call (or `FINAL:`, in the text protocol), is cut off, has

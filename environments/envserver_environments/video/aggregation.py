@@ -1,4 +1,4 @@
-"""Accuracy by type of question, as NExT-QA reports it. Pure.
+"""Accuracy by question type, as NExT-QA reports it. Pure.
 
 Types are two letters, of which the first is the group: C (causal: CW why, CH how), T (temporal: TN
 before or after, TC at the same time) and D (descriptive: DC count, DL place, DO other). TP is

@@ -1,4 +1,4 @@
-"""What a row of each data set means: row -> Item. Pure; nothing is loaded here.
+"""Converts the rows of each data set to `Item`. Pure; loads nothing.
 
     nextqa     video, qid, question, a0 ... a4, answer (0-4), type
     egoschema  video_idx, question_idx, question, option (a list), answer; or, as its authors have

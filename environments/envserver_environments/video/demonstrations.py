@@ -1,4 +1,4 @@
-"""Conversations that answer a question, as good models would hold them. Pure.
+"""Conversations that answer a question, as good models would. Pure.
 
 Each agent of a team has its own. An expert reads the moment that the question is about; where its
 kind of description has nothing there, it says that it cannot tell, and others decide.

@@ -1,4 +1,4 @@
-"""Whether an answer names a time at which the evidence for it shows. Pure.
+"""Decides whether an answer names a time at which its evidence is visible. Pure.
 
 Times are `h:mm:ss` or `m:ss`, alone or as a range `0:00:12-0:00:20`. Who names the whole video
 names nothing: more than a few times, or a range that is long, count as none.

@@ -1,4 +1,4 @@
-"""Answers whose reward is known: right ones in every form that counts, and cheats. Pure."""
+"""Answers with a known reward: correct ones in every accepted form, and cheats. Pure."""
 
 from __future__ import annotations
 

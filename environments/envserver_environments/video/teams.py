@@ -1,4 +1,4 @@
-"""How a question about a video is worked on: by one agent, or by a team of experts.
+"""How a question is answered: by one agent, or by a team of experts.
 
     single   one agent with all tools
     report   an expert for each modality that the video has, each by itself, at the same time; if

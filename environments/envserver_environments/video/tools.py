@@ -1,4 +1,4 @@
-"""What agents read a video with: ranges of time, and a search.
+"""The tools that read a video: time ranges, and a search.
 
 In: a VideoContext. Out: tools whose results are lines of `h:mm:ss: text`. `finish` ends an agent's
 work: it raises Finished, which is for the agent's loop.

@@ -1,4 +1,4 @@
-"""smolagents' executor over our interpreter: plain Python in a process of its own."""
+"""smolagents' executor backed by our interpreter: plain Python in a process of its own."""
 
 from __future__ import annotations
 

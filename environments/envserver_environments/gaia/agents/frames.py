@@ -1,4 +1,4 @@
-"""JSON objects over a socket, each in a frame: between an agent and its interpreter."""
+"""JSON objects in frames over a socket, between an agent and its interpreter."""
 
 from __future__ import annotations
 

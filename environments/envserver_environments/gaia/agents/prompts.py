@@ -1,4 +1,4 @@
-"""What the agents are told. Short: a system prompt is read before every step."""
+"""The agents' prompts. They are short: a system prompt is read before every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an agent is run: which one, and when it is stopped."""
+"""Which agent runs, and its limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent did, step by step, as data that goes into the trajectory."""
+"""An agent's steps as data for the trajectory."""
 
 from __future__ import annotations
 
