@@ -1,7 +1,7 @@
-"""The SQL of task estimates: counted with the groups, in their transaction.
+"""The SQL of task estimates. They are updated in the transaction that stores the groups.
 
-What holds: a stored group counts once, for it counts when it is stored; a group that was scored and
-dropped counts once, for its id is kept, too. The arithmetic is `rollouts.estimates`.
+What always holds: a stored group counts once, because it counts when it is stored. A group that was
+scored and dropped counts once, because its id is kept. The arithmetic is in `rollouts.estimates`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .transaction import Transaction, chunks
 
 
 class EstimateRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An estimate that is kept. `number`: order in which tasks were first scored; `scored_at`: when
-    this one was last."""
+    """A stored estimate. `number` is the order in which tasks were first scored; `scored_at` is
+    when this task was last scored."""
 
     number: int
     env: str
@@ -32,7 +32,7 @@ class EstimateRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def count_stored(tx: Transaction, news: Iterable[Scored | None]) -> None:
-    """Counts groups that this transaction stores; None says nothing of any task."""
+    """Counts groups that this transaction stores; None belongs to no task."""
     by_stream: dict[tuple[str, Split], list[Scored]] = {}
     for one in news:
         if one is not None:
@@ -42,7 +42,7 @@ async def count_stored(tx: Transaction, news: Iterable[Scored | None]) -> None:
 
 
 async def count_dropped(tx: Transaction, news: Sequence[Scored]) -> int:
-    """Counts groups that were scored and are not stored, each id once; how many were new."""
+    """Counts scored groups that are not stored, each id once; returns how many were new."""
     known = await counted_drops(tx.connection, [one.group_id for one in news])
     new = {one.group_id: one for one in news if one.group_id not in known}
     if new:
@@ -54,7 +54,8 @@ async def count_dropped(tx: Transaction, news: Sequence[Scored]) -> int:
 
 
 async def _count(tx: Transaction, env: str, split: Split, news: Sequence[Scored]) -> None:
-    """Two statements where all tasks are known or all are new, three else."""
+    """Updates and inserts estimates: two statements if all tasks are known or all are new, else
+    three."""
     stream = {"of_env": env, "of_split": split}
     numbers: dict[str, int] = {}
     now: dict[str, Estimate] = {}
@@ -77,7 +78,7 @@ async def _count(tx: Transaction, env: str, split: Split, news: Sequence[Scored]
         await tx.connection.execute(_ADD, new)
 
 
-# Made once: to make them takes longer than to execute them.
+# Built once: building them takes longer than executing them.
 _COLUMNS: Final = ("attempts", "weight", "solved", "policy_version")
 _ESTIMATE: Final = [estimates.c[name] for name in _COLUMNS]
 _FOUND: Final = select(estimates.c.number, estimates.c.task_id, *_ESTIMATE).where(
@@ -110,7 +111,7 @@ def _row(row: Any) -> EstimateRow:
 async def estimates_of(
     connection: AsyncConnection, env: str, split: Split, task_ids: Sequence[str]
 ) -> dict[str, Estimate]:
-    """By task, of those of these tasks that were ever scored."""
+    """Returns the estimates by task id, for those of these tasks that were ever scored."""
     found: dict[str, Estimate] = {}
     for part in chunks(task_ids):
         rows = await connection.execute(_FOUND, {"of_env": env, "of_split": split, "ids": part})
@@ -121,7 +122,8 @@ async def estimates_of(
 async def estimates_after(
     connection: AsyncConnection, number: int, limit: int, env: str | None, split: Split | None
 ) -> list[EstimateRow]:
-    """Up to `limit` estimates behind `number`, in the order in which tasks were first scored."""
+    """Returns up to `limit` estimates after `number`, in the order in which tasks were first
+    scored."""
     query = select(estimates).where(estimates.c.number > number)
     if env is not None:
         query = query.where(estimates.c.env == env)
@@ -132,7 +134,7 @@ async def estimates_after(
 
 
 async def counted_drops(connection: AsyncConnection, group_ids: Sequence[str]) -> set[str]:
-    """Those of these groups that were scored, counted and not stored."""
+    """Returns those of these groups that were scored and counted, but not stored."""
     found: set[str] = set()
     for part in chunks(group_ids):
         query = select(dropped_groups.c.group_id).where(dropped_groups.c.group_id.in_(part))
@@ -141,7 +143,7 @@ async def counted_drops(connection: AsyncConnection, group_ids: Sequence[str]) -
 
 
 async def count_drops_with_prefix(connection: AsyncConnection, prefix: str) -> int:
-    """How many groups whose id begins with `prefix` were scored, counted and not stored."""
+    """Counts the scored groups whose id begins with `prefix` that were not stored."""
     is_like = func.substr(dropped_groups.c.group_id, 1, len(prefix)) == prefix
     count = await connection.execute(
         select(func.count()).select_from(dropped_groups).where(is_like)

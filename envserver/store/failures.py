@@ -1,4 +1,4 @@
-"""What the database, its driver or the file system raised, as an error of ours."""
+"""Turns errors of the database, its driver and the file system into errors of this package."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FULL_SQLSTATES: Final = frozenset({"53100"})  # PostgreSQL: disk_full
 _UNREACHABLE_SQLSTATES: Final = frozenset(
     {"57P01", "57P02", "57P03", "53300"}
-)  # PostgreSQL: it ends, has crashed, is starting; has too many clients
+)  # PostgreSQL: shutting down, crashed, starting, or too many clients
 _FULL_SQLITE: Final = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})
 _SQLITE_PRIMARY: Final = 0xFF
-"""The low byte of SQLite's extended codes says what kind of failure it is."""
+"""The low byte of SQLite's extended error codes is the kind of failure."""
 
 
 def typed(error: Exception) -> Exception:
-    """`error` as StoreFull, InputError, ConfigError or StoreError; unchanged if none of these.
+    """Returns `error` as StoreFull, InputError, ConfigError or StoreError; unchanged if none fits.
 
-    The text names no SQL and no values: a body may be in there.
+    The text contains no SQL and no values, because they may contain a body.
     """
     cause = (error.orig or error) if isinstance(error, StatementError) else error
     if isinstance(cause, EnvserverError):
@@ -53,7 +53,7 @@ def typed(error: Exception) -> Exception:
 
 
 def is_unreachable(error: Exception) -> bool:
-    """Whether the database does not answer, rather than answers that something is wrong."""
+    """Returns whether the database does not answer, as opposed to reporting an error."""
     cause = (error.orig or error) if isinstance(error, StatementError) else error
     sqlstate = getattr(cause, "sqlstate", None) or ""
     return (
@@ -66,7 +66,7 @@ def is_unreachable(error: Exception) -> bool:
 
 @contextmanager
 def typed_failures() -> Iterator[None]:
-    """Lets out only what `typed` makes of an exception."""
+    """Raises `typed(error)` in place of each exception of the body."""
     try:
         yield
     except Exception as error:
@@ -92,7 +92,7 @@ def _is_full(cause: object) -> bool:
 
 
 def _is_bad_value(cause: object) -> bool:
-    """Text that is no UTF-8, an integer beyond 64 bits, a value too big for the database."""
+    """Returns whether a value cannot be stored: not UTF-8, beyond 64 bits, or too large."""
     sqlstate = getattr(cause, "sqlstate", None) or ""
     return (
         isinstance(cause, UnicodeError | OverflowError | sqlite3.DataError) or sqlstate[:2] == "22"

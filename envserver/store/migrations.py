@@ -1,7 +1,7 @@
-"""Brings the tables of an older version to this one, all steps in one transaction.
+"""Updates the tables of an older version to the current one, all steps in one transaction.
 
-Each step is text that no later change of `schema` touches: it says what its version had and what
-the next one has. A step that fails or is killed leaves the store as it was.
+Each step is plain text that does not depend on `schema`: it contains what its version had and what
+the next one has. A step that fails or is killed leaves the store unchanged.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .schema import SCHEMA_VERSION, schema_version
 
 
 async def migrate(connection: AsyncConnection, version: int) -> None:
-    """Takes the tables from `version` to the one of today, inside the caller's transaction."""
+    """Updates the tables from `version` to the current one, inside the caller's transaction."""
     for step_from in range(version, SCHEMA_VERSION):
         await STEPS[step_from](connection)
         await connection.execute(update(schema_version).values(version=step_from + 1))
 
 
 async def _from_1_to_2(connection: AsyncConnection) -> None:
-    """Groups no longer hold a state: each of the queues has its own, in `deliveries`."""
+    """Moves the state of groups into `deliveries`, one for each queue."""
     is_sqlite = connection.dialect.name == "sqlite"
 
     async def run(statement: str) -> None:
@@ -170,7 +170,7 @@ _NEW_COLUMNS_AND_INDEXES: Final = (
 
 
 async def _from_2_to_3(connection: AsyncConnection) -> None:
-    """Tasks have estimates. They begin empty: what was scored before lies in bodies."""
+    """Adds task estimates. They start empty: earlier scores are in the bodies only."""
     is_sqlite = connection.dialect.name == "sqlite"
     kinds = {
         "key": "INTEGER" if is_sqlite else "BIGINT",
@@ -201,7 +201,7 @@ _ESTIMATES: Final = (
 
 
 async def _from_3_to_4(connection: AsyncConnection) -> None:
-    """Why a body cannot be read is kept. Nothing is known of what was found before."""
+    """Adds the table of damaged groups. It starts empty: earlier findings were not kept."""
     is_sqlite = connection.dialect.name == "sqlite"
     key, double = ("INTEGER", "DOUBLE") if is_sqlite else ("BIGINT", "DOUBLE PRECISION")
     await connection.execute(
@@ -217,4 +217,4 @@ STEPS: Final[Mapping[int, Callable[[AsyncConnection], Awaitable[None]]]] = {
     2: _from_2_to_3,
     3: _from_3_to_4,
 }
-"""By the version from which they start; each leads to the next one."""
+"""Steps by the version from which they start; each leads to the next version."""

@@ -1,4 +1,4 @@
-"""The durable store as the place where the scheduler's groups go."""
+"""Stores the groups that the scheduler makes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .rows import GroupPut
 
 
 class StoreSink:
-    """Groups of one of our own environments on their way to trainers.
+    """Stores the groups of one environment of this server for trainers.
 
     Args:
-        env: its name.
-        demand: of all environments of this server.
+        env: name of the environment.
+        demand: the demand of all environments of this server.
     """
 
     def __init__(self, store: GroupStore, env: str, demand: Demand) -> None:
@@ -30,29 +30,29 @@ class StoreSink:
         """Stores `group` durably.
 
         Raises:
-            StoreError: it is not stored.
+            StoreError: it was not stored.
         """
         body = await asyncio.to_thread(pack, group)
         await self._store.put([put_of(group, body)])
 
     async def dropped(self, scored: Scored) -> None:
-        """Counts a group that was scored and is not put, in the estimate of its task.
+        """Counts a group that was scored and is not stored, in the estimate of its task.
 
         Raises:
-            StoreError: it may not be counted.
+            StoreError: it may not have been counted.
         """
         await self._store.count_dropped([scored])
 
     async def known(self, group_ids: list[str]) -> set[str]:
-        """Those that were ever stored, delivered or not."""
+        """Returns those of these ids that were ever stored, delivered or not."""
         return await self._store.existing(group_ids)
 
     async def wait_for_capacity(self) -> None:
-        """Returns when another group may be begun."""
+        """Waits until another group may be started."""
         await self._demand.wait_for_capacity(self._env)
 
     def opened(self, groups: int) -> None:
-        """So many groups more are being made; fewer where negative."""
+        """Adds `groups` (may be negative) to the number of groups being made."""
         self._demand.opened(self._env, groups)
 
 
@@ -78,7 +78,7 @@ class StoreOrderSink:
 
 
 def put_of(group: Group, body: bytes) -> GroupPut:
-    """`group`, packed as `body`, for the store."""
+    """Returns the record that stores `group`, whose packed form is `body`."""
     rows = [row for trajectory in group.trajectories for row in trajectory.sequences]
     return GroupPut(
         group_id=group.group_id,

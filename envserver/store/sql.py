@@ -1,4 +1,4 @@
-"""The store: groups in, leases out, and nothing that was accepted is lost.
+"""The SQL implementation of a store (`interface.GroupStore`), and how it is opened.
 
     async with open_store("data/envserver.db") as store:
         await store.put([GroupPut(...)])
@@ -6,10 +6,10 @@
         bodies = await store.bodies([group.group_id for group in lease.groups])
         await store.ack(lease.lease_id)
 
-What holds: when a method that changes something returns, the change is on disk; when it raises a
-UsageError or StoreFull, nothing changed. Any method may raise StoreError: the change was made as a
-whole or not at all, and asking again is safe. The store goes on working after either, but not after
-StoreLost. The README here has what it does when something fails.
+What always holds: when a method that changes something returns, the change is on disk. When it
+raises a UsageError or StoreFull, nothing changed. Any method may raise StoreError: the change was
+made completely or not at all, and calling it again is safe. The store works on after either, but
+not after StoreLost. The README says what it does in each kind of failure.
 """
 
 from __future__ import annotations
@@ -52,32 +52,34 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 _THREADS: Final = 2
-"""For compressing and inflating bodies."""
+"""Threads that compress and decompress bodies."""
 _DROPPED_AT_ONCE: Final = 1000
 _INLINE_BYTES: Final = 32 * 1024
-"""Less than this is compressed on the event loop: it takes less time than a change of threads."""
+"""Less than this is compressed on the event loop, which is faster than switching threads."""
 
 
 @asynccontextmanager
 async def open_store(
     where: str | Path, *, clock: Callable[[], float] | None = None
 ) -> AsyncIterator[Store]:
-    """Opens, and creates where missing, the store at `where`; at most one process has it open.
+    """Opens the store at `where`, or creates it; only one process at a time can have it open.
 
     Args:
-        where: a path (its folder is made), `sqlite:///path` or `postgresql://user@host/name`.
-        clock: seconds; leases expire by it. Unset: a `SteadyClock`, which the wall's does not move.
+        where: a path (missing folders are made), `sqlite:///path` or `postgresql://user@host/name`.
+        clock: returns seconds; leases expire by it. Default: a `SteadyClock`, which does not follow
+            changes of the system clock.
 
     Raises:
-        ConfigError: no such kind of store, not one of ours, or one of a newer version.
+        ConfigError: the kind of store is unknown, the database belongs to another program, or a
+            newer version wrote it.
         ConflictError: another process has it open.
         StoreError: it cannot be reached.
-        StoreLost: later, after the body was cancelled: another process has opened the store while
-            its database was out of reach, or its file was removed or replaced.
+        StoreLost: raised later, after the body was cancelled: another process opened the store
+            while its database could not be reached, or its file was removed or replaced.
     """
     async with open_database(where) as database:
-        # A file stays locked as long as this process lives: nothing has to be written to hold it,
-        # which a full disk would refuse.
+        # The file stays locked as long as this process lives. Nothing has to be written to hold the
+        # lock, which would fail on a full disk.
         is_file = database.files is not None
         with typed_failures():
             if is_file:
@@ -100,7 +102,7 @@ async def _known(
 
 @asynccontextmanager
 async def _running(writer: Writer) -> AsyncIterator[None]:
-    """Runs `writer` for as long as the body runs; a store that is lost cancels the body."""
+    """Runs `writer` while the body runs; cancels the body when the store is lost."""
     body = asyncio.current_task()
     assert body is not None
     stop = False
@@ -123,7 +125,7 @@ async def _running(writer: Writer) -> AsyncIterator[None]:
 
 
 class Store(DatabaseLookups, MemoryLookups):
-    """An open store, made by `open_store`, for any number of concurrent callers of one loop."""
+    """An open store, made by `open_store`. Any number of tasks of one event loop may use it."""
 
     def __init__(
         self,
@@ -139,13 +141,13 @@ class Store(DatabaseLookups, MemoryLookups):
         self._threads = threads
         self._clock = clock
         self.oldest_version = UNKNOWN_VERSION
-        """Groups of an older policy version are not leased, unless by their ids; -1: all are."""
+        """Groups of an older policy version are leased only by id; -1: no limit."""
 
     async def put(self, groups: Sequence[GroupPut]) -> list[bool]:
-        """Stores groups, all or none; durable on return.
+        """Stores all of these groups, or none; they are durable on return.
 
         Returns:
-            For each: True when stored, False when its id was already there (nothing changed).
+            For each group: True if it was stored, False if its id already exists (nothing changes).
 
         Raises:
             InputError: a field cannot be stored.
@@ -157,18 +159,17 @@ class Store(DatabaseLookups, MemoryLookups):
         return await self._writer.put(encoded)
 
     async def put_encoded(self, groups: Sequence[EncodedPut]) -> list[bool]:
-        """As `put`, for groups whose bodies are already as they are to lie in the database."""
+        """Like `put`, for groups whose bodies are already encoded for the database."""
         return await self._writer.put(groups) if groups else []
 
     async def count_dropped(self, news: Sequence[Scored]) -> int:
-        """Counts groups that were scored and are not stored, each id once; how many were new.
-        What is put counts by itself.
-        """
+        """Counts scored groups that are not stored in the estimates of their tasks, each id once;
+        returns how many were new. `put` counts the groups that it stores."""
         return await self._writer.do(partial(estimates.count_dropped, news=list(news)))
 
     @property
     def discount(self) -> float:
-        """Of the estimates for each policy version, see `rollouts.estimates`; may be set."""
+        """Discount of task estimates per policy version; see `rollouts.estimates`."""
         return self._writer.discount
 
     @discount.setter
@@ -176,11 +177,11 @@ class Store(DatabaseLookups, MemoryLookups):
         self._writer.discount = discount
 
     async def bodies(self, group_ids: Sequence[str]) -> list[bytes]:
-        """The bodies of these groups, in this order.
+        """Returns the bodies of these groups, in order.
 
         Raises:
-            NotFoundError: one does not exist.
-            DamagedBodies: some cannot be read; see `drop_damaged`.
+            NotFoundError: a group does not exist or is no longer kept.
+            DamagedBodies: some bodies cannot be read; see `drop_damaged`.
         """
         async with self._reading() as connection:
             stored = await groups.stored_bodies(connection, group_ids)
@@ -189,27 +190,29 @@ class Store(DatabaseLookups, MemoryLookups):
     async def drop_damaged(
         self, reasons: Mapping[str, str], *, undo: str | None = None
     ) -> list[str]:
-        """Drops groups that cannot be read from every queue where they wait or are leased, so that
-        they are offered no more; each is counted once and its reason kept.
+        """Drops unreadable groups from every queue where they are waiting or leased.
+
+        Each is counted once, and its reason is kept.
 
         Args:
-            reasons: why, by group id.
-            undo: an open lease that nobody has seen yet: what is left of it is queued again, and
-                its id is free.
+            reasons: reason by group id.
+            undo: id of an open lease that nobody has received yet: its other groups are queued
+                again, and the id can be used again.
 
         Returns:
-            The ids of those of which it was not known.
+            The ids of groups that were not known to be damaged.
         """
         work = partial(damage.drop_damaged, reasons=dict(reasons), undo=undo)
         return await self._writer.do(work)
 
     async def move(self, group_ids: Sequence[str], to: GroupState) -> None:
-        """Takes groups that wait in the shared queue from buffered to queued (then broadcast runs
-        get them, too), or from either to dropped; all or none.
+        """Moves groups of the shared queue from buffered to queued, or from either to dropped.
+
+        All or none are moved. Broadcast runs get the queued ones as well.
 
         Raises:
-            NotFoundError: one does not exist.
-            ConflictError: one is in a state that forbids it.
+            NotFoundError: a group does not exist.
+            ConflictError: the state of a group does not allow it.
         """
         await self._writer.do(partial(deliveries.move, group_ids=list(group_ids), target=to))
 
@@ -227,25 +230,30 @@ class Store(DatabaseLookups, MemoryLookups):
         seconds: float,
         lease_id: str | None = None,
     ) -> Lease | None:
-        """Hands the oldest queued groups to `run` for `seconds`; overdue ones count as queued.
+        """Leases the oldest queued groups to `run` for `seconds`; expired leases are taken back
+        first.
 
         Args:
-            max_groups, max_sequences, max_tokens: stops before one is passed, but gives at least
-                one group; unset: all.
-            min_groups: nothing when fewer pass the filters.
-            environments: only groups of these, and only of the run's own; unset: of all of those.
+            max_groups, max_sequences, max_tokens: upper limits (None: no limit); at least one group
+                is leased even if it is larger.
+            min_groups: lease nothing if fewer groups match.
+            environments: only groups of these environments, as far as the run takes them; None: all
+                that the run takes.
             min_version: only groups of this policy version or a later one, or of an unknown one;
                 never of one before `oldest_version`.
-            group_ids: exactly these, in this order, instead of all of the above.
-            lease_id: that the lease is to have; the run's open lease that has it is given again.
+            group_ids: lease exactly these groups, in this order; no limit or filter may be given.
+            lease_id: id of the new lease; if it is an open lease of this run, that lease is
+                returned.
 
         Returns:
             None when nothing, or too little, is queued.
 
         Raises:
-            NotFoundError: no such run or group.
-            ConflictError: the run is closed, one of `group_ids` is not queued or not of its
-                environments, or `lease_id` is that of another lease, or of one that is over.
+            InputError: an argument is out of range, or `group_ids` is combined with a limit or
+                filter.
+            NotFoundError: the run or a group does not exist.
+            ConflictError: the run is closed, a group is not queued or not of the run's
+                environments, or `lease_id` belongs to another lease or to one that has ended.
         """
         _check_seconds(seconds)
         limits = {
@@ -274,69 +282,72 @@ class Store(DatabaseLookups, MemoryLookups):
         return self.statistics.leased(await self._writer.do(leased))
 
     async def ack(self, lease_id: str, *, checkpoint: str | None = None) -> None:
-        """The lease's groups are done with. Twice is fine; late is, until taken over.
+        """Acknowledges a lease. Repeating it has no effect.
+
+        A late ack counts as long as none of the groups was leased again.
 
         Args:
-            checkpoint: this and every earlier ack of the run belong to the checkpoint of this
-                name, to which the run can `rewind`. A name that is used again moves on.
+            checkpoint: name of the checkpoint that holds this and all earlier acks of the run, to
+                which the run can `rewind`. A name that is used again moves.
 
         Raises:
-            NotFoundError: no such lease.
-            ConflictError: it was given back, its run was closed or rewound since, or it expired
-                and others have taken its groups.
+            NotFoundError: the lease does not exist.
+            ConflictError: the lease was given back, its run was closed or rewound, or it expired
+                and one of its groups was leased again.
         """
         await self._writer.do(partial(leases.ack, lease_id=lease_id, checkpoint=checkpoint))
         self.statistics.leases["acked"] += 1
 
     async def nack(self, lease_id: str, *, reason: str = "") -> None:
-        """Gives the lease's groups back to the queue, where they keep their places. Twice is fine.
+        """Gives a lease back; repeating it has no effect. Its groups keep their places.
 
         Args:
-            reason: under which it is counted.
+            reason: counted in `counters` as `nacked:REASON`.
 
         Raises:
-            NotFoundError: no such lease.
+            NotFoundError: the lease does not exist.
             ConflictError: as for `ack`.
         """
         await self._writer.do(partial(leases.nack, lease_id=lease_id, reason=reason))
         self.statistics.leases["nacked"] += 1
 
     async def extend(self, lease_id: str, seconds: float) -> float:
-        """Lets the lease end `seconds` from now; when that is.
+        """Lets the lease expire `seconds` from now; returns that time.
 
         Raises:
-            NotFoundError: no such lease.
-            ConflictError: as for `ack`, or it was acked.
+            NotFoundError: the lease does not exist.
+            ConflictError: as for `ack`, or the lease was acked.
         """
         _check_seconds(seconds)
         return await self._writer.do(partial(leases.extend, lease_id=lease_id, seconds=seconds))
 
     async def expire(self, now: float | None = None) -> list[str]:
-        """Queues again what leases hold that are due at `now` (unset: now); the leases' ids."""
+        """Queues the groups of leases that are due at `now` (default: the current time) again;
+        returns the ids of these leases."""
         at = self._clock() if now is None else now
         return await self._writer.do(partial(leases.expire, now=at))
 
     async def rewind(self, run: str, checkpoint: str | None) -> list[str]:
-        """Takes a run back to a checkpoint: what it acked after that is queued again.
+        """Takes a run back to a checkpoint: what it acked since is queued again.
 
-        Its open leases are given back, and no late word about any lease of before counts.
+        Its open leases are given back, and its earlier leases can no longer be acked.
 
         Args:
-            checkpoint: one of `checkpoints`; None: to the beginning, as far as groups are kept.
+            checkpoint: a name from `checkpoints`; None: the beginning, as far as groups are kept.
 
         Returns:
-            The ids of the groups whose acks are undone, oldest first.
+            The ids of the groups whose acks were undone, oldest first.
 
         Raises:
-            NotFoundError: no such run or checkpoint.
-            ConflictError: retention removed groups that were acked after it; nothing changed.
+            NotFoundError: the run or the checkpoint does not exist.
+            ConflictError: groups that were acked after it are no longer kept; nothing changed.
         """
         return await self._writer.do(partial(closing.rewind, name=run, checkpoint=checkpoint))
 
     async def drop_stale(self, below_version: int) -> int:
-        """Drops what is queued of policies before this version; how many deliveries.
+        """Drops queued groups of policy versions below this one; returns how many deliveries.
 
-        Groups of an unknown version stay, and so does what is leased.
+        Leased groups and groups of an unknown version stay.
         """
         dropped = 0
         while True:
@@ -348,15 +359,15 @@ class Store(DatabaseLookups, MemoryLookups):
                 return dropped
 
     async def compact(self, *, acked_hours: float = 24.0, max_gb: float | None = None) -> Compacted:
-        """Removes groups that were delivered (or dropped) in every queue long enough ago.
+        """Removes groups that were acked or dropped in every queue long enough ago.
 
-        Of such a group only the id stays, so that it is never stored again; counts go on counting
-        it. What a run acked since its last but one checkpoint is always kept.
+        The id of a removed group stays, so that it is never stored again, and counts still include
+        it. Groups that a run acked after its last checkpoint but one stay.
 
         Args:
-            acked_hours: how long ago.
-            max_gb: while the bodies of all groups take more than so many GB (1e9 bytes), the oldest
-                go earlier; unset: no limit.
+            acked_hours: minimum time since then, in hours.
+            max_gb: limit for the bodies of all groups, in GB (1e9 bytes); above it the oldest
+                groups are removed earlier. None: no limit.
         """
         access = retention.Access(self._reading, self._writer.do, lambda: self._writer.memory)
         return await retention.compact(
@@ -375,15 +386,15 @@ class Store(DatabaseLookups, MemoryLookups):
         delivery: Delivery = "shared",
         environments: Collection[str] = (),
     ) -> Run:
-        """A new open run; asking again with the same arguments gives the same run, open again.
+        """Creates a run and opens it, or opens the run of this name if its arguments are the same.
 
         Args:
-            delivery: shared: each group goes to one of the shared runs; broadcast: this run gets
+            delivery: shared: each group goes to one of the shared runs. broadcast: this run gets
                 all groups, from the oldest that is kept and was not dropped.
-            environments: only groups of these; empty: of all.
+            environments: only groups of these environments; empty: of all.
 
         Raises:
-            ConflictError: there is one of this name with other arguments.
+            ConflictError: a run of this name has other arguments.
         """
         text = runs.to_json(settings or {}, "settings")
         run = await self._writer.do(
@@ -399,18 +410,20 @@ class Store(DatabaseLookups, MemoryLookups):
         return run if run.state == "open" else await self._open_run(name)
 
     async def _open_run(self, name: str) -> Run:
-        """Opens a run; what a broadcast one lacks is put into its queue in small transactions."""
+        """Opens a run; fills the queue of a broadcast run in small transactions."""
         while True:
             run = await self._writer.do(partial(runs.open_some, name=name))
             if run.state == "open":
                 return run
 
     async def close_run(self, name: str) -> Run:
-        """The run leases no more, and what it holds is queued again. `create_run` opens it again;
-        a broadcast run then also gets what came meanwhile and is still kept.
+        """Closes a run and queues the groups of its leases again.
+
+        `create_run` opens it again; a broadcast run then gets what arrived meanwhile and is still
+        kept.
 
         Raises:
-            NotFoundError: there is none.
+            NotFoundError: the run does not exist.
         """
         return await self._writer.do(partial(closing.close_run, name=name))
 
@@ -424,10 +437,10 @@ class Store(DatabaseLookups, MemoryLookups):
         environments: Collection[str] | None = None,
         state: RunState | None = None,
     ) -> Run:
-        """Changes what is given; the state as `close_run` and `create_run` do.
+        """Changes the settings that are not None; `state` acts like `close_run` and `create_run`.
 
         Raises:
-            NotFoundError: there is none.
+            NotFoundError: the run does not exist.
         """
         given = {
             "batch_size": batch_size,
@@ -445,7 +458,7 @@ class Store(DatabaseLookups, MemoryLookups):
         return await self._open_run(name) if state == "open" else run
 
     async def set_value(self, key: str, json_value: Any) -> None:
-        """Raises InputError: it is not JSON-like."""
+        """Sets the value of `key`. Raises InputError if it is not JSON-like."""
         text = runs.to_json(json_value, "value")
         await self._writer.do(partial(runs.set_value, key=key, value=text))
 
