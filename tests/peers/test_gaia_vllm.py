@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from envserver_environments.gaia.agents import Rules, solve
+from envserver_environments.gaia.agents import AgentOptions, solve
 from support.sdk_house import SdkHouse, vllm_house
 from support.vllm_server import VllmServer
 
@@ -51,7 +51,7 @@ def test_an_ordinary_run_is_one_sequence(
             deadline=time.time() + 120,
             log_action=lambda *step: None,
         )
-        rules = Rules(agent=kind, max_steps=STEPS)  # type: ignore[arg-type]
+        rules = AgentOptions(agent=kind, max_steps=STEPS)  # type: ignore[arg-type]
         done = asyncio.run(solve(task, run, rules, extra=extra))
         print(seat.edges, [step["observation"] for step in done["steps"]])
         assert done["state"] == "max_steps"

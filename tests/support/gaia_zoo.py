@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from envserver_environments.gaia.agents import Rules, solve
+from envserver_environments.gaia.agents import AgentOptions, solve
 
 from envserver import Environment, Score, Task
 
@@ -22,5 +22,7 @@ class GaiaZoo(Environment):
         return Score(reward=float(result.output["answer"] == task.hidden["answer"]))
 
     async def rollout(self, task, run):
-        rules = Rules(agent=self.config.agent, step_seconds=self.config.step_seconds, max_steps=8)
+        rules = AgentOptions(
+            agent=self.config.agent, step_seconds=self.config.step_seconds, max_steps=8
+        )
         return await solve(task, run, rules)

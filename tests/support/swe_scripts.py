@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from envserver_environments.swe.agent import AgentKind, solve
-from envserver_environments.swe.rules import Rules
+from envserver_environments.swe.rules import AgentOptions
 from envserver_environments.swe.sample import sample_tasks
 
 from envserver import PublicTask, Reply, Sandboxes, SandboxSpec
@@ -50,7 +50,7 @@ async def attempt(
 ) -> tuple[dict[str, Any], Scripted]:
     run = Scripted(rooms, list(script))
     task = PublicTask("t", public or ROMAN.task().public)
-    return await solve(task, run, kind, Rules()), run  # type: ignore[arg-type]
+    return await solve(task, run, kind, AgentOptions()), run  # type: ignore[arg-type]
 
 
 def bash(command: str) -> str:

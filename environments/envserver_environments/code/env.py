@@ -42,7 +42,7 @@ from .problem import MAX_INSTRUCTION_CHARACTERS, Problem
 from .prompts import ShowTests
 from .references import checked
 from .running import SPEC
-from .scoring import References, Rules, score_rollout
+from .scoring import References, ScoringRules, score_rollout
 
 DataSetName = Literal["sample", "opc", "mbpp", "mbpp_plus", "humaneval", "humaneval_plus", "pairs"]
 
@@ -125,7 +125,7 @@ class Code(Environment):
         return await solve(task, run, self.config.mode, self.config.show_tests)
 
     async def score(self, task: Task, result: Result) -> Score:
-        rules = Rules(partial_credit=self.config.partial_credit, fuzz=self.config.fuzz)
+        rules = ScoringRules(partial_credit=self.config.partial_credit, fuzz=self.config.fuzz)
         return await score_rollout(task, result, rules, self.sandboxes, self._references)
 
     def demonstration(self, task: Task) -> list[Message] | None:

@@ -30,7 +30,7 @@ _REMEMBERED_REFERENCES = 512
 
 
 @dataclass(frozen=True)
-class Rules:
+class ScoringRules:
     """How a verdict becomes a reward.
 
     Args:
@@ -73,7 +73,7 @@ class References:
 
 
 async def score_rollout(
-    task: Task, result: Result, rules: Rules, sandboxes: Sandboxes, references: References
+    task: Task, result: Result, rules: ScoringRules, sandboxes: Sandboxes, references: References
 ) -> Score:
     """The score of `result`.
 
@@ -109,7 +109,7 @@ async def judged_program(task: Task, code: str, sandboxes: Sandboxes) -> list[Ve
 
 
 async def _judged_calls(
-    task: Task, code: str, rules: Rules, sandboxes: Sandboxes, references: References
+    task: Task, code: str, rules: ScoringRules, sandboxes: Sandboxes, references: References
 ) -> tuple[list[Verdict], float | None]:
     """Of a function, and how often it agrees with the reference on changed arguments."""
     tests = [hoisted(source, str(task.public["entry_point"])) for source in all_tests(task)]
@@ -171,7 +171,7 @@ def _score(
     verdicts: list[Verdict],
     visible: int,
     tests: int,
-    rules: Rules,
+    rules: ScoringRules,
     agreed: float | None,
     metrics: dict[str, float],
 ) -> Score:

@@ -39,7 +39,7 @@ from envserver import (
     Task,
 )
 
-from .agents import Kind, Rules, solve
+from .agents import AgentOptions, Kind, solve
 from .known import demonstrate, known_results
 from .loading import (
     DEFAULT_COPY,
@@ -188,7 +188,7 @@ class Gaia(Environment):
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         config, folder = self.config, Path.cwd()
         names = await asyncio.to_thread(_write_files, task.public["files"], folder)
-        rules = Rules(
+        rules = AgentOptions(
             agent=config.agent,
             max_steps=config.max_steps,
             planning_interval=config.planning_interval,

@@ -39,7 +39,7 @@ from .demonstrations import demonstrate
 from .known import known_answers
 from .literals import is_number_literal
 from .loading import HUBS, SAMPLE
-from .scoring import Rules, said_last, score_rollout
+from .scoring import ScoringRules, said_last, score_rollout
 
 DataSetName = Literal[
     "sample", "gsm8k", "math", "math500", "svamp", "mawps", "mathqa", "aqua", "aime", "deepmath",
@@ -101,7 +101,7 @@ class Math(Environment):
         return await solve(task, run, self.config.mode, self.config.system_prompt)
 
     def score(self, task: Task, result: Result) -> Score:
-        rules = Rules(
+        rules = ScoringRules(
             literal=self._literal,
             lenient=self.config.lenient,
             tool_error_penalty=self.config.tool_error_penalty,

@@ -22,7 +22,7 @@ from .verification import Verdict, compare
 
 
 @dataclass(frozen=True)
-class Rules:
+class ScoringRules:
     """What counts as right, beyond being equal.
 
     Args:
@@ -55,7 +55,7 @@ class Said:
         return None if seen is None else last_boxed(seen)
 
 
-def score_rollout(task: Task, result: Result, rules: Rules) -> Score:
+def score_rollout(task: Task, result: Result, rules: ScoringRules) -> Score:
     """The score of `result`; `task.hidden` holds `answer` and `kind`, or a generator's `entry`."""
     tool_errors = float(result.metrics.get("tool_errors", 0.0))
     metrics = {"tool_errors": tool_errors, "truncated": float(result.truncated)}
@@ -90,7 +90,9 @@ def said_last(messages: list[dict[str, Any]]) -> Said:
     return Said(None, "")
 
 
-def _correctness(task: Task, words: Said, rules: Rules, metrics: dict[str, float]) -> float | None:
+def _correctness(
+    task: Task, words: Said, rules: ScoringRules, metrics: dict[str, float]
+) -> float | None:
     """1.0 or 0.0 (or a generator's own score), None where the gold is unusable."""
     if task.hidden["kind"] == "letter":
         index = _chosen(words, task.public["options"])
@@ -121,7 +123,9 @@ def _chosen(words: Said, options: list[str]) -> int | None:
     return option_index(words.finish if boxed is None else boxed, options)
 
 
-def _verified(gold: str, answer: str, rules: Rules, metrics: dict[str, float]) -> float | None:
+def _verified(
+    gold: str, answer: str, rules: ScoringRules, metrics: dict[str, float]
+) -> float | None:
     verdict = compare(gold, answer, lenient=rules.lenient)
     if verdict is Verdict.BAD_GOLD:
         metrics["bad_gold"] = 1.0

@@ -44,7 +44,7 @@ OBSERVATION = "<observation>"
 
 
 @dataclass(frozen=True)
-class Rules:
+class AgentOptions:
     """How an agent works.
 
     Args:
@@ -59,7 +59,7 @@ class Rules:
     unanswerable: bool = False
 
 
-async def solve(task: PublicTask, run: Rollout, rules: Rules) -> dict[str, Any]:
+async def solve(task: PublicTask, run: Rollout, rules: AgentOptions) -> dict[str, Any]:
     """One attempt at `task`."""
     shelf = Shelf(
         search_of(task, run, rules.scope),
@@ -98,7 +98,7 @@ class _Said:
     text: str
 
 
-async def _with_tools(question: str, run: Rollout, rules: Rules, shelf: Shelf) -> _Said:
+async def _with_tools(question: str, run: Rollout, rules: AgentOptions, shelf: Shelf) -> _Said:
     thoughts = _Thoughts(run, question)
 
     def note(reply: Reply) -> None:
@@ -117,7 +117,7 @@ async def _with_tools(question: str, run: Rollout, rules: Rules, shelf: Shelf) -
     return _Said(None if shelf.finished is None else shelf.finished["answer"], end.text)
 
 
-async def _with_texts(question: str, run: Rollout, rules: Rules, shelf: Shelf) -> _Said:
+async def _with_texts(question: str, run: Rollout, rules: AgentOptions, shelf: Shelf) -> _Said:
     thoughts, text = _Thoughts(run, question), ""
 
     async def chat(messages: list[Message], **sampling: Any) -> Reply:
@@ -141,7 +141,7 @@ async def _with_texts(question: str, run: Rollout, rules: Rules, shelf: Shelf) -
     return _Said(done.answer, text)
 
 
-async def _with_tags(question: str, run: Rollout, rules: Rules, shelf: Shelf) -> _Said:
+async def _with_tags(question: str, run: Rollout, rules: AgentOptions, shelf: Shelf) -> _Said:
     messages = _opening(system_prompt("tags", rules.unanswerable), question)
     thoughts, text = _Thoughts(run, question), ""
     for _ in range(run.max_turns):
@@ -157,7 +157,7 @@ async def _with_tags(question: str, run: Rollout, rules: Rules, shelf: Shelf) ->
     return _Said(None, text)
 
 
-async def _by_script(question: str, run: Rollout, rules: Rules, shelf: Shelf) -> _Said:
+async def _by_script(question: str, run: Rollout, rules: AgentOptions, shelf: Shelf) -> _Said:
     messages = _opening(system_prompt("scripted", rules.unanswerable), question)
     messages[-1]["content"] += f"\n\n{SUB_QUESTIONS_WANTED}"
     plan = await _said(run, messages)

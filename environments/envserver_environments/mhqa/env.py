@@ -42,7 +42,7 @@ from envserver import (
     Task,
 )
 
-from .agent import Mode, Rules, solve
+from .agent import AgentOptions, Mode, solve
 from .data_sets import DataSet, Item, read_item, why_unusable
 from .demonstrations import demonstrate
 from .known import known_answers
@@ -119,7 +119,7 @@ class Mhqa(Environment):
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         config = self.config
-        rules = Rules(
+        rules = AgentOptions(
             mode=config.mode,
             # What a person brought is searched, whatever the scope is.
             scope="question" if task.public["passages"] else config.scope,

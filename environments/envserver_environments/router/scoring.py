@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from envserver_environments.code.scoring import References
-from envserver_environments.code.scoring import Rules as CodeRules
+from envserver_environments.code.scoring import ScoringRules as CodeRules
 from envserver_environments.code.scoring import score_rollout as score_program
-from envserver_environments.math.scoring import Rules as MathRules
+from envserver_environments.math.scoring import ScoringRules as MathRules
 from envserver_environments.math.scoring import score_rollout as score_number
 from envserver_environments.mhqa.metrics import normalize_answer
 

@@ -24,12 +24,12 @@ from . import bash_agent, text_agent, tools_agent
 from .patches import MAX_PATCH_BYTES
 from .prompts import task_prompt
 from .repositories import workspace
-from .rules import Rules
+from .rules import AgentOptions
 
 AgentKind = Literal["bash", "tools", "text"]
 
 
-Loop = Callable[[list[Message], Sandbox, Rollout, Rules], Awaitable[bool]]
+Loop = Callable[[list[Message], Sandbox, Rollout, AgentOptions], Awaitable[bool]]
 """Works in the sandbox; whether the repository was handed in."""
 LOOPS: dict[AgentKind, Loop] = {
     "bash": bash_agent.work,
@@ -38,7 +38,9 @@ LOOPS: dict[AgentKind, Loop] = {
 }
 
 
-async def solve(task: PublicTask, run: Rollout, kind: AgentKind, rules: Rules) -> dict[str, Any]:
+async def solve(
+    task: PublicTask, run: Rollout, kind: AgentKind, rules: AgentOptions
+) -> dict[str, Any]:
     """One attempt at `task`."""
     messages: list[Message] = [{"role": "user", "content": task_prompt(task.public["problem"])}]
     spec, commit = await _prepared(task.public, run, rules)
@@ -54,7 +56,9 @@ async def solve(task: PublicTask, run: Rollout, kind: AgentKind, rules: Rules) -
     return {"patch": patch.decode("utf-8", "replace"), "submitted": submitted, "reason": ""}
 
 
-async def _prepared(public: dict[str, Any], run: Rollout, rules: Rules) -> tuple[SandboxSpec, str]:
+async def _prepared(
+    public: dict[str, Any], run: Rollout, rules: AgentOptions
+) -> tuple[SandboxSpec, str]:
     """The agent's sandbox, and the id of its one commit."""
     image, seconds = public.get("image", ""), rules.command_seconds
     # A large repository takes seconds; others in this process must not wait for it.

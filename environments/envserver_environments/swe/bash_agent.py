@@ -15,7 +15,7 @@ from envserver_tools.visible import visible_text
 from envserver import Message, Rollout, Sandbox
 
 from .prompts import system_prompt
-from .rules import Rules
+from .rules import AgentOptions
 from .watching import watched
 
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
@@ -26,7 +26,9 @@ _SUBMITTED = re.compile(rf"\[exit status 0\]\s*{SUBMIT}(?:\s|$)")
 _FORMAT = "Write exactly one block that begins with ```bash and ends with ```; there were {count}."
 
 
-async def work(messages: list[Message], sandbox: Sandbox, run: Rollout, rules: Rules) -> bool:
+async def work(
+    messages: list[Message], sandbox: Sandbox, run: Rollout, rules: AgentOptions
+) -> bool:
     """Whether the repository was handed in, in at most `run.max_turns` messages."""
     history = [{"role": "system", "content": system_prompt("bash")}, *messages]
     tools = sandbox_tools(sandbox, names=["bash"], command_seconds=rules.command_seconds)

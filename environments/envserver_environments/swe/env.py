@@ -49,7 +49,7 @@ from .images import ImageFiles, ImageRules, Images, image_of
 from .loading import HUBS, read_row
 from .local_tasks import folder_rows, task_folders
 from .repositories import SPEC, base_tree, limits_of
-from .rules import Rules
+from .rules import AgentOptions
 from .sample import hidden_tests, sample_tasks
 from .watching import CONFIRM
 
@@ -152,7 +152,7 @@ class Swe(Environment):
             )
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
-        rules = Rules(
+        rules = AgentOptions(
             self.config.command_seconds,
             self.config.max_format_errors,
             self._images,

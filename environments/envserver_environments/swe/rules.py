@@ -8,7 +8,7 @@ from .images import ImageRules, Images
 
 
 @dataclass(frozen=True)
-class Rules:
+class AgentOptions:
     """How an agent may work.
 
     Args:

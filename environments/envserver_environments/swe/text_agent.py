@@ -11,12 +11,14 @@ from envserver_tools.sandboxed import sandbox_tools
 from envserver import Message, Reply, Rollout, Sandbox
 
 from .prompts import system_prompt
-from .rules import Rules
+from .rules import AgentOptions
 from .tools_agent import NAMES
 from .watching import watched
 
 
-async def work(messages: list[Message], sandbox: Sandbox, run: Rollout, rules: Rules) -> bool:
+async def work(
+    messages: list[Message], sandbox: Sandbox, run: Rollout, rules: AgentOptions
+) -> bool:
     """Whether the model came to FINAL, in at most `run.max_turns` messages."""
     tools = sandbox_tools(sandbox, names=NAMES, command_seconds=rules.command_seconds)
     tools = watched(tools, run, rules.confirm)

@@ -15,7 +15,7 @@ from envserver_tools.sandboxed import sandbox_tools
 from envserver import Message, Reply, Rollout, Sandbox
 
 from .prompts import system_prompt
-from .rules import Rules
+from .rules import AgentOptions
 from .watching import watched
 
 NAMES = ("read_file", "write_file", "edit", "list_dir", "grep", "bash", "git_diff")
@@ -31,7 +31,9 @@ SUBMIT: dict[str, Any] = {
 }
 
 
-async def work(messages: list[Message], sandbox: Sandbox, run: Rollout, rules: Rules) -> bool:
+async def work(
+    messages: list[Message], sandbox: Sandbox, run: Rollout, rules: AgentOptions
+) -> bool:
     """Whether the repository was handed in, in at most `run.max_turns` messages."""
     history = [{"role": "system", "content": system_prompt("tools")}, *messages]
     tools = sandbox_tools(sandbox, names=NAMES, command_seconds=rules.command_seconds)

@@ -16,7 +16,7 @@ from envserver import LimitReached, PublicTask, Rollout
 
 from .domains.toolkit import Requestor
 from .domains.world import Domain
-from .episodes import COMPLETE, Episode, Rules
+from .episodes import COMPLETE, Episode, EpisodeRules
 from .prompts import agent_prompt
 from .speaking import ModelSpeaker, Said, Speaker
 from .tasks import TauMessage, has_text, read_task
@@ -45,7 +45,7 @@ class Manner:
         protocol: how the assistant calls tools.
     """
 
-    rules: Rules
+    rules: EpisodeRules
     user: UserKind
     protocol: Protocol
 

@@ -17,7 +17,7 @@ from envserver import Message
 
 from .agent import AGENT
 from .domains.world import Domain, World
-from .episodes import STOP, Episode, Rules, is_user_stop
+from .episodes import STOP, Episode, EpisodeRules, is_user_stop
 from .tasks import Action, TauMessage, TauTask
 from .users import USER, Rule, ScriptedCustomer, matching_rule
 from .wire import assistant_calls
@@ -52,7 +52,7 @@ def demonstrate(
     domain: Domain,
     task: TauTask,
     script: Sequence[Rule],
-    rules: Rules,
+    rules: EpisodeRules,
     *,
     actions: Sequence[Action] | None = None,
 ) -> Demonstration:

@@ -43,7 +43,7 @@ from .agent import AGENT, JUDGE, Manner, Protocol, solve
 from .demonstrations import demonstrate
 from .domains.kinds import KINDS, OWN, find_domain
 from .domains.world import Domain
-from .episodes import GREETING, STOP, Rules
+from .episodes import GREETING, STOP, EpisodeRules
 from .evaluation import Strictness
 from .judging import JudgeModel, judge_services
 from .known import known_conversations
@@ -246,8 +246,8 @@ class Tau(Environment):
         return Manner(self._rules, self.config.user, self.config.protocol)
 
     @property
-    def _rules(self) -> Rules:
-        return Rules(
+    def _rules(self) -> EpisodeRules:
+        return EpisodeRules(
             max_steps=self.config.max_steps,
             max_errors=self.config.max_tool_errors,
             whole_numbers=True,

@@ -31,7 +31,7 @@ COMPLETE: frozenset[Ending] = frozenset({"user_stop", "agent_stop"})
 
 
 @dataclass(frozen=True)
-class Rules:
+class EpisodeRules:
     """When a conversation ends early.
 
     Args:
@@ -53,9 +53,9 @@ class Rules:
 class Episode:
     """One conversation about `task`."""
 
-    def __init__(self, domain: Domain, task: TauTask, rules: Rules | None = None) -> None:
+    def __init__(self, domain: Domain, task: TauTask, rules: EpisodeRules | None = None) -> None:
         self.task = task
-        self.rules = rules or Rules()
+        self.rules = rules or EpisodeRules()
         self.world = start(domain, task)
         self.messages: list[TauMessage] = task.history
         self.steps = 0

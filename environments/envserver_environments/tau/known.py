@@ -9,7 +9,7 @@ from envserver import KnownResult, Result
 
 from .demonstrations import Demonstration, demonstrate, expected_actions, opening
 from .domains.world import Domain, World
-from .episodes import GREETING, STOP, TRANSFER, Episode, Rules
+from .episodes import GREETING, STOP, TRANSFER, Episode, EpisodeRules
 from .evaluation.proof import HAND_OVER, MAX_SAID_CHARACTERS
 from .evaluation.rewards import expected_world, pays_for_nothing
 from .tasks import Action, Criteria, TauMessage, TauTask, has_text, read_task
@@ -23,7 +23,7 @@ def known_conversations(
     domain: Domain,
     task: TauTask,
     script: Sequence[Rule],
-    rules: Rules,
+    rules: EpisodeRules,
     *,
     strict: bool,
     judged: bool,
@@ -123,7 +123,7 @@ def _other_writes(
     domain: Domain,
     task: TauTask,
     script: Sequence[Rule],
-    rules: Rules,
+    rules: EpisodeRules,
     played: Demonstration,
     verdicts: list[bool] | None,
 ) -> Iterator[KnownResult]:

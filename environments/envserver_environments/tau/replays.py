@@ -15,7 +15,7 @@ from typing import Any
 from envserver import InputError
 
 from .domains.world import Domain
-from .episodes import Episode, Rules
+from .episodes import Episode, EpisodeRules
 from .evaluation import Evaluation, evaluate
 from .evaluation.rewards import expected_world
 from .tasks import TauMessage, read_task
@@ -65,7 +65,7 @@ def replay(domain: Domain, vector: Mapping[str, Any]) -> Replay:
     task_id = str(vector["task_id"])
     if task_id not in domain.tasks:
         raise InputError(f"The domain {domain.name!r} has no task {task_id!r}.")
-    rules = Rules(
+    rules = EpisodeRules(
         max_steps=vector.get("max_steps", 100),
         max_errors=vector.get("max_errors", 10),
         validate=vector.get("validate_communication", False),

@@ -19,7 +19,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from envserver import InputError
 
 from .domains.world import Domain
-from .episodes import GREETING, Episode, Rules
+from .episodes import GREETING, Episode, EpisodeRules
 from .evaluation import EvaluationType
 from .tasks import TauMessage, TauTask
 
@@ -39,8 +39,8 @@ class RecordedTask(BaseModel):
     agent_may_stop: bool = False
 
     @property
-    def rules(self) -> Rules:
-        return Rules(
+    def rules(self) -> EpisodeRules:
+        return EpisodeRules(
             max_steps=self.max_steps,
             max_errors=self.max_errors,
             validate=self.validate_communication,
@@ -64,7 +64,7 @@ def read_recorded_task(row: Mapping[str, Any]) -> RecordedTask:
 
 
 def replayed(
-    domain: Domain, task: TauTask, rules: Rules, messages: Sequence[Mapping[str, Any]]
+    domain: Domain, task: TauTask, rules: EpisodeRules, messages: Sequence[Mapping[str, Any]]
 ) -> Episode:
     """The conversation of `messages`, played again.
 

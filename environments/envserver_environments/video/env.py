@@ -41,7 +41,7 @@ from .demonstrations import demonstrate
 from .known import known_answers
 from .loading import SAMPLE_VIDEOS, Videos, answers_file, context_file, rows
 from .scoring import score_rollout
-from .teams import ORGANIZER, Mode, Rules, solve
+from .teams import ORGANIZER, Mode, TeamOptions, solve
 
 
 class Video(Environment):
@@ -111,7 +111,7 @@ class Video(Environment):
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         config = self.config
-        rules = Rules(
+        rules = TeamOptions(
             mode=config.mode,
             protocol=config.protocol,
             blind=config.blind,

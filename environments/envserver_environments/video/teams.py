@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Rules:
+class TeamOptions:
     """How agents work.
 
     Args:
@@ -65,7 +65,7 @@ class Rules:
     organizer_schema: bool = False
 
 
-async def solve(task: PublicTask, run: Rollout, rules: Rules) -> dict[str, Any]:
+async def solve(task: PublicTask, run: Rollout, rules: TeamOptions) -> dict[str, Any]:
     """One attempt at `task`."""
     public = task.public
     experts: dict[str, Said] = {}
@@ -96,7 +96,7 @@ class _Team:
     """The agents that work on one task."""
 
     def __init__(
-        self, run: Rollout, rules: Rules, public: dict[str, Any], context: VideoContext
+        self, run: Rollout, rules: TeamOptions, public: dict[str, Any], context: VideoContext
     ) -> None:
         self._run = run
         self._rules = rules

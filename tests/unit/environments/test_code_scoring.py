@@ -347,7 +347,7 @@ def test_changed_calls_are_new_stay_near_and_are_the_same_for_a_seed() -> None:
     assert agreement({}, {}) is None
 
 
-# Rules of verdicts, with programs in a sandbox: name, tests, program, share of tests passed.
+# ScoringRules of verdicts, with programs in a sandbox: name, tests, program, share of tests passed.
 TESTS = ("assert f(2) == 4", "assert f(3) == 9", "assert f(-1) == 1")
 PROGRAMS: list[tuple[str, tuple[str, ...], str, float]] = [
     ("right", TESTS, "def f(x): return x * x", 1.0),

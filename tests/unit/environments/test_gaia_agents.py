@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from envserver_environments.gaia.agents import Rules, solve
+from envserver_environments.gaia.agents import AgentOptions, solve
 from envserver_environments.gaia.trail import Trail, trail_of
 from envserver_tools.calling import Tool, ToolError
 from support.sdk_house import SdkHouse, Seat, sim_house
@@ -65,7 +65,7 @@ def run_of(seat: Seat, seconds: float = 60.0) -> Any:
 
 
 def solved(seat: Seat, seconds: float = 60.0, tools: Any = (), **rules: Any) -> dict[str, Any]:
-    return asyncio.run(solve(QUESTION, run_of(seat, seconds), Rules(**rules), tools))
+    return asyncio.run(solve(QUESTION, run_of(seat, seconds), AgentOptions(**rules), tools))
 
 
 def trail_of_seat(seat: Seat) -> Trail:

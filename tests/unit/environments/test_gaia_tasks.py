@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from envserver_environments.gaia.agents import Rules
+from envserver_environments.gaia.agents import AgentOptions
 from envserver_environments.gaia.download import ANNOTATED, RAW, fetch, main, summary
 from envserver_environments.gaia.env import Gaia
 from envserver_environments.gaia.loading import Item, Refusal, copy_items, is_official, own_items
@@ -313,10 +313,10 @@ def test_an_agent_is_shown_the_question_and_the_file_and_nothing_else(
 async def test_the_file_is_in_the_agents_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown: list[tuple[PublicTask, Rules]] = []
+    shown: list[tuple[PublicTask, AgentOptions]] = []
     offered: list[set[str]] = []
 
-    async def solve(task: PublicTask, run: Any, rules: Rules, tools: Any) -> dict[str, Any]:
+    async def solve(task: PublicTask, run: Any, rules: AgentOptions, tools: Any) -> dict[str, Any]:
         shown.append((task, rules))
         offered.append({tool.name for tool in tools})
         return {"answer": Path("attachment.txt").read_text(), "state": "answered", "steps": []}

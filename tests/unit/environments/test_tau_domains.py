@@ -15,7 +15,7 @@ from envserver_environments.tau.domains.database import Base, Database, hash_of
 from envserver_environments.tau.domains.retail import RETAIL
 from envserver_environments.tau.domains.retail_data import RetailDB
 from envserver_environments.tau.domains.world import Domain, DomainKind, World
-from envserver_environments.tau.episodes import Episode, Rules
+from envserver_environments.tau.episodes import Episode, EpisodeRules
 from envserver_environments.tau.tasks import TauTask
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -403,7 +403,7 @@ def test_changed_flights_keep_what_stays_at_its_price(sky: World) -> None:
 def test_numbers_are_stored_as_they_are_given_or_whole(sky: World, whole: bool) -> None:
     bags = {"reservation_id": "R1", "nonfree_baggages": 0, "payment_id": "card"}
     asked(sky, "update_reservation_baggages", **bags, total_baggages=2)
-    episode = Episode(AIRLINE_DOMAIN, TauTask(id="bags"), Rules(whole_numbers=whole))
+    episode = Episode(AIRLINE_DOMAIN, TauTask(id="bags"), EpisodeRules(whole_numbers=whole))
     episode.say("Two bags, please.")
     arguments = {**bags, "total_baggages": 2.0}
     call = {"id": "1", "name": "update_reservation_baggages", "arguments": arguments}

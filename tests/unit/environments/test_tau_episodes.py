@@ -14,7 +14,7 @@ from envserver_environments.tau import replay_command
 from envserver_environments.tau.domains.kinds import tau2_domain
 from envserver_environments.tau.domains.world import Domain
 from envserver_environments.tau.env import Tau
-from envserver_environments.tau.episodes import GREETING, Episode, Rules, is_user_stop
+from envserver_environments.tau.episodes import GREETING, Episode, EpisodeRules, is_user_stop
 from envserver_environments.tau.evaluation import (
     EVALUATION_TYPES,
     Evaluation,
@@ -131,7 +131,7 @@ def played(
     task_id: str,
     agent: list[Any],
     user: list[Any] | None = None,
-    rules: Rules | None = None,
+    rules: EpisodeRules | None = None,
 ) -> Episode:
     """A scripted conversation; calls alone are messages without text."""
     episode = Episode(domain, task_of(domain, task_id), rules)
@@ -148,22 +148,37 @@ SAY = {"content": "All 1 done."}
 BOTH = {"content": "wait", "tool_calls": [DONE]}
 SMALL = {"content": "###stop###"}
 STOP = {"content": "###STOP###"}
-ENDINGS: dict[str, tuple[list[Any], list[Any], Rules, str]] = {
-    "the customer stops": ([SAY], [HI, BYE], Rules(), "user_stop"),
-    "he is handed over": ([SAY], [HI, {"content": "x ###TRANSFER###"}], Rules(), "user_stop"),
-    "it is not his matter": ([], [{"content": "###OUT-OF-SCOPE###"}], Rules(), "user_stop"),
-    "tokens are in capitals": ([SAY], [HI, SMALL], Rules(max_steps=3), "max_steps"),
-    "the assistant cannot stop": ([STOP], [HI, BYE], Rules(), "user_stop"),
-    "unless it may": ([STOP], [HI], Rules(agent_may_stop=True), "agent_stop"),
-    "steps run out": ([DONE, SAY], [HI], Rules(max_steps=4), "max_steps"),
-    "also in the step that stops": ([SAY], [HI, BYE], Rules(max_steps=3), "max_steps"),
-    "steps do not run out before results": ([DONE], [HI], Rules(max_steps=2), "max_steps"),
-    "too many errors": ([WRONG, WRONG], [HI], Rules(max_errors=2), "too_many_errors"),
-    "errors go before steps": ([WRONG], [HI], Rules(max_steps=2, max_errors=1), "too_many_errors"),
-    "nothing is said": ([{"content": " "}], [HI], Rules(), "agent_error"),
-    "the customer says nothing": ([], [{"content": None}], Rules(), "user_error"),
-    "text and calls": ([BOTH, SAY], [HI, BYE], Rules(), "user_stop"),
-    "text and calls, if that is validated": ([BOTH], [HI], Rules(validate=True), "agent_error"),
+ENDINGS: dict[str, tuple[list[Any], list[Any], EpisodeRules, str]] = {
+    "the customer stops": ([SAY], [HI, BYE], EpisodeRules(), "user_stop"),
+    "he is handed over": (
+        [SAY],
+        [HI, {"content": "x ###TRANSFER###"}],
+        EpisodeRules(),
+        "user_stop",
+    ),
+    "it is not his matter": ([], [{"content": "###OUT-OF-SCOPE###"}], EpisodeRules(), "user_stop"),
+    "tokens are in capitals": ([SAY], [HI, SMALL], EpisodeRules(max_steps=3), "max_steps"),
+    "the assistant cannot stop": ([STOP], [HI, BYE], EpisodeRules(), "user_stop"),
+    "unless it may": ([STOP], [HI], EpisodeRules(agent_may_stop=True), "agent_stop"),
+    "steps run out": ([DONE, SAY], [HI], EpisodeRules(max_steps=4), "max_steps"),
+    "also in the step that stops": ([SAY], [HI, BYE], EpisodeRules(max_steps=3), "max_steps"),
+    "steps do not run out before results": ([DONE], [HI], EpisodeRules(max_steps=2), "max_steps"),
+    "too many errors": ([WRONG, WRONG], [HI], EpisodeRules(max_errors=2), "too_many_errors"),
+    "errors go before steps": (
+        [WRONG],
+        [HI],
+        EpisodeRules(max_steps=2, max_errors=1),
+        "too_many_errors",
+    ),
+    "nothing is said": ([{"content": " "}], [HI], EpisodeRules(), "agent_error"),
+    "the customer says nothing": ([], [{"content": None}], EpisodeRules(), "user_error"),
+    "text and calls": ([BOTH, SAY], [HI, BYE], EpisodeRules(), "user_stop"),
+    "text and calls, if that is validated": (
+        [BOTH],
+        [HI],
+        EpisodeRules(validate=True),
+        "agent_error",
+    ),
 }
 
 
@@ -245,7 +260,7 @@ def test_what_conversations_are_worth(domain: Domain, name: str) -> None:
 
 
 def test_only_what_ended_by_a_stop_is_worth_anything(domain: Domain) -> None:
-    episode = played(domain, "refuse", [SAY], rules=Rules(max_steps=3))
+    episode = played(domain, "refuse", [SAY], rules=EpisodeRules(max_steps=3))
     found = valued(domain, episode)
     assert (episode.ending, found.reward, found.basis) == ("max_steps", 0.0, None)
 

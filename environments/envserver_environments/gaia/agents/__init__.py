@@ -19,12 +19,12 @@ from envserver import ConfigError, PublicTask, Rollout
 
 from .plain import PlainRun
 from .prompts import question
-from .rules import Ending, Kind, Rules, Solved
+from .rules import AgentOptions, Ending, Kind, Solved
 
 if TYPE_CHECKING:
     from .smol_run import SmolRun
 
-__all__ = ["Ending", "Kind", "Rules", "Solved", "solve"]
+__all__ = ["Ending", "Kind", "AgentOptions", "Solved", "solve"]
 
 LEAVE_SECONDS = 2.5
 """Before the rollout's deadline an agent ends by itself, code that does not listen included: so its
@@ -37,7 +37,7 @@ STOP_SECONDS = 5.0
 async def solve(
     task: PublicTask,
     run: Rollout,
-    rules: Rules,
+    rules: AgentOptions,
     tools: Sequence[Tool] = (),
     extra: dict[str, Any] | None = None,
 ) -> dict[str, Any]:

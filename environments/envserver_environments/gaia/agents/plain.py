@@ -17,7 +17,7 @@ from .endpoint import CutOff, Endpoint, Turn
 from .inside import ANSWER
 from .interpreter import Interpreter
 from .prompts import system_prompt
-from .rules import Ending, Rules, Solved, ending_of
+from .rules import AgentOptions, Ending, Solved, ending_of
 from .tool_use import Tools
 from .trace import Trace, call_data, step_data
 
@@ -30,7 +30,7 @@ class PlainRun:
     def __init__(
         self,
         run: Rollout,
-        rules: Rules,
+        rules: AgentOptions,
         tools: Sequence[Tool],
         *,
         loop: asyncio.AbstractEventLoop,

@@ -20,7 +20,7 @@ _LIMITS: tuple[Ending, ...] = ("turns", "tokens", "time", "context")
 
 
 @dataclass(frozen=True)
-class Rules:
+class AgentOptions:
     """How an agent is run.
 
     Args:

@@ -20,7 +20,7 @@ from .executor import ProcessExecutor
 from .interpreter import Interpreter
 from .model import ProxyModel
 from .prompts import system_prompt
-from .rules import Ending, Rules, Solved, ending_of
+from .rules import AgentOptions, Ending, Solved, ending_of
 from .smol import CodeAgent, ToolCallingAgent
 from .tool_use import PYTHON, Tools, as_function
 from .trace import Trace, call_data, step_data
@@ -39,7 +39,7 @@ class SmolRun:
     def __init__(
         self,
         run: Rollout,
-        rules: Rules,
+        rules: AgentOptions,
         tools: Sequence[Tool],
         *,
         loop: asyncio.AbstractEventLoop,
